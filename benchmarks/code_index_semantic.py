@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -28,10 +29,8 @@ from benchmarks.code_index_semantic_data import LabelledSet, Question, make_set
 from benchmarks.common import print_table, write_result
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic import Embedder, MappingTree, SemanticIndex, default_embedder
+from etude.agent.index.semantic import Embedder, SemanticIndex, default_embedder
 from etude.agent.index.semantic.index import VECTOR_SHARE, Hit, best, fuse_scores
-from etude.agent.index.semantic.lexical import Lexicon, TermCounts
-from etude.agent.index.semantic.vectors import VectorFile, append_rows, pack_rows
 
 Figures = dict[str, float]
 
@@ -42,8 +41,6 @@ DEPTH = 10
 """Results in which the right one has to be."""
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 NUM_RESAMPLES = 10_000
-REPETITIONS = 7
-MANY_CHUNKS = 1_000_000
 
 
 class CountingEmbedder:
@@ -86,25 +83,36 @@ def semantic_figures(num_functions: int = NUM_FUNCTIONS, num_questions: int = NU
 
 async def _measure(folder: Path, labelled: LabelledSet) -> Figures:
     embedder = CountingEmbedder(default_embedder())
-    tree = MappingTree("labelled", labelled.files)
+    tree = _write(folder / "tree", labelled.files)
     index = await SemanticIndex.open(folder / "store", tree, embedder)
     began_s = time.perf_counter()
     await index.update(_report)
     built_s = time.perf_counter() - began_s
     num = embedder.num_embedded
+    num_chunks = len((await index.compare("chunks")).words)
     figures: Figures = {
         "num_functions": labelled.num_functions,
-        "num_chunks": index.num_chunks,
+        "num_chunks": num_chunks,
+        "store_bytes_per_chunk": (folder / "store" / "index.sqlite").stat().st_size / num_chunks,
         "num_questions": len(labelled.questions),
         "build_s": built_s,
         "embed_1000_chunks_cpu_s": embedder.cpu_s / num * 1000,
     }
-    figures |= await _recalls(index, labelled.questions)
+    figures |= await _recalls(index, num_chunks, labelled.questions)
     figures |= await _latency(index, labelled.questions)
     figures |= await _edit(index, embedder, labelled)
-    figures |= await _one_percent(folder, tree, index, embedder, built_s)
+    figures |= await _one_percent(folder, labelled.files, index, embedder, built_s, num_chunks)
     await index.close()
-    return figures | _many_chunks(folder, embedder.dimension)
+    return figures
+
+
+def _write(root: Path, files: Mapping[str, bytes]) -> Path:
+    """Files of a minute ago: what was written just now is read again by the next update."""
+    for path, content in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+        os.utime(root / path, (time.time() - 60, time.time() - 60))
+    return root
 
 
 def _report(progress: object) -> None:
@@ -112,9 +120,9 @@ def _report(progress: object) -> None:
         print(f"\r{progress}", end="", file=sys.stderr, flush=True)
 
 
-async def _recalls(index: SemanticIndex, questions: Sequence[Question]) -> Figures:
+async def _recalls(index: SemanticIndex, num_chunks: int, questions: Sequence[Question]) -> Figures:
     """Recall of each ranking, and how sure the differences are."""
-    chunks = await index.describe(np.arange(index.num_chunks))
+    chunks = await index.describe(np.arange(num_chunks))
     hits: dict[str, list[bool]] = {}
     for question in questions:
         found = await index.compare(question.text)
@@ -209,58 +217,41 @@ async def _edit(index: SemanticIndex, embedder: CountingEmbedder, labelled: Labe
 
 
 async def _one_percent(
-    folder: Path, tree: MappingTree, index: SemanticIndex, embedder: CountingEmbedder, built_s: float
+    folder: Path,
+    files: Mapping[str, bytes],
+    index: SemanticIndex,
+    embedder: CountingEmbedder,
+    built_s: float,
+    num_chunks: int,
 ) -> Figures:
     """One function in 1 % of the files is changed; then a second checkout of the same files is indexed."""
     rng = random.Random(SEED)
-    functions = [hit for hit in await index.describe(np.arange(index.num_chunks)) if hit.symbol]
+    functions = [hit for hit in await index.describe(np.arange(num_chunks)) if hit.symbol]
     rng.shuffle(functions)
     by_path = {hit.path: hit for hit in functions}
-    for path in rng.sample(sorted(by_path), max(1, len(tree.files) // 100)):
-        lines = tree.files[path].split(b"\n")
+    changed: dict[str, bytes] = {}
+    for path in rng.sample(sorted(by_path), max(1, len(files) // 100)):
+        lines = files[path].split(b"\n")
         row = by_path[path].first_line
         indent = b" " * (len(lines[row - 1]) - len(lines[row - 1].lstrip()))
         lines.insert(row - 1, indent + b"# changed")
-        tree.files[path] = b"\n".join(lines)
-    before, num_chunks = embedder.num_embedded, index.num_chunks
+        changed[path] = b"\n".join(lines)
+    await asyncio.to_thread(_write, folder / "tree", changed)
+    before = embedder.num_embedded
     began_s = time.perf_counter()
     await index.update()
     updated_s = time.perf_counter() - began_s
-    changed = embedder.num_embedded - before
-    second = await SemanticIndex.open(folder / "store", MappingTree("second", tree.files), embedder)
+    reembedded = embedder.num_embedded - before
+    root = await asyncio.to_thread(_write, folder / "second", {**files, **changed})
+    second = await SemanticIndex.open(folder / "store", root, embedder)
     before = embedder.num_embedded
     await second.update()
     await second.close()
     return {
-        "reembedded_share": changed / num_chunks,
+        "reembedded_share": reembedded / num_chunks,
         "update_share_of_build": updated_s / built_s,
         "second_checkout_share": (embedder.num_embedded - before) / num_chunks,
     }
-
-
-def _many_chunks(folder: Path, dimension: int) -> Figures:
-    """The two halves of a search over a million chunks of made-up content."""
-    rng = np.random.default_rng(SEED)
-    path = folder / "many.i8"
-    block = rng.standard_normal((MANY_CHUNKS // 20, dimension), dtype=np.float32)
-    for number in range(20):
-        append_rows(path, number * len(block), pack_rows(block))
-    vectors, rows = VectorFile(path, dimension, MANY_CHUNKS), np.arange(MANY_CHUNKS)
-    sizes = [MANY_CHUNKS // part for part in (2, 4, 10, 20, 50, 100, 1000, 1000)]
-    docs = np.concatenate([np.sort(rng.choice(MANY_CHUNKS, size, replace=False)) for size in sizes])
-    terms = np.repeat(np.arange(len(sizes), dtype=np.uint32), sizes)
-    counts = rng.integers(1, 9, len(docs)).astype(np.uint8)
-    lexicon = Lexicon.build(TermCounts(MANY_CHUNKS, docs.astype(np.int32), terms, counts))
-    question, none = dict.fromkeys(range(len(sizes)), 1), np.zeros(0, np.int32)
-    times: dict[str, list[float]] = {}
-    for _ in range(REPETITIONS):
-        began_s = time.perf_counter()
-        vectors.products(block[0], rows)
-        middle_s = time.perf_counter()
-        lexicon.score(question, TermCounts.of([]), none)
-        times.setdefault("vectors", []).append(middle_s - began_s)
-        times.setdefault("words", []).append(time.perf_counter() - middle_s)
-    return {f"million_{name}_ms": statistics.median(values) * 1e3 for name, values in times.items()}
 
 
 def main() -> None:

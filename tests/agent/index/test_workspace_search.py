@@ -3,12 +3,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.fakes.embedder import HashingEmbedder
 
 from etude.agent.index.grep.manifest import writing
 from etude.agent.index.opening import new_indexes
-from etude.agent.index.semantic import HashingEmbedder
-from etude.agent.index.templates import TemplateIndexes, lay_out
-from etude.agent.index.trees import IndexProgress, TreeIndex
+from etude.agent.index.templates import IndexProgress, TemplateIndexes, lay_out
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
 from etude.errors import ConfigError, SandboxError, ToolArgumentError
@@ -35,24 +34,21 @@ class NoIndexes:
 
 def with_search(tmp_path: Path, use, embedder=None):
     """Runs `use(sandbox, search)` on a sandbox and the built index of its template."""
-    for path, text in FILES.items():
-        (tmp_path / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tree" / path).write_text(text)
+    template = Template(FILES)
 
     async def run():
-        sandbox = await MemoryBackend().create(Template(FILES))
-        index = TreeIndex(tmp_path / "tree", tmp_path / "state", "key", embedder or HashingEmbedder())
+        sandbox = await MemoryBackend().create(template)
+        indexes = TemplateIndexes(tmp_path / "state", embedder or HashingEmbedder())
         seen: list[IndexProgress] = []
-        await index.start(seen.append)
-        await index.ready()
-        search = index.search(sandbox)
+        await indexes.ready(template, seen.append)
+        search = indexes.search(template, sandbox)
         try:
             return await use(sandbox, search)
         finally:
             search.close()
-            await index.close()
-            await index.close()
-            assert {progress.stage.split(":")[0] for progress in seen} >= {"semantic"}
+            await indexes.close()
+            await indexes.close()
+            assert {progress.stage.split(":")[0] for progress in seen} <= {"grep", "semantic"}
 
     return asyncio.run(run())
 
@@ -270,21 +266,19 @@ def test_a_build_that_fails_on_its_way_is_told_once_and_the_sandbox_searches(tmp
 
 
 def test_an_index_that_another_process_builds_is_waited_for(tmp_path):
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / "a.py").write_text("tally = 1\n")
+    template = Template(FILES)
 
     async def use():
-        index = TreeIndex(tmp_path / "tree", tmp_path / "state", "key", HashingEmbedder())
+        indexes = TemplateIndexes(tmp_path, HashingEmbedder())
         try:
-            with writing(tmp_path / "state" / "grep" / "key"):
-                await index.start()
-                ready = asyncio.ensure_future(index.ready())
+            with writing(tmp_path / "grep" / template.digest):
+                ready = asyncio.ensure_future(indexes.ready(template))
                 await asyncio.wait([ready], timeout=0.5)
+                assert not ready.done()
             async with asyncio.timeout(60):
                 await ready
-            assert index.grep_overlay() is not None
         finally:
-            await index.close()
+            await indexes.close()
 
     asyncio.run(use())
 

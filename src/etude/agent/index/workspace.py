@@ -86,8 +86,7 @@ class WorkspaceSearch:
         if self._meaning is None:
             raise ToolArgumentError("no semantic index here: use grep", field="query")
         current = await self._refresh()
-        paths = None if path == "." else [path, f"{path}/**"]
-        result = await self._meaning.search(query, limit, paths)
+        result = await self._meaning.search(query, limit, "" if path == "." else path)
         hits = [
             CodeHit(hit.path, hit.first_line, hit.last_line, hit.symbol, hit.score, hit.text)
             for hit in result.hits

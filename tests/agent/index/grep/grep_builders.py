@@ -38,11 +38,10 @@ CODE = {
 }
 
 
-def make_tree(root: Path, files: Mapping[str, bytes] = CODE, *, git: bool = True) -> Path:
+def make_tree(root: Path, files: Mapping[str, bytes] = CODE) -> Path:
     """Writes `files` below `root`."""
     root.mkdir(parents=True, exist_ok=True)
-    if git:
-        (root / ".git").mkdir(exist_ok=True)
+    (root / ".git").mkdir(exist_ok=True)
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,12 +49,12 @@ def make_tree(root: Path, files: Mapping[str, bytes] = CODE, *, git: bool = True
     return root
 
 
-def judged(root: Path, query: GrepQuery, *flags: str) -> list[GrepMatch]:
+def judged(root: Path, query: GrepQuery) -> list[GrepMatch]:
     """What ripgrep itself finds, read from its JSON: nothing of the code under test takes part."""
     words = [
         "--json",
         "--no-config",
-        *flags,
+        "--no-ignore",
         *query.glob_flags(),
         *query.pattern_flags(),
         "--",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.fakes.embedder import HashingEmbedder
 
-from etude.agent.index.semantic import HashingEmbedder, MappingTree, SearchResult, SemanticIndex
+from etude.agent.index.semantic import SearchResult, SemanticIndex
 
 Parameters = ParamSpec("Parameters")
 
@@ -84,10 +86,22 @@ def places(result: SearchResult) -> list[tuple[str, int, int, str]]:
     return [(hit.path, hit.first_line, hit.last_line, hit.symbol) for hit in result.hits]
 
 
+def write(root: Path, files: dict[str, bytes], age_s: float = 100) -> Path:
+    """Writes files that seem to be `age_s` old."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+        found = (root / path).stat()
+        os.utime(root / path, (found.st_atime - age_s, found.st_mtime - age_s))
+    return root
+
+
 async def built(
     folder: Path, files: dict[str, bytes], embedder: HashingEmbedder | None = None
 ) -> SemanticIndex:
-    """An index that is up to date."""
-    index = await SemanticIndex.open(folder, MappingTree("t", files), embedder or HashingEmbedder())
+    """An index in `folder` that is up to date with files in `folder`/tree."""
+    root = write(folder / "tree", files)
+    index = await SemanticIndex.open(folder, root, embedder or HashingEmbedder())
     await index.update()
     return index

@@ -2,7 +2,7 @@
 
 from etude.agent.index.grep.builder import Progress
 from etude.agent.index.grep.index import GrepIndex
-from etude.agent.index.grep.manifest import IndexBusyError, index_key
+from etude.agent.index.grep.manifest import IndexBusyError
 from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import GrepMatch, GrepMatches, GrepQuery, GrepResult
 from etude.agent.index.grep.watch import Watcher
@@ -17,5 +17,4 @@ __all__ = [
     "Overlay",
     "Progress",
     "Watcher",
-    "index_key",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from etude.agent.index.grep.syntax import Unsure
+from etude.agent.index.grep.query import Unsure
 
 __all__ = ["Globs"]
 
@@ -21,7 +21,7 @@ class Globs:
         """Raises Unsure."""
         self._rules = [_rule(glob) for glob in globs]
         self.only_named = any(wanted for _, wanted, _ in self._rules)
-        """Some glob says what to search: other files are not searched, and ignored ones may be."""
+        """Some glob says what to search: other files are not searched, and hidden ones may be."""
         self._entered: dict[bytes, bool] = {b"": True}
 
     def verdict(self, path: bytes, is_directory: bool) -> bool | None:
@@ -46,9 +46,9 @@ class Globs:
             known = self._entered[directory] = above and self.verdict(directory, True) is not False
         return known
 
-    def brings_back(self, shadow: bytes) -> bool:
-        """Whether ripgrep would look at an entry that ignore rules or its leading dot keep out."""
-        return (self.verdict(shadow, False) or self.verdict(shadow, True)) is True
+    def brings_back(self, hidden: bytes) -> bool:
+        """Whether ripgrep would look at an entry that its leading dot keeps out."""
+        return (self.verdict(hidden, False) or self.verdict(hidden, True)) is True
 
 
 def _rule(glob: str) -> tuple[re.Pattern[bytes], bool, bool]:

@@ -1,35 +1,29 @@
 """From a regular expression to what a matching file must hold: literals joined by AND and OR.
 
+Python's own parser reads the pattern. What Rust's `regex`, which ripgrep uses, reads differently is turned
+away before (`_DIFFERENT`) or refused by Python: nothing is required then, and ripgrep searches by itself.
+
 The method is Russ Cox' ("Regular Expression Matching with a Trigram Index", 2012): for each part of the
 expression the strings that it matches exactly if they are few, else how it can begin and end, and what must
-occur anywhere inside. Here the leaves are whole literals; which grams of a literal are looked up is decided
-against the index. Every step may only weaken: a file that matches is never excluded.
+occur anywhere inside. Every step may only weaken: a file that matches is never excluded.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from re import _parser as python_parser  # pyright: ignore[reportAttributeAccessIssue]
+from typing import Any
 
-from etude.agent.index.grep.query import GrepQuery
-from etude.agent.index.grep.syntax import (
-    Alternation,
-    AnyText,
-    Char,
-    Concat,
-    Empty,
-    Node,
-    OneOf,
-    Repeat,
-    Unsure,
-    parse,
-)
+from etude.agent.index.grep.query import GrepQuery, Unsure
 
 __all__ = ["ANYTHING", "And", "Literal", "Or", "Plan", "Required", "plan"]
 
 SHORTEST_BYTES = 3
 _MOST_STRINGS = 24
+_LARGEST_CLASS = 8
 _LONGEST_BYTES = 256
 _END_BYTES = 24
 _MOST_PARTS = 16
@@ -37,6 +31,11 @@ _LONGEST_PATTERN = 4_000
 """Of a longer one nothing is known: looking for its literals would take longer than ripgrep does."""
 _ODD_FOLDS = frozenset("ksKS")
 """Letters that two characters outside ASCII equal but for case: the Kelvin sign and the long s."""
+_ESCAPE = re.compile(r"\\(?:([<>]|[bB]\{)|.)", re.DOTALL)
+_DIFFERENT = re.compile(r"\[\^?\]|\[[^\]]*(?:\[|&&|--|~~|\|\|)|\{[^}]*\s")
+"""With escapes taken out: a class that begins with its end, classes within classes and operations on them,
+spaces in a count."""
+_KNOWN_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.UNICODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +68,34 @@ class Plan:
     """What the index is asked for one query."""
 
     required: Required
-    odd_folds: bool
+    odd_folds: bool = False
     """Files that hold the Kelvin sign or the long s must be candidates whatever `required` says."""
 
 
 def plan(query: GrepQuery) -> Plan:
     """What a file must hold so that `query` can match in it. `ANYTHING` where in doubt."""
     if len(query.pattern) > _LONGEST_PATTERN:
-        return Plan(ANYTHING, False)
-    if query.fixed:
-        if "\n" in query.pattern:
-            return Plan(ANYTHING, False)
-        tree: Node = Concat(tuple(Char(char, query.ignore_case) for char in query.pattern[:_LONGEST_BYTES]))
-    else:
-        try:
-            tree = parse(query.pattern, ignore_case=query.ignore_case)
-        except Unsure:
-            return Plan(ANYTHING, False)
+        return Plan(ANYTHING)
     analysis = _Analysis()
-    facts = analysis.facts(tree)
-    return Plan(
-        _and([facts.match, *([_any_of(facts.exact)] if facts.exact is not None else [])]), analysis.odd_folds
-    )
+    try:
+        parsed = _parse(re.escape(query.pattern) if query.fixed else query.pattern)
+        folds = query.ignore_case or bool(parsed.state.flags & re.IGNORECASE)
+        facts = _open_ended(analysis.sequence(parsed, folds))
+    except (Unsure, re.error, RecursionError, OverflowError, UnicodeEncodeError):
+        return Plan(ANYTHING)
+    return Plan(facts.match, analysis.odd_folds)
+
+
+def _parse(pattern: str) -> Any:
+    """Python's tree of `pattern`. Raises Unsure where Rust's may differ, `re.error` and the like."""
+    if any(escape[1] for escape in _ESCAPE.finditer(pattern)):
+        raise Unsure(r"\<, \> or \b{start}")
+    if _DIFFERENT.search(_ESCAPE.sub("x", pattern)):
+        raise Unsure("a class or count")
+    parsed = python_parser.parse(pattern)
+    if parsed.state.flags & ~_KNOWN_FLAGS:
+        raise Unsure("flags")
+    return parsed
 
 
 Strings = frozenset[bytes]
@@ -99,64 +104,88 @@ _NOTHING: Strings = frozenset([b""])
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of the text that one node matches."""
+    """What is known of the text that one part of a pattern matches."""
 
     exact: Strings | None = None
     """All texts that it can match, if they are few."""
     prefixes: Strings = _NOTHING
     """Each text begins with one of these."""
     suffixes: Strings = _NOTHING
-    match: Required = field(default=ANYTHING)
+    match: Required = ANYTHING
     """Holds in the file around each text."""
+
+
+_EMPTY = _Facts(exact=_NOTHING)
 
 
 @dataclass(slots=True)
 class _Analysis:
-    """One walk over a tree."""
+    """One walk over a tree of Python's parser: lists of (operation, argument)."""
 
     odd_folds: bool = False
 
-    def facts(self, node: Node) -> _Facts:
-        match node:
-            case Empty():
-                return _Facts(exact=_NOTHING)
-            case AnyText():
-                return _Facts()
-            case Char():
-                return self.one_of((node,))
-            case OneOf(chars):
-                return self.one_of(chars)
-            case Concat(parts):
-                return self.concat([self.facts(part) for part in parts])
-            case Alternation(branches):
-                return _alternation([self.facts(branch) for branch in branches])
-            case Repeat(part, least, exact):
-                return self.repeat(self.facts(part), least, exact)
-
-    def one_of(self, chars: Iterable[Char]) -> _Facts:
-        texts = [self.text(char) for char in chars]
-        known = [text for text in texts if text is not None]
-        return _Facts(exact=frozenset(known)) if len(known) == len(texts) else _Facts()
-
-    def text(self, char: Char) -> bytes | None:
-        """The character's bytes with ASCII letters in lower case, if that is all it can match."""
-        if char.fold and not char.char.isascii():
-            return None
-        self.odd_folds |= char.fold and char.char in _ODD_FOLDS
-        return char.char.encode("utf-8", "surrogateescape").lower()
-
-    def concat(self, parts: list[_Facts]) -> _Facts:
-        whole = _Facts(exact=_NOTHING)
-        for part in parts:
-            whole = _concat(whole, part)
+    def sequence(self, parts: Iterable[tuple[Any, Any]], folds: bool) -> _Facts:
+        whole = _EMPTY
+        for operation, argument in parts:
+            whole = _concat(whole, self.part(operation.name, argument, folds))
         return whole
 
-    def repeat(self, part: _Facts, least: int, exact: bool) -> _Facts:
-        if least == 0:
+    def part(self, operation: str, argument: Any, folds: bool) -> _Facts:
+        match operation:
+            case "LITERAL":
+                return self.one_of([argument], folds)
+            case "IN":
+                return self.one_of(_members(argument), folds)
+            case "ANY" | "NOT_LITERAL":
+                return _Facts()
+            case "AT":
+                return _EMPTY
+            case "BRANCH":
+                return _alternation([self.sequence(branch, folds) for branch in argument[1]])
+            case "SUBPATTERN":
+                _, added, removed, inner = argument
+                if (added | removed) & ~_KNOWN_FLAGS:
+                    raise Unsure("flags")
+                folds = (folds or bool(added & re.IGNORECASE)) and not removed & re.IGNORECASE
+                return self.sequence(inner, folds)
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                least, most, inner = argument
+                return _repeated(self.sequence(inner, folds), least, int(most))
+            case _:
+                raise Unsure(operation)
+
+    def one_of(self, codes: list[int] | None, folds: bool) -> _Facts:
+        """One of a few characters; None: of many."""
+        if codes is None or (folds and max(codes) > 127):
             return _Facts()
-        copies = min(least, 4)
-        whole = self.concat([part] * copies)
-        return whole if exact and copies == least else _open_ended(whole)
+        chars = {chr(code) for code in codes}
+        if not chars.isdisjoint("\n\0"):
+            raise Unsure("line feed or NUL")
+        self.odd_folds |= folds and not chars.isdisjoint(_ODD_FOLDS)
+        return _Facts(exact=frozenset(char.encode("utf-8", "surrogateescape").lower() for char in chars))
+
+
+def _members(items: Iterable[tuple[Any, Any]]) -> list[int] | None:
+    """The characters of a class, if they are few."""
+    codes: list[int] = []
+    for operation, argument in items:
+        match operation.name:
+            case "LITERAL":
+                codes.append(argument)
+            case "RANGE" if argument[1] - argument[0] < _LARGEST_CLASS:
+                codes += range(argument[0], argument[1] + 1)
+            case _:
+                return None
+    return codes if len(codes) <= _LARGEST_CLASS else None
+
+
+def _repeated(part: _Facts, least: int, most: int) -> _Facts:
+    if least == 0:
+        return _alternation([part, _EMPTY]) if most == 1 else _Facts()
+    copies, whole = min(least, 4), _EMPTY
+    for _ in range(copies):
+        whole = _concat(whole, part)
+    return whole if copies == least == most else _open_ended(whole)
 
 
 def _concat(left: _Facts, right: _Facts) -> _Facts:
@@ -213,12 +242,8 @@ def _alternation(branches: list[_Facts]) -> _Facts:
     parts = [_open_ended(branch) for branch in branches]
     prefixes = frozenset(itertools.chain.from_iterable(part.prefixes for part in parts))
     suffixes = frozenset(itertools.chain.from_iterable(part.suffixes for part in parts))
-    return _Facts(
-        None,
-        _shortened(prefixes, True),
-        _shortened(suffixes, False),
-        _or([part.match for part in parts]),
-    )
+    required = _or([part.match for part in parts])
+    return _Facts(None, _shortened(prefixes, True), _shortened(suffixes, False), required)
 
 
 def _cross(left: Strings, right: Strings) -> Strings | None:
@@ -243,17 +268,15 @@ def _any_of(texts: Strings) -> Required:
 
 
 def _and(parts: Iterable[Required]) -> Required:
-    """All of `parts`, flat, without repetition."""
+    """All of `parts`, flat, without repetition or what another one holds already."""
     flat: dict[Required, None] = {}
     for part in parts:
         flat.update(dict.fromkeys(part.parts if isinstance(part, And) else (part,)))
-    literals = [part.text for part in flat if isinstance(part, Literal)]
+    texts = [part.text for part in flat if isinstance(part, Literal)]
     kept = [
         part
         for part in flat
-        if not (
-            isinstance(part, Literal) and any(part.text != text and part.text in text for text in literals)
-        )
+        if not isinstance(part, Literal) or not any(part.text != text and part.text in text for text in texts)
     ]
     return kept[0] if len(kept) == 1 else And(tuple(kept[:_MOST_PARTS]))
 

@@ -8,12 +8,16 @@ from typing import overload
 
 from etude.errors import ConfigError
 
-__all__ = ["FileMatches", "GrepMatch", "GrepMatches", "GrepQuery", "GrepResult"]
+__all__ = ["FileMatches", "GrepMatch", "GrepMatches", "GrepQuery", "GrepResult", "Unsure"]
+
+
+class Unsure(Exception):
+    """A query holds something that the index leaves to ripgrep."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrepQuery:
-    """One search. Equal to `rg` with the flags named below, run in the root of the tree."""
+    """One search. Equal to `rg --no-ignore` with the flags named below, run in the root of the tree."""
 
     pattern: str
     """A regular expression in ripgrep's (Rust's) syntax, or a fixed string."""
@@ -24,7 +28,7 @@ class GrepQuery:
     word: bool = False
     """`--word-regexp`"""
     globs: tuple[str, ...] = ()
-    """`--glob`, each: `*.py`, `!vendor/`. As in ripgrep a glob outranks ignore files."""
+    """`--glob`, each: `*.py`, `!vendor/`. As in ripgrep a glob may name hidden files."""
     path: str = ""
     """A file or directory below the root, relative to it; empty for the whole tree."""
     limit: int | None = None
@@ -139,15 +143,6 @@ class GrepMatches(Sequence[GrepMatch]):
         if self._all is None:
             self._all = list(self)
         return self._all[index]
-
-    def __eq__(self, other: object) -> bool:
-        """Equal matches in equal order."""
-        return isinstance(other, GrepMatches | list | tuple) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # a sequence of its files, and as mutable as a list
-
-    def __repr__(self) -> str:
-        return f"GrepMatches({len(self)} lines in {len(self.files)} files)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,15 @@
-"""Runs the installed ripgrep: the one judge of what matches and of which files count."""
+"""Runs the installed ripgrep: the one judge of what matches."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
-import selectors
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +20,10 @@ from etude.errors.packages import missing_package
 
 __all__ = ["Output", "Ripgrep", "parse_matches", "sort_key"]
 
-_PRINT = (
-    "--no-config",
-    "--heading",
-    "--null",
-    "--line-number",
-    "--color=never",
-    "--with-filename",
-    "--no-mmap",
-)
+_PRINT = ["--heading", "--null", "--line-number", "--color=never", "--with-filename", "--no-mmap"]
 """`--no-mmap`: a file that is cut short while it is mapped would kill the search."""
-_PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
+_CHECK_S = 10.0
 _ABOUT_BINARY = re.compile(rb"\A[^\0]*?: (?:WARNING: stopped searching binary|binary) file [^\n]*\)\n+")
 
 
@@ -50,34 +40,13 @@ class Output:
 class Ripgrep:
     """The program, found once. Safe to use from several tasks."""
 
-    def __init__(self, program: Path | None = None) -> None:
-        """Takes `program`, else the one beside this Python or on the PATH. Raises ResourceError."""
-        self.program = program or _find()
-
-    async def run(
-        self,
-        arguments: Sequence[str | bytes],
-        cwd: Path,
-        *,
-        deadline_s: float,
-        max_bytes: int = 1 << 30,
-        max_error_bytes: int = 1 << 16,
-    ) -> Output:
-        """Runs it in `cwd`. Killed when cancelled, past the deadline and past `max_bytes` of output.
-
-        What it says on standard error beyond `max_error_bytes` is dropped.
-
-        Raises: ToolArgumentError past the deadline (the pattern was too much), SandboxError if it cannot be
-        started.
-        """
-        running = _Running([str(self.program), *arguments], cwd, deadline_s, max_bytes, max_error_bytes)
-        work = asyncio.ensure_future(asyncio.to_thread(running.collect))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            running.kill()
-            await asyncio.wait([work])
-            raise
+    def __init__(self) -> None:
+        """Takes the one beside this Python or on the PATH. Raises ResourceError."""
+        beside = Path(sys.executable).parent / "rg"
+        found = shutil.which(str(beside)) or shutil.which("rg")
+        if found is None:
+            raise missing_package("searching with grep", "ripgrep", field="rg")
+        self.program = Path(found)
 
     async def search(
         self,
@@ -89,41 +58,46 @@ class Ripgrep:
         max_bytes: int,
         follow: bool = False,
     ) -> Output:
-        """Searches `paths` (files or directories, relative to `cwd`) for what `flags` say.
+        """Searches `paths` (files or directories, relative to `cwd`) for what `flags` say. Killed when
+        cancelled, past the deadline and past `max_bytes` of output.
 
-        Raises ToolArgumentError, with ripgrep's own words, for a pattern that it refuses.
+        Raises ToolArgumentError, with ripgrep's own words, for a pattern that it refuses, and past the
+        deadline (the pattern was too much); SandboxError if ripgrep cannot be started.
         """
-        options = [*_PRINT, *(["--follow"] if follow else [])]
-        arguments = [*options, *flags, "--", *(b"./" + path for path in paths)]
-        output = await self.run(arguments, cwd, deadline_s=deadline_s, max_bytes=max_bytes)
+        options = [*_PRINT, *(["--follow"] if follow else []), *flags]
+        output = await self._run(
+            [*options, "--", *(b"./" + path for path in paths)], cwd, deadline_s, max_bytes
+        )
         if output.status == 2 and not output.cut:
             await self.check_pattern(flags, cwd)  # else some file could not be read, which is no error here
         return output
 
     async def check_pattern(self, flags: Sequence[str], cwd: Path) -> None:
         """Lets ripgrep compile the pattern. Raises ToolArgumentError with its message if it refuses."""
-        output = await self.run(["--no-config", *flags, "--", "/dev/null"], cwd, deadline_s=10.0)
+        output = await self._run([*flags, "--", "/dev/null"], cwd, _CHECK_S, _READ_BYTES)
         if output.status == 2:
             words = output.stderr.decode("utf-8", "replace").strip().removeprefix("rg: ")
             raise ToolArgumentError(words or "ripgrep refuses this pattern", field="pattern")
 
-
-def _find() -> Path:
-    beside = Path(sys.executable).parent / "rg"
-    found = shutil.which(str(beside)) or shutil.which("rg")
-    if found is None:
-        raise missing_package("searching with grep", "ripgrep", field="rg")
-    return Path(found)
+    async def _run(
+        self, arguments: Sequence[str | bytes], cwd: Path, deadline_s: float, max_bytes: int
+    ) -> Output:
+        running = _Running([str(self.program), "--no-config", *arguments], cwd, deadline_s, max_bytes)
+        work = asyncio.ensure_future(asyncio.to_thread(running.collect))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            running.kill()
+            await asyncio.wait([work])
+            raise
 
 
 class _Running:
-    """One process and its two pipes, read in a thread: event loops read a pipe in small pieces."""
+    """One process, read in a thread: event loops read a pipe in small pieces."""
 
-    def __init__(
-        self, command: list[str | bytes], cwd: Path, deadline_s: float, max_bytes: int, max_error_bytes: int
-    ) -> None:
+    def __init__(self, command: list[str | bytes], cwd: Path, deadline_s: float, max_bytes: int) -> None:
         self._command, self._cwd = command, cwd
-        self._deadline_s, self._max_bytes, self._max_error_bytes = deadline_s, max_bytes, max_error_bytes
+        self._deadline_s, self._max_bytes = deadline_s, max_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
@@ -137,13 +111,35 @@ class _Running:
 
     def collect(self) -> Output:
         """Starts, reads to the end, reaps."""
+        with tempfile.TemporaryFile() as errors:
+            process = self._start(errors.fileno())
+            timer = threading.Timer(self._deadline_s, self.kill)
+            timer.start()
+            try:
+                stdout, cut = self._read(process)
+            finally:
+                process.kill()
+                status = process.wait()
+                timer.cancel()
+                assert process.stdout is not None
+                process.stdout.close()
+            if self._killed:
+                raise ToolArgumentError(
+                    f"the search took longer than {self._deadline_s:g} s",
+                    field="pattern",
+                    fix="search fewer files or for a simpler pattern",
+                )
+            errors.seek(0)
+            return Output(stdout, errors.read(_READ_BYTES), status, cut)
+
+    def _start(self, errors: int) -> subprocess.Popen[bytes]:
         try:
             process = subprocess.Popen(
                 self._command,
                 cwd=self._cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=errors,
                 bufsize=0,
             )
         except OSError as error:
@@ -154,51 +150,20 @@ class _Running:
             self._process = process
             if self._killed:
                 process.kill()
-        try:
-            return self._read(process)
-        finally:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdout, process.stderr):
-                assert pipe is not None
-                pipe.close()
+        return process
 
-    def _read(self, process: subprocess.Popen[bytes]) -> Output:
-        assert process.stdout is not None and process.stderr is not None
-        out, err = process.stdout.fileno(), process.stderr.fileno()
-        _widen(out)
-        ends = time.monotonic() + self._deadline_s
-        pieces: dict[int, list[bytes]] = {out: [], err: []}
-        sizes = {out: 0, err: 0}
-        with selectors.PollSelector() as selector:
-            selector.register(out, selectors.EVENT_READ)
-            selector.register(err, selectors.EVENT_READ)
-            while selector.get_map():
-                remaining_s = ends - time.monotonic()
-                if remaining_s <= 0:
-                    raise ToolArgumentError(
-                        f"the search took longer than {self._deadline_s:g} s",
-                        field="pattern",
-                        fix="search fewer files or for a simpler pattern",
-                    )
-                for key, _ in selector.select(remaining_s):
-                    piece = os.read(key.fd, _READ_BYTES)
-                    if not piece:
-                        selector.unregister(key.fd)
-                    elif key.fd == out or sizes[err] < self._max_error_bytes:
-                        pieces[key.fd].append(piece)
-                        sizes[key.fd] += len(piece)
-                if sizes[out] > self._max_bytes:
-                    return Output(b"".join(pieces[out]), b"".join(pieces[err]), 0, True)
-        return Output(b"".join(pieces[out]), b"".join(pieces[err]), process.wait(), False)
-
-
-def _widen(pipe: int) -> None:
-    """A pipe of 1 MiB instead of 64 KiB, where it is allowed: fewer switches between the processes."""
-    try:
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    except OSError:
-        return  # over the limit of this user: it works with the smaller one
+    def _read(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
+        """What it prints, and whether that went past the bound."""
+        assert process.stdout is not None
+        pieces: list[bytes] = []
+        size_bytes = 0
+        while piece := os.read(process.stdout.fileno(), _READ_BYTES):
+            pieces.append(piece)
+            size_bytes += len(piece)
+            if size_bytes > self._max_bytes:
+                return b"".join(pieces), True
+        process.wait()
+        return b"".join(pieces), False
 
 
 def parse_matches(output: Output) -> list[FileMatches]:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import heapq
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from etude.agent.index.grep.globs import Globs
 from etude.agent.index.grep.literals import Plan, plan
 from etude.agent.index.grep.manifest import Contents
-from etude.agent.index.grep.query import FileMatches, GrepMatches, GrepQuery, GrepResult
+from etude.agent.index.grep.overlay import Overlay
+from etude.agent.index.grep.query import FileMatches, GrepMatches, GrepQuery, GrepResult, Unsure
 from etude.agent.index.grep.ripgrep import Output, Ripgrep, parse_matches, sort_key
-from etude.agent.index.grep.segment import Flags
-from etude.agent.index.grep.syntax import Unsure
-from etude.agent.index.grep.tree import Tree, walk_flags
+from etude.agent.index.grep.segment import Flags, Segment
 
-__all__ = ["Base", "Changes", "Searcher"]
+__all__ = ["Base", "Searcher"]
 
 HAND_OVER_SHARE = 0.25
 """With more of the tree as candidates, ripgrep's own walk is as fast."""
@@ -35,73 +35,38 @@ _MOST_BATCHED = 5000
 _MOST_COMPLAINTS = 20
 
 
-class Changes(Protocol):
-    """What an overlay tells a search."""
-
-    @property
-    def mirror(self) -> Path | None:
-        """Directory with the changed files at their paths, beside the ignore rules; None if none."""
-        ...
-
-    @property
-    def live(self) -> bool:
-        """The tree on disk itself has the changes."""
-        ...
-
-    def masks(self, path: bytes) -> bool:
-        """Whether the base's file at `path` no longer counts."""
-        ...
-
-    def holds(self, path: bytes) -> bool:
-        """Whether the file at `path` is in the mirror as a changed file."""
-        ...
-
-
 class Base:
     """What searches need of an opened index, made ready when first asked for."""
 
     def __init__(self, contents: Contents) -> None:
-        self.contents = contents
+        self.segments = contents.segments
         self.root = Path(contents.manifest.root)
-        self.flags = walk_flags(contents.manifest.hidden, contents.manifest.no_ignore)
+        self.directories = frozenset(map(os.fsencode, contents.manifest.directories))
+        self.hidden = tuple(map(os.fsencode, contents.manifest.hidden))
         self.num_files = sum(int(np.count_nonzero(segment.alive)) for segment in contents.segments)
-
-    @functools.cached_property
-    def tree(self) -> Tree:
-        """Directories, skipped entries and ignore files; without the files."""
-        return self.contents.tree()
 
     @functools.cached_property
     def files(self) -> list[bytes]:
         """All files in order of path. The first call takes a moment on a large tree."""
-        living = (self.living(number) for number in range(len(self.contents.segments)))
-        return list(heapq.merge(*living, key=sort_key))
+        living = (self._paths(segment, np.flatnonzero(segment.alive)) for segment in self.segments)
+        return sorted(itertools.chain.from_iterable(living), key=sort_key)
 
     @functools.cached_property
     def with_nul(self) -> frozenset[bytes]:
         """Files that hold a NUL."""
-        segments = self.contents.segments
-        return frozenset(
-            segment.document_path(number)
-            for segment in segments
-            for number in np.flatnonzero(segment.alive & (segment.flags & Flags.NUL != 0)).tolist()
-        )
-
-    def living(self, number: int) -> Iterator[bytes]:
-        """Files of one segment that count."""
-        segment = self.contents.segments[number]
-        return (path for path, alive in zip(segment.paths(), segment.alive.tolist(), strict=True) if alive)
+        found = (self._paths(segment, np.flatnonzero(segment.flags & Flags.NUL)) for segment in self.segments)
+        return frozenset(itertools.chain.from_iterable(found))
 
     def candidates(self, asked: Plan, most: float) -> list[bytes] | None:
         """Files that may match, in no order; None if they are more than `most`."""
-        found = [segment.candidates(asked, self.contents.ranks) for segment in self.contents.segments]
+        found = [segment.candidates(asked) for segment in self.segments]
         if sum(map(len, found)) > most:
             return None
-        return [
-            segment.document_path(number)
-            for segment, numbers in zip(self.contents.segments, found, strict=True)
-            for number in numbers.tolist()
-        ]
+        return list(itertools.chain.from_iterable(map(self._paths, self.segments, found)))
+
+    @staticmethod
+    def _paths(segment: Segment, numbers: NDArray[np.intp]) -> list[bytes]:
+        return [segment.paths[number] for number in numbers.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +84,7 @@ class Searcher:
     def __init__(self, base: Base, ripgrep: Ripgrep) -> None:
         self.base, self.ripgrep = base, ripgrep
 
-    async def search(self, query: GrepQuery, changes: Changes | None = None) -> GrepResult:
+    async def search(self, query: GrepQuery, changes: Overlay | None = None) -> GrepResult:
         """The matches that ripgrep gives on the changed tree. Raises ToolArgumentError for a bad pattern."""
         path = os.fsencode(query.path).strip(b"/").removeprefix(b"./")
         path = b"" if path == b"." else path
@@ -142,16 +107,16 @@ class Searcher:
         return _result(query, [base, mirror], len(kept), True)
 
     def _filter(
-        self, query: GrepQuery, path: bytes, changes: Changes | None
+        self, query: GrepQuery, path: bytes, changes: Overlay | None
     ) -> Callable[[bytes], bool] | None:
         """Which files of the base count for `query`; None if ripgrep has to find out by itself."""
         try:
             globs = Globs(query.globs) if query.globs else None
         except Unsure:
             return None
-        if globs is not None and globs.only_named and any(map(globs.brings_back, self.base.tree.shadows)):
+        if globs is not None and globs.only_named and any(map(globs.brings_back, self.base.hidden)):
             return None
-        if path and path not in self.base.tree.directories:
+        if path and path not in self.base.directories:
             return None
         if path and globs is not None and any(globs.verdict(part, True) is not None for part in _parts(path)):
             return None  # ripgrep does not ask the globs about directories that it is told to search
@@ -172,7 +137,7 @@ class Searcher:
         path: bytes,
         keeps: Callable[[bytes], bool],
         files: Sequence[bytes],
-        changes: Changes | None,
+        changes: Overlay | None,
     ) -> GrepResult:
         """Searches in order of path until the limit is reached, in batches that grow."""
         assert query.limit is not None
@@ -216,24 +181,22 @@ class Searcher:
             links = Path(directory)
             for number, path in enumerate(paths):
                 (links / str(number)).symlink_to(self.base.root / os.fsdecode(path))
-            found = await self._run(query, [b""], links, "--no-ignore", "--hidden", follow=True)
+            found = await self._run(query, [b""], links, "--hidden", follow=True)
         named = [replace(file, path=paths[int(file.path)]) for file in found.files]
         return _Found(named, found.cut, found.complaints)
 
-    async def _mirrored(self, query: GrepQuery, path: bytes, changes: Changes | None) -> _Found:
-        """Searches the changed files where they stand among the ignore rules: ripgrep applies them."""
+    async def _mirrored(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> _Found:
+        """Searches the changed files where they stand at their paths."""
         if changes is None or changes.mirror is None:
             return _Found([], False, ())
         if path and not (changes.mirror / os.fsdecode(path)).exists():
             return _Found([], False, ())
-        found = await self._run(
-            query, [path], changes.mirror, *self.base.flags, *query.glob_flags(), follow=True
-        )
+        found = await self._run(query, [path], changes.mirror, *query.glob_flags(), follow=True)
         return _Found([file for file in found.files if changes.holds(file.path)], found.cut, ())
 
-    async def _direct(self, query: GrepQuery, path: bytes, changes: Changes | None) -> GrepResult:
+    async def _direct(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> GrepResult:
         """Lets ripgrep search the tree by itself."""
-        flags = [*self.base.flags, *query.glob_flags()]
+        flags = query.glob_flags()
         if changes is None or changes.live:
             runs = [await self._run(query, [path], self.base.root, *flags)]
         else:
@@ -244,18 +207,12 @@ class Searcher:
             runs = [_Found(kept, base.cut, base.complaints), mirror]
         return _result(query, runs, self.base.num_files, False)
 
-    async def search_directory(self, query: GrepQuery, directory: Path) -> GrepResult:
-        """What ripgrep finds below `directory`, a whole tree of links to files."""
-        path = os.fsencode(query.path).strip(b"/")
-        run = await self._run(query, [path], directory, *self.base.flags, *query.glob_flags(), follow=True)
-        return _result(query, [run], self.base.num_files, False)
-
     async def _run(
         self, query: GrepQuery, paths: Iterable[bytes], cwd: Path, *flags: str, follow: bool = False
     ) -> _Found:
         most = [] if query.limit is None else ["--max-count", str(query.limit + 1)]
         output = await self.ripgrep.search(
-            [*flags, *most, *query.pattern_flags()],
+            ["--no-ignore", *flags, *most, *query.pattern_flags()],
             paths,
             cwd,
             deadline_s=query.deadline_s,

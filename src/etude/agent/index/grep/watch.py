@@ -1,141 +1,131 @@
 """Keeps searches fresh while a tree is edited in place.
 
-    kernel ──> inotify events ──> changed paths ──> live overlay ──> search reads them from disk
+    kernel ──> watchfiles ──> changed paths ──> live overlay ──> search reads them from disk
 
-The kernel queues an event before the edit that caused it returns, and a search first takes in what is queued:
-it sees every edit that ended before it began, without a look at the tree. Should events be lost, sizes and
-times of the whole tree are compared once (`rescans` counts that). Not seen: ignore files above the root and
-the user's own git excludes.
+A search first writes a mark into a directory that is watched together with the tree, and waits until it is
+reported: by then every edit that ended before the search began has been reported too. Where no report comes
+in time, or the package is missing, sizes and times of the whole tree are compared (`rescans` counts that).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
+import importlib.util
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 from etude.agent.index.grep.index import GrepIndex
-from etude.agent.index.grep.inotify import Inotify
-from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import GrepQuery, GrepResult
+from etude.errors import ResourceError
+from etude.kit.tasks import to_the_end
 
 __all__ = ["Watcher"]
 
-_MOST_ROUNDS = 20
-_EXCLUDES = b".git/info"
+watchfiles: Any = importlib.import_module("watchfiles") if importlib.util.find_spec("watchfiles") else None
+"""None where the extra `agent` is not installed."""
+
+_MARK_S = 5.0
+_STEP_MS = 1
+_WAIT_MS = 50
 
 
 class Watcher:
     """Watches one index's tree. Make it with `start`; belongs to the event loop in which it was made."""
 
-    def __init__(self, index: GrepIndex, inotify: Inotify) -> None:
+    def __init__(self, index: GrepIndex) -> None:
         """Use `start`."""
         self._index = index
-        self._inotify = inotify
-        self._overlay: Overlay = index.live_overlay()
-        self._meanwhile: set[str] | None = None
+        self._overlay = index.overlay(live=True)
+        self._marks = tempfile.TemporaryDirectory(prefix="etude-watch-")
+        self._changes: Generator[set[tuple[Any, str]]] | None = None
+        self._pending: set[str] = set()
+        """Paths that changed, of which the overlay does not know yet."""
+        self._lost = False
+        """There may be more of them than were reported."""
         self._lock = asyncio.Lock()
-        self._folding = asyncio.Lock()
         self.rescans = 0
-        """How often lost events made a comparison of the whole tree necessary."""
+        """How often the whole tree had to be compared after the start."""
 
     @classmethod
     async def start(cls, index: GrepIndex) -> Watcher:
         """Begins to watch, then compares the tree once with the index for edits made before.
 
-        Raises ConfigError where there is no inotify, ResourceError where the system allows too few watches.
+        Raises ResourceError where the system allows too few watches.
         """
-        inotify = Inotify(os.fsencode(index.root))
-        watcher = cls(index, inotify)
+        watcher = cls(index)
         try:
-            await asyncio.to_thread(watcher._watch_all)
-            await watcher._compare()
+            await to_the_end(asyncio.to_thread(watcher._begin))
+            for path in await index.stale():
+                watcher._overlay.touch(path)
         except BaseException:
             watcher.close()
             raise
-        asyncio.get_running_loop().add_reader(inotify.descriptor, watcher._take)
         return watcher
 
     async def search(self, query: GrepQuery) -> GrepResult:
         """As `GrepIndex.search`, on the tree as it is now."""
         async with self._lock:
-            await self._refresh()
+            # To the end: no second thread must enter the generator while this one is in it.
+            await to_the_end(asyncio.to_thread(self._read))
+            if self._lost:
+                self._pending = set(await self._index.stale())
+                self._overlay.close()
+                self._overlay = self._index.overlay(live=True)
+                self._lost = False
+                self.rescans += 1
+            for path in sorted(self._pending):
+                self._overlay.touch(path)
+                self._pending.discard(path)
             overlay = self._overlay
         return await overlay.search(query)
 
-    async def fold(self) -> int:
-        """Takes the changes into the index itself; returns how many files were read. Searches go on
-        meanwhile; another call waits for its turn."""
-        async with self._folding:
-            return await self._fold()
-
-    async def _fold(self) -> int:
-        async with self._lock:
-            await self._refresh()
-            self._meanwhile = set()
-        try:
-            count = await self._index.update(self._overlay.changed)
-            async with self._lock:
-                await self._refresh()
-                old, self._overlay = self._overlay, self._index.live_overlay()
-                for path in sorted(self._meanwhile):
-                    self._overlay.touch(path)
-        finally:
-            self._meanwhile = None
-        old.close()
-        return count
-
     def close(self) -> None:
         """Ends watching."""
-        if self._inotify.descriptor >= 0:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and its readers with it
-                asyncio.get_running_loop().remove_reader(self._inotify.descriptor)
-        self._inotify.close()
+        if self._changes is not None:
+            self._changes.close()
         self._overlay.close()
+        self._marks.cleanup()
 
-    def _watch_all(self) -> None:
-        for directory in self._index.directories:
-            self._inotify.watch(os.fsencode(directory))
-        self._inotify.watch(_EXCLUDES)
+    def _begin(self) -> None:
+        if watchfiles is None:
+            return
+        changes = watchfiles.watch(
+            self._index.root,
+            self._marks.name,
+            watch_filter=None,
+            debounce=_STEP_MS,
+            step=_STEP_MS,
+            rust_timeout=_WAIT_MS,
+            yield_on_timeout=True,
+            raise_interrupt=False,
+            ignore_permission_denied=True,
+        )
+        try:
+            next(changes)
+        except (OSError, RuntimeError) as error:
+            raise ResourceError(
+                f"the tree cannot be watched: {error}",
+                field="watch",
+                received=str(self._index.root),
+                fix="raise sysctl fs.inotify.max_user_watches",
+            ) from error
+        self._changes = changes
 
-    async def _refresh(self) -> None:
-        """Until nothing is queued and nothing is left to find out."""
-        for _ in range(_MOST_ROUNDS):
-            changed = self._take()
-            await self._overlay.settle(self._watch)
-            if self._inotify.overflowed:
-                await self._compare()
-            elif not changed:
-                return
-
-    def _take(self) -> bool:
-        """Tells the overlay what is queued; whether there was anything."""
-        paths = dict.fromkeys(event.path for event in self._inotify.drain())
-        for path in paths:
-            name = os.fsdecode(path)
-            if self._meanwhile is not None:
-                self._meanwhile.add(name)
-            if name.startswith(".git/info/") and name != ".git/info/exclude":
-                continue
-            try:
-                self._overlay.touch(name)
-            except OSError:
-                self._inotify.overflowed = True  # no room in the temporary directory: this event is lost
-                raise
-        return bool(paths)
-
-    def _watch(self, directory: bytes) -> None:
-        self._inotify.watch(directory)
-
-    async def _compare(self) -> None:
-        """Compares the whole tree with the index: at the start, and when the kernel lost events."""
-        if self._inotify.overflowed:
-            self.rescans += 1
-            self._inotify.overflowed = False
-        stale, directories = await self._index.stale()
-        for directory in directories:
-            self._watch(os.fsencode(directory))
-        for path in stale:
-            if self._meanwhile is not None:
-                self._meanwhile.add(path)
-            self._overlay.touch(path)
+    def _read(self) -> None:
+        """Takes what was reported up to now."""
+        if self._changes is None:
+            self._lost = True
+            return
+        mark = Path(self._marks.name, str(time.monotonic_ns()))
+        mark.touch()
+        root, seen = f"{self._index.root}/", set[str]()
+        ends_s = time.monotonic() + _MARK_S
+        while str(mark) not in seen and not self._lost:
+            self._lost = time.monotonic() > ends_s
+            seen |= {name for _, name in next(self._changes)}
+        mark.unlink()
+        inside = (name.removeprefix(root) for name in seen if name.startswith(root))
+        self._pending |= {path for path in inside if "/." not in f"/{path.rpartition('/')[0]}"}

@@ -1,49 +1,38 @@
-"""Brings what is known of a tree up to date: read what changed, cut it, embed what is new.
+"""Brings what is known of a directory up to date: read what changed, cut it, embed what is new.
 
-Three stages, each in batches with an `await` between them: *cut* (milliseconds a file) makes the words of all
-files searchable; *embed* (about 10 ms a chunk on one core) fills in vectors. Every batch is durable, so a
-build that was cancelled or killed goes on where it stopped.
+Two stages, each in batches with an `await` between them: *cut* (milliseconds a file) makes the words of all
+files searchable; *embed* (about 10 ms a chunk on one core) fills in vectors. Every batch is one transaction,
+so a build that was cancelled or killed goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
-from etude.agent.index.semantic.embedding import Embedder, feed
-from etude.agent.index.semantic.merkle import Changes
-from etude.agent.index.semantic.records import FileRecord, content_key, make_record
-from etude.agent.index.semantic.state import (
-    NO_ROW,
-    UNKNOWN,
-    CutFile,
-    FileEntry,
-    TreeState,
-    assemble,
-    empty_state,
-)
-from etude.agent.index.semantic.store import RecordsGoneError, SemanticStore
-from etude.agent.index.semantic.tree import FileStat, Tree
+from etude.agent.index.semantic.embedding import Embedder
+from etude.agent.index.semantic.store import CutChunk, FileRow, FileStat, SemanticStore, cut_file, cut_key
+from etude.agent.index.walk import walk
+from etude.kit.tasks import to_the_end
 
-__all__ = ["Build", "BuildProgress", "Pace", "finish_in_thread"]
+__all__ = ["MAX_FILE_BYTES", "Build", "BuildProgress", "Changes", "finish_in_thread"]
 
 Result = TypeVar("Result")
+MAX_FILE_BYTES = 1 << 20
+"""Larger files are data or generated; they are not indexed."""
 _RACY_NS = 1_000_000_000
 """A file changed so shortly before it was read may change again within one tick of its time stamp."""
+_UNKNOWN = FileStat(-1, -1, -1, -1)
+"""Of a file that was written while it was read: equal to no file's."""
 _FILES_AT_ONCE = 32
 _CHUNKS_AT_ONCE = 128
-_DEEPEST_PATH = 200
-"""Folders; paths below are left out."""
-_PUBLISH_EVERY_S = 1.0
-_PUBLISH_SHARE = 0.1
-"""Of a build's time that may go into states of unfinished builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,193 +42,120 @@ class BuildProgress:
     stage: Literal["cut", "embed"]
     done: int
     total: int
-    num_bytes: int
-    """Read from the tree so far."""
 
 
-class Pace:
-    """Works for at most `share` of the time, by resting after each piece of work."""
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Paths of files that differed, in order."""
 
-    def __init__(self, share: float) -> None:
-        self._rest_for_work = (1 - share) / share
-
-    async def rest(self, worked_s: float) -> None:
-        """Gives way to other tasks, and sleeps if that is asked for."""
-        await asyncio.sleep(worked_s * self._rest_for_work)
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
 
 
 async def finish_in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
     """Like `asyncio.to_thread`, but a cancelled caller waits: nothing goes on behind it."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()
-        raise
+    return await to_the_end(asyncio.to_thread(work, *arguments))
 
 
 class Build:
-    """One update of one tree. `publish` is given each new state, the last one complete, in a thread."""
+    """One update of one tree."""
 
     def __init__(
         self,
         store: SemanticStore,
-        tree: Tree,
+        tree: int,
+        root: Path,
         embedder: Embedder | None,
-        publish: Callable[[TreeState], None],
-        progress: Callable[[BuildProgress], None] | None = None,
-        pace: Pace | None = None,
+        progress: Callable[[BuildProgress], None] | None,
     ) -> None:
-        self._store = store
-        self._tree = tree
-        self._embedder = embedder
-        self._model = embedder.key if embedder else ""
-        self._publish = publish
+        self._store, self._tree, self._root, self._embedder = store, tree, root, embedder
         self._progress = progress or (lambda _: None)
-        self._pace = pace or Pace(1.0)
-        self._num_bytes = 0
 
-    async def run(self, before: TreeState) -> Changes:
-        """Updates from `before`; gives what differed. Raises what tree, embedder and store raise."""
-        try:
-            state = await self._cut_and_store(before)
-        except RecordsGoneError:
-            # Another process pruned the store in between: all files are read again, vectors are still found.
-            state = await self._cut_and_store(empty_state())
-        if self._embedder is not None and (state.rows == NO_ROW).any():
-            state = await self._embed(self._embedder, state)
-            await finish_in_thread(self._store.publish, self._tree.key, self._model, state)
-        return await finish_in_thread(lambda: state.merkle.changes_since(before.merkle))
+    async def run(self) -> Changes:
+        """Updates, and gives what differed. Raises what walking, embedder and store raise."""
+        changes = await self._cut()
+        if self._embedder is not None:
+            await self._embed(self._embedder)
+        return changes
 
-    async def _cut_and_store(self, before: TreeState) -> TreeState:
-        state = await self._cut(before)
-        if state is not before:
-            await finish_in_thread(self._store.publish, self._tree.key, self._model, state)
-        await finish_in_thread(self._publish, state)
-        return state
-
-    async def _cut(self, before: TreeState) -> TreeState:
-        """The state of the tree as it is now; new chunks have places of vectors only if they are known."""
-        same, stale = await finish_in_thread(self._compare, before)
-        if before.scanned and not stale and len(same) == len(before.paths):
-            return before
-        done: list[FileEntry] = []
-        last_s, cost_s = time.monotonic(), _PUBLISH_EVERY_S * _PUBLISH_SHARE
+    async def _cut(self) -> Changes:
+        before = await finish_in_thread(self._store.files, self._tree)
+        listed = (await finish_in_thread(walk, self._root)).files
+        found = {
+            os.fsdecode(path): FileStat.of(status)
+            for path, status in listed.items()
+            if status.st_size <= MAX_FILE_BYTES
+        }
+        stale = [path for path, stat in sorted(found.items()) if _is_stale(before.get(path), stat)]
+        removed = before.keys() - found.keys()
+        if removed:
+            await finish_in_thread(self._store.replace, self._tree, removed)
+        changed: set[str] = set()
         for start in range(0, len(stale), _FILES_AT_ONCE):
-            began_s = time.monotonic()
             batch = stale[start : start + _FILES_AT_ONCE]
-            done += await finish_in_thread(self._read, before, batch)
-            self._progress(
-                BuildProgress("cut", len(same) + start + len(batch), len(same) + len(stale), self._num_bytes)
-            )
-            await self._pace.rest(time.monotonic() - began_s)
-            if not before.scanned and time.monotonic() - last_s > cost_s / _PUBLISH_SHARE:
-                began_s = time.monotonic()
-                state = await finish_in_thread(self._assemble, before, [*same, *done], False)
-                await finish_in_thread(self._publish, state)
-                last_s = time.monotonic()
-                cost_s = max(last_s - began_s, _PUBLISH_EVERY_S * _PUBLISH_SHARE)
-        return await finish_in_thread(self._assemble, before, [*same, *done], True)
+            changed |= await finish_in_thread(self._read, before, batch)
+            self._progress(BuildProgress("cut", start + len(batch), len(stale)))
+        await finish_in_thread(self._store.finish, self._tree)
+        removed |= (changed & before.keys()) - (await finish_in_thread(self._store.files, self._tree)).keys()
+        return Changes(
+            tuple(sorted(changed - before.keys())),
+            tuple(sorted((changed & before.keys()) - removed)),
+            tuple(sorted(removed)),
+        )
 
-    def _compare(self, before: TreeState) -> tuple[list[FileEntry], list[tuple[str, FileStat]]]:
-        """Files whose stat is as it was, and all others."""
-        same: list[FileEntry] = []
-        stale: list[tuple[str, FileStat]] = []
-        for path, found in self._tree.scan():
-            if path.count("/") >= _DEEPEST_PATH:
-                continue
-            index = before.index_of.get(path)
-            if index is not None and tuple(before.stats[index].tolist()) == found:
-                digest, key = before.digests[index].tobytes(), before.records[index].tobytes()
-                if key == content_key(path, digest):
-                    same.append(FileEntry(path, digest, key, found, None))
-                    continue
-            stale.append((path, found))
-        return same, stale
-
-    def _read(self, before: TreeState, batch: Sequence[tuple[str, FileStat]]) -> list[FileEntry]:
-        """Entries of files that may have changed, without those that are gone or unreadable."""
-        entries: list[FileEntry] = []
-        records: dict[bytes, FileRecord] = {}
-        read: list[tuple[str, FileStat, bytes, bytes]] = []
-        for path, found in batch:
+    def _read(self, before: dict[str, FileRow], batch: Sequence[str]) -> set[str]:
+        """Cuts files that may have changed; those whose content did, or that are gone."""
+        gone: list[str] = []
+        rows: list[tuple[FileRow, list[CutChunk] | None]] = []
+        for path in batch:
             started_ns = time.time_ns()
-            content = self._tree.read(path)
-            if content is None:
+            read = _read_file(self._root / path)
+            known = before.get(path)
+            if read is None:
+                gone += [path] if known else []
                 continue
-            self._num_bytes += len(content)
-            digest = blake3(content).digest()
-            trusted = (
-                found
-                if found.newest_ns < started_ns - _RACY_NS and found.size_bytes == len(content)
-                else UNKNOWN
-            )
-            key = content_key(path, digest)
-            index = before.index_of.get(path)
-            if index is not None and before.records[index].tobytes() == key:
-                entries.append(FileEntry(path, digest, key, trusted, None))
-                continue
-            read.append((path, trusted, digest, key))
-            records[key] = self._record(path, content, key)
-        self._store.add_records(records)
-        entries += [
-            FileEntry(path, d, key, stat, CutFile.of(path, records[key])) for path, stat, d, key in read
-        ]
-        return entries
+            content, stat = read
+            newest_ns = max(stat.mtime_ns, stat.ctime_ns)
+            trusted = newest_ns < started_ns - _RACY_NS and stat.size_bytes == len(content)
+            row = FileRow(path, stat if trusted else _UNKNOWN, blake3(content).digest(), cut_key(path))
+            is_same = known is not None and (known.digest, known.cut) == (row.digest, row.cut)
+            rows.append((row, None if is_same else cut_file(path, content)))
+        self._store.replace(self._tree, gone, rows)
+        return {*gone, *(row.path for row, chunks in rows if chunks is not None)}
 
-    def _record(self, path: str, content: bytes, key: bytes) -> FileRecord:
-        return self._store.records([key]).get(key) or make_record(path, content)
-
-    def _assemble(self, before: TreeState, entries: Sequence[FileEntry], scanned: bool) -> TreeState:
-        return self._store.located(self._model, assemble(before, entries, scanned=scanned))
-
-    async def _embed(self, embedder: Embedder, state: TreeState) -> TreeState:
-        """The state with all its vectors; states on the way are published once a second."""
-        missing = np.flatnonzero(state.rows == NO_ROW)
-        chunks_of: dict[bytes, list[int]] = {}
-        for chunk in missing.tolist():
-            chunks_of.setdefault(state.hashes[chunk].tobytes(), []).append(chunk)
-        files = np.unique(state.file_of_chunk[missing]).tolist()
-        rows, done, last_s = np.array(state.rows), state.num_chunks - len(missing), time.monotonic()
+    async def _embed(self, embedder: Embedder) -> None:
+        missing = await finish_in_thread(self._store.unembedded, self._tree, embedder.key)
+        total = await finish_in_thread(self._store.num_chunks, self._tree)
+        done = total - len(missing)
         waiting: dict[bytes, str] = {}
-        while files or waiting:
-            began_s = time.monotonic()
-            while files and len(waiting) < _CHUNKS_AT_ONCE:
-                waiting |= await finish_in_thread(self._feeds, state, files.pop(0), chunks_of.keys())
+        while missing or waiting:
+            while missing and len(waiting) < _CHUNKS_AT_ONCE:
+                part, missing = missing[:_CHUNKS_AT_ONCE], missing[_CHUNKS_AT_ONCE:]
+                waiting |= await finish_in_thread(self._store.feeds, part)
+                done += len(part)
             batch = {name: waiting.pop(name) for name in list(waiting)[:_CHUNKS_AT_ONCE]}
-            places, generation = await finish_in_thread(self._embed_batch, embedder, batch)
-            if generation != state.generation:
-                state = await finish_in_thread(self._store.located, embedder.key, state.with_rows(rows, -1))
-                rows = np.array(state.rows)
-            for name, place in zip(batch, places.tolist(), strict=True):
-                chunks = chunks_of.pop(name)
-                rows[chunks] = place
-                done += len(chunks)
-            self._progress(BuildProgress("embed", done, state.num_chunks, self._num_bytes))
-            if time.monotonic() - last_s > _PUBLISH_EVERY_S or not chunks_of:
-                state = state.with_rows(rows.copy(), generation)
-                await finish_in_thread(self._publish, state)
-                last_s = time.monotonic()
-            await self._pace.rest(time.monotonic() - began_s)
-        return state
+            await finish_in_thread(self._embed_batch, embedder, batch)
+            self._progress(BuildProgress("embed", done - len(waiting), total))
 
-    def _feeds(self, state: TreeState, index: int, wanted: KeysView[bytes]) -> dict[bytes, str]:
-        """What is to be embedded of one file, by name of the vector."""
-        key = state.records[index].tobytes()
-        record = self._store.records([key]).get(key)
-        if record is None:
-            raise RecordsGoneError("a record vanished during a build", fix="update again")
-        chunks = zip(record.hashes, record.chunks, strict=True)
-        return {name: feed(chunk.symbol, chunk.text) for name, chunk in chunks if name in wanted}
+    def _embed_batch(self, embedder: Embedder, batch: dict[bytes, str]) -> None:
+        known = self._store.vectors(embedder.key, list(batch))  # another build may have been faster
+        new = [name for name in batch if name not in known]
+        rows = embedder.embed([batch[name] for name in new]) if new else []
+        self._store.add_vectors(self._tree, embedder.key, dict(zip(new, rows, strict=True)))
 
-    def _embed_batch(self, embedder: Embedder, batch: dict[bytes, str]) -> tuple[NDArray[np.int32], int]:
-        """Rows of a batch's vectors and their generation, once all are on disk."""
-        hashes = np.frombuffer(b"".join(batch), np.uint8).reshape(len(batch), -1)
-        known, _ = self._store.places(embedder.key, hashes)
-        # Another process may have embedded some of them meanwhile.
-        names = [name for name, place in zip(batch, known.tolist(), strict=True) if place == NO_ROW]
-        if names:
-            self._store.add_vectors(embedder.key, names, embedder.embed([batch[name] for name in names]))
-        return self._store.places(embedder.key, hashes)
+
+def _is_stale(known: FileRow | None, stat: FileStat) -> bool:
+    return known is None or known.stat != stat or known.cut != cut_key(known.path)
+
+
+def _read_file(path: Path) -> tuple[bytes, FileStat] | None:
+    """A regular file's content and status; None if there is none, or it may not be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+            stat = FileStat.of(os.fstat(descriptor))
+    except OSError:
+        return None
+    return (content, stat) if len(content) <= MAX_FILE_BYTES else None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.words import split_words, stem, term_id
+from etude.agent.index.semantic.words import split_words
 from etude.errors import ConfigError
 
-__all__ = ["Embedder", "EmbedderMissingError", "HashingEmbedder", "Vectors", "feed", "normalised"]
+__all__ = ["Embedder", "EmbedderMissingError", "Vectors", "feed", "normalised"]
 
 Vectors = NDArray[np.float32]
 """[texts, dimension], each row of length 1 (or 0: nothing was in the text)."""
@@ -63,44 +62,3 @@ def normalised(rows: NDArray[np.float32]) -> Vectors:
     """Rows of length 1; rows of zeros stay so."""
     lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
     return (rows / np.where(lengths == 0, 1, lengths)).astype(np.float32)
-
-
-class HashingEmbedder:
-    """Sums a pseudo-random vector for each stem: deterministic, needs no model, understands nothing.
-
-    For tests, and for seeing the machinery work on a machine without the extra `index`.
-    """
-
-    def __init__(self, dimension: int = 64) -> None:
-        self._dimension = dimension
-        self.num_embedded = 0
-        """Texts embedded so far (questions not counted)."""
-
-    @property
-    def key(self) -> str:
-        return f"hashing/1/{self._dimension}"
-
-    @property
-    def dimension(self) -> int:
-        return self._dimension
-
-    def embed(self, texts: Sequence[str]) -> Vectors:
-        self.num_embedded += len(texts)
-        rows = np.zeros((len(texts), self._dimension), dtype=np.float32)
-        for index, text in enumerate(texts):
-            rows[index] = self._sum(text)
-        return normalised(rows)
-
-    def embed_question(self, question: str) -> NDArray[np.float32]:
-        return normalised(self._sum(question))
-
-    def _sum(self, text: str) -> NDArray[np.float32]:
-        total = np.zeros(self._dimension, dtype=np.float32)
-        for word in split_words(text):
-            total += _direction(term_id(stem(word)), self._dimension)
-        return total
-
-
-@lru_cache(4096)
-def _direction(term: int, dimension: int) -> NDArray[np.float32]:
-    return np.random.Generator(np.random.PCG64(term)).standard_normal(dimension, dtype=np.float32)

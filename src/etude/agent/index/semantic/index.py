@@ -1,40 +1,39 @@
-"""Semantic search over a tree of source files: which functions and classes answer a question in words."""
+"""Semantic search over a directory of source files: which functions and classes answer a question in words.
+
+update    walk ──> read and cut what changed ──> words in FTS5 ──> embed what is new ──> vectors
+search    question ──> BM25 of all chunks, cosines of all chunks ──> one score ──> the best
+"""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import os
+import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.building import Build, BuildProgress, Pace, finish_in_thread
+from etude.agent.index.semantic.building import Build, BuildProgress, Changes, finish_in_thread
 from etude.agent.index.semantic.embedding import Embedder, feed
-from etude.agent.index.semantic.merkle import Changes
-from etude.agent.index.semantic.overlay import Edits, Overlay
-from etude.agent.index.semantic.paths import path_filter
-from etude.agent.index.semantic.records import HASH_BYTES
-from etude.agent.index.semantic.state import NO_ROW, TreeState, empty_state
-from etude.agent.index.semantic.store import SemanticStore
-from etude.agent.index.semantic.tree import Tree
-from etude.agent.index.semantic.vectors import VectorFile
-from etude.agent.index.semantic.words import question_terms
-from etude.errors import StoreError, ToolArgumentError
+from etude.agent.index.semantic.overlay import SYMBOL_WEIGHT, Edits, Overlay, WordStatistics
+from etude.agent.index.semantic.store import STORED, SemanticStore
+from etude.agent.index.semantic.words import question_stems
+from etude.errors import ToolArgumentError
 
-__all__ = ["Comparison", "Hit", "SearchResult", "SemanticIndex"]
+__all__ = ["Comparison", "Hit", "SearchResult", "SemanticIndex", "best", "fuse_scores"]
 
 MAX_FRESH_CHUNKS = 128
 """Chunks of edited files that one search embeds: a second or two. The rest waits for the next search."""
-_KEPT_VECTORS = 20_000
-"""Of edited chunks, for all overlays together: 30 MB with the default model."""
 VECTOR_SHARE = 0.7
 """Of a score; the rest is BM25's. Chosen on the development half (docs/code-index.md)."""
 _UNSEEN_COSINE = 0.5
 """What a chunk without a vector is given for its cosine, times its share of the best BM25 score."""
+_BLOCK_ROWS = 4096
+"""Rows turned into float32 at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,258 +65,259 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """A question against each chunk that a search may return."""
+    """A question against each chunk: those of the index by path and line, then those of edits."""
 
-    chunks: NDArray[np.int64]
-    """[chunks]: numbers that `SemanticIndex.describe` understands."""
     cosines: NDArray[np.float32] | None
     """[chunks], NaN where there is no vector yet; None without an embedder."""
     words: NDArray[np.float32]
     """[chunks]: BM25."""
+    allowed: NDArray[np.bool_]
+    """[chunks]: those that may be found."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _View:
-    """A state with the vectors that its rows name."""
+    """What searches of one tree keep in memory, of one revision of it."""
 
-    state: TreeState
-    vectors: VectorFile | None
+    revision: int
+    scanned: bool
+    chunks: NDArray[np.int64]
+    """[chunks]: numbers in the database, by path and line."""
+    paths: tuple[str, ...]
+    file_of: NDArray[np.int32]
+    """[chunks]: place of its file in `paths`."""
+    vectors: NDArray[np.float16] | None
+    """[chunks, dimension], NaN where there is none yet."""
+    num_words: int
+
+
+_Embedded = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""[dimension] of a question, and [edited chunks, dimension]."""
 
 
 class SemanticIndex:
-    """Search over one tree. One event loop uses it; other processes may use the same store.
+    """Search over one directory. One event loop uses it; other processes may use the same store.
 
     Make it with `open`. Without an embedder it ranks by words alone.
     """
 
-    def __init__(self, store: SemanticStore, tree: Tree, embedder: Embedder | None) -> None:
-        self._store = store
-        self._tree = tree
-        self._embedder = embedder
-        self._view = _View(empty_state(), None)
+    def __init__(self, store: SemanticStore, root: Path, embedder: Embedder | None) -> None:
+        self._store, self._root, self._embedder = store, root, embedder
+        self._tree = store.tree(f"directory:{root}")
+        self._view: _View | None = None
         self._updating = 0
         self._one_update = asyncio.Lock()
-        self._fresh = _VectorCache(_KEPT_VECTORS)
 
     @classmethod
-    async def open(cls, folder: Path, tree: Tree, embedder: Embedder | None = None) -> SemanticIndex:
-        """Opens or makes the store in `folder` and takes what it knows of `tree`; reads nothing of the tree.
+    async def open(cls, folder: Path, root: Path, embedder: Embedder | None = None) -> SemanticIndex:
+        """Opens or makes the store in `folder` and takes what it knows of `root`; reads nothing of that.
 
-        Raises `StoreError` for a store that is damaged or of another version.
+        Raises StoreError for a store that is damaged or of another version, ResourceError without FTS5.
         """
-        return await finish_in_thread(cls._open, folder, tree, embedder)
 
-    @classmethod
-    def _open(cls, folder: Path, tree: Tree, embedder: Embedder | None) -> SemanticIndex:
-        store = SemanticStore(folder)
-        try:
-            index = cls(store, tree, embedder)
-            state = store.load(tree.key, embedder.key if embedder else "")
-            if state is not None:
-                index._show(state)
-        except BaseException:
-            store.close()
-            raise
-        return index
+        def make() -> SemanticIndex:
+            store = SemanticStore(folder)
+            try:
+                return cls(store, root.resolve(), embedder)
+            except BaseException:
+                store.close()
+                raise
+
+        return await finish_in_thread(make)
 
     async def close(self) -> None:
         """Closes the store. Cancel an update before."""
         async with self._one_update:
             await finish_in_thread(self._store.close)
 
-    @property
-    def num_chunks(self) -> int:
-        return self._view.state.num_chunks
+    async def fingerprint(self) -> str:
+        """Names the files and their content that searches see, edits aside."""
+        files = await finish_in_thread(self._store.files, self._tree)
+        hasher = blake3()
+        for path in sorted(files):
+            hasher.update(os.fsencode(path) + b"\0" + files[path].digest)
+        return hasher.hexdigest()
 
-    @property
-    def root(self) -> bytes:
-        """Merkle root of the files that searches see, edits aside."""
-        return self._view.state.merkle.root
+    async def update(self, progress: Callable[[BuildProgress], None] | None = None) -> Changes:
+        """Brings the index up to date with its directory, and gives the files that differed.
 
-    async def update(
-        self, progress: Callable[[BuildProgress], None] | None = None, share: float = 1.0
-    ) -> Changes:
-        """Brings the index up to date with its tree, and gives the files that differed.
-
-        Searches go on meanwhile and say that they are not complete.
-        `progress` is called in the event loop. `share`: of the time that may be worked, in (0, 1]. Cancelling
-        waits for the batch in work (a second or two) and loses nothing. A second update waits for the first.
+        Searches go on meanwhile and say that they are not complete. `progress` is called in the event loop.
+        Cancelling waits for the batch in work (a second or two) and loses nothing. A second update waits for
+        the first. Raises ConfigError if the directory is none.
         """
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be in (0, 1], not {share}")
         self._updating += 1
         try:
             async with self._one_update:
-                build = Build(self._store, self._tree, self._embedder, self._show, progress, Pace(share))
-                return await build.run(self._view.state)
+                return await Build(self._store, self._tree, self._root, self._embedder, progress).run()
         finally:
             self._updating -= 1
 
     def overlay(self) -> Overlay:
         """An empty set of edits over this index."""
-        return Overlay(self)
+        return Overlay(self._search_edited)
 
-    async def search(
-        self, question: str, k: int = 10, paths: Sequence[str] | None = None, *, edits: Edits | None = None
-    ) -> SearchResult:
-        """The `k` chunks that answer best. `paths`: see `path_filter`.
+    async def search(self, question: str, k: int = 10, path: str = "") -> SearchResult:
+        """The `k` chunks that answer best, of the file `path` or below the directory `path`.
 
-        Raises `ToolArgumentError` for an empty question, a `k` below 1 or a senseless path pattern.
+        Raises ToolArgumentError for an empty question or a `k` below 1.
         """
+        return await self._search_edited(question, k, path, Edits())
+
+    async def _search_edited(self, question: str, k: int, path: str, edits: Edits) -> SearchResult:
         if not question.strip():
             raise ToolArgumentError("the question is empty", field="query")
         if k < 1:
             raise ToolArgumentError("at least one result has to be asked for", field="k", received=k)
-        wanted = path_filter(paths) if paths else None
-        view, idle = self._view, self._updating == 0
-        result = await finish_in_thread(self._search, view, question, k, wanted, edits or Edits())
+        idle = self._updating == 0
+        result = await finish_in_thread(self._search, question, k, path.strip("/"), edits)
         return SearchResult(result.hits, result.complete and idle, result.semantic)
 
-    def _show(self, state: TreeState) -> None:
-        """Lets searches see `state`. Maps what vectors were added since."""
-        vectors = self._view.vectors
-        if self._embedder is not None and state.num_chunks:
-            highest = int(state.rows.max())
-            if (
-                vectors is None
-                or highest >= vectors.num_rows
-                or state.generation != self._view.state.generation
-            ):
-                vectors, generation = self._store.vector_file(self._embedder.key, self._embedder.dimension)
-                if generation != state.generation:
-                    state = self._store.located(self._embedder.key, state)
-        self._view = _View(state, vectors)
+    async def compare(self, question: str) -> Comparison:
+        """What a search decides by, for measurements and tuning."""
+        return await finish_in_thread(
+            lambda: self._compare(question, "", Edits(), self._embedded(question, Edits()))
+        )
 
-    async def compare(
-        self, question: str, paths: Sequence[str] | None = None, *, edits: Edits | None = None
-    ) -> Comparison:
-        """What a search decides by, for measurements and tuning. Raises like `path_filter`."""
-        wanted = path_filter(paths) if paths else None
-        return await finish_in_thread(self._compare, self._view, question, wanted, edits or Edits())
+    async def describe(self, chunks: NDArray[np.int64]) -> tuple[Hit, ...]:
+        """The chunks at places of a `Comparison`, with score 0, while the index stays as it is."""
+        nothing = np.zeros(len(chunks), np.float32)
+        return await finish_in_thread(lambda: self._hits(self._current(), chunks, nothing, Edits()))
 
-    async def describe(self, chunks: NDArray[np.int64], edits: Edits | None = None) -> tuple[Hit, ...]:
-        """The chunks of a `Comparison`, with score 0, as long as the index was not updated since."""
-        nothing = np.zeros(len(chunks), dtype=np.float32)
-        return await finish_in_thread(self._hits, self._view.state, edits or Edits(), chunks, nothing)
+    def _search(self, question: str, k: int, path: str, edits: Edits) -> SearchResult:
+        embedded = self._embedded(question, edits)
+        with self._store.reading():  # chunks and their scores have to be of one moment
+            found, view = self._compare(question, path, edits, embedded), self._current()
+            semantic = found.cosines is not None
+            scores = found.words if found.cosines is None else fuse_scores(found.cosines, found.words)
+            scores = np.where(found.allowed, scores, -np.inf).astype(np.float32)
+            order = best(scores, k)
+            order = order[scores[order] > (-np.inf if semantic else 0)]
+            complete = view.scanned
+            if found.cosines is not None:
+                complete = complete and not bool(np.isnan(found.cosines[found.allowed]).any())
+            return SearchResult(self._hits(view, order, scores[order], edits), complete, semantic)
 
-    def _search(
-        self, view: _View, question: str, k: int, wanted: Callable[[str], bool] | None, edits: Edits
-    ) -> SearchResult:
-        found = self._compare(view, question, wanted, edits)
-        if found.cosines is None:
-            scores, complete = found.words, view.state.scanned
-        else:
-            scores = fuse_scores(found.cosines, found.words)
-            complete = view.state.scanned and not bool(np.isnan(found.cosines).any())
-        order = best(scores, k)
-        if found.cosines is None:
-            order = order[scores[order] > 0]
-        hits = self._hits(view.state, edits, found.chunks[order], scores[order])
-        return SearchResult(hits, complete, found.cosines is not None)
+    def _compare(self, question: str, path: str, edits: Edits, embedded: _Embedded | None) -> Comparison:
+        with self._store.reading() as database:
+            view = self._current()
+            words = self._score_words(database, view, question_stems(question), edits)
+        wanted = [_is_below(file, path) and not hidden for file, hidden in edits.hidden(view.paths)]
+        fresh_wanted = [_is_below(file, path) for file, _ in edits.chunks]
+        allowed = np.concatenate([np.array(wanted, np.bool_)[view.file_of], np.array(fresh_wanted, np.bool_)])
+        words[~allowed] = 0
+        if embedded is None or view.vectors is None:
+            return Comparison(None, words, allowed)
+        question_vector, fresh = embedded
+        cosines = np.concatenate([_products(view.vectors, question_vector), fresh @ question_vector])
+        return Comparison(cosines, words, allowed)
 
-    def _compare(
-        self, view: _View, question: str, wanted: Callable[[str], bool] | None, edits: Edits
-    ) -> Comparison:
-        state = view.state
-        masked = edits.masked(state)
-        allowed = np.ones(state.num_chunks + sum(len(f.record().chunks) for f in edits.files), dtype=bool)
-        allowed[masked] = False
-        if wanted is not None:
-            files = np.array([wanted(path) for path in state.paths], dtype=bool)
-            allowed[: state.num_chunks] &= files[state.file_of_chunk]
-            fresh = [wanted(file.path) for file in edits.files for _ in file.record().chunks]
-            allowed[state.num_chunks :] = fresh
-        chosen = np.flatnonzero(allowed)
-        words = state.lexicon.score(question_terms(question), edits.terms(), masked)[chosen]
-        if self._embedder is None:
-            return Comparison(chosen, None, words)
-        return Comparison(chosen, self._cosines(self._embedder, view, question, edits, chosen), words)
-
-    def _cosines(
-        self, embedder: Embedder, view: _View, question: str, edits: Edits, chosen: NDArray[np.int64]
+    def _score_words(
+        self, database: sqlite3.Connection, view: _View, words: list[str], edits: Edits
     ) -> NDArray[np.float32]:
-        """[chosen]: NaN where a chunk has no vector yet."""
-        asked = embedder.embed_question(question)
-        num_base = view.state.num_chunks
-        cosines = np.full(len(chosen), np.nan, dtype=np.float32)
-        in_base = chosen < num_base
-        rows = view.state.rows[chosen[in_base]]
-        known = np.flatnonzero(rows != NO_ROW)
-        if view.vectors is not None and len(known):
-            cosines[np.flatnonzero(in_base)[known]] = view.vectors.products(asked, rows[known])
-        hashes = [name for file in edits.files for name in file.record().hashes]
-        if hashes:
-            texts = [feed(c.symbol, c.text) for file in edits.files for c in file.record().chunks]
-            wanted = (chosen[~in_base] - num_base).tolist()
-            part = self._fresh_vectors(embedder, [hashes[i] for i in wanted], [texts[i] for i in wanted])
-            cosines[~in_base] = part @ asked
-        return cosines
+        """[chunks]: BM25 of the index's chunks by FTS5, then of the edited ones."""
+        scores = np.zeros(len(view.chunks), np.float32)
+        if words:
+            table = f"words_{self._tree}"
+            found = database.execute(
+                f"SELECT rowid, -bm25({table}, {SYMBOL_WEIGHT}, 1, 1) FROM {table} WHERE {table} MATCH ?",
+                (" OR ".join(f'"{word}"' for word in words),),
+            )
+            values = np.array(found.fetchall(), np.float64).reshape(-1, 2)
+            order = np.argsort(view.chunks)
+            places = np.searchsorted(view.chunks, values[:, 0], sorter=order)
+            scores[order[places]] = values[:, 1]
+        if not edits.files:
+            return scores
+        holders = dict(self._store.select(f"SELECT term, doc FROM terms_{self._tree} WHERE term", words))
+        base = WordStatistics(len(view.chunks), view.num_words, holders)
+        return np.concatenate([scores, edits.score(words, base)])
 
-    def _fresh_vectors(
-        self, embedder: Embedder, hashes: list[bytes], texts: list[str]
-    ) -> NDArray[np.float32]:
-        """[hashes, dimension] of edited chunks: stored, kept from before, or embedded now; else NaN."""
-        result = np.full((len(hashes), embedder.dimension), np.nan, dtype=np.float32)
-        if not hashes:
-            return result
-        unknown = self._fresh.missing(hashes)
-        names = np.frombuffer(b"".join(unknown), np.uint8).reshape(-1, HASH_BYTES)
-        self._fresh.add(self._store.vectors(embedder.key, embedder.dimension, names))
+    def _embedded(self, question: str, edits: Edits) -> _Embedded | None:
+        """The question's vector, and those of edited chunks (NaN where one has to wait for its turn)."""
+        embedder = self._embedder
+        if embedder is None:
+            return None
+        chunks = {cut.vector: cut.chunk for _, cut in edits.chunks}
+        kept = edits.vectors
+        kept |= self._store.vectors(embedder.key, [name for name in chunks if name not in kept])
         # What was written last is what is asked for most likely.
-        feeds = dict(zip(reversed(hashes), reversed(texts), strict=True))
-        new = [name for name in feeds if name in set(self._fresh.missing(hashes))][:MAX_FRESH_CHUNKS]
+        new = [name for name in reversed(chunks) if name not in kept][:MAX_FRESH_CHUNKS]
         if new:
-            self._fresh.add(dict(zip(new, embedder.embed([feeds[name] for name in new]), strict=True)))
-        for index, name in enumerate(hashes):
-            vector = self._fresh.get(name)
-            if vector is not None:
-                result[index] = vector
-        return result
+            rows = embedder.embed([feed(chunks[name].symbol, chunks[name].text) for name in new])
+            kept |= dict(zip(new, rows, strict=True))
+        unknown = np.full(embedder.dimension, np.nan, np.float32)
+        rows = [kept.get(cut.vector, unknown) for _, cut in edits.chunks]
+        for name in kept.keys() - chunks.keys():
+            kept.pop(name, None)
+        fresh = np.array(rows, np.float32).reshape(-1, embedder.dimension)
+        return embedder.embed_question(question), fresh
 
     def _hits(
-        self, state: TreeState, edits: Edits, chunks: NDArray[np.int64], scores: NDArray[np.float32]
+        self, view: _View, chunks: NDArray[np.int64], scores: NDArray[np.float32], edits: Edits
     ) -> tuple[Hit, ...]:
-        fresh = [(file.path, chunk) for file in edits.files for chunk in file.record().chunks]
-        in_base = chunks[chunks < state.num_chunks]
-        keys = {int(i): state.records[state.file_of_chunk[i]].tobytes() for i in in_base}
-        records = self._store.records(set(keys.values()))
+        fresh, num_base = edits.chunks, len(view.chunks)
+        columns = "SELECT id, first_line, last_line, symbol, text FROM chunks WHERE id"
+        wanted = view.chunks[chunks[chunks < num_base]].tolist()
+        rows = {row[0]: row[1:] for row in self._store.select(columns, wanted)}
         hits: list[Hit] = []
         for number, score in zip(chunks.tolist(), scores.tolist(), strict=True):
-            if number >= state.num_chunks:
-                path, chunk = fresh[number - state.num_chunks]
+            if number < num_base:
+                path = view.paths[view.file_of[number]]
+                first, last, symbol, text = rows[int(view.chunks[number])]
             else:
-                file = int(state.file_of_chunk[number])
-                path = state.paths[file]
-                if keys[number] not in records:
-                    raise StoreError("the store was pruned under an open index", fix="open it again")
-                chunk = records[keys[number]].chunks[number - int(state.starts[file])]
-            hits.append(Hit(path, chunk.first_line, chunk.last_line, chunk.symbol, score, chunk.text))
+                path, cut = fresh[number - num_base]
+                chunk = cut.chunk
+                first, last, symbol, text = chunk.first_line, chunk.last_line, chunk.symbol, chunk.text
+            hits.append(Hit(path, first, last, symbol, score, text))
         return tuple(hits)
 
+    def _current(self) -> _View:
+        """The view of the tree as the database has it now."""
+        with self._store.reading() as database:
+            revision, scanned = database.execute(
+                "SELECT revision, scanned FROM trees WHERE id = ?", (self._tree,)
+            ).fetchone()
+            if self._view is None or self._view.revision != revision:
+                self._view = self._load(database, revision, bool(scanned))
+            return self._view
 
-class _VectorCache:
-    """The vectors used last, by hash."""
+    def _load(self, database: sqlite3.Connection, revision: int, scanned: bool) -> _View:
+        model = self._embedder.key if self._embedder else ""
+        rows = database.execute(
+            "SELECT c.id, f.path, c.num_words, v.numbers FROM files f JOIN chunks c ON c.file = f.id"
+            " LEFT JOIN vectors v ON v.model = ? AND v.name = c.vector WHERE f.tree = ?"
+            " ORDER BY f.path, c.first_line",
+            (model, self._tree),
+        ).fetchall()
+        places: dict[str, int] = {}
+        file_of = [places.setdefault(os.fsdecode(row[1]), len(places)) for row in rows]
+        vectors = None
+        if self._embedder is not None:
+            unknown = np.full(self._embedder.dimension, np.nan, STORED).tobytes()
+            blob = b"".join(row[3] or unknown for row in rows)
+            vectors = np.frombuffer(blob, STORED).reshape(len(rows), self._embedder.dimension)
+        return _View(
+            revision,
+            scanned,
+            np.array([row[0] for row in rows], np.int64),
+            tuple(places),
+            np.array(file_of, np.int32),
+            vectors,
+            sum(row[2] for row in rows),
+        )
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._vectors: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
-    def missing(self, names: Sequence[bytes]) -> list[bytes]:
-        with self._lock:
-            return [name for name in dict.fromkeys(names) if name not in self._vectors]
+def _is_below(path: str, directory: str) -> bool:
+    return directory in ("", ".", path) or path.startswith(directory + "/")
 
-    def get(self, name: bytes) -> NDArray[np.float32] | None:
-        with self._lock:
-            if name in self._vectors:
-                self._vectors.move_to_end(name)
-            return self._vectors.get(name)
 
-    def add(self, vectors: dict[bytes, NDArray[np.float32]]) -> None:
-        with self._lock:
-            self._vectors.update(vectors)
-            while len(self._vectors) > self._size:
-                self._vectors.popitem(last=False)
+def _products(vectors: NDArray[np.float16], question: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[rows]: of the question with each row."""
+    result = np.empty(len(vectors), np.float32)
+    for start in range(0, len(vectors), _BLOCK_ROWS):
+        block = vectors[start : start + _BLOCK_ROWS].astype(np.float32)
+        result[start : start + len(block)] = block @ question
+    return result
 
 
 def fuse_scores(

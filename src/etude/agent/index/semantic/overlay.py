@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.lexical import TermCounts
-from etude.agent.index.semantic.records import FileRecord, make_record
-from etude.agent.index.semantic.state import CutFile, TreeState
-from etude.agent.index.semantic.tree import MAX_FILE_BYTES
+from etude.agent.index.semantic.building import MAX_FILE_BYTES
+from etude.agent.index.semantic.store import CutChunk, cut_file
 
 if TYPE_CHECKING:
-    from etude.agent.index.semantic.index import SearchResult, SemanticIndex
+    from etude.agent.index.semantic.index import SearchResult
 
-__all__ = ["EditedFile", "Edits", "Overlay"]
+__all__ = ["SYMBOL_WEIGHT", "Edits", "Overlay", "WordStatistics"]
+
+SYMBOL_WEIGHT = 4.0
+"""A word of a chunk's name counts as so many in its lines."""
+_K1, _B = 1.2, 0.75
+"""FTS5's constants of BM25."""
+_LEAST_WEIGHT = 1e-6
+"""What FTS5 gives to a word that more than half of all chunks hold."""
 
 
 class EditedFile:
@@ -26,15 +33,22 @@ class EditedFile:
 
     def __init__(self, path: str, content: bytes) -> None:
         self.path = path
-        self._content = content
-        self._record: FileRecord | None = None
+        self._content = content if len(content) <= MAX_FILE_BYTES else b""
 
-    def record(self) -> FileRecord:
-        """Chunks of the content. Two threads may both make it: they make the same."""
-        if self._record is None:
-            content = self._content if len(self._content) <= MAX_FILE_BYTES else b""
-            self._record = make_record(self.path, content)
-        return self._record
+    @cached_property
+    def chunks(self) -> list[CutChunk]:
+        """Two threads may both make them: they make the same."""
+        return cut_file(self.path, self._content)
+
+
+@dataclass(frozen=True, slots=True)
+class WordStatistics:
+    """How an index uses the words of a question."""
+
+    num_chunks: int
+    num_words: int
+    holders: Mapping[str, int]
+    """By word: how many chunks hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +58,44 @@ class Edits:
     files: tuple[EditedFile, ...] = ()
     """The one written last comes last."""
     removed: frozenset[str] = frozenset()
+    vectors: dict[bytes, NDArray[np.float32]] = field(default_factory=dict[bytes, NDArray[np.float32]])
+    """Vectors of edited chunks that were needed so far, by name; grows as searches embed."""
 
-    def terms(self) -> TermCounts:
-        """Words of all chunks, file by file."""
-        return TermCounts.joined([CutFile.of(file.path, file.record()).terms for file in self.files])
+    @property
+    def chunks(self) -> list[tuple[str, CutChunk]]:
+        """All chunks with their paths, file by file."""
+        return [(file.path, chunk) for file in self.files for chunk in file.chunks]
 
-    def masked(self, state: TreeState) -> NDArray[np.int32]:
-        """Chunks of a state that these edits replaced or removed."""
-        files = {index for file in self.files if (index := state.index_of.get(file.path)) is not None}
-        for path in self.removed:
-            if path in state.index_of:
-                files.add(state.index_of[path])
-            first = bisect_left(state.paths, path + "/")
-            files.update(range(first, bisect_left(state.paths, path + "0", first)))  # "0" follows "/"
-        chunks = [np.arange(state.starts[i], state.starts[i + 1], dtype=np.int32) for i in sorted(files)]
-        return np.concatenate([*chunks, np.zeros(0, np.int32)])
+    def hidden(self, paths: Sequence[str]) -> list[tuple[str, bool]]:
+        """Each path of the index, and whether it was replaced or removed."""
+        gone = self.removed | {file.path for file in self.files}
+        below = tuple(f"{path}/" for path in self.removed)
+        return [(path, path in gone or path.startswith(below)) for path in paths]
+
+    def score(self, question: Sequence[str], base: WordStatistics) -> NDArray[np.float32]:
+        """[chunks]: BM25 of the edited chunks, by FTS5's formula, with the words' weights in the index."""
+        chunks = [cut for _, cut in self.chunks]
+        counts = [_counts(cut, set(question)) for cut in chunks]
+        total = base.num_chunks + len(chunks)
+        num_words = base.num_words + sum(cut.num_words for cut in chunks)
+        scores = np.zeros(len(chunks), np.float32)
+        for word in question:
+            holders = base.holders.get(word, 0) + sum(word in count for count in counts)
+            weight = max(math.log((total - holders + 0.5) / (holders + 0.5)), _LEAST_WEIGHT)
+            for number, (cut, count) in enumerate(zip(chunks, counts, strict=True)):
+                often = count[word]
+                length = cut.num_words * total / max(num_words, 1)
+                scores[number] += weight * often * (_K1 + 1) / (often + _K1 * (1 - _B + _B * length))
+        return scores
+
+
+def _counts(cut: CutChunk, wanted: set[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for part, weight in ((cut.symbol_stems, int(SYMBOL_WEIGHT)), (cut.text_stems, 1), (cut.path_stems, 1)):
+        for word in part:
+            if word in wanted:
+                counts[word] += weight
+    return counts
 
 
 class Overlay:
@@ -68,10 +105,12 @@ class Overlay:
     overlay belongs to one event loop; it holds no file and needs no closing.
     """
 
-    def __init__(self, index: SemanticIndex, edits: Edits | None = None) -> None:
-        self._index = index
-        self._files = {file.path: file for file in edits.files} if edits else {}
-        self._removed = set(edits.removed) if edits else set[str]()
+    def __init__(self, search: Callable[[str, int, str, Edits], Awaitable[SearchResult]]) -> None:
+        """Use `SemanticIndex.overlay`."""
+        self._search = search
+        self._files: dict[str, EditedFile] = {}
+        self._removed: set[str] = set()
+        self._vectors: dict[bytes, NDArray[np.float32]] = {}
 
     def write(self, path: str, content: bytes) -> None:
         """The file has this content now. `path` is relative to the tree's root."""
@@ -86,17 +125,10 @@ class Overlay:
             del self._files[name]
         self._removed.add(path)
 
-    def edits(self) -> Edits:
-        """What was written and removed so far; does not change afterwards."""
-        return Edits(tuple(self._files.values()), frozenset(self._removed))
-
-    def fork(self) -> Overlay:
-        """A second overlay with the same edits, which both go on from."""
-        return Overlay(self._index, self.edits())
-
-    async def search(self, question: str, k: int = 10, paths: Sequence[str] | None = None) -> SearchResult:
+    async def search(self, question: str, k: int = 10, path: str = "") -> SearchResult:
         """Like `SemanticIndex.search`, over the edited tree."""
-        return await self._index.search(question, k, paths, edits=self.edits())
+        edits = Edits(tuple(self._files.values()), frozenset(self._removed), self._vectors)
+        return await self._search(question, k, path, edits)
 
 
 def _clean(path: str) -> str:

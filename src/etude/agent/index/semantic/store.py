@@ -1,74 +1,135 @@
-"""The store on disk: records and vectors by content, states by tree.
+"""The database of semantic search: one SQLite file for many trees.
 
-    store.sqlite             records of file contents, places of vectors, the present state of each tree
-    vectors-<model>-<g>.i8   rows of vectors (vectors.py), generation g
-    states/<id>/             arrays of a state (state.py)
+    trees                      directories that are indexed
+    files   (tree, path)       what a file was like when it was read
+    chunks  (file)             its functions and classes: lines, text, name of the vector
+    words_N, terms_N           full text of tree N's chunks: BM25 by FTS5, and how many chunks hold a word
+    vectors (model, name)      by content: a second tree with the same functions finds them
 
-Everything is keyed by content, so a second checkout of nearly the same tree finds its records and vectors
-here. SQLite (write-ahead log) decides what is there: rows are on disk before their places are committed,
-states before their names. A process that dies leaves at most rows and folders that nobody names; the next
-writer takes them away. Any number of processes may read and write.
+Each batch of a build is one transaction, so a build that is killed loses the batch in work at most. Any
+number of processes may read and write (write-ahead log).
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+import os
 import sqlite3
 import threading
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.embedding import Vectors
-from etude.agent.index.semantic.records import FileRecord, read_record, write_record
-from etude.agent.index.semantic.state import NO_ROW, TreeState, load_state, save_state
-from etude.agent.index.semantic.vectors import VectorFile, append_rows, pack_rows, row_type
-from etude.errors import StoreError
-from etude.kit.retry import Backoff, retry
+from etude.agent.index.semantic.chunks import CHUNKER_VERSION, Chunk, chunk_file, chunker_key
+from etude.agent.index.semantic.embedding import FEED_VERSION, feed
+from etude.agent.index.semantic.words import stems
+from etude.errors import ResourceError, StoreError
 
-__all__ = ["RecordsGoneError", "SemanticStore"]
+__all__ = ["CutChunk", "FileRow", "FileStat", "SemanticStore", "cut_file", "cut_key"]
 
-STORE_VERSION = 1
+STORE_VERSION = 2
+STORED = np.dtype("<f2")
+"""Numbers of a stored vector."""
 _BUSY_TIMEOUT_S = 60.0
 _AT_ONCE = 500
 """Keys of one SQL statement."""
+_FULL_TEXT = "fts5"
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS models (model TEXT PRIMARY KEY, dimension INTEGER NOT NULL,
-    generation INTEGER NOT NULL, num_rows INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS vectors (model TEXT, hash BLOB, place INTEGER NOT NULL,
-    PRIMARY KEY (model, hash)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS states (tree TEXT, model TEXT, folder TEXT NOT NULL,
-    PRIMARY KEY (tree, model)) WITHOUT ROWID;
+CREATE TABLE trees (id INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, scanned INTEGER NOT NULL DEFAULT 0,
+    revision INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE files (id INTEGER PRIMARY KEY, tree INTEGER NOT NULL, path BLOB NOT NULL,
+    size_bytes INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
+    inode INTEGER NOT NULL, digest BLOB NOT NULL,
+    cut TEXT NOT NULL, UNIQUE (tree, path));
+CREATE TABLE chunks (id INTEGER PRIMARY KEY, file INTEGER NOT NULL, first_line INTEGER NOT NULL,
+    last_line INTEGER NOT NULL, symbol TEXT NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL,
+    num_words INTEGER NOT NULL);
+CREATE INDEX chunks_of_files ON chunks (file);
+CREATE TABLE vectors (model TEXT NOT NULL, name BLOB NOT NULL, numbers BLOB NOT NULL,
+    PRIMARY KEY (model, name)) WITHOUT ROWID;
 """
 
 
-class RecordsGoneError(StoreError):
-    """Records that a state needs were pruned before it was published."""
+class FileStat(NamedTuple):
+    """What tells cheaply that a file is the one that was read: git's rule."""
+
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStat:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A file of a tree as it was when it was read."""
+
+    path: str
+    stat: FileStat
+    digest: bytes
+    """BLAKE3 of its content."""
+    cut: str
+    """How it was cut, see `cut_key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutChunk:
+    """A chunk with what it is found by."""
+
+    chunk: Chunk
+    vector: bytes
+    """Names its vector: a hash of what is embedded."""
+    symbol_stems: list[str]
+    text_stems: list[str]
+    path_stems: list[str]
+
+    @property
+    def num_words(self) -> int:
+        return len(self.symbol_stems) + len(self.text_stems) + len(self.path_stems)
+
+
+def cut_key(path: str) -> str:
+    """What besides a file's bytes decides its chunks and vectors."""
+    return f"{FEED_VERSION}/{CHUNKER_VERSION}/{chunker_key(path)}"
+
+
+def cut_file(path: str, content: bytes) -> list[CutChunk]:
+    """The chunks of a file, with their words: a millisecond or two for an ordinary one."""
+    path_stems = stems(path.rpartition(".")[0] or path)
+    return [
+        CutChunk(
+            chunk,
+            blake3(feed(chunk.symbol, chunk.text).encode("utf-8", "surrogatepass")).digest(length=16),
+            stems(chunk.symbol),
+            stems(chunk.text),
+            path_stems,
+        )
+        for chunk in chunk_file(path, content)
+    ]
 
 
 class SemanticStore:
-    """A folder, made where it is missing. Its methods block and may be called by several threads.
+    """The database in a folder, made where it is missing. Its methods block; several threads may call them.
 
-    Raises `StoreError` if the folder is of another version, damaged or busy for a minute.
+    Raises StoreError if it is of another version, damaged or busy for a minute; ResourceError where SQLite
+    has no FTS5.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = threading.Lock()
-        (folder / "states").mkdir(parents=True, exist_ok=True)
-        with _told(folder):
+        self._lock = threading.RLock()
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._errors():
             self._database = sqlite3.connect(
-                folder / "store.sqlite",
-                timeout=_BUSY_TIMEOUT_S,
-                isolation_level=None,
-                check_same_thread=False,
+                folder / "index.sqlite", _BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             try:
                 self._prepare()
@@ -77,234 +138,168 @@ class SemanticStore:
                 raise
 
     def _prepare(self) -> None:
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = FULL")
-        with self._writing() as database:
-            for statement in _SCHEMA.split(";"):
-                database.execute(statement)
-            database.execute("INSERT OR IGNORE INTO facts VALUES ('version', ?)", (STORE_VERSION,))
-            (version,) = database.execute("SELECT value FROM facts WHERE name = 'version'").fetchone()
-        if version != STORE_VERSION:
-            raise StoreError(
-                "the code index was written by another version", received=version, fix=f"delete {self.folder}"
+        if not self._one("SELECT count(*) FROM pragma_module_list WHERE name = ?", _FULL_TEXT):
+            raise ResourceError(
+                "SQLite lacks full-text search (FTS5)",
+                field="sqlite3",
+                received=sqlite3.sqlite_version,
+                fix="use a Python whose SQLite was built with FTS5",
             )
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        with self._writing() as database:
+            version = self._one("PRAGMA user_version")
+            if version == 0:
+                for statement in _SCHEMA.split(";"):
+                    database.execute(statement)
+                database.execute(f"PRAGMA user_version = {STORE_VERSION}")
+            elif version != STORE_VERSION:
+                raise StoreError(
+                    "the code index was written by another version",
+                    field="index",
+                    received=version,
+                    fix=f"delete {self.folder}",
+                )
 
     def close(self) -> None:
-        """Closes the database; mapped vectors stay readable."""
+        """Closes the database."""
         with self._lock:
             self._database.close()
 
-    # Records
-
-    def records(self, keys: Iterable[bytes]) -> dict[bytes, FileRecord]:
-        """Those records that are there."""
-        return {
-            key: read_record(data)
-            for key, data in self._find("SELECT key, data FROM records WHERE key", keys)
-        }
-
-    def add_records(self, records: Mapping[bytes, FileRecord]) -> None:
-        """Keeps records; one that is there already stays."""
-        packed = [(key, write_record(record)) for key, record in records.items()]
+    def tree(self, key: str) -> int:
+        """Number of the tree of this name, which is new and empty if there is none."""
         with self._writing() as database:
-            database.executemany("INSERT OR IGNORE INTO records VALUES (?, ?)", packed)
+            number = self._one("SELECT id FROM trees WHERE key = ?", key)
+            if not number:
+                number = database.execute("INSERT INTO trees (key) VALUES (?)", (key,)).lastrowid
+                assert number is not None
+                columns = "symbol, text, path, tokenize = 'ascii'"
+                database.execute(f"CREATE VIRTUAL TABLE words_{number} USING {_FULL_TEXT}({columns})")
+                database.execute(f"CREATE VIRTUAL TABLE terms_{number} USING fts5vocab(words_{number}, row)")
+        return number
 
-    # Vectors
+    def files(self, tree: int) -> dict[str, FileRow]:
+        """What is known of a tree's files, by path."""
+        columns = "path, size_bytes, mtime_ns, ctime_ns, inode, digest, cut"
+        with self.reading() as database:
+            rows = database.execute(f"SELECT {columns} FROM files WHERE tree = ?", (tree,)).fetchall()
+        found = (FileRow(os.fsdecode(row[0]), FileStat(*row[1:5]), row[5], row[6]) for row in rows)
+        return {file.path: file for file in found}
 
-    def places(self, model: str, hashes: NDArray[np.uint8]) -> tuple[NDArray[np.int32], int]:
-        """([hashes] row of each vector or -1, generation of the file they are rows of)."""
-        names = [row.tobytes() for row in hashes]
-        with self._lock, _told(self.folder):
-            # One transaction: rows and generation have to be of one moment.
-            self._database.execute("BEGIN")
-            try:
-                generation = self._model(model)[1]
-                found = dict(
-                    self._select("SELECT hash, place FROM vectors WHERE model = ? AND hash", names, model)
-                )
-            finally:
-                self._database.execute("COMMIT")
-        return np.array([found.get(name, NO_ROW) for name in names], dtype=np.int32), generation
+    def replace(
+        self, tree: int, gone: Iterable[str], files: Iterable[tuple[FileRow, list[CutChunk] | None]] = ()
+    ) -> None:
+        """Removes files, and puts others in the place of what was known of them; all or nothing.
 
-    def located(self, model: str, state: TreeState) -> TreeState:
-        """`state` with the places of all vectors that are there by now; "" is no model, which has none."""
-        if not model:
-            return state
-        missing = np.flatnonzero(state.rows == NO_ROW)
-        found, generation = self.places(model, state.hashes[missing])
-        if generation != state.generation:
-            return state.with_rows(*self.places(model, state.hashes))
-        rows = np.array(state.rows)
-        rows[missing] = found
-        return state.with_rows(rows, generation)
-
-    def add_vectors(self, model: str, hashes: Sequence[bytes], vectors: Vectors) -> None:
-        """Appends the vectors that are not there yet, durably."""
+        Without chunks only a file's record is replaced.
+        """
         with self._writing() as database:
-            dimension, generation, num_rows = self._model(model)
-            if dimension not in (0, vectors.shape[1]):
-                raise StoreError("vectors of another dimension under the same key", received=vectors.shape[1])
-            known = {
-                name
-                for name, _ in self._select(
-                    "SELECT hash, 1 FROM vectors WHERE model = ? AND hash", hashes, model
-                )
-            }
-            new = {name: index for index, name in enumerate(hashes) if name not in known}
-            rows = pack_rows(vectors[list(new.values())])
-            append_rows(self._vector_path(model, generation), num_rows, rows)
-            places = ((model, name, num_rows + index) for index, name in enumerate(new))
-            database.executemany("INSERT INTO vectors VALUES (?, ?, ?)", places)
-            total = num_rows + len(new)
+            for path in gone:
+                self._remove(database, tree, path)
+            for file, chunks in files:
+                if chunks is not None:
+                    self._remove(database, tree, file.path)
+                row = (*file.stat, file.digest, file.cut, tree, os.fsencode(file.path))
+                if chunks is None:
+                    database.execute(
+                        "UPDATE files SET size_bytes = ?, mtime_ns = ?, ctime_ns = ?, inode = ?, digest = ?,"
+                        " cut = ? WHERE tree = ? AND path = ?",
+                        row,
+                    )
+                else:
+                    self._insert(database, tree, row, chunks)
+            self._touch(database, tree)
+
+    def _remove(self, database: sqlite3.Connection, tree: int, path: str) -> None:
+        file = self._one("SELECT id FROM files WHERE tree = ? AND path = ?", tree, os.fsencode(path))
+        words = f"DELETE FROM words_{tree} WHERE rowid IN (SELECT id FROM chunks WHERE file = ?)"
+        for statement in (words, "DELETE FROM chunks WHERE file = ?", "DELETE FROM files WHERE id = ?"):
+            database.execute(statement, (file,))
+
+    def _insert(
+        self, database: sqlite3.Connection, tree: int, row: tuple[object, ...], chunks: Sequence[CutChunk]
+    ) -> None:
+        columns = "size_bytes, mtime_ns, ctime_ns, inode, digest, cut, tree, path"
+        file = database.execute(
+            f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row
+        ).lastrowid
+        for cut in chunks:
+            chunk = cut.chunk
+            number = database.execute(
+                "INSERT INTO chunks VALUES (NULL, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    file,
+                    chunk.first_line,
+                    chunk.last_line,
+                    chunk.symbol,
+                    chunk.text,
+                    cut.vector,
+                    cut.num_words,
+                ),
+            ).lastrowid
+            words = (" ".join(part) for part in (cut.symbol_stems, cut.text_stems, cut.path_stems))
             database.execute(
-                "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?)",
-                (model, vectors.shape[1], generation, total),
+                f"INSERT INTO words_{tree} (rowid, symbol, text, path) VALUES (?, ?, ?, ?)", (number, *words)
             )
 
-    def vector_file(self, model: str, dimension: int) -> tuple[VectorFile, int]:
-        """All published rows, mapped, and their generation."""
-
-        def open_newest() -> tuple[VectorFile, int]:
-            with self._lock, _told(self.folder):
-                _, generation, num_rows = self._model(model)
-            return VectorFile(self._vector_path(model, generation), dimension, num_rows), generation
-
-        return retry(open_newest, StoreError, Backoff(base_s=0.0, attempts=8))
-
-    def vectors(
-        self, model: str, dimension: int, hashes: NDArray[np.uint8]
-    ) -> dict[bytes, NDArray[np.float32]]:
-        """Those vectors that are there, by hash."""
-        for _ in range(8):
-            places, generation = self.places(model, hashes)
-            known = np.flatnonzero(places != NO_ROW)
-            if not len(known):
-                return {}
-            file, mapped = self.vector_file(model, dimension)
-            if mapped == generation:
-                rows = file.rows(places[known])
-                return {hashes[i].tobytes(): row for i, row in zip(known.tolist(), rows, strict=True)}
-        raise StoreError("the file of vectors keeps changing", received=model)
-
-    # States
-
-    def load(self, tree: str, model: str) -> TreeState | None:
-        """The present state of a tree, its vectors' places brought up to date; None if there is none."""
-        for _ in range(8):
-            with self._lock, _told(self.folder):
-                row = self._database.execute(
-                    "SELECT folder FROM states WHERE tree = ? AND model = ?", (tree, model)
-                ).fetchone()
-            if row is None:
-                return None
-            try:
-                state = load_state(self.folder / "states" / row[0])
-            except StoreError:
-                if (self.folder / "states" / row[0]).exists():
-                    raise
-                continue  # Another process published a newer one in between.
-            return self.located(model, state)
-        raise StoreError("the state of a tree keeps vanishing", field="tree", received=tree)
-
-    def publish(self, tree: str, model: str, state: TreeState) -> None:
-        """Makes `state` the present one of a tree, durably. The one before stays on disk until the next.
-
-        Raises `RecordsGoneError` if records that it names are gone.
-        """
-        name = uuid.uuid4().hex
+    def finish(self, tree: int) -> None:
+        """All files of the tree are in, embedded or not."""
         with self._writing() as database:
-            keys = {row.tobytes() for row in state.records}
-            if sum(1 for _ in self._select("SELECT key FROM records WHERE key", list(keys))) < len(keys):
-                raise RecordsGoneError(
-                    "records were pruned during a build", field="tree", received=tree, fix="update again"
-                )
-            # Whoever writes is alone, so what nobody names was left by a writer that died, or is out of date.
-            self._remove_states({folder for (folder,) in database.execute("SELECT folder FROM states")})
-            save_state(state, self.folder / "states" / name)
-            database.execute("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", (tree, model, name))
+            database.execute("UPDATE trees SET scanned = 1 WHERE id = ?", (tree,))
+            self._touch(database, tree)
 
-    def forget(self, tree: str) -> None:
-        """Drops the states of a tree. Its records and vectors stay until `prune`."""
+    def num_chunks(self, tree: int) -> int:
+        """Chunks of a tree."""
+        with self.reading():
+            return self._one(
+                "SELECT count(*) FROM chunks WHERE file IN (SELECT id FROM files WHERE tree = ?)", tree
+            )
+
+    def unembedded(self, tree: int, model: str) -> list[int]:
+        """Numbers of the chunks that have no vector of this model yet."""
+        with self.reading() as database:
+            rows = database.execute(
+                "SELECT c.id FROM chunks c JOIN files f ON f.id = c.file WHERE f.tree = ? AND NOT EXISTS"
+                " (SELECT 1 FROM vectors v WHERE v.model = ? AND v.name = c.vector)",
+                (tree, model),
+            )
+            return [number for (number,) in rows]
+
+    def feeds(self, chunks: Sequence[int]) -> dict[bytes, str]:
+        """What is to be embedded of these chunks, by name of the vector."""
+        rows = self.select("SELECT vector, symbol, text FROM chunks WHERE id", chunks)
+        return {name: feed(symbol, text) for name, symbol, text in rows}
+
+    def vectors(self, model: str, names: Sequence[bytes]) -> dict[bytes, NDArray[np.float32]]:
+        """Those vectors that are there, by name."""
+        rows = self.select("SELECT name, numbers FROM vectors WHERE model = ? AND name", names, model)
+        return {name: np.frombuffer(numbers, STORED).astype(np.float32) for name, numbers in rows}
+
+    def add_vectors(self, tree: int, model: str, vectors: dict[bytes, NDArray[np.float32]]) -> None:
+        """Keeps vectors; one that is there already stays. Searches of the tree look at them anew."""
+        rows = [(model, name, numbers.astype(STORED).tobytes()) for name, numbers in vectors.items()]
         with self._writing() as database:
-            database.execute("DELETE FROM states WHERE tree = ?", (tree,))
+            database.executemany("INSERT OR IGNORE INTO vectors VALUES (?, ?, ?)", rows)
+            self._touch(database, tree)
 
-    def prune(self) -> None:
-        """Drops records and vectors that no tree's state names: what edits and forgotten trees left.
-
-        Do it now and then while nothing is built: what a build in progress has embedded would be dropped too,
-        and embedded again by the next one.
-        """
-        with self._writing() as database:
-            states = [
-                load_state(self.folder / "states" / f)
-                for (f,) in database.execute("SELECT folder FROM states")
-            ]
-            records = {row.tobytes() for state in states for row in state.records}
-            hashes = {row.tobytes() for state in states for row in state.hashes}
-            dead = [(key,) for (key,) in database.execute("SELECT key FROM records") if key not in records]
-            database.executemany("DELETE FROM records WHERE key = ?", dead)
-            for (model,) in database.execute("SELECT model FROM models").fetchall():
-                self._rewrite(database, model, hashes)
-        self._remove_generations()
-
-    def _rewrite(self, database: sqlite3.Connection, model: str, live: set[bytes]) -> None:
-        """Copies the live rows of a model into a file of the next generation."""
-        dimension, generation, num_rows = self._model(model)
-        found = database.execute("SELECT hash, place FROM vectors WHERE model = ? ORDER BY place", (model,))
-        kept = [(name, place) for name, place in found if name in live]
-        if len(kept) == num_rows:
-            return
-        kind = row_type(dimension)
-        old = np.fromfile(self._vector_path(model, generation), kind, num_rows)
-        target = self._vector_path(model, generation + 1)
-        append_rows(target, 0, old[[place for _, place in kept]])
-        database.execute("DELETE FROM vectors WHERE model = ?", (model,))
-        places = [(model, name, index) for index, (name, _) in enumerate(kept)]
-        database.executemany("INSERT INTO vectors VALUES (?, ?, ?)", places)
-        database.execute(
-            "UPDATE models SET generation = ?, num_rows = ? WHERE model = ?",
-            (generation + 1, len(kept), model),
-        )
-
-    def _remove_generations(self) -> None:
-        with self._lock, _told(self.folder):
-            models = self._database.execute("SELECT model, generation FROM models").fetchall()
-        live = {self._vector_path(model, generation) for model, generation in models}
-        for path in self.folder.glob("vectors-*.i8"):
-            if path not in live:
-                path.unlink(missing_ok=True)
-
-    def _remove_states(self, named: set[str]) -> None:
-        for path in (self.folder / "states").iterdir():
-            if path.name not in named:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _vector_path(self, model: str, generation: int) -> Path:
-        name = blake3(model.encode()).hexdigest(length=8)
-        return self.folder / f"vectors-{name}-{generation}.i8"
-
-    def _model(self, model: str) -> tuple[int, int, int]:
-        """(dimension, generation, rows), zeros for a new model."""
-        row = self._database.execute(
-            "SELECT dimension, generation, num_rows FROM models WHERE model = ?", (model,)
-        ).fetchone()
-        return row or (0, 0, 0)
-
-    def _find(self, statement: str, keys: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
-        with self._lock, _told(self.folder):
-            return list(self._select(statement, list(keys)))
-
-    def _select(self, statement: str, keys: Sequence[bytes], *before: str) -> Iterator[tuple[bytes, bytes]]:
-        for start in range(0, len(keys), _AT_ONCE):
-            part = keys[start : start + _AT_ONCE]
-            marks = ",".join("?" * len(part))
-            yield from self._database.execute(f"{statement} IN ({marks})", (*before, *part))
+    def select(self, statement: str, keys: Sequence[object], *before: object) -> list[tuple]:
+        """Rows of a statement whose last column is one of `keys`."""
+        rows: list[tuple] = []
+        with self.reading() as database:
+            for start in range(0, len(keys), _AT_ONCE):
+                part = keys[start : start + _AT_ONCE]
+                marks = ",".join("?" * len(part))
+                rows += database.execute(f"{statement} IN ({marks})", (*before, *part))
+        return rows
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction that excludes all other writers."""
-        with self._lock, _told(self.folder):
-            self._database.execute("BEGIN IMMEDIATE")
+    def reading(self, begin: str = "BEGIN") -> Iterator[sqlite3.Connection]:
+        """A transaction: all that is read in it is of one moment. One within another is a part of that."""
+        with self._lock, self._errors():
+            if self._database.in_transaction:
+                yield self._database
+                return
+            self._database.execute(begin)
             try:
                 yield self._database
                 self._database.execute("COMMIT")
@@ -313,15 +308,26 @@ class SemanticStore:
                     self._database.execute("ROLLBACK")
                 raise
 
+    def _writing(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        """A transaction that excludes all other writers, kept whole or not at all."""
+        return self.reading("BEGIN IMMEDIATE")
 
-@contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """SQLite's errors as ours."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise StoreError(
-            f"the code index cannot be read or written: {error}",
-            received=str(folder),
-            fix="delete it: it is rebuilt",
-        ) from error
+    def _touch(self, database: sqlite3.Connection, tree: int) -> None:
+        database.execute("UPDATE trees SET revision = revision + 1 WHERE id = ?", (tree,))
+
+    def _one(self, statement: str, *values: object) -> int:
+        row = self._database.execute(statement, values).fetchone()
+        return row[0] if row else 0
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """SQLite's errors as ours."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"the code index cannot be read or written: {error}",
+                field="index",
+                received=str(self.folder),
+                fix="delete it: it is rebuilt",
+            ) from error

@@ -7,73 +7,18 @@ their author joined words, case is dropped, and plural and verb endings are cut 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
-
-import xxhash
 
 _RUN = re.compile(r"[^\W_]+")
 _PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+|[^\x00-\x7f]+")
 _LONGEST = 40
 """Characters of one word; longer ones are hashes and encoded data."""
 _VOWELS = frozenset("aeiouy")
-
-STOP_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "and",
-        "any",
-        "are",
-        "as",
-        "at",
-        "be",
-        "but",
-        "by",
-        "can",
-        "do",
-        "does",
-        "for",
-        "from",
-        "has",
-        "have",
-        "how",
-        "if",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "no",
-        "not",
-        "of",
-        "on",
-        "or",
-        "self",
-        "so",
-        "such",
-        "that",
-        "the",
-        "their",
-        "then",
-        "there",
-        "these",
-        "this",
-        "those",
-        "to",
-        "was",
-        "we",
-        "were",
-        "what",
-        "when",
-        "where",
-        "which",
-        "while",
-        "will",
-        "with",
-        "you",
-    ]
+_STOP = (
+    "a an and any are as at be but by can do does for from has have how if in into is it its no not of on or "
+    "self so such that the their then there these this those to was we were what when where which while will "
+    "with you"
 )
+STOP_WORDS = frozenset(_STOP.split())
 """Left out of questions only: in code they cost nothing, for nobody asks for them."""
 
 
@@ -81,8 +26,7 @@ def split_words(text: str) -> list[str]:
     """Lower-case words of `text` in order, identifiers split at underscores, case and digits."""
     words: list[str] = []
     for run in _RUN.findall(text):
-        parts = _PART.findall(run)
-        words.extend(part.lower() for part in parts if len(part) <= _LONGEST)
+        words.extend(part.lower() for part in _PART.findall(run) if len(part) <= _LONGEST)
     return words
 
 
@@ -108,26 +52,13 @@ def stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("e") else word
 
 
-def term_id(word: str) -> int:
-    """32 bits that stand for a stem: needs no dictionary, and a rare collision moves one rank."""
-    return xxhash.xxh32_intdigest(word.encode())
+def stems(text: str) -> list[str]:
+    """The stems of all words of `text`, in order."""
+    return [stem(word) for word in split_words(text)]
 
 
-def count_terms(texts: Iterable[tuple[str, int]]) -> dict[int, int]:
-    """How often each term occurs in (text, weight) pairs; counts are capped at 255."""
-    counts: Counter[str] = Counter()
-    for text, weight in texts:
-        for word, number in Counter(split_words(text)).items():
-            counts[stem(word)] += weight * number
-    result: dict[int, int] = {}
-    for word, number in counts.items():
-        key = term_id(word)
-        result[key] = min(255, result.get(key, 0) + number)
-    return result
-
-
-def question_terms(question: str) -> dict[int, int]:
-    """Terms of a question: without stop words, unless it has nothing else."""
+def question_stems(question: str) -> list[str]:
+    """Stems of a question, each once: without stop words, unless it has nothing else."""
     words = split_words(question)
     kept = [word for word in words if word not in STOP_WORDS] or words
-    return dict(Counter(term_id(stem(word)) for word in kept))
+    return list(dict.fromkeys(map(stem, kept)))

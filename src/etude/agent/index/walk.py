@@ -1,0 +1,51 @@
+"""Which files of a directory are indexed: regular ones that are not hidden, as for `rg --no-ignore`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude.errors import ConfigError
+
+__all__ = ["Listing", "walk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of one directory. Paths are relative to it, as bytes."""
+
+    files: dict[bytes, os.stat_result] = field(default_factory=dict[bytes, os.stat_result])
+    """Regular files that are not hidden. Links are not followed."""
+    directories: set[bytes] = field(default_factory=set[bytes])
+    """Directories that are not hidden; the root is the empty path."""
+    hidden: list[bytes] = field(default_factory=list[bytes])
+    """Entries of those directories whose names begin with a dot; nothing below a hidden directory."""
+
+
+def walk(root: Path) -> Listing:
+    """Lists what is below `root`. What vanishes meanwhile or may not be read is left out.
+
+    Raises ConfigError if `root` is no directory.
+    """
+    if not root.is_dir():
+        raise ConfigError(
+            "is no directory", field="root", received=str(root), fix="name the root of a source tree"
+        )
+    listing, queue = Listing(), [b""]
+    while queue:
+        directory = queue.pop()
+        listing.directories.add(directory)
+        try:
+            with os.scandir(os.fsencode(root) + b"/" + directory) as entries:
+                for entry in entries:
+                    path = directory + b"/" + entry.name if directory else entry.name
+                    if entry.name.startswith(b"."):
+                        listing.hidden.append(path)
+                    elif entry.is_dir(follow_symlinks=False):
+                        queue.append(path)
+                    elif entry.is_file(follow_symlinks=False):
+                        listing.files[path] = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+    return listing
