@@ -139,6 +139,8 @@ class StepRows:
     """[S] rows of each sequence, at least 1."""
     starts: NDArray[np.int64]
     """[S] first position that each sequence computes: those before are in the cache."""
+    adapters: NDArray[np.int64] | None = None
+    """[S] which of the pass's adapters each sequence uses, -1 for none; None: nobody uses any."""
 
     @staticmethod
     def plan(
@@ -146,12 +148,13 @@ class StepRows:
         tables: NDArray[np.int32],
         counts: NDArray[np.int64],
         starts: NDArray[np.int64],
+        adapters: NDArray[np.int64] | None = None,
     ) -> StepRows:
         """The rows that `counts` and `starts` describe."""
         sequence = np.repeat(np.arange(len(counts)), counts)
         first_row = np.cumsum(counts) - counts
         positions = np.arange(len(sequence)) + (starts - first_row)[sequence]
-        return StepRows(tokens, positions, sequence, tables, counts, starts)
+        return StepRows(tokens, positions, sequence, tables, counts, starts, adapters)
 
     @property
     def pages(self) -> NDArray[np.int32]:

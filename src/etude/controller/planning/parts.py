@@ -52,7 +52,7 @@ def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: 
         _activations(config, sizes),
         MemoryPart("logits", _logits(config, sizes, vocab_size, place), "blocks and their gradient, float32"),
     ]
-    if config.rl.loss.kl_weight > 0:
+    if config.rl.loss.kl_weight > 0 and not sizes.adapter_parameters:
         parts.append(MemoryPart("reference", held * element_bytes, "weights that the KL is measured from"))
     if mesh.ranks > 1 and not publishes_in_parts(config):
         whole = sizes.parameters * element_bytes
@@ -94,9 +94,7 @@ def _optimizer(config: RunConfig, sizes: ModelSizes, held: float, cut: str) -> M
 
 def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int) -> MemoryPart:
     if adapters := sizes.adapter_parameters:
-        # Gradients of adapted weights are made whole, one weight at a time, and projected on the factors.
-        num_bytes = adapters * _FLOAT_BYTES + sizes.largest_parameter * element_bytes
-        return MemoryPart("gradients", num_bytes, "of the adapters")
+        return MemoryPart("gradients", adapters * _FLOAT_BYTES, "of the adapters")
     return MemoryPart("gradients", held * element_bytes, f"of every weight{cut}")
 
 
