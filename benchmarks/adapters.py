@@ -106,9 +106,9 @@ def measure(way: Way, config: ModelConfig, num_tokens: int, answer: Connection) 
     learning: nn.Module = adapters or model
     settings = OptimizerConfig.model_validate({"matrix_optimizer": way.optimizer})
     optimizer = Optimizer(learning, settings, 10)
-    step(model, adapters, optimizer, num_tokens)
+    step(model, optimizer, num_tokens)
     began = time.process_time()
-    step(model, adapters, optimizer, num_tokens)
+    step(model, optimizer, num_tokens)
     answer.send(
         {
             "memory_mib": (peak_bytes() - before) / _MEBIBYTE,
@@ -119,7 +119,7 @@ def measure(way: Way, config: ModelConfig, num_tokens: int, answer: Connection) 
     )
 
 
-def step(model: LanguageModel, adapters: Adapters | None, optimizer: Optimizer, num_tokens: int) -> None:
+def step(model: LanguageModel, optimizer: Optimizer, num_tokens: int) -> None:
     """One optimiser step on one sequence."""
     tokens = torch.randint(0, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(0))
     batch = PackedSequences.pack([tokens.int().numpy()])

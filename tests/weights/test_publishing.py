@@ -333,7 +333,10 @@ def test_of_an_adapter_only_factors_travel_from_version_to_version(tmp_path: Pat
     """A base of 400 KB in bfloat16 and factors of 4 KB: an update takes about what the factors do."""
     store = WeightStore.open(str(tmp_path))
     base = {"w": torch.randn(200, 1000)}
-    factors = {f"{ADAPTER_PREFIX}w.left": torch.randn(200, 2), f"{ADAPTER_PREFIX}w.right": torch.randn(2, 300)}
+    factors = {
+        f"{ADAPTER_PREFIX}w.left": torch.randn(200, 2),
+        f"{ADAPTER_PREFIX}w.right": torch.randn(2, 300),
+    }
     subscriber = Subscriber(store, wait_s=5.0)
     with StoreWeights(store, FAST, torch.bfloat16) as weights:
         for step in range(3):

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig
-from etude.errors import ConfigError, PrefixMissError, SamplerError
-from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type
+from etude.errors import PrefixMissError, SamplerError
+from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type, count_pages
 from etude.inference.counters import EngineCounters
 from etude.inference.draft_gauge import DraftGauge, PayingDrafts, StepCost, step_cost
 from etude.inference.forward import EagerForward, ForwardPass
@@ -74,7 +74,7 @@ class Engine:
 
         Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
         positions, or for a cache that kernels cannot read."""
-        num_pages = _count_pages(config, num_sessions, max_tokens, num_pages)
+        num_pages = count_pages(config, num_sessions, max_tokens, num_pages)
         place, number = torch.device(device), torch.float32
         if kernels == "gpu" and native_weights == "bfloat16":
             number = torch.bfloat16
@@ -370,27 +370,6 @@ class Engine:
                 return None
             self._scheduler.close(row)
         return sequences.add(session_id)
-
-
-def _count_pages(config: ModelConfig, num_sessions: int, max_tokens: int, asked: int | None) -> int:
-    """Pages of the cache: those asked for, or enough for all sessions. Raises ConfigError: see Engine."""
-    if max_tokens > config.max_positions + 1:  # the last token of a session is never computed
-        raise ConfigError(
-            f"the model has {config.max_positions} positions",
-            field="max_tokens",
-            received=max_tokens,
-            fix=f"give at most {config.max_positions + 1}",
-        )
-    pages_of_one = -(-max_tokens // PAGE_TOKENS)
-    num_pages = num_sessions * pages_of_one if asked is None else asked
-    if num_pages < pages_of_one:
-        raise ConfigError(
-            "too few pages for one session",
-            field="num_pages",
-            received=num_pages,
-            fix=f"give at least {pages_of_one}, or lower the longest session of {max_tokens} tokens",
-        )
-    return num_pages
 
 
 def _open_drafts(

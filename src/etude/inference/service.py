@@ -37,15 +37,8 @@ from etude.inference.tickets import Reply, Ticket, TicketLine
 from etude.inference.times import EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
 from etude.protocols import KvPolicy, Pace
-from etude.records import (
-    ADAPTER_PREFIX,
-    PolicyVersion,
-    SampleChunk,
-    SampleRequest,
-    Scores,
-    WeightManifest,
-)
-from etude.weights.manifest import digest_entries
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
+from etude.weights.manifest import digest_base
 
 WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
 
@@ -215,8 +208,7 @@ class EngineService:
                 self._unheld.set()
 
     def _stage(self, manifest: WeightManifest) -> None:
-        base = [entry for entry in manifest.tensors if not entry.name.startswith(ADAPTER_PREFIX)]
-        self.engine.stage(manifest.version, self._fetch_weights(manifest), digest_entries(base))
+        self.engine.stage(manifest.version, self._fetch_weights(manifest), digest_base(manifest))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Runs between two steps, and when nothing is being scored."""

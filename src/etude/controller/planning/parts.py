@@ -68,8 +68,10 @@ def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[Mem
     longest = config.agent.max_tokens + 1
     tokens = config.engine.cache_tokens or config.engine.num_slots * longest
     pages = -(-tokens // PAGE_TOKENS)
-    num_bytes = 2 * sizes.parameters * place.element_bytes
-    parts = [MemoryPart(SERVED, num_bytes, "in service, and the next ones")]
+    num_bytes = sizes.parameters * place.element_bytes
+    parts = [MemoryPart(SERVED, 2 * num_bytes, "in service, and the next ones")]
+    if sizes.adapter_parameters:
+        parts = [MemoryPart(SERVED, num_bytes, "in service, under all versions of the adapter")]
     if place.kernels == "native":
         packed = choose_weight_dtype(config.engine.weight_dtype, place)
         num_bytes = 2 * sizes.packed_parameters * (2 if packed == "bfloat16" else _FLOAT_BYTES)
