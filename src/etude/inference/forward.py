@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -83,10 +84,11 @@ class ModuleAdapters:
         """See ForwardPass."""
         self._adapters = adapters
 
-    def adapt(self, rows: StepRows) -> None:
-        """Has the module's next pass use the adapters of `rows`."""
-        self._model.adapt = None
+    @contextmanager
+    def adapted(self, rows: StepRows) -> Iterator[None]:
+        """Within it the module's passes use the adapters of `rows`."""
         if rows.adapters is None:
+            yield
             return
         used = rows.adapters[rows.sequence]
         own = [torch.from_numpy(np.flatnonzero(used == slot)) for slot in range(len(self._adapters))]
@@ -97,6 +99,10 @@ class ModuleAdapters:
             return cast(Ops, AdaptedOps(ops, self._adapters, places))
 
         self._model.adapt = adapt
+        try:
+            yield
+        finally:
+            self._model.adapt = None
 
 
 class EagerForward(ModuleAdapters):
@@ -119,8 +125,8 @@ class EagerForward(ModuleAdapters):
         """See ForwardPass."""
         tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
         attention = PagedAttention(self._cache, rows)
-        self.adapt(rows)
-        hidden = self._model(tokens, positions, attention, self._recorder)
+        with self.adapted(rows):
+            hidden = self._model(tokens, positions, attention, self._recorder)
         return hidden, self._recorder.take(len(tokens))
 
     def sample(

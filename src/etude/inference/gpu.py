@@ -108,14 +108,14 @@ class GpuForward(ModuleAdapters):
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """See ForwardPass; the hidden states stay on the device."""
-        self.adapt(rows)
         used = {-1} if rows.adapters is None else {*rows.adapters.tolist()}
         alike = len(used) == 1 and (used == {-1} or not self._model.num_experts)
         few = len(rows.tokens) <= self._max_captured_rows and int(rows.counts.max()) <= _MOST_PER_SEQUENCE
-        if few and alike:
-            hidden, routes = self._captured_step(rows, *used).run(rows)
-        else:
-            hidden, routes = self._compute(DeviceRows.of(rows, self._model.config, self._cache))
+        with self.adapted(rows):
+            if few and alike:
+                hidden, routes = self._captured_step(rows, *used).run(rows)
+            else:
+                hidden, routes = self._compute(DeviceRows.of(rows, self._model.config, self._cache))
         return hidden, routes.cpu()
 
     def sample(
