@@ -330,14 +330,14 @@ def _as_folder(relay: Relay) -> _RelayAsFolder:
 
 
 def test_of_an_adapter_only_factors_travel_from_version_to_version(tmp_path: Path) -> None:
-    """A base of 400 KB in bfloat16 and factors of 4 KB: an update takes about what the factors do."""
+    """A base of 400 KB in bfloat16 and factors of 10 KB: an update takes about what the factors do."""
     store = WeightStore.open(str(tmp_path))
     base = {"w": torch.randn(200, 1000)}
     factors = {
         f"{ADAPTER_PREFIX}w.left": torch.randn(200, 2),
-        f"{ADAPTER_PREFIX}w.right": torch.randn(2, 300),
+        f"{ADAPTER_PREFIX}w.right": torch.randn(2, 1000),
     }
-    subscriber = Subscriber(store, wait_s=5.0)
+    subscriber, sizes = Subscriber(store, wait_s=5.0), [0]
     with StoreWeights(store, FAST, torch.bfloat16) as weights:
         for step in range(3):
             factors = {name: factor + 1e-3 for name, factor in factors.items()}
@@ -348,8 +348,6 @@ def test_of_an_adapter_only_factors_travel_from_version_to_version(tmp_path: Pat
                 assert torch.equal(found[name], factor), "factors are not rounded"
             fetched = subscriber.fetch(manifest)
             assert all(torch.equal(fetched[name], found[name]) for name in found)
-            if step == 0:
-                first = subscriber.counters.fetched_bytes
+            sizes.append(subscriber.counters.fetched_bytes - sum(sizes))
     assert subscriber.counters.deltas == 2
-    travelled = (subscriber.counters.fetched_bytes - first) / 2
-    assert travelled < sum(factor.nbytes for factor in factors.values()) + 1000 < first / 50
+    assert max(sizes[2:]) < sum(factor.nbytes for factor in factors.values()) + 1000 < sizes[1] / 20
