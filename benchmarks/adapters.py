@@ -1,15 +1,26 @@
-"""What adapters save: memory and time of training steps, low-rank against all weights.
+"""What adapters save and cost: memory and time of training steps, low-rank against all weights; how far the
+engine is from the trainer; and, where a run to begin from is named, what they gain.
 
     python benchmarks/adapters.py [--json FILE] [--rank N] [--tokens N] [--quick]
+    python benchmarks/adapters.py --gain runs/quickstart --json FILE [--seeds N]        (hours)
 
-Each way runs in a process of its own, which makes the model, takes two optimiser steps on the same random
-sequences and says how far its memory rose above what an interpreter with the libraries takes. The second step
-is timed: the first makes the optimiser's states.
+`lora_parity_max`: the largest difference between the log-probability that the engine gives a token which it
+sampled with an adapter, beside sessions of other adapters, and the trainer's, with invariant numerics.
+
+`lora_gain_vs_full`: the quickstart's reinforcement learning from that run's mid-trained checkpoint, as many
+steps and so as many sessions for each way: how far the pass rate on held-out tasks rises with adapters, over
+how far it rises with all weights, each at its best learning rate; means over seeds. Runs that are there
+are read.
+
+For memory each way runs in a process of its own, which makes the model, takes two optimiser steps on the same
+random sequences and says how far its memory rose above an interpreter with the libraries. The second
+step is timed: the first makes the optimiser's states.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import resource
 import time
@@ -17,14 +28,20 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
-from common import Figures, print_table, write_result
+from common import Figures, merge_result, print_table, write_result
 from torch import nn
 
-from etude.config import AdapterConfig, ModelConfig, OptimizerConfig
+from etude.config import AdapterConfig, ModelConfig, OptimizerConfig, load_config
+from etude.controller.train import train
+from etude.inference import Engine
 from etude.model import LanguageModel, build_model
+from etude.model.kernels.invariant import InvariantOps
 from etude.model.lora import Adapters
-from etude.model.scoring import PackedSequences, packed_logprobs
+from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
+from etude.observe import RunDirectory, SilentObserver
+from etude.records import PolicyVersion, SampleRequest, SamplingParams
 from etude.training.optimizer import Optimizer
 
 VOCAB = 8192
@@ -40,6 +57,24 @@ LARGE = ModelConfig(
 )
 QUICK = LARGE.model_copy(update={"hidden_size": 64, "num_layers": 2, "intermediate_size": 128})
 _MEBIBYTE = 1 << 20
+_SMALL = QUICK.model_copy(update={"num_heads": 4, "num_kv_heads": 2, "head_dim": 16})
+_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_size": 32}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "q_lora_rank": 24,
+}
+PARITY = {
+    "qwen3": _SMALL,
+    "llama": _SMALL.model_copy(update={"architecture": "llama"}),
+    "qwen3_moe": _SMALL.model_copy(update={"architecture": "qwen3_moe", **_EXPERTS}),
+    "deepseek_v3": _SMALL.model_copy(update={"architecture": "deepseek_v3", **_EXPERTS, **_LATENT}),
+}
+_SAMPLED = 64
+RATES = {0: (5e-4, 1e-3, 2e-3), 16: (1e-3, 3e-3, 1e-2)}
+"""Learning rates by the rank of adapters; 0: all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +106,9 @@ def measure(way: Way, config: ModelConfig, num_tokens: int, answer: Connection) 
     learning: nn.Module = adapters or model
     settings = OptimizerConfig.model_validate({"matrix_optimizer": way.optimizer})
     optimizer = Optimizer(learning, settings, 10)
-    step(model, adapters, optimizer, num_tokens)
+    step(model, optimizer, num_tokens)
     began = time.process_time()
-    step(model, adapters, optimizer, num_tokens)
+    step(model, optimizer, num_tokens)
     answer.send(
         {
             "memory_mib": (peak_bytes() - before) / _MEBIBYTE,
@@ -84,15 +119,85 @@ def measure(way: Way, config: ModelConfig, num_tokens: int, answer: Connection) 
     )
 
 
-def step(model: LanguageModel, adapters: Adapters | None, optimizer: Optimizer, num_tokens: int) -> None:
+def step(model: LanguageModel, optimizer: Optimizer, num_tokens: int) -> None:
     """One optimiser step on one sequence."""
     tokens = torch.randint(0, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(0))
     batch = PackedSequences.pack([tokens.int().numpy()])
     logprobs, _ = packed_logprobs(model, batch, torch.arange(1, num_tokens))
     (-logprobs.mean()).backward()
     optimizer.step()
-    if adapters is not None:
-        adapters.merge()
+
+
+def parity(config: ModelConfig) -> float:
+    """The largest difference between trainer and engine over sessions of two adapters in one batch."""
+    engine = Engine(config, VOCAB, 8, 2 * _SAMPLED, kernels="native", native_threads=2)
+    models: dict[str, LanguageModel] = {}
+    versions: dict[str, PolicyVersion] = {}
+    for seed, name in enumerate(("a", "b"), 1):
+        models[name] = build_model(config, VOCAB)
+        models[name].initialise(0)
+        models[name].ops = InvariantOps()
+        adapters = Adapters(models[name], AdapterConfig(rank=8 * seed, seed=seed))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for factor in adapters.parameters():
+                factor.normal_(0.0, 0.05, generator=generator)
+        versions[name] = PolicyVersion(name, 0, name, adapter=name)
+        tensors = {n: p.detach() for n, p in models[name].named_parameters()} | adapters.published()
+        engine.stage(versions[name], tensors, "the same base")
+        engine.activate(versions[name])
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (8, _SAMPLED // 2)).astype(np.int32)
+    for number, prompt in enumerate(prompts):
+        name, params = "ab"[number % 2], SamplingParams(max_tokens=_SAMPLED)
+        key, version = str(number), versions["ab"[number % 2]]
+        engine.submit(SampleRequest(key, key, prompt, params, frozenset(), (number,), version=version))
+    worst, ended = 0.0, 0
+    while engine.has_work:
+        for answer in engine.step(8):
+            number, (chunk,) = int(answer.request.id), answer.chunks
+            whole = np.concatenate((prompts[number], chunk.tokens))
+            scored = score_sequences(models["ab"[number % 2]], [whole])[0][-len(chunk.tokens) :]
+            worst, ended = max(worst, float(np.abs(scored - chunk.logprobs).max())), ended + 1
+    assert ended == len(prompts)
+    return worst
+
+
+def gain(begun: Path, rank: int, rate: float, seed: int) -> float:
+    """How far one run's pass rate on held-out tasks rises, sampled; plays the run if it is not there."""
+    settings = {
+        "name": json.dumps(f"rank{rank}-rate{rate:g}-seed{seed}"),
+        "runs_directory": json.dumps(str(begun.parent / "gains")),
+        "initial_checkpoint": json.dumps(str(begun / "checkpoints" / "midtrained")),
+        "seed": str(seed),
+        "rl.num_steps": "24",
+        "rl.adapter.rank": str(rank),
+        "rl.optimizer.learning_rate": str(rate),
+        "evaluation.num_tasks": "100",
+        "max_wall_s": "0",
+    }
+    config = load_config(
+        Path("configs/quickstart.toml"), [f"{name}={value}" for name, value in settings.items()]
+    )
+    path = Path(config.runs_directory) / config.name
+    run = RunDirectory.open(path) if path.exists() else RunDirectory.create(config)
+    report = json.loads(run.report_file.read_text(encoding="utf-8")) if run.report_file.exists() else {}
+    if "heldout_after" not in report:
+        report = train(config, run, SilentObserver(), resume=path.exists())
+    before, after = (report[f"heldout_{when}"]["sampled"]["pass_rate"] for when in ("before", "after"))
+    return float(after - before)
+
+
+def gains(run: Path, num_seeds: int) -> Figures:
+    """Mean gains by way and rate, and the ratio of the best."""
+    found: Figures = {}
+    best: dict[int, float] = {}
+    for rank, rates in RATES.items():
+        for rate in rates:
+            values = [gain(run, rank, rate, seed) for seed in range(num_seeds)]
+            found[f"gain_rank{rank}_{rate:g}"] = float(np.mean(values))
+        best[rank] = max(found[f"gain_rank{rank}_{rate:g}"] for rate in rates)
+    found["lora_gain_vs_full"] = best[16] / best[0]
+    return found
 
 
 def measured(way: Way, config: ModelConfig, num_tokens: int) -> Figures:
@@ -116,7 +221,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--gain", type=Path, help="a quickstart run: measure what adapters gain, from it")
+    parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
+    if options.gain:
+        found = gains(options.gain, options.seeds)
+        print_table("gain", found)
+        if options.json:
+            merge_result(options.json, ["gain"], found, {})
+        return
     config = QUICK if options.quick else LARGE
     ways = [Way(optimizer, rank) for optimizer in ("adamw", "muon") for rank in (0, options.rank)]
     found = {way.name: measured(way, config, options.tokens) for way in ways}
@@ -126,6 +239,9 @@ def main() -> None:
     for optimizer in ("adamw", "muon"):
         ratio = flat[f"{optimizer}_rank{options.rank}_memory_mib"] / flat[f"{optimizer}_all_memory_mib"]
         flat[f"{optimizer}_memory_of_adapters_over_all"] = ratio
+    differences = {name: parity(config) for name, config in PARITY.items()}
+    print_table("difference of trainer and engine", differences)
+    flat["lora_parity_max"] = max(differences.values())
     if options.json:
         write_result(options.json, flat, {"config": config.model_dump(mode="json"), "tokens": options.tokens})
 

@@ -112,13 +112,17 @@ def _bytes(value: object) -> int:
     return 0
 
 
-def test_adapters_take_states_of_their_own_size_only() -> None:
+def test_adapters_take_states_of_their_own_size_and_the_engine_one_set_of_weights() -> None:
     adapter = {"rank": 4}
     plan = make_plan(planned(model=DENSE.model_dump(), rl={"adapter": adapter}))
     adapters = Adapters(build_model(DENSE, 1024), AdapterConfig(rank=4))
     assert plan.sizes.adapter_parameters == sum(p.numel() for p in adapters.parameters())
     parts = {part.name: part.num_bytes for part in plan.memory[0].parts}
     assert parts["optimizer"] == 2 * 4 * sum(p.numel() for p in adapters.parameters())
+    assert parts["gradients"] == parts["optimizer"] / 2
+    full = make_plan(planned(model=DENSE.model_dump()))
+    served = {part.name: part.num_bytes for part in full.memory[0].parts}["engine's weights"]
+    assert parts["engine's weights"] == served / 2
 
 
 SPREAD = {"executor": "ray", "cluster": {"address": "10.0.0.1:6379"}}

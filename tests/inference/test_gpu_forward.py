@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 
 import numpy as np
 
-from etude.inference import MtpDrafts
+from etude.inference import Engine, MtpDrafts
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
 from etude.inference.gpu import Compute, GpuForward, run_uncaptured
 from etude.model.scoring import score_sequences
 from tests.inference.builders import Client, drain, prompt, small_engine
-from tests.model.builders import draft_layers, random_tokens, small_model
+from tests.inference.test_adapters import adapted, check, put_in, run
+from tests.model.builders import VOCAB, draft_layers, random_tokens, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LATENT = {
@@ -158,3 +159,20 @@ def test_captured_steps_compute_with_the_weights_that_are_staged_into_them() -> 
     assert not torch.allclose(after, before)
     expected = GpuForward(other.to(DEVICE), filled_cache(other), run_uncaptured)(rows)[0]
     assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"architecture": "qwen3"}], ids=["mixture of experts", "dense"])
+def test_adapters_do_on_the_device_what_they_do_elsewhere(changes: dict[str, Any]) -> None:
+    """Alone, where dense models are captured, and side by side; old graphs compute no new version."""
+    changes = {"head_dim": 16, **changes}
+    sides = {"a": adapted(changes, 1), "b": adapted(changes, 2)}
+    engine = Engine(sides["a"][0].config, VOCAB, 4, 100, 64, "gpu", device=DEVICE)
+    for turn, names in enumerate((["a"], ["a"], ["a", "b"])):
+        sides["a"] = adapted(changes, 3 + turn)
+        versions = {name: put_in(engine, name, turn, *sides[name]) for name in names}
+        clients = {name: Client(f"{name}{turn}", turn) for name in names}
+        for name, client in clients.items():
+            engine.submit(client.request(prompt(20, turn), max_tokens=8, version=versions[name]))
+        run(engine, {client.name: client for client in clients.values()})
+        for name, client in clients.items():
+            check(client, sides[name][0], versions[name])

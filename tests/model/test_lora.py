@@ -27,7 +27,6 @@ def learned_adapters(model: nn.Module, **changes: Any) -> Adapters:
     with torch.no_grad():
         for parameter in adapters.parameters():
             parameter.normal_(0.0, 0.1, generator=generator)
-    adapters.merge()
     return adapters
 
 
@@ -38,15 +37,33 @@ def loss_of(model: Any) -> torch.Tensor:
     return chosen.sum()
 
 
-@pytest.mark.parametrize("make", [small_model, lambda: tiny_model("mixtral")])
-def test_factors_get_the_gradient_of_the_merged_weights(make: Any) -> None:
+LATENT_RANK: dict[str, Any] = {**PLAIN_LATENT, "q_lora_rank": 12}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        small_model,
+        lambda: small_model(architecture="qwen3", intermediate_size=48),
+        lambda: small_model(**LATENT_RANK),
+        lambda: tiny_model("mixtral"),
+    ],
+)
+def test_factors_get_the_gradient_of_the_sum_which_is_never_formed(make: Any) -> None:
     merged, adapted = make(), make()
     base = {name: parameter.detach().clone() for name, parameter in merged.named_parameters()}
     adapters = learned_adapters(adapted)
-    merged.load_state_dict(adapted.state_dict())
-    loss_of(merged).backward()
+    with adapters.merged():
+        merged.load_state_dict(adapted.state_dict())
+        torch.testing.assert_close(loss_of(adapted), loss_of(merged))
+    for name, parameter in adapted.named_parameters():
+        assert torch.equal(parameter, base[name])
+    loss = loss_of(merged)
+    loss.backward()
     for _ in range(2):  # as two micro-batches of one update
-        loss_of(adapted).backward()
+        again = loss_of(adapted)
+        torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-4)
+        again.backward()
     pairs, scale = dict(adapters.named_parameters()), CONFIG.alpha / CONFIG.rank
     for name, left, right in adapters.factors():
         weight = merged.get_parameter(name)
@@ -55,43 +72,60 @@ def test_factors_get_the_gradient_of_the_merged_weights(make: Any) -> None:
         expected = {"left": weight.grad @ right.mT, "right": left.mT @ weight.grad}
         for side, gradient in expected.items():
             got = pairs[f"{name.replace('.', '/')}.{side}"].grad
-            torch.testing.assert_close(got, 2 * scale * gradient, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got, 2 * scale * gradient, rtol=1e-3, atol=1e-3)
     assert all(parameter.grad is None for parameter in adapted.parameters())
 
 
 def test_new_adapters_change_nothing_and_are_few() -> None:
     model, plain = small_model(), small_model()
     adapters = Adapters(model, CONFIG)
-    adapters.merge()
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name))
     given = [random_tokens(20)]
-    np.testing.assert_array_equal(score_sequences(model, given)[0], score_sequences(plain, given)[0])
+    ours, theirs = score_sequences(model, given)[0], score_sequences(plain, given)[0]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert sum(p.numel() for p in adapters.parameters()) < sum(p.numel() for p in plain.parameters()) / 3
     adapted = {name for name, _, _ in adapters.factors()}
     assert not any("router" in name or "norm" in name or "embedding" in name for name in adapted)
     assert {name.rpartition(".")[2] for name in adapted} == {"qkv", "out", "gate_up", "down"}
 
 
-def test_weights_of_any_type_hold_the_rounded_sum() -> None:
-    model = small_model()
-    model.cast(torch.bfloat16)
-    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    adapters = learned_adapters(model, targets=("qkv",))
-    for name, left, right in adapters.factors():
-        total = base[name].float() + 2.0 * left @ right
-        assert left.dtype == torch.float32
-        torch.testing.assert_close(model.get_parameter(name), total.bfloat16(), rtol=1e-2, atol=1e-6)
-    changed = {n for n, p in model.named_parameters() if not torch.equal(p, base[n])}
-    assert changed == {"blocks.0.qkv", "blocks.1.qkv"}
+@torch.no_grad()
+def hidden_of(model: Any) -> np.ndarray:
+    batch = PackedSequences.pack([random_tokens(120, seed) for seed in range(16)])
+    return model(batch.tokens, batch.positions, batch.attention).float().numpy().ravel()
+
+
+def test_a_hundred_small_updates_of_a_bfloat16_model_survive() -> None:
+    """Hidden states move as those of a float32 model do that gets the same updates; merged, most is lost."""
+    moved: dict[str, np.ndarray] = {}
+    for way in ("float32", "bfloat16", "merged"):
+        model = small_model(architecture="qwen3", intermediate_size=48)
+        model.cast(torch.bfloat16)
+        if way == "float32":
+            model.cast(torch.float32)
+        adapters = Adapters(model, AdapterConfig(rank=4, alpha=4.0))
+        before, generator = hidden_of(model), torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for factors in adapters.parameters():
+                direction = torch.randn(factors.shape, generator=generator)
+                for _ in range(100):
+                    factors += 3e-6 * direction
+        if way == "merged":
+            adapters.merge()
+        moved[way] = hidden_of(model) - before
+    wanted = moved["float32"]
+    survived = {way: float(wanted @ change / (wanted @ wanted)) for way, change in moved.items()}
+    assert 0.85 < survived["bfloat16"] < 1.15 and survived["merged"] < 0.5, survived
 
 
 def test_state_goes_on_exactly_and_only_over_its_own_base() -> None:
     model, again = small_model(), small_model()
     state = learned_adapters(model).state()
     Adapters(again, CONFIG).load_state(state)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name))
+    np.testing.assert_array_equal(
+        score_sequences(model, [random_tokens(20)])[0], score_sequences(again, [random_tokens(20)])[0]
+    )
     for other, config in (
         (small_model(1), CONFIG),
         (small_model(), CONFIG.model_copy(update={"alpha": 7.0})),

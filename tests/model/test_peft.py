@@ -36,7 +36,8 @@ def exported(make: Any, directory: Path, targets: tuple[str, ...]) -> tuple[AnyM
     save_any_model(model, directory / "base")
     adapters = learned_adapters(model, targets=targets)
     save_peft(adapters, model, directory / "adapter", str(directory / "base"))
-    save_any_model(model, directory / "merged")
+    with adapters.merged():
+        save_any_model(model, directory / "merged")
     return model, adapters
 
 

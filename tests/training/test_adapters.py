@@ -11,7 +11,9 @@ import torch
 from etude.config import AdapterConfig, RunConfig
 from etude.errors import CheckpointError
 from etude.model.scoring import score_sequences
+from etude.records import ADAPTER_PREFIX
 from etude.training import RlTrainer
+from etude.weights import MemoryWeights
 from tests.model.builders import small_model
 from tests.training.builders import Rollouts, rl_config, trainer_of
 
@@ -23,9 +25,9 @@ def steps(trainer: RlTrainer, rollouts: Rollouts, count: int = 1) -> None:
         trainer.step([rollouts.group([1.0, 0.0, 0.0, 1.0])])
 
 
-def test_a_step_moves_adapters_and_with_them_the_right_log_probabilities() -> None:
+def test_a_step_moves_adapters_alone_and_with_them_the_right_log_probabilities() -> None:
     rollouts = Rollouts(small_model())
-    trainer = trainer_of(rl_config(**ADAPTED), rollouts)
+    trainer = trainer_of(rl_config(loss={"kl_weight": 0.1}, **ADAPTED), rollouts)
     base = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     group = rollouts.group([1.0, 0.0, 0.0, 1.0])
     given = [member.segments[0].tokens for member in group.members]
@@ -36,10 +38,29 @@ def test_a_step_moves_adapters_and_with_them_the_right_log_probabilities() -> No
     for sign, member, old, new in zip((1, -1, -1, 1), group.members, before, after, strict=True):
         sampled = member.segments[0].sampled
         assert sign * float((new - old)[sampled].sum()) > 0
-    changed = {
-        n.rpartition(".")[2] for n, p in trainer.model.named_parameters() if not torch.equal(p, base[n])
-    }
-    assert changed == {"qkv", "out", "gate_up", "down"}
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, base[name]), name
+    assert trainer.adapters is not None
+    assert all(float(left.abs().max()) > 0 for _, left, _ in trainer.adapters.factors())
+
+
+def test_what_is_published_names_its_adapter_and_holds_base_and_factors() -> None:
+    rollouts, weights = Rollouts(small_model()), MemoryWeights()
+    trainer = RlTrainer(small_model(), rl_config(**ADAPTED), "run", weights, rollouts.blobs.get)
+    first = trainer.publish()
+    held = weights.fetch(first)
+    steps(trainer, rollouts)
+    second = trainer.publish()
+    fetched = weights.fetch(second)
+    assert second.version.adapter == trainer.version.adapter == "run" and second.version.step == 1
+    factors = {name for name in fetched if name.startswith(ADAPTER_PREFIX)}
+    assert fetched.keys() - factors == dict(trainer.model.named_parameters()).keys()
+    for name in fetched:
+        if name in factors:
+            assert fetched[name].dtype == torch.float32
+            assert name.endswith(".right") or not torch.equal(fetched[name], held[name])
+        else:
+            assert fetched[name] is held[name], "the base is copied once"
 
 
 def test_a_restored_trainer_takes_the_same_next_step(tmp_path: Path) -> None:
@@ -54,8 +75,9 @@ def test_a_restored_trainer_takes_the_same_next_step(tmp_path: Path) -> None:
     resumed.restore(tmp_path / "latest")
     steps(resumed, two)
     assert resumed.version == straight.version
-    for name, parameter in straight.model.named_parameters():
-        assert torch.equal(parameter, resumed.model.get_parameter(name)), name
+    assert straight.adapters is not None and resumed.adapters is not None
+    for name, factor in straight.adapters.named_parameters():
+        assert torch.equal(factor, resumed.adapters.get_parameter(name)), name
 
 
 def test_a_checkpoint_with_adapters_is_not_one_without(tmp_path: Path) -> None:

@@ -43,7 +43,10 @@ def reinforce(**changes: Any) -> Trained:
     torch.set_num_threads(1)
     groups = [rollouts.group([1.0, 0.0, 0.0, 1.0]) for _ in range(4)]
     torch.set_num_threads(num_threads)
-    return trainer.model, [trainer.step(groups)]
+    figures = [trainer.step(groups)]
+    if trainer.adapters is not None:
+        trainer.adapters.merge()
+    return trainer.model, figures
 
 
 def adapt() -> Trained:

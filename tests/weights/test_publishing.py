@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etude.errors import StoreError, WeightUpdateError
-from etude.records import WeightManifest
+from etude.records import ADAPTER_PREFIX, PolicyVersion, WeightManifest
 from etude.weights import Subscriber, describe_tensors
 from etude.weights.commits import commit_name
 from etude.weights.publisher import StoreWeights
@@ -327,3 +327,27 @@ class _RelayAsFolder:
 
 def _as_folder(relay: Relay) -> _RelayAsFolder:
     return _RelayAsFolder(relay)
+
+
+def test_of_an_adapter_only_factors_travel_from_version_to_version(tmp_path: Path) -> None:
+    """A base of 400 KB in bfloat16 and factors of 10 KB: an update takes about what the factors do."""
+    store = WeightStore.open(str(tmp_path))
+    base = {"w": torch.randn(200, 1000)}
+    factors = {
+        f"{ADAPTER_PREFIX}w.left": torch.randn(200, 2),
+        f"{ADAPTER_PREFIX}w.right": torch.randn(2, 1000),
+    }
+    subscriber, sizes = Subscriber(store, wait_s=5.0), [0]
+    with StoreWeights(store, FAST, torch.bfloat16) as weights:
+        for step in range(3):
+            factors = {name: factor + 1e-3 for name, factor in factors.items()}
+            manifest = weights.publish(PolicyVersion("run", step, adapter="run"), base | factors)
+            found = weights.fetch(manifest)
+            assert found["w"].dtype == torch.bfloat16
+            for name, factor in factors.items():
+                assert torch.equal(found[name], factor), "factors are not rounded"
+            fetched = subscriber.fetch(manifest)
+            assert all(torch.equal(fetched[name], found[name]) for name in found)
+            sizes.append(subscriber.counters.fetched_bytes - sum(sizes))
+    assert subscriber.counters.deltas == 2
+    assert max(sizes[2:]) < sum(factor.nbytes for factor in factors.values()) + 1000 < sizes[1] / 20

@@ -144,11 +144,13 @@ class TrainingPart:
         self._keeper.flush()
 
     def save_model(self, directory: Path, with_tokenizer: bool = False) -> None:
-        """Writes the weights as they are now."""
+        """Writes the weights as they are now, adapters merged."""
         directory.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(
-            directory, self._trainer.model, write_more=self._tokenizer.save if with_tokenizer else None
-        )
+        adapters = self._trainer.adapters
+        with contextlib.nullcontext() if adapters is None else adapters.merged():
+            save_checkpoint(
+                directory, self._trainer.model, write_more=self._tokenizer.save if with_tokenizer else None
+            )
 
     def save_adapters(self, directory: Path, base: str) -> None:
         """The adapters alone, for what takes them beside their own `base`, if there are any."""

@@ -28,6 +28,27 @@ def pages_for(num_tokens: int) -> int | None:
     return -(-num_tokens // PAGE_TOKENS) or None
 
 
+def count_pages(config: ModelConfig, num_sessions: int, max_tokens: int, asked: int | None) -> int:
+    """Pages of the cache: those asked for, or enough for all sessions. Raises ConfigError: see Engine."""
+    if max_tokens > config.max_positions + 1:  # the last token of a session is never computed
+        raise ConfigError(
+            f"the model has {config.max_positions} positions",
+            field="max_tokens",
+            received=max_tokens,
+            fix=f"give at most {config.max_positions + 1}",
+        )
+    pages_of_one = -(-max_tokens // PAGE_TOKENS)
+    num_pages = num_sessions * pages_of_one if asked is None else asked
+    if num_pages < pages_of_one:
+        raise ConfigError(
+            "too few pages for one session",
+            field="num_pages",
+            received=num_pages,
+            fix=f"give at least {pages_of_one}, or lower the longest session of {max_tokens} tokens",
+        )
+    return num_pages
+
+
 def cache_type(wanted: str, kernels: str, computed: CacheFormat) -> CacheFormat:
     """Number format of keys and values; `wanted` may be `auto`: as the model computes. Raises ConfigError
     for one that the kernels cannot read."""
@@ -139,6 +160,8 @@ class StepRows:
     """[S] rows of each sequence, at least 1."""
     starts: NDArray[np.int64]
     """[S] first position that each sequence computes: those before are in the cache."""
+    adapters: NDArray[np.int64] | None = None
+    """[S] which of the pass's adapters each sequence uses, -1 for none; None: nobody uses any."""
 
     @staticmethod
     def plan(
@@ -146,12 +169,13 @@ class StepRows:
         tables: NDArray[np.int32],
         counts: NDArray[np.int64],
         starts: NDArray[np.int64],
+        adapters: NDArray[np.int64] | None = None,
     ) -> StepRows:
         """The rows that `counts` and `starts` describe."""
         sequence = np.repeat(np.arange(len(counts)), counts)
         first_row = np.cumsum(counts) - counts
         positions = np.arange(len(sequence)) + (starts - first_row)[sequence]
-        return StepRows(tokens, positions, sequence, tables, counts, starts)
+        return StepRows(tokens, positions, sequence, tables, counts, starts, adapters)
 
     @property
     def pages(self) -> NDArray[np.int32]:

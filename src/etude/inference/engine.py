@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig
-from etude.errors import ConfigError, PrefixMissError, SamplerError
-from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type
+from etude.errors import PrefixMissError, SamplerError
+from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type, count_pages
 from etude.inference.counters import EngineCounters
 from etude.inference.draft_gauge import DraftGauge, PayingDrafts, StepCost, step_cost
 from etude.inference.forward import EagerForward, ForwardPass
@@ -74,7 +74,7 @@ class Engine:
 
         Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
         positions, or for a cache that kernels cannot read."""
-        num_pages = _count_pages(config, num_sessions, max_tokens, num_pages)
+        num_pages = count_pages(config, num_sessions, max_tokens, num_pages)
         place, number = torch.device(device), torch.float32
         if kernels == "gpu" and native_weights == "bfloat16":
             number = torch.bfloat16
@@ -211,7 +211,9 @@ class Engine:
                 received=f"{len(tokens)} tokens; {self.num_free_pages} pages of {PAGE_TOKENS}",
                 fix="score between rollouts, or raise engine.cache_tokens",
             )
-        return Scoring(self._weights.active.compute, tokens, pages, self._step_tokens, vocab_size, version)
+        slot = None if version.adapter is None else self._weights.slot_of(version.adapter)
+        compute = self._weights.active.compute
+        return Scoring(compute, tokens, pages, self._step_tokens, vocab_size, version, slot)
 
     def end_score(self, scoring: Scoring) -> None:
         """Frees the pages of a scoring, done or not. Between two steps only."""
@@ -254,10 +256,11 @@ class Engine:
         self._scheduler.check()
 
     def _check(self, request: SampleRequest) -> None:
-        version = self.current()
-        if request.version is not None and not serves(version, request.version, request.version_is_minimum):
+        version, wanted = self.current(), request.version
+        found = version if wanted is None else self._weights.served.get(wanted.adapter)
+        if wanted is not None and not serves(found, wanted, request.version_is_minimum):
             raise SamplerError(
-                "version is not served", field="version", received=f"{request.version}; serving {version}"
+                "version is not served", field="version", received=f"{wanted}; serving {found or version}"
             )
         row = self._sequences.find(request.session_id)
         in_flight = row is not None and self._sequences.states[row].request is not None
@@ -300,19 +303,34 @@ class Engine:
     def version(self) -> PolicyVersion | None:
         return self._weights.version
 
-    def stage(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
+    def stage(
+        self, version: PolicyVersion, tensors: Mapping[str, Tensor], base_digest: str | None = None
+    ) -> None:
         """Takes the next weights beside the current ones. Raises WeightUpdateError if they do not fit.
+        `base_digest`: of all but the factors of adapters; those of the base in service are not read again.
 
         May run in another thread than the rest of the engine, one call at a time.
         """
-        self._weights.stage(version, tensors)
+        self._weights.stage(version, tensors, base_digest)
 
     def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """Serves the staged version from the next step on; running requests go on with it."""
-        self._weights.activate(version)
+        """Serves the staged version from the next step on; running requests go on with it: all of them, or
+        those of its adapter, where that lies on the base in service."""
+        everybody = self._weights.activate(version)
         self.counters.weight_updates += 1
         self._gauge.forget()
-        self._scheduler.change_version(version, recompute=kv == "recompute")
+        self._scheduler.change_version(
+            version,
+            recompute=kv == "recompute",
+            adapter=self._weights.slot_of(version.adapter),
+            everybody=everybody,
+        )
+
+    def _adapter_of(self, request: SampleRequest) -> int:
+        """Place of the adapter that a request asks for, or of the one activated last."""
+        wanted = self.current() if request.version is None else request.version
+        name = wanted.adapter if wanted.adapter in self._weights.served else self.current().adapter
+        return self._weights.slot_of(name)
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -339,7 +357,7 @@ class Engine:
                 full = row is None
             if row is not None:
                 del self._queue[session_id]
-                self._scheduler.start(row, request)
+                self._scheduler.start(row, request, self._adapter_of(request))
 
     def _take_row(self, session_id: str) -> int | None:
         """A place for a new session; None if all are taken and somebody in them can go on."""
@@ -352,27 +370,6 @@ class Engine:
                 return None
             self._scheduler.close(row)
         return sequences.add(session_id)
-
-
-def _count_pages(config: ModelConfig, num_sessions: int, max_tokens: int, asked: int | None) -> int:
-    """Pages of the cache: those asked for, or enough for all sessions. Raises ConfigError: see Engine."""
-    if max_tokens > config.max_positions + 1:  # the last token of a session is never computed
-        raise ConfigError(
-            f"the model has {config.max_positions} positions",
-            field="max_tokens",
-            received=max_tokens,
-            fix=f"give at most {config.max_positions + 1}",
-        )
-    pages_of_one = -(-max_tokens // PAGE_TOKENS)
-    num_pages = num_sessions * pages_of_one if asked is None else asked
-    if num_pages < pages_of_one:
-        raise ConfigError(
-            "too few pages for one session",
-            field="num_pages",
-            received=num_pages,
-            fix=f"give at least {pages_of_one}, or lower the longest session of {max_tokens} tokens",
-        )
-    return num_pages
 
 
 def _open_drafts(

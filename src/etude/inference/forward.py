@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from etude.inference.cache import PagedCache, StepRows
 from etude.inference.paged_attention import PagedAttention
 from etude.inference.sampling import sample
 from etude.model import DraftLayers, LanguageModel, RecordedRoutes
+from etude.model.adapted_ops import AdaptedOps, Pair, Pairs
+from etude.model.ops import Ops
 from etude.records import SamplingParams
 
 __all__ = ["EagerForward", "ForwardPass", "StepRows"]
@@ -25,6 +28,15 @@ class ForwardPass(Protocol):
     def load_weights(self) -> None:
         """Called after the model's weights have changed; perhaps in another thread, but never during a pass
         of the same object."""
+        ...
+
+    def pack_adapter(self, pairs: Mapping[str, Pair]) -> Any:
+        """One adapter's factors, by the names of their weights, as `use_adapters` takes them. Perhaps in
+        another thread."""
+        ...
+
+    def use_adapters(self, adapters: Sequence[Any]) -> None:
+        """What rows may use from now on, by place (`StepRows.adapters`). Called between two passes."""
         ...
 
     def load_cache(self) -> None:
@@ -53,11 +65,51 @@ class ForwardPass(Protocol):
         ...
 
 
-class EagerForward:
+class ModuleAdapters:
+    """What passes that compute with the module do about adapters."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._adapters: Sequence[Pairs] = ()
+
+    def pack_adapter(self, pairs: Mapping[str, Pair]) -> Pairs:
+        """See ForwardPass."""
+        weights = {name: self._model.get_parameter(name) for name in pairs}
+        return {
+            id(weights[name]): (left.to(weights[name].device), right.to(weights[name].device))
+            for name, (left, right) in pairs.items()
+        }
+
+    def use_adapters(self, adapters: Sequence[Pairs]) -> None:
+        """See ForwardPass."""
+        self._adapters = adapters
+
+    @contextmanager
+    def adapted(self, rows: StepRows) -> Iterator[None]:
+        """Within it the module's passes use the adapters of `rows`."""
+        if rows.adapters is None:
+            yield
+            return
+        used = rows.adapters[rows.sequence]
+        own = [torch.from_numpy(np.flatnonzero(used == slot)) for slot in range(len(self._adapters))]
+        device = self._model.embedding.device
+        places = [None if len(index) == len(used) else index.to(device) for index in own]
+
+        def adapt(ops: Ops) -> Ops:
+            return cast(Ops, AdaptedOps(ops, self._adapters, places))
+
+        self._model.adapt = adapt
+        try:
+            yield
+        finally:
+            self._model.adapt = None
+
+
+class EagerForward(ModuleAdapters):
     """The trainer's own module, operator by operator."""
 
     def __init__(self, model: LanguageModel, cache: PagedCache, drafts: DraftLayers | None = None) -> None:
-        self._model = model
+        super().__init__(model)
         self._cache = cache
         self._drafts = drafts
         self._recorder = RecordedRoutes.of(model.config)
@@ -73,7 +125,8 @@ class EagerForward:
         """See ForwardPass."""
         tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
         attention = PagedAttention(self._cache, rows)
-        hidden = self._model(tokens, positions, attention, self._recorder)
+        with self.adapted(rows):
+            hidden = self._model(tokens, positions, attention, self._recorder)
         return hidden, self._recorder.take(len(tokens))
 
     def sample(

@@ -25,8 +25,10 @@ from torch import Tensor
 from etude.config import ModelConfig
 from etude.errors.packages import missing_package
 from etude.inference.cache import PagedCache, StepRows
+from etude.inference.forward import ModuleAdapters
 from etude.inference.sampling import sample
 from etude.model import DraftLayers, LanguageModel, RecordedRoutes
+from etude.model.adapted_ops import Pairs
 from etude.records import SamplingParams
 
 _TILE_ROWS, _WIDE_TILE_ROWS = 64, 16
@@ -71,8 +73,9 @@ class CudaGraphs:
         return graph.replay
 
 
-class GpuForward:
-    """Implements ForwardPass with a model and a cache of one device."""
+class GpuForward(ModuleAdapters):
+    """Implements ForwardPass with a model and a cache of one device. Steps with several adapters, or with any
+    in a mixture of experts, are not captured."""
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class GpuForward:
     ) -> None:
         """`capture`: by default CUDA graphs where the cache is on a GPU; `max_captured_rows`: of the largest
         step that is captured, 0 for none. Raises ResourceError without Triton."""
-        self._model = model
+        super().__init__(model)
         self._cache = cache
         self._drafts = drafts
         self._kernels = _load_kernels()
@@ -93,7 +96,7 @@ class GpuForward:
             capture = CudaGraphs() if cache.keys.is_cuda else run_uncaptured
         self._capture = capture
         self._max_captured_rows = min(max_captured_rows, _ROW_BUCKETS[-1])
-        self._captured: dict[tuple[int, int], _CapturedStep] = {}
+        self._captured: dict[tuple[int, int, int], _CapturedStep] = {}
 
     def load_weights(self) -> None:
         """See ForwardPass: the module's own tensors are used as they are, by captured steps too."""
@@ -105,10 +108,14 @@ class GpuForward:
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """See ForwardPass; the hidden states stay on the device."""
-        if len(rows.tokens) <= self._max_captured_rows and int(rows.counts.max()) <= _MOST_PER_SEQUENCE:
-            hidden, routes = self._captured_step(rows).run(rows)
-        else:
-            hidden, routes = self._compute(DeviceRows.of(rows, self._model.config, self._cache))
+        used = {-1} if rows.adapters is None else {*rows.adapters.tolist()}
+        alike = len(used) == 1 and (used == {-1} or not self._model.num_experts)
+        few = len(rows.tokens) <= self._max_captured_rows and int(rows.counts.max()) <= _MOST_PER_SEQUENCE
+        with self.adapted(rows):
+            if few and alike:
+                hidden, routes = self._captured_step(rows, *used).run(rows)
+            else:
+                hidden, routes = self._compute(DeviceRows.of(rows, self._model.config, self._cache))
         return hidden, routes.cpu()
 
     def sample(
@@ -141,13 +148,19 @@ class GpuForward:
         hidden = self._model(rows.tokens, rows.positions.clamp_min(0), attention, recorder)
         return hidden, recorder.take(len(rows.tokens))
 
-    def _captured_step(self, rows: StepRows) -> _CapturedStep:
-        """The step of the smallest buffers that hold `rows`."""
+    def use_adapters(self, adapters: Sequence[Pairs]) -> None:
+        """See ForwardPass: captured steps know the old ones."""
+        if adapters or self._adapters:
+            self._captured.clear()
+        super().use_adapters(adapters)
+
+    def _captured_step(self, rows: StepRows, adapter: int) -> _CapturedStep:
+        """The step of the smallest buffers that hold `rows`, which all use one adapter."""
         num_rows = next(size for size in _ROW_BUCKETS if size >= len(rows.tokens))
         num_pages = _PAGE_BUCKET
         while num_pages < rows.tables.shape[1]:
             num_pages *= _PAGE_GROWTH
-        key = (num_rows, num_pages)
+        key = (num_rows, num_pages, adapter)
         if key not in self._captured:
             inputs = StepBuffers(num_rows, num_pages, self._cache.keys.device)
             self._captured[key] = _CapturedStep(inputs, self._compute, self._capture)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etude.errors import SamplerError
 from etude.inference.cache import PAGE_TOKENS, PagedCache
-from etude.inference.radix import MIN_COPIED, Match, PageTree
+from etude.inference.radix import MIN_COPIED, Match, Node, PageTree
 from etude.inference.sequences import Sequences
 
 
@@ -24,7 +24,12 @@ class SessionPages:
     def match(self, row: int) -> Match:
         """What the tree has of a row's tokens, but for the last."""
         length = int(self._sequences.length[row])
-        return self.tree.match(self._sequences.tokens[row, :length], length - 1, self.clock)
+        tokens = self._sequences.tokens[row, :length]
+        return self.tree.match(tokens, length - 1, self.clock, self._root(row))
+
+    def _root(self, row: int) -> Node:
+        """Where the prefixes of a row's adapter begin."""
+        return self.tree.root_of(int(self._sequences.adapter[row]))
 
     def publish(self, row: int) -> None:
         """Lets others share what `row` has computed by now."""
@@ -35,7 +40,7 @@ class SessionPages:
         if state.path is None:
             return
         while len(state.path) < computed // PAGE_TOKENS:
-            parent = state.path[-1] if state.path else self.tree.root
+            parent = state.path[-1] if state.path else self._root(row)
             if state.tail is not None:
                 self.tree.remove(state.tail)
                 state.tail = None
@@ -142,7 +147,7 @@ class SessionPages:
         length, pages = int(sequences.length[row]), sequences.pages(row)
         for number in range(len(state.path), len(pages)):
             start, end = number * PAGE_TOKENS, min((number + 1) * PAGE_TOKENS, length)
-            parent = state.path[-1] if state.path else self.tree.root
+            parent = state.path[-1] if state.path else self._root(row)
             key = sequences.tokens[row, start:end].tobytes()
             node = self.tree.insert(parent, pages[number], key, ready=False, clock=self.clock)
             if node.page == pages[number]:
@@ -158,7 +163,7 @@ class SessionPages:
         pages = self.tree.take(count)
         sequences.tables[row, first : first + len(shared) + count] = [*shared, *pages]
         sequences.num_pages[row] = first + len(shared) + count
-        sequences.page_epoch[pages] = len(sequences.epochs) - 1
+        sequences.page_epoch[pages] = sequences.epoch_of(row)
         return pages
 
     def drop(self, row: int) -> None:
@@ -190,7 +195,7 @@ class SessionPages:
         start = computed // PAGE_TOKENS * PAGE_TOKENS
         if state.path is None or computed - start < MIN_COPIED:
             return
-        parent = state.path[-1] if state.path else self.tree.root
+        parent = state.path[-1] if state.path else self._root(row)
         if not parent.alive:
             return
         if state.tail is not None:

@@ -2,7 +2,7 @@
 
 A path from the root spells the tokens of a prefix, one page per node; what hangs at its end may be part of a
 page. Only pages that were computed under the version in service are in the tree: it is emptied when weights
-change, so no new request ever attends to another version's keys.
+change, so no new request ever attends to another version's keys. Each adapter has a root of its own.
 
 A page is free, or some session uses it, or the tree keeps it for whoever comes next (or both). A page that
 only the tree keeps is given up, least recently used first, leaves before what they hang on.
@@ -62,7 +62,7 @@ class PageTree:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.root = Node(-1, b"", None, ready=True)
+        self._roots: dict[int, Node] = {}
         self.uses = np.zeros(num_pages, dtype=np.int32)
         """[pages] sessions that use each."""
         self._node_of: list[Node | None] = [None] * num_pages
@@ -70,6 +70,17 @@ class PageTree:
         self._leaves: list[tuple[int, int, Node]] = []
         """Heap of (last used, tie-breaker, node); entries may be out of date."""
         self._pushed = 0
+
+    @property
+    def root(self) -> Node:
+        """Where the prefixes begin that were computed without an adapter."""
+        return self.root_of(-1)
+
+    def root_of(self, adapter: int) -> Node:
+        """Where the prefixes of the adapter at this place begin."""
+        if adapter not in self._roots:
+            self._roots[adapter] = Node(-1, b"", None, ready=True)
+        return self._roots[adapter]
 
     # ---- pages ----------------------------------------------------------------------------------
 
@@ -117,11 +128,11 @@ class PageTree:
 
     # ---- prefixes -------------------------------------------------------------------------------
 
-    def match(self, tokens: NDArray[np.int32], limit: int, clock: int) -> Match:
-        """What is held of the first `limit` of `tokens`. Touches what it finds; takes nothing."""
+    def match(self, tokens: NDArray[np.int32], limit: int, clock: int, root: Node | None = None) -> Match:
+        """What `root` holds of the first `limit` of `tokens`. Touches what it finds; takes nothing."""
         data = tokens[:limit].tobytes()
         nodes: list[Node] = []
-        node = self.root
+        node = self.root if root is None else root
         while (len(nodes) + 1) * _PAGE_BYTES <= len(data):
             at = len(nodes) * _PAGE_BYTES
             child = node.children.get(data[at : at + _PAGE_BYTES])
@@ -170,10 +181,18 @@ class PageTree:
                 self._free.append(gone.page)
         self._push_leaf(parent)
 
+    def forget(self, adapter: int) -> None:
+        """Forgets all prefixes of one adapter, of which nobody may hold nodes any more."""
+        if not any(root.children for place, root in self._roots.items() if place != adapter):
+            self.clear()
+            return
+        for node in tuple(self.root_of(adapter).children.values()):
+            self.remove(node)
+
     def clear(self) -> None:
         """Forgets all prefixes: pages that sessions use remain theirs. Nobody may hold nodes any more: they
         are not visited, since this happens while no step runs."""
-        self.root = Node(-1, b"", None, ready=True)
+        self._roots = {}
         self._node_of = [None] * self.num_pages
         self._free = np.flatnonzero(self.uses == 0)[::-1].tolist()
         self._leaves.clear()
@@ -220,13 +239,13 @@ class PageTree:
         used = set(np.flatnonzero(self.uses).tolist())
         assert not (used | kept) & set(self._free), "a page is free only if nobody uses or keeps it"
         assert len(used | kept) + len(self._free) == self.num_pages, "no page is lost"
-        reachable, below = 0, [self.root]
+        reachable, below = 0, [*self._roots.values()]
         while below:
             node = below.pop()
             assert node.alive
             reachable += 1
             below.extend(node.children.values())
-        assert reachable == len(kept) + 1, "every page that is kept can be found"
+        assert reachable == len(kept) + len(self._roots), "every page that is kept can be found"
         candidates = {id(node) for _, _, node in self._leaves}
         for node in self._node_of:
             if node is not None and self._is_idle_leaf(node):

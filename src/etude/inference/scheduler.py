@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
 from etude.inference.draft_gauge import DraftGauge
 from etude.inference.pages import SessionPages
-from etude.inference.sequences import Answer, Sequences
+from etude.inference.sequences import NO_ADAPTER, Answer, Sequences
 from etude.inference.speculation import Drafter
 from etude.records import PolicyVersion, SampleRequest
 
@@ -65,10 +65,11 @@ class Scheduler:
 
     # ---- sessions -------------------------------------------------------------------------------
 
-    def start(self, row: int, request: SampleRequest) -> None:
-        """Begins a request of the session in `row`, which has none."""
-        if request.prefix_digest is None:
+    def start(self, row: int, request: SampleRequest, adapter: int = NO_ADAPTER) -> None:
+        """Begins a request of the session in `row`, which has none, with the adapter at this place."""
+        if request.prefix_digest is None or self.sequences.adapter[row] != adapter:
             self.pages.drop(row)
+        self.sequences.adapter[row] = adapter
         self.sequences.begin(row, request)
         if self.sequences.num_pages[row]:
             self.sequences.running[row] = True
@@ -88,13 +89,21 @@ class Scheduler:
         self.pages.drop(row)
         self.sequences.remove(row)
 
-    def change_version(self, version: PolicyVersion, *, recompute: bool) -> None:
-        """What is computed from now on is `version`'s. Prefixes of the old are shared with nobody; with
-        `recompute`, sessions lose theirs too."""
+    def change_version(
+        self, version: PolicyVersion, *, recompute: bool, adapter: int = NO_ADAPTER, everybody: bool = True
+    ) -> None:
+        """What is computed from now on with the adapter at this place is `version`'s: `everybody`, or the
+        sessions that use it, go on with it. Prefixes of the old are shared with nobody; with `recompute`,
+        those sessions lose theirs too."""
         sequences = self.sequences
-        sequences.change_version(version)
-        self.pages.tree.clear()
-        for row, state in sequences.states.items():
+        rows = [row for row in sequences.states if everybody or sequences.adapter[row] == adapter]
+        if everybody:
+            self.pages.tree.clear()
+        else:
+            self.pages.tree.forget(adapter)
+        sequences.change_version(version, adapter, rows)
+        for row in rows:
+            state = sequences.states[row]
             state.path, state.tail, state.coming, state.waits_for = None, None, [], None
             if recompute:
                 self.pages.drop(row)
@@ -113,7 +122,7 @@ class Scheduler:
         self._place_waiting()
         sequences = self.sequences
         pending = sequences.length - sequences.computed
-        decode = np.flatnonzero(sequences.running & (pending == 1))
+        decode = self._by_adapter(np.flatnonzero(sequences.running & (pending == 1)))
         prefill, counts = self._choose_prefill(np.flatnonzero(sequences.running & (pending > 1)), pending)
         members = np.concatenate((decode, prefill))
         if not len(members):
@@ -136,8 +145,14 @@ class Scheduler:
         tables = sequences.tables[members, :most]
         rows = StepRows.plan(np.empty(0, dtype=np.int64), tables, counts, starts)
         tokens = sequences.tokens[members[rows.sequence], rows.positions].astype(np.int64)
-        rows = StepRows(tokens, rows.positions, rows.sequence, tables, counts, starts)
+        adapters = sequences.adapters_of(members)
+        rows = StepRows(tokens, rows.positions, rows.sequence, tables, counts, starts, adapters)
         return StepPlan(rows, members, num_decode)
+
+    def _by_adapter(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of one adapter together: a product takes them at once."""
+        adapters = self.sequences.adapters_of(rows)
+        return rows if adapters is None else rows[np.argsort(adapters, kind="stable")]
 
     def only_decodes(self, plan: StepPlan) -> bool:
         """Whether anything but decoding is to be done, and nobody waits for each token."""

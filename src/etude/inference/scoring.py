@@ -35,9 +35,11 @@ class Scoring:
         part_tokens: int,
         vocab_size: int,
         version: PolicyVersion,
+        adapter: int | None = None,
     ) -> None:
         """`tokens` [T]; `pages`: enough for all of them, and nobody else's: what they held is overwritten;
-        `part_tokens`: most positions computed in one part; `version`: of the weights in `compute`."""
+        `part_tokens`: most positions computed in one part; `version`: of the weights in `compute`;
+        `adapter`: its place among those in service, None where there is none."""
         self.pages = pages
         self._compute = compute
         self._tokens = tokens.astype(np.int64)
@@ -45,6 +47,7 @@ class Scoring:
         self._part_tokens = part_tokens
         self._num_rows = max(1, _LOGIT_FLOATS // vocab_size)
         self._version = version
+        self._adapters = None if adapter is None else np.array([adapter])
         self._computed = 0
         self._logprobs = np.zeros(len(tokens), dtype=np.float32)
         self._routes: list[NDArray[Any]] = []
@@ -59,7 +62,8 @@ class Scoring:
         """Computes the next part. May run in another thread than the engine's steps, but not beside one."""
         start, end = self._computed, min(self._computed + self._part_tokens, len(self._tokens))
         counts, starts = np.array([end - start]), np.array([start])
-        hidden, chosen = self._compute(StepRows.plan(self._tokens[start:end], self._table, counts, starts))
+        rows = StepRows.plan(self._tokens[start:end], self._table, counts, starts, self._adapters)
+        hidden, chosen = self._compute(rows)
         self._routes.append(chosen.numpy())
         following = self._tokens[start + 1 : end + 1]
         hidden = hidden[: len(following)]

@@ -16,6 +16,8 @@ from etude.inference.radix import Node
 from etude.inference.sampling import Alternatives, hash_key
 from etude.records import PolicyVersion, SampleChunk, SampleRequest
 
+NO_ADAPTER = -1
+"""In place of an adapter's: the weights as they are."""
 TokenBytes = Callable[[Sequence[int]], bytes]
 """The bytes that tokens stand for, control tokens by their names: `Tokenizer.decode_bytes`."""
 
@@ -104,9 +106,15 @@ class Sequences:
         """Rows whose request has yet to get its pages, oldest first."""
         self.idle: dict[int, None] = {}
         """Rows without a request, longest idle first."""
+        self.adapter = np.full(num_rows, NO_ADAPTER, dtype=np.int64)
+        """Place of the adapter that each row uses among those in service."""
+        self.any_adapters = False
+        """Whether any adapter is in service."""
         self.states: dict[int, SessionState] = {}
         self.epochs: list[PolicyVersion] = []
         """Versions in the order of their activation."""
+        self._epoch_of: dict[int, int] = {}
+        """Which of them is in service, by the place of its adapter."""
         self.page_epoch = np.zeros(cache.num_pages, dtype=np.int64)
         """Index in `epochs` of the oldest version that computed part of each page."""
         self._row_of: dict[str, int] = {}
@@ -141,6 +149,7 @@ class Sequences:
         """A row for a new session; there must be one."""
         row = self._unused.pop()
         self._row_of[session_id] = row
+        self.adapter[row] = NO_ADAPTER
         self.states[row] = SessionState(session_id)
         self.length[row] = self.computed[row] = self.num_pages[row] = 0
         self.idle[row] = None
@@ -169,7 +178,7 @@ class Sequences:
         self.arrival[row] = self._arrivals
         state.request = request
         state.first_sampled = state.delivered = end
-        state.spans = [Span(end, self.epochs[-1])]
+        state.spans = [Span(end, self.epochs[self.epoch_of(row)])]
         state.stop_texts = StopTexts(request.stop_texts) if request.stop_texts else None
         state.alternatives = []
         state.cached = None
@@ -187,12 +196,25 @@ class Sequences:
 
     # ---- versions -------------------------------------------------------------------------------
 
-    def change_version(self, version: PolicyVersion) -> None:
-        """What is sampled from now on is `version`'s. Comes before any keys are dropped for it."""
-        for row, state in self.states.items():
+    def epoch_of(self, row: int) -> int:
+        """Index in `epochs` of the version that a row's adapter has now."""
+        return self._epoch_of[int(self.adapter[row])]
+
+    def adapters_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The adapter of each of `rows`; None while there is none in service."""
+        return self.adapter[rows] if self.any_adapters else None
+
+    def change_version(self, version: PolicyVersion, adapter: int, rows: Sequence[int]) -> None:
+        """What is sampled from now on with the adapter at this place is `version`'s; `rows` go on with it.
+        Comes before any keys are dropped for it."""
+        for row in rows:
+            state = self.states[row]
             if state.request is not None and state.spans:
                 self.note_oldest(row)
                 state.spans.append(Span(int(self.length[row]), version))
+            self.adapter[row] = adapter
+        self.any_adapters = adapter != NO_ADAPTER
+        self._epoch_of[adapter] = len(self.epochs)
         self.epochs.append(version)
 
     def note_oldest(self, row: int) -> None:

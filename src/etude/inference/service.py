@@ -38,6 +38,7 @@ from etude.inference.times import EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
 from etude.protocols import KvPolicy, Pace
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
+from etude.weights.manifest import digest_base
 
 WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
 
@@ -207,7 +208,7 @@ class EngineService:
                 self._unheld.set()
 
     def _stage(self, manifest: WeightManifest) -> None:
-        self.engine.stage(manifest.version, self._fetch_weights(manifest))
+        self.engine.stage(manifest.version, self._fetch_weights(manifest), digest_base(manifest))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Runs between two steps, and when nothing is being scored."""

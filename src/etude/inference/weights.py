@@ -1,10 +1,14 @@
-"""The weights in service and those beside them, so that a swap is an exchange of two references."""
+"""The weights in service and those beside them, so that a swap is an exchange of two references.
+
+Adapters lie on the weights in service, several of them on one base; a new version of one leaves the base.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +16,11 @@ from torch import Tensor, nn
 from etude.config import ModelConfig
 from etude.errors import WeightUpdateError
 from etude.inference.forward import ForwardPass
+from etude.inference.sequences import NO_ADAPTER
 from etude.model import DRAFT_PREFIX, DraftLayers, LanguageModel, build_model
-from etude.records import PolicyVersion
+from etude.model.adapted_ops import Pair
+from etude.model.lora import pairs_of
+from etude.records import ADAPTER_PREFIX, PolicyVersion
 
 MakeForward = Callable[[LanguageModel, DraftLayers | None], ForwardPass]
 
@@ -26,6 +33,17 @@ class Runner:
     compute: ForwardPass
     drafts: DraftLayers | None
     """Layers that draft for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What `activate` will put into service."""
+
+    version: PolicyVersion
+    base_digest: str | None
+    is_new_base: bool
+    adapter: Any
+    """As the forward pass has packed it; None without one."""
 
 
 class DoubleWeights:
@@ -56,15 +74,32 @@ class DoubleWeights:
         self._keep_spare = keep_spare
         self.active = self._make_runner()
         self.version: PolicyVersion | None = None
+        """The version that was activated last."""
+        self.served: dict[str | None, PolicyVersion] = {}
+        """All versions in service, by the name of their adapter."""
+        self._adapters: dict[str, Any] = {}
+        self._base_digest: str | None = None
         self._spare: Runner | None = self.active
-        self._staged: PolicyVersion | None = None
+        self._staged: _Staged | None = None
 
-    def stage(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the next weights beside the current ones: the model's, and its draft layers' where they are
-        among them (`DRAFT_PREFIX`); else those stay as they are. Raises WeightUpdateError if they do not fit;
-        then nothing is staged."""
+    def stage(
+        self, version: PolicyVersion, tensors: Mapping[str, Tensor], base_digest: str | None = None
+    ) -> None:
+        """Takes the next weights beside the current ones: the model's, its draft layers' where they are among
+        them (`DRAFT_PREFIX`; else those stay as they are), and the factors of the version's adapter.
+        `base_digest`: of all but the factors; those in service are not read again. Raises WeightUpdateError
+        if they do not fit; then nothing is staged."""
         self._staged = None
-        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(DRAFT_PREFIX)}
+        pairs = pairs_of(tensors)
+        check_factors_fit(self.active.model, pairs, version)
+        is_new = version.adapter is None or base_digest is None or base_digest != self._base_digest
+        runner = self._load_spare(tensors) if is_new else self.active
+        adapter = runner.compute.pack_adapter(pairs) if pairs else None
+        self._staged = _Staged(version, base_digest, is_new, adapter)
+
+    def _load_spare(self, tensors: Mapping[str, Tensor]) -> Runner:
+        prefixes = (DRAFT_PREFIX, ADAPTER_PREFIX)
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
         check_tensors_fit(self.active.model, own)
         drafts = self._next_drafts(tensors)
         if self._spare is None:
@@ -74,7 +109,11 @@ class DoubleWeights:
         if self._spare.drafts is not None:
             _copy(self._spare.drafts, drafts)
         self._spare.compute.load_weights()
-        self._staged = version
+        return self._spare
+
+    def slot_of(self, adapter: str | None) -> int:
+        """Place of an adapter in service, by which rows name it."""
+        return NO_ADAPTER if adapter is None else [*self._adapters].index(adapter)
 
     def _next_drafts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Of the draft layers: from `tensors`, else those in service. Empty where nobody drafts."""
@@ -87,15 +126,26 @@ class DoubleWeights:
         check_tensors_fit(self.active.drafts, given)
         return given
 
-    def activate(self, version: PolicyVersion) -> None:
-        """Puts the staged version into service. Raises WeightUpdateError if it is not staged."""
-        if self._staged is None or self._staged != version or self._spare is None:
+    def activate(self, version: PolicyVersion) -> bool:
+        """Puts the staged version into service; whether its base is another one, on which no earlier adapter
+        lies. Raises WeightUpdateError if it is not staged."""
+        staged = self._staged
+        if staged is None or staged.version != version:
+            found = None if staged is None else staged.version
             raise WeightUpdateError(
-                "version is not staged", field="version", received=f"{version}; staged {self._staged}"
+                "version is not staged", field="version", received=f"{version}; staged {found}"
             )
-        served, self.active = self.active, self._spare
-        self._spare = served if self._keep_spare and served is not self.active else None
-        self.version, self._staged = version, None
+        if staged.is_new_base:
+            assert self._spare is not None, "what was staged lies there"
+            served, self.active = self.active, self._spare
+            self._spare = served if self._keep_spare and served is not self.active else None
+            self._adapters, self.served = {}, {}
+        if version.adapter is not None:
+            self._adapters[version.adapter] = staged.adapter
+        self.active.compute.use_adapters([*self._adapters.values()])
+        self.served[version.adapter] = self.version = version
+        self._base_digest, self._staged = staged.base_digest, None
+        return staged.is_new_base
 
     @property
     def num_sets(self) -> int:
@@ -124,6 +174,28 @@ class DoubleWeights:
 def _copy(target: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, parameter in target.named_parameters():
         parameter.copy_(tensors[name])
+
+
+def check_factors_fit(model: nn.Module, pairs: Mapping[str, Pair], version: PolicyVersion) -> None:
+    """Raises WeightUpdateError unless `pairs` are finite factors of the model's weights, and there are some
+    exactly where `version` names an adapter."""
+    own = dict(model.named_parameters())
+    if bool(pairs) != (version.adapter is not None):
+        raise WeightUpdateError(
+            "factors come with a version that names an adapter, and with no other",
+            field="version.adapter",
+            received=f"{version.adapter}, {len(pairs)} pairs of factors",
+        )
+    for name, (left, right) in pairs.items():
+        shape = (*left.shape[:-1], right.shape[-1])
+        fits = name in own and shape == own[name].shape and left.shape[-1] == right.shape[-2]
+        if not fits or not bool(left.isfinite().all() and right.isfinite().all()):
+            raise WeightUpdateError(
+                "factors that are not finite" if fits else "factors of another model",
+                field=f"{ADAPTER_PREFIX}{name}",
+                received=f"{tuple(left.shape)} and {tuple(right.shape)}",
+                fix="publish adapters of the base that is in service",
+            )
 
 
 def check_tensors_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -27,6 +28,8 @@ class LanguageModel(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.ops: Ops = TorchOps()
+        self.adapt: Callable[[Ops], Ops] | None = None
+        """Puts low-rank adapters onto `ops`, anew for each forward pass; None without any."""
         self.embedding = nn.Parameter(torch.empty(vocab_size, config.hidden_size))
         self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.num_layers))
         self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
@@ -75,15 +78,16 @@ class LanguageModel(nn.Module):
         `wanted` [N]: only these rows are returned, [N, width], and what follows the last attention is
         computed for them alone: `routes` and `statistics` then see N rows in the last layer.
         """
-        hidden = self.ops.embed(tokens, self.embedding)
+        ops = self.ops if self.adapt is None else self.adapt(self.ops)
+        hidden = ops.embed(tokens, self.embedding)
         tables = cast(Tensor, self.cosine), cast(Tensor, self.signed_sine)
         rotation = (tables[0][positions], tables[1][positions])
         chosen_by = routes if routes is not None else self.native_routes
-        shared = Pass(self.ops, rotation, attention, chosen_by, statistics)
+        shared = Pass(ops, rotation, attention, chosen_by, statistics)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
             hidden = block(hidden, shared, wanted if layer == last else None)
-        return self.ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        return ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, width] -> logits [N, vocabulary] in float32."""

@@ -1,13 +1,11 @@
-"""Low-rank adapters (Hu et al. 2021, LoRA) on any model, folded into its weights.
+"""Low-rank adapters (Hu et al. 2021, LoRA) on any model.
 
-    weight = base + alpha / rank * left @ right        base is fixed, left [m, rank] and right [rank, n] learn
+    y = x weight + alpha / rank * (x right) left     weight is fixed; left [m, rank], right [rank, n] learn
 
-The model always holds the sum: it computes, is scored, published and saved as if there were no adapters, with
-its own kernels, and the engine gets the very tensors that the trainer computes with. In the backward pass the
-gradient of a weight is projected onto its two factors as soon as it is complete, and let go of; so gradients
-and optimiser states exist for factors alone. The other price is a second copy of the adapted weights, which
-lies in the main memory, not on the device: the sum is formed anew from it after each update, so nothing
-drifts, whatever the type of the weights.
+The sum of weight and factors is not formed while training: 16-bit weights would lose most of a small update
+to rounding. Factors, their gradients and their optimiser are float32. Our own models multiply through
+`AdaptedOps`, in the trainer as in the engine; of transformers' models, linear modules add their factors'
+product, and stacks of experts are summed for each forward pass.
 
 A stack of matrices, as grouped experts have, gets a pair of factors for each matrix.
 """
@@ -17,8 +15,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from blake3 import blake3
@@ -26,6 +24,10 @@ from torch import Tensor, nn
 
 from etude.config import AdapterConfig
 from etude.errors import CheckpointError, ConfigError
+from etude.model.adapted_ops import AdaptedOps, Pair
+from etude.model.language_model import LanguageModel
+from etude.model.ops import Ops
+from etude.records import ADAPTER_PREFIX
 
 _ATTENTION = frozenset({"qkv", "out", "query_down", "query_up", "compress", "key_up", "value_up"})
 _FEED_FORWARD = frozenset({"gate_up", "down"})
@@ -53,7 +55,7 @@ class Factors(nn.Module):
 class Adapters(nn.Module):
     """The adapters of one model: a module whose parameters are all that is trained.
 
-    Making them changes the model: only adapted weights have a gradient, and it goes to the factors.
+    Making them changes the model: its weights have no gradient any more, and its forward passes use factors.
     """
 
     def __init__(self, model: nn.Module, config: AdapterConfig) -> None:
@@ -63,39 +65,57 @@ class Adapters(nn.Module):
         self.config = config
         self.scale = config.alpha / config.rank
         self.base_digest = _identify(model)
-        self._weights = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
-        names = adapted_names(self._weights, config.targets)
-        self._weights = {name: self._weights[name] for name in names}
+        weights = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
+        if isinstance(model, LanguageModel):
+            weights = {n: p for n, p in weights.items() if _last(n) in _ATTENTION | _FEED_FORWARD}
+        self._weights = {name: weights[name] for name in adapted_names(weights, config.targets)}
         _check_rank(config.rank, self._weights)
-        self._base: dict[str, Tensor] = {}
         self._factors: dict[str, Factors] = {}
-        model.requires_grad_(requires_grad=False)
         for name, weight in self._weights.items():
             _check_whole(name, weight)
             generator = torch.Generator().manual_seed(config.seed + zlib.crc32(name.encode()))
-            self._base[name] = weight.detach().to("cpu", copy=True)
             self._factors[name] = Factors(weight, config.rank, generator)
             self.add_module(name.replace(".", "/"), self._factors[name])
-            weight.requires_grad_()
-            weight.register_post_accumulate_grad_hook(partial(self._project, name))
+        model.requires_grad_(requires_grad=False)
+        if isinstance(model, LanguageModel):
+            model.adapt = self._adapt
+        else:
+            for name in self._factors:
+                self._hook(model, name)
 
     def factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name of each adapted weight, and its left and right."""
         for name, pair in self._factors.items():
             yield name, pair.left.detach(), pair.right.detach()
 
+    def published(self) -> dict[str, Tensor]:
+        """What is published of them: see `pairs_of`."""
+        return {
+            f"{ADAPTER_PREFIX}{name}.{side}": factor
+            for name, left, right in self.factors()
+            for side, factor in (("left", left * self.scale), ("right", right))
+        }
+
     @torch.no_grad()
     def merge(self) -> None:
-        """Puts base + scale * left @ right into the model, in the type of its weights."""
-        for name, left, right in self.factors():
-            weight, base = self._weights[name].data, self._base[name]
-            total = base.to(weight.device, torch.float32)
-            if total.ndim == 2:
-                total = torch.addmm(total, left, right, alpha=self.scale)
-            else:
-                stacks = (total.flatten(0, -3), left.flatten(0, -3), right.flatten(0, -3))
-                total = torch.baddbmm(*stacks, alpha=self.scale).view(weight.shape)
-            weight.copy_(total)
+        """Puts the sums into the model, rounded to the type of its weights, and begins anew from there."""
+        for name, pair in pairs_of(self.published()).items():
+            self._weights[name].copy_(sum_of(self._weights[name], pair))
+            self._factors[name].left.zero_()
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Within it the model is merged, to be saved; afterwards it is what it was, bit for bit. Takes a copy
+        of the adapted weights meanwhile."""
+        kept = [(place, place.detach().clone()) for place in self._weights.values()]
+        kept += [(pair.left, pair.left.detach().clone()) for pair in self._factors.values()]
+        self.merge()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for place, values in kept:
+                    place.copy_(values)
 
     def state(self) -> dict[str, Any]:
         """What `load_state` needs to go on with the same base: plain values and the live factors."""
@@ -106,8 +126,8 @@ class Adapters(nn.Module):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over factors and merges them. Raises CheckpointError and changes nothing if they were trained
-        on another base or with another configuration."""
+        """Takes over factors. Raises CheckpointError and changes nothing if they were trained on another base
+        or with another configuration."""
         for field, given, own in (
             ("base", state["base"], self.base_digest),
             ("config", state["config"], self.config.model_dump(mode="json")),
@@ -121,16 +141,52 @@ class Adapters(nn.Module):
                     fix="resume with the configuration and the initial checkpoint that the run began with",
                 )
         self.load_state_dict(state["factors"])
-        self.merge()
 
-    @torch.no_grad()
-    def _project(self, name: str, weight: Tensor) -> None:
-        """Moves a weight's gradient to its factors."""
-        assert weight.grad is not None, "called when it is complete"
-        gradient, pair = weight.grad.float(), self._factors[name]
-        weight.grad = None
-        _accumulate(pair.left, gradient @ pair.right.transpose(-1, -2), self.scale)
-        _accumulate(pair.right, pair.left.transpose(-1, -2) @ gradient, self.scale)
+    def _pair(self, name: str) -> Pair:
+        pair = self._factors[name]
+        return pair.left * self.scale, pair.right
+
+    def _adapt(self, ops: Ops) -> Ops:
+        pairs = {id(weight): self._pair(name) for name, weight in self._weights.items()}
+        return cast(Ops, AdaptedOps(ops, [pairs], [None]))
+
+    def _hook(self, model: nn.Module, name: str) -> None:
+        """Has a module of transformers' add what the factors of one of its weights give."""
+        path, _, own = name.rpartition(".")
+        module, weight = model.get_submodule(path), self._weights[name]
+        if isinstance(module, nn.Linear):
+
+            def add(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+                left, right = self._pair(name)
+                return (out.float() + given[0].float() @ right.mT @ left.mT).to(out.dtype)
+
+            module.register_forward_hook(add)
+            return
+
+        def shadow(module: nn.Module, _: Any) -> None:
+            module.__dict__[own] = sum_of(weight, self._pair(name))
+
+        def uncover(module: nn.Module, *_: Any) -> None:
+            module.__dict__.pop(own, None)
+
+        module.register_forward_pre_hook(shadow)
+        module.register_forward_hook(uncover, always_call=True)
+
+
+def sum_of(weight: Tensor, pair: Pair) -> Tensor:
+    """weight + left right in float32, then rounded to the type of the weight; on its device."""
+    left, right = (factor.to(weight.device) for factor in pair)
+    return (weight.float() + left @ right).to(weight.dtype)
+
+
+def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
+    """The factors among published tensors, by the name of their weight: left * alpha / rank, and right."""
+    ends = len(".left")
+    return {
+        name[len(ADAPTER_PREFIX) : -ends]: (tensor, tensors[name[:-ends] + ".right"])
+        for name, tensor in tensors.items()
+        if name.startswith(ADAPTER_PREFIX) and name.endswith(".left")
+    }
 
 
 def adapted_names(parameters: Mapping[str, Tensor], targets: Sequence[str]) -> list[str]:
@@ -191,13 +247,6 @@ def _check_rank(rank: int, weights: Mapping[str, Tensor]) -> None:
             received=rank,
             fix=f"set it to {largest} or less, or to 0 to train all weights",
         )
-
-
-def _accumulate(parameter: nn.Parameter, gradient: Tensor, scale: float) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient.mul_(scale)
-    else:
-        parameter.grad.add_(gradient, alpha=scale)
 
 
 def _identify(model: nn.Module) -> str:

@@ -3,7 +3,7 @@
 Where a weight of ours is several of theirs (queries, keys and values; gate and up), these get the rows of one
 left factor and each a copy of the right one: the same product. Experts become `target_parameters`, as
 transformers holds them: stacked. A PEFT directory holds factors only; for anything that wants whole weights
-save the model itself, which is merged.
+save the model itself within `Adapters.merged`.
 """
 
 from __future__ import annotations

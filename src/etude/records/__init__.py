@@ -1,6 +1,13 @@
 """The nouns of the system: what crosses from one part to another. Standard library and numpy only."""
 
-from etude.records.policy import UNKNOWN_FORMAT, BlobRef, PolicyVersion, TensorEntry, WeightManifest
+from etude.records.policy import (
+    ADAPTER_PREFIX,
+    UNKNOWN_FORMAT,
+    BlobRef,
+    PolicyVersion,
+    TensorEntry,
+    WeightManifest,
+)
 from etude.records.reward import FeedbackEvent, RewardBreakdown
 from etude.records.sampling import NATIVE_ROUTE, SampleChunk, SampleRequest, SamplingParams, Scores
 from etude.records.task import Task
@@ -18,6 +25,7 @@ from etude.records.trajectory import (
 from etude.records.turn import ToolCall, ToolErrorClass, ToolResult, Turn
 
 __all__ = [
+    "ADAPTER_PREFIX",
     "NATIVE_ROUTE",
     "UNKNOWN_FORMAT",
     "BlobRef",

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 UNKNOWN_FORMAT = "unknown"
 """Of a model behind somebody else's endpoint: neither its weights nor its logprobs are known."""
 
+ADAPTER_PREFIX = "adapter."
+"""Before the names of an adapter's factors, which a version's tensors hold beside those of its base."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
@@ -26,7 +29,7 @@ class PolicyVersion:
     """Number format in which the weights are served: float32, bfloat16, fp8, ...; `UNKNOWN_FORMAT` for a
     model that is not ours, whose tokens are never trained on."""
     adapter: str | None = None
-    """Name of a low-rank adapter on top of the weights, if any."""
+    """Name of a low-rank adapter on top of the weights, if any: from step to step only its factors change."""
 
     def __post_init__(self) -> None:
         if self.step < 0:

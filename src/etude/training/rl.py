@@ -7,6 +7,7 @@ groups -> take_groups (checked, nothing changed yet) -> split_updates
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,13 +76,13 @@ class RlTrainer:
         self._fetch_routes = fetch_routes
         self._ranks: Ranks = ranks or SingleRank()
         num_updates = config.num_steps * config.updates_per_step
-        self._reference = self._ranks.frozen_copy(model) if config.loss.kl_weight > 0 else None
+        self._reference = self._make_reference() if config.loss.kl_weight > 0 else None
         self.adapters = Adapters(model, config.adapter) if config.adapter.rank else None
-        """What is trained, where that is not the model itself. Their sum with it is always in its weights."""
-        learning = self.adapters or model
+        """What is trained, where that is not the model itself."""
+        self._learning = self.adapters or model
         self._is_cut = is_cut(model, self._ranks)
-        self._optimizer = Optimizer(learning, config.optimizer, num_updates, self._ranks, offending)
-        self._version = PolicyVersion(lineage, 0)
+        self._optimizer = Optimizer(self._learning, config.optimizer, num_updates, self._ranks, offending)
+        self._version = PolicyVersion(lineage, 0, adapter=None if self.adapters is None else lineage)
         self._published: dict[int, str] = {}
         """Digests of the versions that led to this one, by step."""
 
@@ -112,7 +113,8 @@ class RlTrainer:
             if update or lessons.examples[number]:
                 self._update(update, meter, ledger, lessons, number, num_threads)
         ledger.close()
-        self._version = PolicyVersion(self._version.lineage, self._version.step + 1)
+        adapter = self._version.adapter
+        self._version = PolicyVersion(self._version.lineage, self._version.step + 1, adapter=adapter)
         return {
             "train_s": time.perf_counter() - began,
             "skipped_updates": float(self._optimizer.num_skipped),
@@ -120,6 +122,12 @@ class RlTrainer:
             **meter.summary(self._ranks.all_reduce_),
             **lessons.summary(self._ranks.all_reduce_),
         }
+
+    def _make_reference(self) -> LanguageModel:
+        """What the run begins with. Beside adapters the weights stay, and are shared."""
+        if self._config.adapter.rank and isinstance(self.model, LanguageModel):
+            return copy.copy(self.model)
+        return self._ranks.frozen_copy(self.model)
 
     def whole_model(self) -> LanguageModel:
         """The model with all of its weights in this process; with several ranks a copy, and collective."""
@@ -132,9 +140,11 @@ class RlTrainer:
     def publish(self) -> WeightManifest:
         """See Trainer.publish."""
         if isinstance(self._weights, StoreWeights) and self._weights.is_shared:
-            tensors = self._ranks.parts(self.model)
+            tensors = dict(self._ranks.parts(self.model))
         else:
             tensors = dict(self.whole_model().named_parameters())
+        if self.adapters is not None and self._ranks.is_main:
+            tensors |= self.adapters.published()
         manifest = self._weights.publish(self._version, tensors)
         self._version = manifest.version
         self._published[self._version.step] = self._version.digest
@@ -191,9 +201,10 @@ class RlTrainer:
                 raise CheckpointError("has no model", field="checkpoint", received=str(directory))
             self._optimizer.load_state_dict(state["optimizer"])
             self._ranks.load_weights(self.model, model.state_dict())
-        self._version = PolicyVersion(state["lineage"], state["step"])
+        adapter = state["lineage"] if self.adapters is not None else None
+        self._version = PolicyVersion(state["lineage"], state["step"], adapter=adapter)
         self._published = dict(state.get("published", {}))
-        if self._reference is not None and "reference" in state:
+        if self._reference is not None and self.adapters is None and "reference" in state:
             self._ranks.load_weights(self._reference, state["reference"])
 
     def _stored_model(self) -> AnyModel | ModelShards | None:
@@ -204,7 +215,7 @@ class RlTrainer:
     def _parts_of_state(self) -> dict[str, Any]:
         """What of the state is large: with several ranks, what lies here."""
         state: dict[str, Any] = {"optimizer": self._optimizer.state_dict()}
-        if self._reference is not None:
+        if self._reference is not None and self.adapters is None:
             state["reference"] = self._ranks.stored(self._reference).state_dict()
         return state
 
@@ -232,14 +243,12 @@ class RlTrainer:
             batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
             return self._loss(sequences, share.weight, batch_share, meter), None
 
-        add_gradients(self.model, compute, shares, num_threads)
+        add_gradients(self._learning, compute, shares, num_threads)
         config = self._config
         lessons.teach(number, self.model, self._ranks, config.micro_batch_tokens, config.temperature)
         norm = self._optimizer.step(
             lambda: describe_batch(update[index] for index in sorted(own)), num_threads
         )
-        if self.adapters is not None:
-            self.adapters.merge()
         meter.add_update(norm, num_tokens)
 
     def _shares(self, update: Update) -> list[Share]:

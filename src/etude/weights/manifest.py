@@ -13,7 +13,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from etude.errors import WeightUpdateError
-from etude.records import PolicyVersion, TensorEntry, WeightManifest
+from etude.records import ADAPTER_PREFIX, PolicyVersion, TensorEntry, WeightManifest
 
 
 def describe_tensors(version: PolicyVersion, tensors: Mapping[str, Tensor], url: str) -> WeightManifest:
@@ -69,6 +69,11 @@ def digest_entries(entries: Iterable[TensorEntry]) -> str:
     for entry in entries:
         hasher.update(repr(entry).encode())
     return hasher.hexdigest()
+
+
+def digest_base(manifest: WeightManifest) -> str:
+    """The digest of what a version consists of but for its adapter's factors."""
+    return digest_entries(e for e in manifest.tensors if not e.name.startswith(ADAPTER_PREFIX))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import EtudeError, StoreError, WeightUpdateError
-from etude.records import PolicyVersion, WeightManifest
+from etude.records import ADAPTER_PREFIX, PolicyVersion, TensorEntry, WeightManifest
 from etude.weights.manifest import check_tensors, describe_tensor, digest_entries, dtype_name
 from etude.weights.parts import join_entries
 from etude.weights.store import WeightStore
@@ -92,6 +92,8 @@ class StoreWeights:
         self._committed: tuple[PolicyVersion, dict[str, Tensor]] | None = None
         self._current: tuple[PolicyVersion, dict[str, Tensor]] | None = None
         self._spare: dict[str, Tensor] = {}
+        self._base: dict[str, tuple[Tensor, TensorEntry]] = {}
+        """Of adapters: it is copied and hashed once."""
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +113,7 @@ class StoreWeights:
         """
         self.flush()
         assert peers.rank == 0, "the first rank has the lease"
-        self._peers, self._committed, self._current, self._spare = peers, None, None, {}
+        self._peers, self._committed, self._current, self._spare, self._base = peers, None, None, {}, {}
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """See WeightPublisher.publish. Returns when everything is copied and hashed; the upload goes on.
@@ -123,10 +125,16 @@ class StoreWeights:
         delta is taken from the last that was. With peers, all of them raise it.
         """
         self.flush()
-        copies = _copy(tensors, self._spare, self._dtype)
+        held = self._base if version.adapter is not None else {}
+        fresh = {name: tensor for name, tensor in tensors.items() if name not in held}
+        copies = _copy(fresh, self._spare, self._dtype)
         if self._dtype is not None:
             version = replace(version, format=dtype_name(self._dtype))
-        own = [describe_tensor(name, tensor) for name, tensor in copies.items()]
+        found = {name: (tensor, describe_tensor(name, tensor)) for name, tensor in copies.items()} | held
+        if version.adapter is not None:
+            self._base = {name: one for name, one in found.items() if not name.startswith(ADAPTER_PREFIX)}
+        copies = {name: tensor for name, (tensor, _) in found.items()}
+        own = [entry for _, entry in found.values()]
         told = self._peers.exchange((own, self._writer and self._writer.next_sequence))
         entries = join_entries(entry for part, _ in told for entry in part)
         version = replace(version, digest=digest_entries(entries))
@@ -204,12 +212,13 @@ class StoreWeights:
 def _copy(
     tensors: Mapping[str, Tensor], spare: dict[str, Tensor], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Copies on the CPU, into `spare` where it fits."""
+    """Copies on the CPU, into `spare` where it fits. Factors of adapters are not rounded."""
     copies: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             target = spare.get(name)
-            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            rounds = dtype is not None and tensor.is_floating_point() and not name.startswith(ADAPTER_PREFIX)
+            wanted = dtype if dtype is not None and rounds else tensor.dtype
             if target is None or (target.dtype, target.shape) != (wanted, tensor.shape):
                 target = torch.empty(tensor.shape, dtype=wanted)
             target.copy_(tensor)

@@ -26,7 +26,6 @@ def adapted_step(ranks: MeshRanks | SingleRank, plan: Plan) -> tuple[Gradients, 
     with torch.no_grad():
         for parameter in adapters.parameters():
             parameter.normal_(0.0, 0.1, generator=generator)
-    adapters.merge()
     config = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, clip_norm=1e9)
     optimizer = Optimizer(adapters, config, 10, ranks)
     gradients_of(model, ranks.share(plan), LONG)

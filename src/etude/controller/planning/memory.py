@@ -61,7 +61,8 @@ def plan_memory(
     trainer = trainer_parts(config, sizes, vocab_size, place)
     engine = engine_parts(config, sizes, place) if own_engine else []
     if config.colocated:
-        return _in_turns(trainer, engine, place, available_bytes)
+        sets = 1 if sizes.adapter_parameters else 2
+        return _in_turns(trainer, engine, place, available_bytes, sets)
     if processes.on_one_machine:
         parts = _on_one_machine(config, processes, trainer, engine, process_bytes)
         return [MemoryPlan("machine", tuple(parts), available_bytes)]
@@ -107,15 +108,21 @@ def _times(parts: Sequence[MemoryPart], count: int) -> list[MemoryPart]:
 
 
 def _in_turns(
-    trainer: Sequence[MemoryPart], engine: Sequence[MemoryPart], place: Place, available_bytes: float
+    trainer: Sequence[MemoryPart],
+    engine: Sequence[MemoryPart],
+    place: Place,
+    available_bytes: float,
+    sets: int,
 ) -> list[MemoryPlan]:
-    """What a colocated run holds while it samples, trains and exchanges weights."""
+    """What a colocated run holds while it samples, trains and exchanges weights. `sets`: of weights in the
+    engine during the last."""
     step_only = {"gradients", "activations", "logits"}
     if place.device != "cpu":  # there host memory is the same memory
         step_only.add("optimizer")
     stays = [part for part in trainer if part.name not in step_only]
     both = [part for part in engine if part.name in (SERVED, PACKED)]
-    served = [replace(part, num_bytes=part.num_bytes / 2, why="in service") for part in both]
+    halves = {SERVED: sets, PACKED: 2}
+    served = [replace(p, num_bytes=p.num_bytes / halves[p.name], why="in service") for p in both]
     pages = [part for part in engine if part.name == PAGES]
     fetched = [part for part in engine if part.name not in (SERVED, PACKED, PAGES)]
     phases = {

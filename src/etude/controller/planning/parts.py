@@ -52,7 +52,7 @@ def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: 
         _activations(config, sizes),
         MemoryPart("logits", _logits(config, sizes, vocab_size, place), "blocks and their gradient, float32"),
     ]
-    if config.rl.loss.kl_weight > 0:
+    if config.rl.loss.kl_weight > 0 and not sizes.adapter_parameters:
         parts.append(MemoryPart("reference", held * element_bytes, "weights that the KL is measured from"))
     if mesh.ranks > 1 and not publishes_in_parts(config):
         whole = sizes.parameters * element_bytes
@@ -68,8 +68,10 @@ def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[Mem
     longest = config.agent.max_tokens + 1
     tokens = config.engine.cache_tokens or config.engine.num_slots * longest
     pages = -(-tokens // PAGE_TOKENS)
-    num_bytes = 2 * sizes.parameters * place.element_bytes
-    parts = [MemoryPart(SERVED, num_bytes, "in service, and the next ones")]
+    num_bytes = sizes.parameters * place.element_bytes
+    parts = [MemoryPart(SERVED, 2 * num_bytes, "in service, and the next ones")]
+    if sizes.adapter_parameters:
+        parts = [MemoryPart(SERVED, num_bytes, "in service, under all versions of the adapter")]
     if place.kernels == "native":
         packed = choose_weight_dtype(config.engine.weight_dtype, place)
         num_bytes = 2 * sizes.packed_parameters * (2 if packed == "bfloat16" else _FLOAT_BYTES)
@@ -94,9 +96,7 @@ def _optimizer(config: RunConfig, sizes: ModelSizes, held: float, cut: str) -> M
 
 def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int) -> MemoryPart:
     if adapters := sizes.adapter_parameters:
-        # Gradients of adapted weights are made whole, one weight at a time, and projected on the factors.
-        num_bytes = adapters * _FLOAT_BYTES + sizes.largest_parameter * element_bytes
-        return MemoryPart("gradients", num_bytes, "of the adapters")
+        return MemoryPart("gradients", adapters * _FLOAT_BYTES, "of the adapters")
     return MemoryPart("gradients", held * element_bytes, f"of every weight{cut}")
 
 

@@ -79,6 +79,7 @@ class NativeRun:
     ) -> None:
         """`layers`: those that draft, where the steps' source is their states."""
         rows, routes = steps.rows, sequences.cache.routes
+        adapters = sequences.adapters_of(rows)
         self._held: list[Any] = [columns]
         most_pages = int(sequences.num_pages[rows].max())
         first_stops = np.cumsum([0, *map(len, steps.stops)])
@@ -113,6 +114,7 @@ class NativeRun:
             route_layers=routes.shape[2],
             route_bytes=routes.itemsize,
             vocabulary=vocabulary,
+            adapters=None if adapters is None else self._hold(adapters),
         )
         if isinstance(steps.source, NgramLookup):
             lookup = Lookup(steps.source.longest, steps.source.shortest)

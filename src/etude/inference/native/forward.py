@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from etude.config import ModelConfig
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.native.drafting import Columns, DraftedSteps, NativeRun
 from etude.inference.native.structures import DecodeRun, Draw, Step
-from etude.inference.native.weights import NativeDraftWeights, NativeWeights
+from etude.inference.native.weights import NativeAdapter, NativeDraftWeights, NativeWeights
 from etude.inference.sequences import Sequences
 from etude.model import DraftLayers, LanguageModel
+from etude.model.adapted_ops import Pair
 from etude.model.kernels.native import calls, load_library
 from etude.model.kernels.native.matrices import WeightType, aligned, pointer
 from etude.records import SamplingParams
@@ -68,6 +69,14 @@ class NativeForward:
             self._draft_weights = NativeDraftWeights(
                 self._drafts, self._model, self._cache.drafts, self._weight_type
             )
+
+    def pack_adapter(self, pairs: Mapping[str, Pair]) -> NativeAdapter:
+        """See ForwardPass."""
+        return NativeAdapter(self._model, pairs)
+
+    def use_adapters(self, adapters: Sequence[NativeAdapter]) -> None:
+        """See ForwardPass."""
+        self._weights.use_adapters(adapters)
 
     def load_cache(self) -> None:
         """See ForwardPass: the layers point at the pages of now."""
@@ -200,6 +209,7 @@ class NativeForward:
         hidden = hidden.contiguous().clone()
         routes = self._empty_routes(self._drafts.config, count)
         step = self._step(rows, hidden, routes)
+        step.adapters = None
         self._library.etude_draft_layer(
             ctypes.byref(weights.model),
             weights.layers,
@@ -232,6 +242,7 @@ class NativeForward:
             tables=rows.tables.ctypes.data,
             hidden=hidden.data_ptr(),
             routes=routes.ctypes.data,
+            adapters=None if rows.adapters is None else rows.adapters.ctypes.data,
         )
 
     def _reserve(self, count: int, threads: int, weights: NativeWeights | NativeDraftWeights) -> None:

@@ -33,6 +33,7 @@ class Model(ctypes.Structure):
         ("top_groups", ctypes.c_int64),
         ("shared_inner", ctypes.c_int64),
         ("drafting", ctypes.c_int64),
+        ("adapter_rank", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("latent_eps", ctypes.c_float),
         ("query_scale", ctypes.c_float),
@@ -67,7 +68,14 @@ class Layer(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("route_layer", ctypes.c_int64),
+        ("factors", ctypes.c_void_p),
     ]
+
+
+class Factors(ctypes.Structure):
+    """`Factors` of common.h."""
+
+    _fields_: ClassVar = [("count", ctypes.c_int64), ("down", ctypes.c_void_p), ("up", ctypes.c_void_p)]
 
 
 class Entrance(ctypes.Structure):
@@ -95,6 +103,7 @@ class Step(ctypes.Structure):
         ("tables", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
         ("routes", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
     ]
 
 
@@ -182,4 +191,5 @@ class DraftRun(ctypes.Structure):
         ("vocabulary", ctypes.c_int64),
         ("lookup", ctypes.c_void_p),
         ("layers", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
     ]

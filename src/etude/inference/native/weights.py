@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -10,12 +10,19 @@ from torch import Tensor, nn
 
 from etude.config import ModelConfig
 from etude.inference.cache import PagedCache
-from etude.inference.native.structures import Entrance, Layer, Model
+from etude.inference.native.structures import Entrance, Factors, Layer, Model
 from etude.model import Block, DenseMlp, DraftLayers, Experts, GroupedQueryBlock, LanguageModel
+from etude.model.adapted_ops import Pair
 from etude.model.blocks import LATENT_NORM_EPS, LatentBlock
 from etude.model.drafting import DraftLayer
 from etude.model.feed_forward import SharedExperts
 from etude.model.kernels.native.matrices import NativeMatrix, PackedMatrices, WeightType, address, pack
+
+_KINDS = (
+    *("qkv", "compress", "query_up", "out", "key_up", "value_up"),
+    *("gate_up", "down", "shared_gate_up", "shared_down"),
+)
+"""Weights that adapters may lie on, in the order of forward.h."""
 
 
 class _NativeBlocks:
@@ -161,6 +168,59 @@ class NativeWeights(_NativeBlocks):
         super().__init__(model.config, model.blocks, model, cache, weight_type)
         self.head = self._pack([model.head.t()])
         """The output head."""
+
+    def use_adapters(self, adapters: Sequence[NativeAdapter]) -> None:
+        """Rows use these from the next pass on, by their place."""
+        self._adapters: list[object] = [*adapters]
+        self.model.adapter_rank = max((adapter.rank for adapter in adapters), default=0)
+        for index, layer in enumerate(self.layers):
+            tables = (Factors * len(_KINDS))()
+            for kind, table in zip(_KINDS, tables, strict=True):
+                self._fill(table, [adapter.weights.get((index, kind)) for adapter in adapters], index, kind)
+            self._adapters.append(tables)
+            layer.factors = address(tables) if adapters else None
+
+    def _fill(self, table: Factors, factors: Sequence[_Packed | None], index: int, kind: str) -> None:
+        """The factors of one weight or stack, adapter by adapter."""
+        count = self._num_weights(index, kind)
+        down, up = (NativeMatrix * (count * len(factors)))(), (NativeMatrix * (count * len(factors)))()
+        for place, packed in enumerate(factors):
+            for side, target in enumerate((down, up)):
+                if packed is not None:
+                    target[place * count : (place + 1) * count] = list(packed[side].native)
+        table.count, table.down, table.up = count, address(down), address(up)
+        self._adapters += [down, up]
+
+    def _num_weights(self, index: int, kind: str) -> int:
+        if kind in ("key_up", "value_up"):
+            return self.model.heads
+        routed = self.layers[index].route_layer >= 0 and kind in ("gate_up", "down")
+        return self.model.experts if routed else 1
+
+
+_Packed = tuple[PackedMatrices, PackedMatrices]
+"""The first and the second factor that a row is multiplied with."""
+
+
+class NativeAdapter:
+    """One adapter's factors, packed for the products."""
+
+    @torch.no_grad()
+    def __init__(self, model: LanguageModel, pairs: Mapping[str, Pair]) -> None:
+        """`pairs`: by the names of the weights of `model`."""
+        self.rank = max(right.shape[-2] for _, right in pairs.values())
+        self.weights: dict[tuple[int, str], _Packed] = {}
+        """By layer and kind."""
+        for name, (left, right) in pairs.items():
+            layer, place = name.removeprefix("blocks.").split(".", 1)
+            block, last = cast(Block, model.blocks[int(layer)]), place.rpartition(".")[2]
+            if last == "query_down" or (last == "query_up" and not cast(LatentBlock, block).has_query_rank):
+                last = "qkv"
+            kind = f"shared_{last}" if "shared" in place else last
+            # A row meets x left right in stacks [experts or heads, in, out], else x right^T left^T.
+            first, second = (left, right) if left.ndim == 3 and kind != "value_up" else (right.mT, left.mT)
+            stacks = [factor if factor.ndim == 3 else factor[None] for factor in (first, second)]
+            self.weights[int(layer), kind] = (pack(stacks[0].unbind(0)), pack(stacks[1].unbind(0)))
 
 
 class NativeDraftWeights(_NativeBlocks):

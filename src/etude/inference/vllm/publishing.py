@@ -17,7 +17,8 @@ from etude.inference.vllm.probes import Probe
 from etude.inference.vllm.snapshots import Snapshot, SnapshotDirectory, open_snapshot
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.model.loading import AnyModel, save_any_model
-from etude.records import PolicyVersion, WeightManifest
+from etude.model.lora import pairs_of, sum_of
+from etude.records import ADAPTER_PREFIX, PolicyVersion, WeightManifest
 
 _PREFIX = "etude-vllm-weights-"
 """Of temporary directories, each of one process."""
@@ -26,8 +27,9 @@ _PREFIX = "etude-vllm-weights-"
 class ModelSnapshots:
     """Implements WeightPublisher over a SnapshotDirectory, for one architecture.
 
-    Each snapshot carries a probe that the published tensors themselves were scored with, so nobody has to
-    load them again to know what they should compute.
+    Adapters are summed with their base in float32 and rounded once. Each snapshot carries a probe that the
+    published tensors themselves were scored with, so nobody has to load them again to know what they should
+    compute.
     """
 
     def __init__(self, directory: SnapshotDirectory, model: AnyModel) -> None:
@@ -43,15 +45,18 @@ class ModelSnapshots:
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """See WeightPublisher.publish. Raises WeightUpdateError for another model's tensors."""
         shell, places = self._shell, dict(self._shell.named_parameters())
-        if places.keys() != tensors.keys():
+        names = {name for name in tensors if not name.startswith(ADAPTER_PREFIX)}
+        pairs = pairs_of(tensors)
+        if places.keys() != names or not pairs.keys() <= names:
             raise WeightUpdateError(
                 "other tensors than the model's parameters",
                 field="tensors",
-                received=sorted(places.keys() ^ tensors.keys())[:4],
-                fix="publish the model that the run began with, adapters merged",
+                received=sorted(places.keys() ^ names)[:4],
+                fix="publish the model that the run began with",
             )
         for name, place in places.items():
-            place.data = tensors[name].detach().to(place.dtype)
+            whole = tensors[name].detach()
+            place.data = (sum_of(whole, pairs[name]) if name in pairs else whole).to(place.dtype)
 
         def write(directory: Path) -> None:
             save_any_model(shell, directory)

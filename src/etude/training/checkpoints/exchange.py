@@ -110,6 +110,7 @@ def _merged(source: Path, state: Mapping[str, Any], base: Path) -> AnyModel:
         adapters = Adapters(model, AdapterConfig.model_validate(stored["config"]))
         if adapters.base_digest == stored["base"]:
             adapters.load_state(stored)
+            adapters.merge()
             return model
     raise CheckpointError(
         "is not the model that the adapters were trained on",

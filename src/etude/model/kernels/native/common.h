@@ -203,6 +203,19 @@ typedef struct {
 void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int thread,
                     int threads);
 
+/* What low-rank adapters add to a weight, or to each of `count` weights. */
+typedef struct {
+    int64_t count;
+    const Matrix *down, *up;    /* [adapters, count] each: [inputs, rank] and [rank, outputs]; down of no inputs
+                                 * where an adapter leaves the weight as it is */
+} Factors;
+
+#define ADAPTED_ROWS 48
+/* to[t] += from[t] down up, of weight `index`, for rows first..end; `adapters` [rows]: whose factors, below 0: nobody's.
+ * `lowered`: ADAPTED_ROWS times the largest rank. */
+void adapt(const Factors *factors, int64_t index, const int64_t *adapters, int64_t first, int64_t end, Strided from,
+           Strided to, float *lowered);
+
 /* ---- blocks, a row at a time ------------------------------------------------------------------ */
 
 /* Returns what x is multiplied by before the weight. */
@@ -249,6 +262,9 @@ void attend_runs(const Pages *pages, int64_t num_runs, const Run *runs, const fl
 typedef struct {
     int64_t count, top_k, width, inner;
     const Matrix *gate_up, *down;   /* [count] each: [width, 2 inner], [inner, width] */
+    const Factors *gate_up_factors, *down_factors;
+    const int64_t *adapters;        /* [rows], or NULL: none */
+    float *lowered;                 /* see `adapt` */
 } Experts;
 
 #define EXPERT_ROWS 48

@@ -140,7 +140,7 @@ static void compute(Drafting *d, int64_t rows)
 {
     const DraftRun *run = d->run;
     Step step = {rows,      run->max_pages, run->route_layers, run->route_bytes, d->tokens, d->sequences, d->positions,
-                 run->tables, d->hidden,    d->routes};
+                 run->tables, d->hidden,    d->routes,       run->adapters};
     etude_forward(d->model, d->layers, &step, d->threads, d->scratch);
     keep_routes(d, rows);
 }

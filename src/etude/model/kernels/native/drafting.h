@@ -50,6 +50,7 @@ typedef struct {
     int64_t vocabulary;
     const Lookup *lookup;           /* one of the two is NULL */
     const DraftLayers *layers;
+    const int64_t *adapters;        /* [count], see Step */
 } DraftRun;
 
 /* Puts up to `most` tokens behind the `length` that a line holds: those that followed where its end was last met.

@@ -18,8 +18,28 @@ static Pages pages_of(const Model *model, const Layer *layer, const Step *step)
 
 static Experts experts_of(const Model *model, const Layer *layer)
 {
-    return (Experts){model->experts, model->top_k, model->width, model->expert_size,
-                     layer ? layer->gate_up : NULL, layer ? layer->down : NULL};
+    Experts experts = {model->experts, model->top_k, model->width, model->expert_size,
+                       layer ? layer->gate_up : NULL, layer ? layer->down : NULL};
+    if (layer && layer->factors) {
+        experts.gate_up_factors = layer->factors + GATE_UP;
+        experts.down_factors = layer->factors + DOWN;
+    }
+    return experts;
+}
+
+static float *lowered_of(const Pass *pass, int thread)
+{
+    return pass->lowered + thread * ADAPTED_ROWS * pass->model->adapter_rank;
+}
+
+void add_factors(const Pass *pass, const Layer *layer, int kind, int64_t index, int thread, int threads, Strided from,
+                 Strided to)
+{
+    int64_t first, end;
+    if (!pass->adapters)
+        return;
+    share(pass->step->rows, thread, threads, &first, &end);
+    adapt(layer->factors + kind, index, pass->adapters, first, end, from, to, lowered_of(pass, thread));
 }
 
 /* Lays the pass out in `memory` (NULL: only measures); returns the bytes that it takes. */
@@ -43,6 +63,8 @@ static int64_t lay_out(Pass *pass, int64_t rows, int64_t threads, char *memory)
     PLACE(chosen, rows * top_k);
     PLACE(order, rows * top_k);
     PLACE(starts, m->experts + 2);
+    PLACE(adapters, rows);
+    PLACE(lowered, threads * ADAPTED_ROWS * m->adapter_rank);
     PLACE(normed, rows * m->width);
     PLACE(qkv, rows * projected_width(m));
     PLACE(raised, m->query_rank ? query_rows * (m->nope + m->rope) : 0);
@@ -93,6 +115,8 @@ static void project(Team *team, int thread, const Pass *pass, const Layer *layer
     int threads = team_size(team);
     multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
     wait_for_all(team);
+    add_factors(pass, layer, QKV, 0, thread, threads, (Strided){pass->normed, pass->model->width, 0},
+                (Strided){pass->qkv, projected_width(pass->model), 0});
     share(rows, thread, threads, &first, &end);
     for (int64_t t = first; t < end; t++)
         prepare_row(pass, layer, pages, t, pass->private + thread * pass->private_floats);
@@ -120,20 +144,25 @@ static void attend(Team *team, int thread, const Pass *pass, int64_t index)
         leave_latent(team, thread, pass, layer);
         wait_for_all(team);
     }
-    multiply(&layer->out, rows, m->latent ? pass->headed : pass->attended, pass->step->hidden, 1, thread, threads);
+    float *attended = m->latent ? pass->headed : pass->attended;
+    multiply(&layer->out, rows, attended, pass->step->hidden, 1, thread, threads);
     wait_for_all(team);
+    add_factors(pass, layer, OUT, 0, thread, threads, (Strided){attended, layer->out.inputs, 0},
+                (Strided){pass->step->hidden, m->width, 0});
     for (int64_t t = first; t < end; t++)
         rms_norm(m->width, pass->step->hidden + t * m->width, layer->experts_norm, m->eps,
                  pass->normed + t * m->width);
 }
 
 /* narrow = swiglu(gate_up(normed)), of one inner width. Threads must meet before and after. */
-static void open_up(Team *team, int thread, const Pass *pass, const Matrix *gate_up, int64_t inner)
+static void open_up(Team *team, int thread, const Pass *pass, const Layer *layer, int64_t inner, int is_shared)
 {
     int64_t rows = pass->step->rows, first, end;
     int threads = team_size(team);
-    multiply(gate_up, rows, pass->normed, pass->wide, 0, thread, threads);
+    multiply(is_shared ? layer->shared_gate_up : layer->gate_up, rows, pass->normed, pass->wide, 0, thread, threads);
     wait_for_all(team);
+    add_factors(pass, layer, is_shared ? SHARED_GATE_UP : GATE_UP, 0, thread, threads,
+                (Strided){pass->normed, pass->model->width, 0}, (Strided){pass->wide, 2 * inner, 0});
     share(rows, thread, threads, &first, &end);
     for (int64_t t = first; t < end; t++) {
         const float *gate = pass->wide + t * 2 * inner;
@@ -144,11 +173,19 @@ static void open_up(Team *team, int thread, const Pass *pass, const Matrix *gate
 /* The layer's dense part: hidden += down(swiglu(gate_up(normed))). */
 static void feed(Team *team, int thread, const Pass *pass, const Layer *layer)
 {
+    const Model *m = pass->model;
+    int64_t rows = pass->step->rows, first, end;
+    int threads = team_size(team);
     wait_for_all(team);
-    open_up(team, thread, pass, layer->gate_up, pass->model->inner);
+    open_up(team, thread, pass, layer, m->inner, 0);
     wait_for_all(team);
-    multiply(layer->down, pass->step->rows, pass->narrow, pass->step->hidden, 1, thread, team_size(team));
+    multiply(layer->down, rows, pass->narrow, pass->normed, 0, thread, threads);
     wait_for_all(team);
+    add_factors(pass, layer, DOWN, 0, thread, threads, (Strided){pass->narrow, m->inner, 0},
+                (Strided){pass->normed, m->width, 0});
+    share(rows, thread, threads, &first, &end);
+    for (int64_t t = first; t < end; t++)
+        add_rows(m->width, pass->normed + t * m->width, pass->step->hidden + t * m->width);
 }
 
 /* The layer's experts: hidden += experts(normed) + shared(normed). */
@@ -159,6 +196,8 @@ static void consult(Team *team, int thread, const Pass *pass, const Layer *layer
     int threads = team_size(team);
     float *private = pass->private + thread * pass->private_floats;
     Experts experts = experts_of(m, layer);
+    experts.adapters = pass->adapters;
+    experts.lowered = lowered_of(pass, thread);
     share(rows, thread, threads, &first, &end);
     for (int64_t t = first; t < end; t++)
         route_row(pass, layer, t, private);
@@ -166,7 +205,7 @@ static void consult(Team *team, int thread, const Pass *pass, const Layer *layer
     if (thread == 0)
         sort_by_expert(&experts, rows, pass->chosen, pass->order, pass->starts);
     if (m->shared_inner)
-        open_up(team, thread, pass, layer->shared_gate_up, m->shared_inner);
+        open_up(team, thread, pass, layer, m->shared_inner, 1);
     wait_for_all(team);
     run_experts(&experts, pass->normed, pass->order, pass->starts, pass->mixed, private,
                 pass->counters + 2 * index + 1);
@@ -176,8 +215,12 @@ static void consult(Team *team, int thread, const Pass *pass, const Layer *layer
             pass->normed + t * m->width);
     if (m->shared_inner) {
         wait_for_all(team);
-        multiply(layer->shared_down, rows, pass->narrow, pass->normed, 1, thread, threads);
+        multiply(layer->shared_down, rows, pass->narrow, pass->mixed, 0, thread, threads);
         wait_for_all(team);
+        add_factors(pass, layer, SHARED_DOWN, 0, thread, threads, (Strided){pass->narrow, m->shared_inner, 0},
+                    (Strided){pass->mixed, m->width, 0});
+        for (int64_t t = first; t < end; t++)
+            add_rows(m->width, pass->mixed + t * m->width, pass->normed + t * m->width);
     }
     for (int64_t t = first; t < end; t++)
         add_rows(m->width, pass->normed + t * m->width, pass->step->hidden + t * m->width);
@@ -213,6 +256,10 @@ static Pass begin(const Model *model, const Layer *layers, const Step *step, int
     Pass pass = {.model = model, .layers = layers, .step = step};
     lay_out(&pass, step->rows, threads, scratch);
     memset(pass.counters, 0, (size_t)(2 * model->layers) * sizeof *pass.counters);
+    for (int64_t t = 0; step->adapters && t < step->rows; t++)
+        pass.adapters[t] = step->adapters[step->sequences[t]];
+    if (!step->adapters)
+        pass.adapters = NULL;
     pass.num_runs = cut_runs(step->rows, step->sequences, step->positions, pass.runs);
     return pass;
 }

@@ -14,11 +14,16 @@ typedef struct {
     int64_t groups, top_groups;             /* of experts */
     int64_t shared_inner;                   /* of the experts that see every row; 0: none */
     int64_t drafting;                       /* whether its layers draft: each is entered by an Entrance */
+    int64_t adapter_rank;                   /* the largest of any adapter; 0: there are none */
     float eps, latent_eps, query_scale, gate_scale;
     const float *embedding;                 /* [vocabulary, width] */
     const float *cosine, *signed_sine;      /* [positions, rope or dim] */
     const float *final_norm;                /* [width] */
 } Model;
+
+/* Weights of a layer that adapters may lie on. QKV is the first part of `qkv` in latent attention, COMPRESS the other;
+ * of KEY_UP and VALUE_UP there is one for each head, of GATE_UP and DOWN one for each expert. */
+enum { QKV, COMPRESS, QUERY_UP, OUT, KEY_UP, VALUE_UP, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN };
 
 typedef struct {
     const float *attention_norm, *query_norm, *key_norm, *experts_norm; /* latent: the two norms of compressed rows */
@@ -31,6 +36,7 @@ typedef struct {
     const Matrix *shared_gate_up, *shared_down;
     float *keys, *values;                   /* see Pages */
     int64_t route_layer;                    /* place among the layers that route; -1: dense */
+    const Factors *factors;                 /* of each weight that adapters may lie on; NULL without adapters */
 } Layer;
 
 /* How a draft layer is entered and left: from [token | hidden state] to one width, and the last norm. */
@@ -45,6 +51,7 @@ typedef struct {
     const int32_t *tables;                          /* [sequences, max_pages] */
     float *hidden;                                  /* out: [rows, width], after the last norm */
     void *routes;                                   /* out: [rows, route_layers, top_k], best first */
+    const int64_t *adapters;                        /* [sequences] of each, below 0: none; NULL: none at all */
 } Step;
 
 typedef struct {
@@ -55,9 +62,16 @@ typedef struct {
     Run *runs;                              /* [rows] */
     atomic_long *counters;                  /* [layers, 2] */
     int64_t *chosen, *order, *starts;       /* [rows, top_k] both, [experts + 2] */
+    int64_t *adapters;                      /* [rows]; NULL: none */
+    float *lowered;                         /* of each thread, see `adapt` */
     float *normed, *qkv, *raised, *queries, *attended, *headed, *wide, *narrow, *gates, *mixed, *joined, *private;
     int64_t private_floats;                 /* of each thread */
 } Pass;
+
+/* Adds what adapters make of a weight's inputs to what it has made of them, for this thread's rows; nothing without
+ * adapters. `index`: of the weight among those of its kind. */
+void add_factors(const Pass *pass, const Layer *layer, int kind, int64_t index, int thread, int threads, Strided from,
+                 Strided to);
 
 /* Columns of `qkv`. */
 int64_t projected_width(const Model *model);

@@ -40,6 +40,13 @@ static BLOCK void finish_queries(const Pass *pass, int64_t t, const float *heads
     }
 }
 
+/* `add_factors` head by head. */
+static void adapt_heads(const Pass *pass, const Layer *layer, int kind, int thread, int threads, Strided from, Strided to)
+{
+    for (int64_t h = 0; h < pass->model->heads; h++, from.values += from.step, to.values += to.step)
+        add_factors(pass, layer, kind, h, thread, threads, from, to);
+}
+
 void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, const Pages *pages)
 {
     const Model *m = pass->model;
@@ -49,6 +56,10 @@ void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, 
     Strided queries = {pass->queries, m->heads * m->dim, m->dim};
     multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
     wait_for_all(team);
+    Strided normed = {pass->normed, m->width, 0};
+    add_factors(pass, layer, QKV, 0, thread, threads, normed, heads);
+    add_factors(pass, layer, COMPRESS, 0, thread, threads, normed,
+                (Strided){pass->qkv + heads.stride - m->dim, heads.stride, 0});
     share(rows, thread, threads, &first, &end);
     for (int64_t t = first; t < end; t++)
         compress_row(pass, layer, pages, t, pass->private + thread * pass->private_floats);
@@ -58,9 +69,13 @@ void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, 
         wait_for_all(team);
         multiply_heads(1, &layer->query_up, rows, compressed, heads, thread, threads);
         wait_for_all(team);
+        add_factors(pass, layer, QUERY_UP, 0, thread, threads, compressed, heads);
     }
+    if (pass->adapters)
+        wait_for_all(team);
     multiply_heads(m->heads, layer->key_up, rows, heads, queries, thread, threads);
     wait_for_all(team);
+    adapt_heads(pass, layer, KEY_UP, thread, threads, heads, queries);
     for (int64_t t = first; t < end; t++)
         finish_queries(pass, t, heads.values + t * heads.stride);
 }
@@ -71,4 +86,7 @@ void leave_latent(Team *team, int thread, const Pass *pass, const Layer *layer)
     Strided attended = {pass->attended, m->heads * m->value_dim, m->value_dim};
     Strided headed = {pass->headed, m->heads * m->head_value_dim, m->head_value_dim};
     multiply_heads(m->heads, layer->value_up, pass->step->rows, attended, headed, thread, team_size(team));
+    if (pass->adapters)
+        wait_for_all(team);
+    adapt_heads(pass, layer, VALUE_UP, thread, team_size(team), attended, headed);
 }

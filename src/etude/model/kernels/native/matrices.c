@@ -152,6 +152,22 @@ void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int 
     multiply_strided(matrix, rows, a, matrix->inputs, c, matrix->outputs, add, thread, threads);
 }
 
+void adapt(const Factors *factors, int64_t index, const int64_t *adapters, int64_t first, int64_t end, Strided from,
+           Strided to, float *lowered)
+{
+    for (int64_t t = first, count; t < end; t += count) {
+        for (count = 1; count < ADAPTED_ROWS && t + count < end && adapters[t + count] == adapters[t];)
+            count++;
+        int64_t place = adapters[t] * factors->count + index;
+        if (adapters[t] < 0 || !factors->down[place].inputs)
+            continue;
+        const Matrix *down = factors->down + place;
+        multiply_strided(down, count, from.values + t * from.stride, from.stride, lowered, down->outputs, 0, 0, 1);
+        multiply_strided(factors->up + place, count, lowered, down->outputs, to.values + t * to.stride, to.stride, 1,
+                         0, 1);
+    }
+}
+
 void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int thread,
                     int threads)
 {
