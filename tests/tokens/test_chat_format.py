@@ -200,6 +200,10 @@ def test_content_never_becomes_a_control_token(make: Any) -> None:
         ("{% if %}", "is not a Jinja template"),
         (TOLD.replace("|im_end|", "|eos|"), "no control token"),
         (HEADERS.replace("message.role", "message.role + loop.index | string"), "message by message"),
+        (
+            HEADERS.replace("\\n\\n' }}{%- endif %}", "\\n\\n<think>' }}{%- endif %}"),
+            "open an answer with .*<think>",
+        ),
         (TOLD.replace("message['content'] +", "message['content'] | upper +"), "message by message"),
         (TOLD.replace("message['content'] +", "message['content'] | replace('<', '(') +"), "stands where"),
         ("{{ raise_exception('only pictures') }}", "only pictures"),

@@ -91,7 +91,10 @@ class _Reader:
             [user, answer, _said("user", _FIRST)], _USER, _ANSWER, _FIRST
         )
         if not prompt == to_answer == to_said == again or after_said != to_user:
-            raise _unstable("an answer stands in another place, or ends otherwise, than its prompt says")
+            raise _unstable(
+                f"prompts open an answer with {prompt!r}; an earlier one stands between {to_said!r} and "
+                f"{after_said!r}, where words of the system stand before {to_user!r}"
+            )
         (end, *user_pieces), (_, *answer_pieces) = self._ended(to_user), self._ended(to_answer)
         num_plain = next(
             (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
