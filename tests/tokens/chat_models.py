@@ -35,6 +35,16 @@ HEADERS = """\
 {%- if add_generation_prompt %}{{- '<|start|>assistant<|header|>\\n\\n' }}{%- endif %}"""
 """Headers of their own tokens, and one token before everything."""
 
+OPENERS = """\
+{%- for message in messages %}\
+{%- if loop.first and message.role != 'system' %}\
+{{- '<|system|>system<|header|>You help.<|eot|>' }}{%- endif %}\
+{{- '<|' + ('system' if message.role == 'tool' else message.role) + '|>' + message.role + '<|header|>' }}\
+{{- '## Return of ' + message.tool_call_id + '\\n' if message.role == 'tool' else '' }}\
+{{- message.content + '<|eot|>' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|assistant|>assistant<|header|>' }}{%- endif %}"""
+"""A token of its own opens each role, and results name the call that they answer."""
+
 
 @cache
 def chat_tokenizer(
@@ -54,6 +64,12 @@ def chat_tokenizer(
 
 def headers_tokenizer() -> Tokenizer:
     return chat_tokenizer(HEADERS, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
+
+
+def openers_tokenizer() -> Tokenizer:
+    return chat_tokenizer(
+        OPENERS, marks=("<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|header|>", "<|eot|>")
+    )
 
 
 def dated_tokenizer() -> Tokenizer:

@@ -14,6 +14,7 @@ from tests.tokens.chat_models import (
     chat_tokenizer,
     dated_tokenizer,
     headers_tokenizer,
+    openers_tokenizer,
     plain_chatml,
     qwen_like,
     told_chatml,
@@ -109,7 +110,22 @@ def test_a_frame_is_read_off_a_template_that_no_known_one_is() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [told_chatml, headers_tokenizer, dated_tokenizer, plain_chatml, qwen_like])
+def test_a_system_message_in_every_conversation_may_open_with_a_token_of_its_own() -> None:
+    template = choose_format(openers_tokenizer()).template
+    assert template.system == (Control("<|system|>"), "system", Control("<|header|>"))
+    assert (template.begin, template.default_system) == ((), "You help.")
+
+
+def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> None:
+    """A frame knows no calls: it would give every result the id of the probe's."""
+    renderer = choose_format(openers_tokenizer()).renderer()
+    text = renderer.tokenizer.decode(renderer.observations(["3 passed"]))
+    assert text.startswith("<|user|>user<|header|><tool_response>\n3 passed\n</tool_response><|eot|>")
+
+
+@pytest.mark.parametrize(
+    "make", [told_chatml, headers_tokenizer, openers_tokenizer, dated_tokenizer, plain_chatml, qwen_like]
+)
 def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> None:
     chosen = choose_format(make())
     again = choose_format(chosen.tokenizer)
@@ -119,7 +135,9 @@ def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> Non
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize("make", [told_chatml, headers_tokenizer, dated_tokenizer, plain_chatml, qwen_like])
+@pytest.mark.parametrize(
+    "make", [told_chatml, headers_tokenizer, openers_tokenizer, dated_tokenizer, plain_chatml, qwen_like]
+)
 @pytest.mark.parametrize("system", [[], [SYSTEM]])
 @pytest.mark.parametrize("tools", [[], TOOLS])
 def test_transformers_renders_the_tokens_that_sessions_have(
@@ -182,6 +200,10 @@ def test_content_never_becomes_a_control_token(make: Any) -> None:
         ("{% if %}", "is not a Jinja template"),
         (TOLD.replace("|im_end|", "|eos|"), "no control token"),
         (HEADERS.replace("message.role", "message.role + loop.index | string"), "message by message"),
+        (
+            HEADERS.replace("\\n\\n' }}{%- endif %}", "\\n\\n<think>' }}{%- endif %}"),
+            "open an answer with .*<think>",
+        ),
         (TOLD.replace("message['content'] +", "message['content'] | upper +"), "message by message"),
         (TOLD.replace("message['content'] +", "message['content'] | replace('<', '(') +"), "stands where"),
         ("{{ raise_exception('only pictures') }}", "only pictures"),

@@ -9,6 +9,7 @@ from token_builders import (
     TYPED_TOOLS,
     TYPED_XML,
     hermes_text_renderer,
+    merge_deltas,
     qwen_renderer,
     qwen_tokenizer,
     small_tokenizer,
@@ -25,7 +26,6 @@ from etude.tokens.grammar import (
     ReasoningDelta,
     TextDelta,
     collect,
-    merge_deltas,
     parse_calls,
     parse_events,
 )

@@ -29,6 +29,8 @@ _SYSTEM, _USER, _ANSWER, _FIRST, _SECOND = "Ssystemz", "Quserz", "Aanswerz", "Rf
 _TOOL = ToolSchema(
     "look_up", "Looks it up.", (Parameter("key", "what"), Parameter("most", "n", False, "integer"))
 )
+_ID = "call0000"
+"""Calls have one digit more, and so nine characters, as Mistral's templates demand."""
 _CALL = ToolCall("look_up", {"key": "a ß", "most": "3"})
 _TEXTS = (
     "plain words",
@@ -89,7 +91,10 @@ class _Reader:
             [user, answer, _said("user", _FIRST)], _USER, _ANSWER, _FIRST
         )
         if not prompt == to_answer == to_said == again or after_said != to_user:
-            raise _unstable("an answer stands in another place, or ends otherwise, than its prompt says")
+            raise _unstable(
+                f"prompts open an answer with {prompt!r}; an earlier one stands between {to_said!r} and "
+                f"{after_said!r}, where words of the system stand before {to_user!r}"
+            )
         (end, *user_pieces), (_, *answer_pieces) = self._ended(to_user), self._ended(to_answer)
         num_plain = next(
             (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
@@ -98,14 +103,14 @@ class _Reader:
         answer_pieces, system = answer_pieces[num_plain:], self._pieces(opened)
         if not (user_pieces and answer_pieces and system):
             raise _unstable("messages do not begin with control tokens")
+        has_default = bare.startswith(opened) and bare.endswith(to_user)
         if user_pieces[0] in system:
             start = system.index(user_pieces[0])
             begin, system = system[:start], system[start:]
-        else:
-            begin = self._pieces(bare.removesuffix(spell(user_pieces)))
+        else:  # where there is always a system message, what stands before it counts as its opening
+            begin = [] if has_default else self._pieces(bare.removesuffix(spell(user_pieces)))
             system = system[len(begin) :]
         assert isinstance(end, Control), "see _ended"
-        has_default = bare.startswith(opened) and bare.endswith(to_user)
         default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
         return Template(
             "derived",
@@ -134,6 +139,8 @@ class _Reader:
         lead = spell(template.after_end)
         close = rest.removesuffix(closed)
         if not (found and opened.startswith(lead) and rest.endswith(closed) and between.startswith(close)):
+            return None
+        if any(_names_its_call(part) for part in (opened, between, close)):
             return None
         return replace(
             template,
@@ -180,16 +187,21 @@ def _said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
+def _names_its_call(frame: str) -> bool:
+    """Whether a result's frame says which call it answers: then it is another one for every call."""
+    return _CALL.name in frame or _ID in frame
+
+
 def _results(outputs: Sequence[str]) -> list[Message]:
     return [
-        {"role": "tool", "tool_call_id": f"call{number:05}", "name": _CALL.name, "content": output}
+        {"role": "tool", "tool_call_id": f"{_ID}{number}", "name": _CALL.name, "content": output}
         for number, output in enumerate(outputs)
     ]
 
 
 def _calls(count: int) -> list[Mapping[str, Any]]:
     function = {"name": _CALL.name, "arguments": {"key": _CALL.arguments["key"], "most": 3}}
-    return [{"type": "function", "id": f"call{number:05}", "function": function} for number in range(count)]
+    return [{"type": "function", "id": f"{_ID}{number}", "function": function} for number in range(count)]
 
 
 def _probes() -> Iterator[list[Message]]:

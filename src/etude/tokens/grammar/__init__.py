@@ -9,7 +9,6 @@ from etude.tokens.grammar.events import (
     ReasoningDelta,
     TextDelta,
     collect,
-    merge_deltas,
 )
 from etude.tokens.grammar.hermes import HermesGrammar
 from etude.tokens.grammar.interface import (
@@ -40,7 +39,6 @@ __all__ = [
     "ToolSchema",
     "XmlGrammar",
     "collect",
-    "merge_deltas",
     "parse_calls",
     "parse_events",
     "read_value",

@@ -79,37 +79,3 @@ def collect(events: Iterable[ParseEvent]) -> ParsedMessage:
         elif isinstance(event, CallFinished):
             calls.append(event.call)
     return ParsedMessage("".join(text), "".join(reasoning), tuple(calls))
-
-
-def merge_deltas(events: Iterable[ParseEvent]) -> list[ParseEvent]:
-    """Neighbouring deltas of one kind (and one argument) as one: equal for every way to cut a message."""
-    merged: list[ParseEvent] = []
-    run: list[str] = []
-
-    def close() -> None:
-        if run:
-            last = merged[-1]
-            text = "".join(run)
-            if isinstance(last, ArgumentDelta):
-                merged[-1] = ArgumentDelta(last.name, text)
-            elif isinstance(last, TextDelta | ReasoningDelta):
-                merged[-1] = type(last)(text)
-            run.clear()
-
-    for event in events:
-        if not isinstance(event, TextDelta | ReasoningDelta | ArgumentDelta):
-            close()
-            merged.append(event)
-            continue
-        if not (run and _same_run(merged[-1], event)):
-            close()
-            merged.append(event)
-        run.append(event.text)
-    close()
-    return merged
-
-
-def _same_run(last: ParseEvent, event: ParseEvent) -> bool:
-    if isinstance(last, ArgumentDelta) and isinstance(event, ArgumentDelta):
-        return last.name == event.name
-    return type(last) is type(event)
