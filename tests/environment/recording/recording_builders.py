@@ -24,7 +24,6 @@ from etude.environment.recording import (
     SessionMap,
 )
 from etude.environment.recording.branches import Branch
-from etude.environment.recording.service import Begun
 from etude.environment.recording.session_map import MapLimits
 from etude.errors import SamplerError
 from etude.records import SampleChunk, SampleRequest, Scores
@@ -158,12 +157,9 @@ class ChatClient:
         body = {"messages": messages, "tools": self.tools, **options}
         request = CHAT.read(body, options.get("agent", ""), strict=False)
         params, rules = SamplingDefaults().params(request.sampling), replace(request.rules, whole_calls=True)
-        events = self.service.answer(Ask(request.messages, params, rules, request.sampling.seed))
-        begun = await anext(events)
-        assert isinstance(begun, Begun)
-        writer = CHAT.writer(request, "0", begun.prompt_tokens, qwen_tokenizer(), "m")
-        async for event in events:
-            assert not isinstance(event, Begun)
+        started = self.service.start(Ask(request.messages, params, rules, request.sampling.seed))
+        writer = CHAT.writer(request, "0", started.prompt_tokens, qwen_tokenizer(), "m")
+        async for event in started.events:
             writer.take(event)
             assert not isinstance(event, Ended) or event.num_tokens == writer.usage.completion_tokens
         document = writer.whole()

@@ -5,18 +5,7 @@ from __future__ import annotations
 from etude.errors import EtudeError, InfrastructureError, UserError
 from etude.serving.access import AccessError
 from etude.serving.errors import BodyTooLargeError, OpenAIErrors
-from etude.tokens.chat.errors import BadRequestError, ContextLengthError
-
-__all__ = [
-    "ERRORS",
-    "BadRequestError",
-    "BusyError",
-    "ContextLengthError",
-    "DrainingError",
-    "NoSuchSessionError",
-    "RefusedKeyError",
-    "SessionEndedError",
-]
+from etude.tokens.chat.errors import ContextLengthError
 
 
 class RefusedKeyError(UserError):

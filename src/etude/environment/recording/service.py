@@ -42,10 +42,14 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """Sampling begins after this many tokens."""
+class StartedAnswer:
+    """One answer that is being sampled."""
 
     prompt_tokens: int
+    events: AsyncGenerator[Event]
+    """What is sampled, in order; `Ended` last. Closing it early aborts the request. Raises
+    InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history can
+    be sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +82,14 @@ class AnswerService:
         self._numbers = itertools.count(self.session_map.counts.requests)
 
     async def encode_ahead(self, messages: Sequence[Message]) -> Ahead:
-        """What `answer` needs of a long history, made in a thread. Raises as `answer`."""
+        """What `start` needs of a long history, made in a thread. Raises as `start`."""
         work = self.session_map.encoding(messages)
         return NOTHING if work is None else await asyncio.to_thread(work)
 
-    async def answer(self, ask: Ask, ahead: Ahead = NOTHING) -> AsyncGenerator[Begun | Event]:
-        """Yields what is sampled, in order; `Ended` last. Closing it early aborts the request.
+    def start(self, ask: Ask, ahead: Ahead = NOTHING) -> StartedAnswer:
+        """Begins to sample the answer to a request. `ahead`: see `encode_ahead`.
 
-        `ahead`: see `encode_ahead`. Raises BadRequestError and ContextLengthError before anything is sampled;
-        InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history
-        can be sent again.
+        Raises BadRequestError, ContextLengthError and StoreError; then nothing is sampled.
         """
         generation = self.session_map.begin(ask.messages, ask.params, ahead)
         number = self._note_begin(generation, ask)
@@ -95,8 +97,10 @@ class AnswerService:
         running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules)
         running.task = self.tasks.start(self._sample(running))
         self._live.add(running)
+        return StartedAnswer(len(generation.tokens), self._events(running))
+
+    async def _events(self, running: _Running) -> AsyncGenerator[Event]:
         try:
-            yield Begun(len(generation.tokens))
             while True:
                 event = await running.queue.get()
                 if isinstance(event, EtudeError):

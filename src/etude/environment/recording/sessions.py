@@ -23,7 +23,6 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from etude.environment.recording.errors import (
-    BadRequestError,
     BusyError,
     DrainingError,
     NoSuchSessionError,
@@ -41,6 +40,7 @@ from etude.records import Group, RewardBreakdown, Status, Trajectory
 from etude.serving.access import find_token
 from etude.store.blobs import BlobStore, FileBlobs
 from etude.store.trajectories import TrajectoryLog
+from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.shelf import RendererShelf
 
 _MAX_ENDED = 4096

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
@@ -13,14 +11,14 @@ from fastapi.responses import JSONResponse, Response
 
 from etude.environment.recording.errors import ERRORS
 from etude.environment.recording.server.requests import AGENT_HEADER, recordings_of, session_of, with_body
-from etude.environment.recording.service import Ask, Begun
+from etude.environment.recording.service import Ask
 from etude.environment.recording.sessions import RecordedSession
 from etude.errors import EtudeError
 from etude.serving.answers import EventStream, Sending
 from etude.serving.application import unless_gone
 from etude.serving.describing import answering, described
 from etude.serving.errors import ErrorAnswer
-from etude.tokens.chat.answers import Event, encode_event, written, written_whole
+from etude.tokens.chat.answers import encode_event, written, written_whole
 from etude.tokens.chat.dialects import DIALECTS, MESSAGES, Dialect, respell_error
 from etude.tokens.chat.requests import ChatRequest
 
@@ -90,15 +88,14 @@ async def _answer(
     recordings.counts["requests"] += 1
     ahead = await session.service.encode_ahead(ask.messages)
     recordings.enter(session)
-    answered = session.service.answer(ask, ahead)
     try:
-        begun = await anext(answered)
-        assert isinstance(begun, Begun), "the number of the prompt's tokens comes first"
+        started = session.service.start(ask, ahead)
     except BaseException:
         recordings.leave(session)
         raise
-    events, tokenizer = _events(answered), recordings.renderers.tokenizer
-    writer = dialect.writer(read, secrets.token_hex(12), begun.prompt_tokens, tokenizer, read.model or _MODEL)
+    events, tokenizer = started.events, recordings.renderers.tokenizer
+    model = read.model or _MODEL
+    writer = dialect.writer(read, secrets.token_hex(12), started.prompt_tokens, tokenizer, model)
 
     def describe(error: Exception) -> ErrorAnswer:
         recordings.counts["errors"] += 1
@@ -118,11 +115,3 @@ async def _answer(
     finally:
         recordings.leave(session)
     return JSONResponse(document)
-
-
-async def _events(answered: AsyncGenerator[Begun | Event]) -> AsyncGenerator[Event]:
-    """What follows the beginning; closed with what it follows."""
-    async with aclosing(answered):
-        async for event in answered:
-            assert not isinstance(event, Begun)
-            yield event
