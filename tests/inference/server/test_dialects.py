@@ -165,11 +165,16 @@ def test_anthropics_client_counts_the_tokens_of_a_prompt(asked: Asked) -> None:
     assert message(asked, [USER], system=anthropic.omit).usage.input_tokens == counted.input_tokens
 
 
+def _told(caught: Any) -> dict[str, str]:
+    """What Anthropic's client says that the error was."""
+    return caught.value.body["error"]
+
+
 def test_each_client_gets_errors_in_its_own_words(asked: Asked) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         message(asked, [USER], tool_choice={"type": "any"})
-    assert refused.value.body["error"]["type"] == "invalid_request_error"
-    assert "tool_choice" in refused.value.body["error"]["message"]
+    assert _told(refused)["type"] == "invalid_request_error"
+    assert "tool_choice" in _told(refused)["message"]
     with pytest.raises(openai.BadRequestError) as caught:
         respond(asked, "x", temperature=9)
     assert caught.value.param == "temperature"
@@ -184,7 +189,7 @@ def test_an_engine_that_fails_is_told_in_the_clients_words(asked: Asked, stream:
     asked.sampler.stream = fails
     with pytest.raises(anthropic.APIStatusError) as caught:
         message(asked, [USER], stream=stream)
-    assert caught.value.status_code == 529 and caught.value.body["error"]["type"] == "overloaded_error"
+    assert caught.value.status_code == 529 and _told(caught)["type"] == "overloaded_error"
     with pytest.raises(openai.InternalServerError) as refused:
         respond(asked, "x", stream=stream)
     assert refused.value.status_code == 503
