@@ -38,11 +38,13 @@ from etude.environment.recording import (
     SamplingDefaults,
     SessionMap,
 )
-from etude.environment.recording.openai_format import read_chat
 from etude.environment.recording.server import build_app
 from etude.observe import commit, describe_machine, versions
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import QWEN3_TEMPLATE, Tokenizer, train_tokenizer
+from etude.tokens.chat.messages import Opening
+from etude.tokens.chat.openai_chat import read_chat
+from etude.tokens.chat.openai_messages import read_tools
 from etude.tokens.grammar import HermesGrammar
 
 TOKEN = "benchmark"
@@ -97,7 +99,7 @@ def answer_text(command: str) -> str:
 
 def make_sampler(shelf: RendererShelf, texts: Iterator[str]) -> ScriptedSampler:
     """Answers at once, with the next text."""
-    renderer = shelf.find(read_chat(body([]), "", SamplingDefaults()).ask.messages[0])  # type: ignore[arg-type]
+    renderer = shelf.find(Opening(tools=read_tools([TOOL])))
 
     def script(session_id: str, context: Any) -> Any:
         return renderer.encode([*renderer.grammar.split(next(texts)), renderer.template.end])
@@ -181,9 +183,9 @@ def place_times(session_map: SessionMap, history: list[dict[str, Any]]) -> tuple
     places: list[float] = []
     for _ in range(20):
         began = time.perf_counter()
-        request = read_chat(json.loads(data), "", SamplingDefaults())
+        request = read_chat(json.loads(data), strict=False)
         read = time.perf_counter()
-        session_map.measure(request.ask.messages, request.ask.params)
+        session_map.measure(request.messages, SamplingDefaults().params(request.sampling))
         places.append((time.perf_counter() - read) * 1e3)
         reads.append((read - began) * 1e3)
     return statistics.median(reads), statistics.median(places)
@@ -233,7 +235,7 @@ def play_harness(python: str, api: str) -> dict[str, Any]:
 
 def turn_tokens(shelf: RendererShelf, command: str) -> Any:
     """What the scripted sampler samples for one command."""
-    renderer = shelf.find(read_chat(body([]), "", SamplingDefaults()).ask.messages[0])  # type: ignore[arg-type]
+    renderer = shelf.find(Opening(tools=read_tools([TOOL])))
     return renderer.encode([*renderer.grammar.split(answer_text(command)), renderer.template.end])
 
 

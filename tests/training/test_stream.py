@@ -273,3 +273,38 @@ def test_a_consumer_killed_at_any_moment_ends_with_the_same_weights(tmp_path: Pa
     assert state["trained"] == complete["trained"] == ["g0", "g1", "g3", "g4", "g5", "g6", "g7", "g8"]
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+def _apart(group: Group, expected: int = 2) -> list[Group]:
+    """Its members as they are recorded: each stored by itself, under the group's id."""
+    return [replace(group, expected=expected, members=(member,)) for member in group.members]
+
+
+def test_members_that_were_stored_alone_are_joined_by_the_groups_id(tmp_path: Path) -> None:
+    rollouts, config = Rollouts(small_model()), RlConfig()
+    log = TrajectoryLog(tmp_path)
+    first, second = group_of(rollouts, 0), group_of(rollouts, 1)
+    one, other = _apart(first), _apart(second)
+    for group in (one[1], other[0], one[0], group_of(rollouts, 2)):
+        log.append([group])
+    stream = RecordedStream(log, config)
+    (joined,) = stream.take(1)
+    assert [member.id for member in joined.members] == [member.id for member in first.members]
+    resumed = RecordedStream(log, config, stream.state_dict())
+    assert [group.id for group in resumed.take(1)] == ["g2"]
+    log.append([other[1]])
+    again = RecordedStream(log, config, resumed.state_dict())
+    (joined,) = again.take(1)
+    assert [member.id for member in joined.members] == [member.id for member in second.members]
+    assert not again.take(1) and not again.passed
+
+
+def test_a_group_of_which_members_are_missing_comes_at_the_logs_end(tmp_path: Path) -> None:
+    rollouts, config = Rollouts(small_model()), RlConfig()
+    log = TrajectoryLog(tmp_path)
+    for group in (*_apart(group_of(rollouts, 0), expected=0), *_apart(group_of(rollouts, 1), expected=3)):
+        log.append([group])
+    log.append([_apart(group_of(rollouts, 2))[0], group_of(rollouts, 3)])
+    stream = RecordedStream(log, config)
+    assert [[group.id for group in stream.take(1)] for _ in range(4)] == [["g3"], ["g0"], ["g1"], []]
+    assert stream.passed == {"no_signal": 1}, "a session alone teaches nothing"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from etude.cli.following import following
 from etude.cli.served_model import EngineChoice, OpenedModel, check_choices, open_checkpoint, running_engine
 from etude.cli.serving_options import (
     AllowedHostOption,
@@ -46,6 +47,10 @@ SlotsOption = Annotated[int, typer.Option(min=1, help="Contexts whose keys and v
 TokenFileOption = Annotated[
     Path | None, typer.Option(help="File with a line `TENANT TOKEN` for each tenant. Default: STORE/tokens.")
 ]
+FollowOption = Annotated[
+    Path | None,
+    typer.Option(help="Run directory, or checkpoint, whose new weights are served as they are saved."),
+]
 
 
 @record_app.callback()
@@ -69,6 +74,7 @@ def serve_command(
     allowed_host: AllowedHostOption = None,
     port: PortOption = 8650,
     token_file: TokenFileOption = None,
+    follow: FollowOption = None,
     drain_s: DrainOption = 60.0,
     certificate: CertificateOption = None,
     key: KeyOption = None,
@@ -104,7 +110,7 @@ def serve_command(
         serving: dict[str, Any] = {"host": host, "listeners": listeners, "drain_s": drain_s}
         serving["allowed_hosts"] = tuple(allowed_host or ())
         recording = _Recording(
-            opened, version, EngineChoice(num_slots, 0, kernels, 0), store, tenants, limits
+            opened, version, EngineChoice(num_slots, 0, kernels, 0), store, tenants, limits, follow
         )
         asyncio.run(recording.run({**serving, "certificate": certificate, "key": key}))
 
@@ -119,6 +125,8 @@ class _Recording:
     store: Path
     tenants: dict[str, str]
     limits: RecordingLimits
+    follow: Path | None
+    """Where new weights come from."""
 
     async def run(self, serving: dict[str, Any]) -> None:
         """An engine that takes requests as they come, and the server before it, until a signal."""
@@ -131,4 +139,5 @@ class _Recording:
             service = engine.service
             recordings = Recordings(service, shelf, self.store, self.tenants, self.limits)
             note = f"it samples from {self.version} and stores trajectories in {self.store}"
-            await serve(recordings, note=note, **serving)
+            async with following(engine, self.follow, engine.manifest.version):
+                await serve(recordings, note=note, **serving)

@@ -16,6 +16,7 @@ from etude.errors import CheckpointError, ConfigError, ResourceError, UserError
 from etude.records import PolicyVersion, WeightManifest
 
 if TYPE_CHECKING:
+    from etude.config import ModelConfig
     from etude.controller.compute import Place
     from etude.inference.cache import CacheFormat
     from etude.inference.engine import Engine
@@ -259,6 +260,8 @@ class RunningEngine:
     weights: CheckpointWeights
     manifest: WeightManifest
     """In service."""
+    config: ModelConfig
+    """Of the model."""
 
 
 @contextlib.asynccontextmanager
@@ -281,4 +284,4 @@ async def running_engine(
         manifest = memory.publish(version, dict(opened.weights.named_parameters()))
         await service.stage(manifest)
         await service.activate(manifest.version)
-        yield RunningEngine(service, weights, manifest)
+        yield RunningEngine(service, weights, manifest, opened.weights.config)

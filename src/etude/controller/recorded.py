@@ -22,6 +22,7 @@ from etude.controller.ranks import open_trainer
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
 from etude.controller.train import FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
+from etude.environment.recording.spec import RECORDED_ROUTES
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
 from etude.model import LanguageModel
@@ -39,7 +40,7 @@ from etude.weights import MemoryWeights
 
 
 class RecordedSource:
-    """A run directory, or a trajectory log alone."""
+    """A run directory, the store of `etude record serve`, or a trajectory log alone."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where there is no log."""
@@ -53,8 +54,8 @@ class RecordedSource:
             )
         self.path = path
         self.log = TrajectoryLog(log)
-        routes = log.parent / ROUTES
-        self._blobs = FileBlobs(routes) if routes.is_dir() else None
+        kept = (log.parent / ROUTES, log / RECORDED_ROUTES)
+        self._blobs = next((FileBlobs(routes) for routes in kept if routes.is_dir()), None)
 
     def fetch_routes(self, ref: BlobRef) -> NDArray[np.generic]:
         """The routes of a segment. Raises ConfigError where they were not kept."""

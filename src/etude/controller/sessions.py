@@ -153,19 +153,20 @@ class SessionReader:
             system, rest = read_messages(messages)
             opening = Opening(system, read_tools(list(tools)))
             framing = Framing(self.open_shelf().find(opening))
-            begins = [opening, *rest] if system or opening.tools else rest
-            parts = [framing.given(message, first=not place) for place, message in enumerate(begins)]
+            parts: list[NDArray[np.int32]] = []
+            for message in (opening, *rest):
+                parts.append(framing.given(message, first=not any(map(len, parts))))
         except (BadRequestError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{where}: {error}", field=f"source {name}", fix="correct the messages"
             ) from error
         marks: list[NDArray[np.bool_]] = []
-        for place, (message, part) in enumerate(zip(begins, parts, strict=True)):
+        for place, (message, part) in enumerate(zip((opening, *rest), parts, strict=True)):
             mark = np.full(len(part), isinstance(message, Answer))
             if isinstance(message, Answer):
-                mark[: len(framing.answer_frame(not place))] = False
+                mark[: len(framing.answer_frame(not any(map(len, parts[:place]))))] = False
             marks.append(mark)
-        if not parts:
+        if not rest and not len(parts[0]):
             raise ConfigError(f"{where}: has no messages", field=f"source {name}")
         return self._document(np.concatenate(parts).astype(np.int32), np.concatenate(marks))
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import etude
 from etude.errors import EtudeError, UserError
 from etude.serving.access import AccessError, check_bearer, check_names
-from etude.serving.errors import BodyTooLargeError, ErrorShape, RouteError
+from etude.serving.errors import BodyTooLargeError, ErrorAnswer, ErrorShape, RouteError
 from etude.serving.json_bodies import off_the_loop, parse_json
 from etude.serving.messages import FRAMES
 from etude.serving.metrics import Metrics
@@ -41,6 +41,8 @@ _UNREADY: dict[int | str, dict[str, Any]] = {
 
 OnError = Callable[[HTTPConnection, Exception, int], None]
 """Called with every error and its status before it is answered, to be counted."""
+Respell = Callable[[HTTPConnection, BaseException, ErrorAnswer], ErrorAnswer]
+"""An error's answer in the words of the API that the request came by."""
 
 
 def build_application(
@@ -54,6 +56,7 @@ def build_application(
     ready: Callable[..., Awaitable[Any]] | None = None,
     figures: Callable[[Request], Awaitable[str]] | None = None,
     guard: Dependency | None = None,
+    respell: Respell = lambda connection, error, answer: answer,
 ) -> FastAPI:
     """An application with `/health`, `/openapi.json` and what else is given.
 
@@ -75,7 +78,7 @@ def build_application(
         if isinstance(error, ClientDisconnect):
             on_error(connection, error, CLIENT_LEFT)
             return Response(status_code=CLIENT_LEFT)  # nobody reads it
-        status, document, headers = errors.describe(error)
+        status, document, headers = respell(connection, error, errors.describe(error))
         on_error(connection, error, status)
         return Json(document, status, headers=dict(headers))
 
@@ -149,6 +152,12 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     if declared.isdecimal():
         _check_size(int(declared), limit_bytes)
     return b"".join([piece async for piece in pieces(request, limit_bytes)])
+
+
+async def read_parsed(request: Request, limit_bytes: int, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of a request's whole body; of a large one in a thread. Raises BodyTooLargeError."""
+    data = await read_body(request, limit_bytes)
+    return await off_the_loop(lambda: parse(data), len(data))
 
 
 async def read_request(

@@ -4,6 +4,8 @@
                ^ cursor: part and group, prompts trained so far
                take(n): the next n groups that pass -> step -> checkpoint with the cursor in it
 
+Recorded sessions come one by one: a member of a group waits for the others that have its group's id.
+
 The cursor is saved with the weights, in one atomic checkpoint. So a process that is killed goes on from where
 its weights are: what they were trained on is never given again, and what they were not is never left out.
 """
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -69,6 +72,8 @@ class RecordedStream:
         self._group = 0
         self._prompts: set[str] = set()
         self._loaded: tuple[str, list[Group]] = ("", [])
+        self._waiting: dict[str, list[tuple[str, int, Group]]] = {}
+        """By group: its members so far, each with its part and place there."""
         if state is not None:
             self._restore(state)
 
@@ -76,36 +81,40 @@ class RecordedStream:
         """The next groups, as a step of a run has them: `num_groups` whose verdicts differ, fewer only at the
         log's end, and those of one verdict that lie before the next such group.
 
-        There it waits for up to `rl.stream.wait_s` for what another process may still append. If `stop` holds
-        while it waits, nothing is taken: what was found comes again. Raises StoreError, naming the part, on
-        damage.
+        There it waits for up to `rl.stream.wait_s` for what another process may still append; groups of which
+        members are missing then come as they are. If `stop` holds while it waits, nothing is taken: what was
+        found comes again. Raises StoreError, naming the part, on damage.
         """
         taken: list[Group] = []
         before = self.state_dict()
         deadline_s: float | None = None
         num_task = 0
         while True:
+            mark = self._part, self._group, dict(self._waiting)
             group = self._next()
             if group is None:
                 if num_task == num_groups:
                     break
                 if deadline_s is None:  # the log ends here: what was read up to here took time, too
                     deadline_s = time.monotonic() + self._config.stream.wait_s
-                if time.monotonic() >= deadline_s:
+                if time.monotonic() < deadline_s:
+                    if stop():
+                        self._restore(before)
+                        return []
+                    time.sleep(_POLL_S)
+                    continue
+                if not self._waiting:
                     break
-                if stop():
-                    self._restore(before)
-                    return []
-                time.sleep(_POLL_S)
-                continue
-            deadline_s = None
+                group = _joined([one for _, _, one in self._waiting.pop(next(iter(self._waiting)))])
+            else:
+                deadline_s = None
             reason = self._reason(group)
             if reason is not None:
                 self.passed[reason] += 1
                 continue
             if signal_of(group, self._config) is Signal.TASK:
                 if num_task == num_groups:
-                    self._group -= 1
+                    self._part, self._group, self._waiting = mark
                     break
                 num_task += 1
             self._prompts.add(prompt_digest(group))
@@ -118,6 +127,7 @@ class RecordedStream:
         return {
             "part": self._part,
             "group": self._group,
+            "waiting": [[part, place] for held in self._waiting.values() for part, place, _ in held],
             "prompts": sorted(self._prompts),
             "passed": {str(reason): count for reason, count in self.passed.items()},
             "num_taken": self.num_taken,
@@ -129,6 +139,7 @@ class RecordedStream:
             self._prompts = set(state["prompts"])
             self.passed = Counter(state["passed"])
             self.num_taken = int(state["num_taken"])
+            waiting = [(str(part), int(place)) for part, place in state.get("waiting", [])]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"has no cursor: {error!r}", field="stream") from error
         if self._part and self._part not in self._log.part_names():
@@ -138,14 +149,26 @@ class RecordedStream:
                 received=self._part,
                 fix="resume with the log that the run began with",
             )
+        self._waiting = {}
+        for part, place in waiting:
+            group = self._log.read_part(part)[place]
+            self._waiting.setdefault(group.id, []).append((part, place, group))
 
     def _next(self) -> Group | None:
-        """The group at the cursor, which moves on; None at the log's end."""
+        """The group at the cursor, which moves on; None at the log's end. Members that were stored alone come
+        with the last one of their group."""
         while True:
             groups = self._groups_of(self._part) if self._part else []
             if self._group < len(groups):
+                group = groups[self._group]
                 self._group += 1
-                return groups[self._group - 1]
+                if len(group.members) != 1 or group.expected == 1:
+                    return group
+                held = [*self._waiting.pop(group.id, []), (self._part, self._group - 1, group)]
+                if len(held) == group.expected:
+                    return _joined([one for _, _, one in held])
+                self._waiting[group.id] = held
+                continue
             following = [name for name in self._log.part_names() if name > self._part]
             if not following:
                 return None
@@ -170,6 +193,12 @@ class RecordedStream:
         if not stream.repeat_prompts and prompt_digest(group) in self._prompts:
             return Passed.REPEATED
         return None
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    """Groups of one id as one, its members in order."""
+    members = sorted((member for group in groups for member in group.members), key=lambda one: one.id.index)
+    return replace(groups[0], members=tuple(members))
 
 
 def prompt_digest(group: Group) -> str:

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from etude.agent import ScriptedSampler
 from etude.environment.recording import (
     AnswerService,
+    Ask,
     Recordings,
     RendererShelf,
     SamplingDefaults,
@@ -23,11 +24,12 @@ from etude.environment.recording import (
     SessionMap,
 )
 from etude.environment.recording.branches import Branch
-from etude.environment.recording.openai_format import ChatWriter, read_chat
 from etude.environment.recording.session_map import MapLimits
 from etude.errors import SamplerError
 from etude.records import SampleChunk, SampleRequest, Scores
 from etude.tokens import QWEN3_TEMPLATE, Renderer, Tokenizer, train_tokenizer
+from etude.tokens.chat.answers import Ended
+from etude.tokens.chat.dialects import CHAT
 from etude.tokens.chat.messages import Answer, Results, UserWords
 from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
 
@@ -153,9 +155,14 @@ class ChatClient:
     async def send(self, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
         """Asks for an answer; the whole document."""
         body = {"messages": messages, "tools": self.tools, **options}
-        request = read_chat(body, options.get("agent", ""), SamplingDefaults())
-        writer = ChatWriter(request, "chatcmpl-0", qwen_tokenizer())
-        document = await writer.whole(self.service.answer(request.ask))
+        request = CHAT.read(body, options.get("agent", ""), strict=False)
+        params, rules = SamplingDefaults().params(request.sampling), replace(request.rules, whole_calls=True)
+        started = self.service.start(Ask(request.messages, params, rules, request.sampling.seed))
+        writer = CHAT.writer(request, "0", started.prompt_tokens, qwen_tokenizer(), "m")
+        async for event in started.events:
+            writer.take(event)
+            assert not isinstance(event, Ended) or event.num_tokens == writer.usage.completion_tokens
+        document = writer.whole()
         self.answer_tokens += document["usage"]["completion_tokens"]
         return document
 

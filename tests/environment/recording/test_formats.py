@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.environment.recording.anthropic_format import read_messages
-from etude.environment.recording.errors import BadRequestError
-from etude.environment.recording.fields import SamplingDefaults
-from etude.environment.recording.openai_format import read_chat
+from etude.tokens.chat.dialects import CHAT, DIALECTS, Dialect
+from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, content_key
 
 WORDS = [
@@ -73,18 +70,23 @@ bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 
 @pytest.mark.slow
 @given(body=bodies, told=st.none() | messages)
-@pytest.mark.parametrize("read", [read_chat, read_messages])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("strict", [True, False])
 def test_any_body_is_read_or_refused_by_name(
-    read: Callable[..., Any], body: dict[str, Any], told: list[Any] | None
+    dialect: Dialect, strict: bool, body: dict[str, Any], told: list[Any] | None
 ) -> None:
     if told is not None:
-        body = {**body, "messages": told, "max_tokens": 5}
+        body = {
+            **body,
+            "max_tokens": 5,
+            **({"input": told} if dialect.name == "responses" else {"messages": told}),
+        }
     try:
-        request = read(body, "", SamplingDefaults())
+        request = dialect.read(body, "", strict)
     except BadRequestError as error:
         assert error.field
         return
-    for message in request.ask.messages:
+    for message in request.messages:
         assert content_key(message) == content_key(message)
 
 
@@ -92,7 +94,7 @@ def test_deep_nesting_is_kept_as_text_in_arguments() -> None:
     deep = "[" * 900 + "]" * 900
     call = {"id": "1", "function": {"name": "f", "arguments": deep}}
     told = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
-    request = read_chat({"messages": told}, "", SamplingDefaults())
-    answer = request.ask.messages[1]
+    request = CHAT.read({"messages": told})
+    answer = request.messages[1]
     assert isinstance(answer, Answer) and answer.calls[0].arguments == deep
     assert content_key(answer)

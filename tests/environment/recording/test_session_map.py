@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.environment.recording.errors import BadRequestError, ContextLengthError
 from etude.environment.recording.session_map import MapLimits
 from etude.errors import SamplerError
 from etude.records import Relation, SampleChunk, SampleRequest
+from etude.tokens.chat.errors import BadRequestError, ContextLengthError
 from tests.environment.recording.recording_builders import (
     ChatClient,
     TellingSampler,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.inference.server.histories import AnswerMemory
 from etude.records import ToolCall
+from etude.tokens.chat.histories import AnswerMemory
 from tests.environment.recording.recording_builders import (
     OPENAI_TOOLS,
     answer_tokens,

@@ -13,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from etude.inference.server.reading import CallHead, CallMore, ChatReader, Reader, ServedPart, TextReader
+from etude.inference.server.answering import Reader
+from etude.inference.server.completions import TextReader
 from etude.records import ToolCall
 from etude.tokens import QWEN3_TEMPLATE, Renderer
 from etude.tokens.chat.client_tools import call_arguments
-from etude.tokens.chat.reader import CallPart, ReadingRules, TextPart
+from etude.tokens.chat.framing import Framing
+from etude.tokens.chat.messages import Opening
+from etude.tokens.chat.openai_messages import read_tools
+from etude.tokens.chat.reader import AnswerReader, CallHead, CallMore, Part, ReadingRules, TextPart
 from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
 from tests.environment.recording.recording_builders import READ, qwen_tokenizer
 from tests.inference.server.serving import xml_model
@@ -63,8 +67,8 @@ def cut(tokens: NDArray[np.int32], sizes: Sequence[int]) -> list[NDArray[np.int3
     return np.split(tokens, places)
 
 
-def read(reader: Reader, chunks: Sequence[NDArray[np.int32]]) -> list[ServedPart]:
-    parts: list[ServedPart] = []
+def read(reader: Reader, chunks: Sequence[NDArray[np.int32]]) -> list[Part]:
+    parts: list[Part] = []
     for chunk in chunks:
         parts += reader.feed(chunk)[0]
         if reader.ended:
@@ -72,10 +76,9 @@ def read(reader: Reader, chunks: Sequence[NDArray[np.int32]]) -> list[ServedPart
     return [*parts, *reader.finish()]
 
 
-def told_calls(parts: Sequence[ServedPart]) -> list[tuple[str, str]]:
+def told_calls(parts: Sequence[Part]) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     for part in parts:
-        assert not isinstance(part, CallPart), "calls come in pieces"
         if isinstance(part, CallHead):
             calls.append((part.name, ""))
         elif isinstance(part, CallMore):
@@ -83,9 +86,9 @@ def told_calls(parts: Sequence[ServedPart]) -> list[tuple[str, str]]:
     return calls
 
 
-def new_reader(renderer: Renderer, **rules: Any) -> ChatReader:
+def new_reader(renderer: Renderer, **rules: Any) -> AnswerReader:
     numbers = itertools.count()
-    return ChatReader(renderer, ReadingRules(**rules), lambda: f"call_{next(numbers)}")
+    return AnswerReader(renderer, ReadingRules(**rules), lambda: f"call_{next(numbers)}")
 
 
 @given(
@@ -134,3 +137,31 @@ def test_a_completion_ends_before_its_first_stop_string(
     else:
         assert reader.ended and text.startswith(shown)
         assert len(shown) in ends or not any(stop in shown for stop in stops)
+
+
+def test_tags_of_tools_that_are_not_offered_are_text() -> None:
+    """The tokenizer holds them as single tokens: nothing of a call may vanish."""
+    model, whole = xml_model()
+    assert model.shelf is not None
+    tokens = whole.message(["I read. ", ToolCall("read_file", {"path": "a.py"})])
+    for rules in (ReadingRules(), ReadingRules(calls=False), ReadingRules(whole_calls=True)):
+        reader = AnswerReader(model.shelf.find(Opening()), rules, lambda: "call")
+        parts = [*reader.feed(tokens)[0], *reader.finish()]
+        text = "".join(part.text for part in parts if isinstance(part, TextPart))
+        assert text == "I read. <read_file><path>a.py</path></read_file>"
+        assert reader.answer.calls == ()
+
+
+def test_a_model_with_tags_of_its_own_is_offered_the_tools_that_it_knows() -> None:
+    model, _ = xml_model()
+    assert model.shelf is not None
+    known, other = ({"type": "function", "function": {"name": name}} for name in ("look", "fetch"))
+    schema = READ.function_schema()
+    opening = Opening(tools=read_tools([schema, known, other]))
+    renderer = model.shelf.find(opening)
+    assert [tool.name for tool in renderer.grammar.tools] == ["read_file"]
+    assert not len(Framing(renderer).given(opening, first=True)), (
+        "it was trained with them, without being told"
+    )
+    words = Opening("Be brief.", read_tools([schema]))
+    assert "read_file" not in model.tokenizer.decode(Framing(renderer).given(words, first=True))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import SamplerError
-from etude.inference.server.schema import ServedModel
+from etude.inference.server import ServedModel
 from tests.environment.recording.recording_builders import OPENAI_TOOLS, qwen_tokenizer
 from tests.inference.server.serving import (
     MODEL,

@@ -4,12 +4,11 @@
 `server` speaks HTTP (and alone needs FastAPI).
 """
 
-from etude.environment.recording.fields import SamplingDefaults
 from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.service import AnswerService, Ask, Serving
 from etude.environment.recording.session_map import MapLimits, SessionMap
 from etude.environment.recording.sessions import RecordedSession, Recordings
-from etude.environment.recording.spec import SessionSpec
+from etude.environment.recording.spec import SamplingDefaults, SessionSpec
 from etude.tokens.chat.shelf import RendererShelf
 
 __all__ = [

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from etude.environment.recording.branches import Branch, Entry, History
-from etude.environment.recording.errors import BadRequestError
 from etude.records import Relation, SamplingParams
-from etude.tokens.chat.framing import Framing, Tokens
+from etude.tokens.chat.framing import Framing, Tokens, check_answerable
 from etude.tokens.chat.messages import (
     Answer,
     Message,
@@ -75,14 +74,7 @@ class Planner:
         """`ahead`: see `encode_messages`. Raises BadRequestError for a history that nothing can follow."""
         opening = history.messages[0]
         assert isinstance(opening, Opening), "a history begins with its opening"
-        last = history.messages[len(history.messages) - 1]
-        if isinstance(last, Opening | Answer):
-            raise BadRequestError(
-                "the last message must be the user's or a tool's",
-                field="messages",
-                received=type(last).__name__.lower(),
-                fix="answers cannot be begun for the agent",
-            )
+        check_answerable(history.messages)
         framing = self.framing(opening, history.keys[0])
         strip_before = 0 if self.keep_thinking else _last_user(history.messages)
         source, num_common, num_kept = self._find(history, strip_before)
@@ -211,7 +203,7 @@ def encode_messages(history: History, places: Sequence[int], framing: Framing) -
     """Tokens of messages by their places, for `Planner.plan`. May be called from any thread."""
     opening = history.messages[0]
     assert isinstance(opening, Opening), "a history begins with its opening"
-    is_bare = not (opening.system or opening.tools)
+    is_bare = not len(framing.given(opening, True))
     found: dict[int, Tokens] = {}
     for place in places:
         message, first = history.messages[place], place == 0 or (is_bare and place == 1)

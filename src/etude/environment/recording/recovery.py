@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from etude.environment.recording.fields import SamplingDefaults
 from etude.environment.recording.journal import SessionJournal, read_journal, replay
 from etude.environment.recording.session_map import MapLimits, SessionMap
-from etude.environment.recording.spec import SessionSpec
+from etude.environment.recording.spec import SamplingDefaults, SessionSpec
 from etude.errors import ConfigError, StoreError
 from etude.records import RewardBreakdown, SamplingParams, TrajectoryId
 from etude.tokens.chat.shelf import RendererShelf

@@ -14,25 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from etude.environment.recording.journal import SessionJournal
 from etude.environment.recording.session_map import NOTHING, Ahead, Generation, SessionMap
 from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError, StoreError
 from etude.kit.tasks import Tasks
 from etude.protocols import Sampler
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
+from etude.records import SampleChunk, SampleRequest, SamplingParams
+from etude.tokens.chat.answers import Ended, Ending, Event, Sampled
 from etude.tokens.chat.messages import Message
-from etude.tokens.chat.reader import AnswerReader, Part, ReadingRules, cut_chunk
-
-Ending = Literal["stop", "length", "calls", "abort"]
+from etude.tokens.chat.reader import AnswerReader, ReadingRules, cut_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +42,14 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """Sampling begins after this many tokens."""
+class StartedAnswer:
+    """One answer that is being sampled."""
 
     prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """Tokens of the answer, and what they add to what is served."""
-
-    parts: tuple[Part, ...]
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    version: PolicyVersion | None
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The answer is complete, and recorded."""
-
-    ending: Ending
-    stop: str | None
-    answer_tokens: int
-
-
-Event = Begun | Sampled | Ended
+    events: AsyncGenerator[Event]
+    """What is sampled, in order; `Ended` last. Closing it early aborts the request. Raises
+    InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history can
+    be sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +69,6 @@ class AnswerService:
     session_map: SessionMap
     sampler: Sampler
     serving: Serving = field(default_factory=Serving)
-    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
     journal: SessionJournal | None = None
     """Where the map's inputs are written down; None: nowhere."""
     tasks: Tasks = field(init=False, default_factory=Tasks)
@@ -106,25 +82,25 @@ class AnswerService:
         self._numbers = itertools.count(self.session_map.counts.requests)
 
     async def encode_ahead(self, messages: Sequence[Message]) -> Ahead:
-        """What `answer` needs of a long history, made in a thread. Raises as `answer`."""
+        """What `start` needs of a long history, made in a thread. Raises as `start`."""
         work = self.session_map.encoding(messages)
         return NOTHING if work is None else await asyncio.to_thread(work)
 
-    async def answer(self, ask: Ask, ahead: Ahead = NOTHING) -> AsyncGenerator[Event]:
-        """Yields what is sampled, in order; `Ended` last. Closing it early aborts the request.
+    def start(self, ask: Ask, ahead: Ahead = NOTHING) -> StartedAnswer:
+        """Begins to sample the answer to a request. `ahead`: see `encode_ahead`.
 
-        `ahead`: see `encode_ahead`. Raises BadRequestError and ContextLengthError before anything is sampled;
-        InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history
-        can be sent again.
+        Raises BadRequestError, ContextLengthError and StoreError; then nothing is sampled.
         """
         generation = self.session_map.begin(ask.messages, ask.params, ahead)
         number = self._note_begin(generation, ask)
         running = _Running(generation, self._request(generation, ask), number)
-        running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules, self.new_id)
+        running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules)
         running.task = self.tasks.start(self._sample(running))
         self._live.add(running)
+        return StartedAnswer(len(generation.tokens), self._events(running))
+
+    async def _events(self, running: _Running) -> AsyncGenerator[Event]:
         try:
-            yield Begun(len(generation.tokens))
             while True:
                 event = await running.queue.get()
                 if isinstance(event, EtudeError):
@@ -251,7 +227,7 @@ class AnswerService:
         running.chunks.append(chunk)
         running.num_tokens += len(chunk.tokens)
         if len(chunk.tokens):
-            running.queue.put_nowait(Sampled(tuple(parts), chunk.tokens, chunk.logprobs, chunk.version))
+            running.queue.put_nowait(Sampled(parts, chunk))
 
     async def _commit(self, running: _Running) -> None:
         """Records the answer; whoever waits hears of it once it is on the disk."""
@@ -271,9 +247,8 @@ class AnswerService:
             self.journal.commit(running.number, chunks, reader.answer, known, reader.num_malformed, aborted)
             await self.journal.sync()
         if rest:
-            nothing = np.zeros(0, dtype=np.int32)
-            running.queue.put_nowait(Sampled(tuple(rest), nothing, nothing.astype(np.float32), None))
-        running.queue.put_nowait(Ended(_ending(running), reader.stop, running.num_tokens))
+            running.queue.put_nowait(Sampled(rest, None))
+        running.queue.put_nowait(Ended(_ending(running), running.num_tokens, reader.stop))
 
     def _fail(self, running: _Running, error: InfrastructureError) -> None:
         if not running.committed:  # else its tokens are recorded, though nobody can say how durably

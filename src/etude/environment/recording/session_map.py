@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.environment.recording.branches import Branch, Entry, History
-from etude.environment.recording.errors import BadRequestError, ContextLengthError
 from etude.environment.recording.planning import Plan, Planner, RendererFor, encode_messages
 from etude.errors import SamplerError
 from etude.records import BlobRef, Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
 from etude.serving.json_bodies import LARGE_BYTES
+from etude.tokens.chat.errors import BadRequestError, ContextLengthError
 from etude.tokens.chat.framing import Tokens
 from etude.tokens.chat.messages import (
     Answer,

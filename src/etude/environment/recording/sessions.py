@@ -23,7 +23,6 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from etude.environment.recording.errors import (
-    BadRequestError,
     BusyError,
     DrainingError,
     NoSuchSessionError,
@@ -35,12 +34,13 @@ from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.session_map import SessionMap
-from etude.environment.recording.spec import SessionSpec
+from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec
 from etude.protocols import Sampler
 from etude.records import Group, RewardBreakdown, Status, Trajectory
 from etude.serving.access import find_token
 from etude.store.blobs import BlobStore, FileBlobs
 from etude.store.trajectories import TrajectoryLog
+from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.shelf import RendererShelf
 
 _MAX_ENDED = 4096
@@ -114,7 +114,7 @@ class Recordings:
         self._serving = serving or Serving()
         self._log = TrajectoryLog(store)
         self._live = store / LIVE
-        self._blobs: BlobStore = FileBlobs(store / "blobs") if blobs is None else blobs
+        self._blobs: BlobStore = FileBlobs(store / RECORDED_ROUTES) if blobs is None else blobs
         self._tenants = dict(tenants)
         self._store_lock = asyncio.Lock()
         self._sessions: dict[str, RecordedSession] = {}

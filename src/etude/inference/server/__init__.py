@@ -1,11 +1,11 @@
-"""OpenAI's API over any `Sampler`. Start at `app.build_app` and `process.serve`."""
+"""OpenAI's and Anthropic's APIs over any `Sampler`. Start at `app.build_app` and `process.serve`."""
 
 from __future__ import annotations
 
 from etude.inference.server.app import build_app
 from etude.inference.server.limits import KeyLimits, Keys, read_keys
+from etude.inference.server.model import ServedModel
 from etude.inference.server.process import DEFAULT_PORT, check_address, serve
-from etude.inference.server.schema import ServedModel
 from etude.inference.server.state import EngineView, ServerLimits, ServerState
 
 __all__ = [

@@ -11,23 +11,45 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference.server.leases import Lease, Leases
-from etude.inference.server.reading import Reader, ServedPart
 from etude.kit.tasks import end_tasks
 from etude.protocols import Sampler
 from etude.records import SampleChunk, SampleRequest, SamplingParams
-from etude.tokens.chat.reader import cut_chunk
+from etude.tokens.chat.answers import Ended, Ending, Event, Sampled
+from etude.tokens.chat.messages import Answer
+from etude.tokens.chat.reader import Part, cut_chunk
 
 Tokens = NDArray[np.int32]
-Ending = Literal["stop", "length"]
+
+
+class Reader(Protocol):
+    """Reads one answer."""
+
+    ended: bool
+    """A stop string has come: no more tokens are wanted."""
+    stop: str | None
+    """It."""
+
+    @property
+    def answer(self) -> Answer:
+        """What was served so far."""
+        ...
+
+    def feed(self, tokens: NDArray[np.int32]) -> tuple[Sequence[Part], int]:
+        """What these tokens add, and how many of them belong to the answer."""
+        ...
+
+    def finish(self) -> Sequence[Part]:
+        """What was held back."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,31 +64,8 @@ class Job:
     rng_key: tuple[int, ...]
     reader: Reader
     conversation: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """Tokens of one answer, and what they add to what is served."""
-
-    index: int
-    parts: Sequence[ServedPart]
-    chunk: SampleChunk
-    """Cut to the answer. The last of an answer may hold no tokens."""
-    num_cached: int = 0
-    """With the first: tokens of the prompt that were not computed again. Where the sampler does not tell,
-    those that the conversation's session held."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """One answer is complete."""
-
-    index: int
-    ending: Ending
-    num_tokens: int
-
-
-Event = Sampled | Ended
+    remember: Callable[[Tokens], None] = lambda tokens: None
+    """Called with the tokens of the whole answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -190,11 +189,14 @@ class _Running:
         self.num_tokens += count
         num_before = len(self.job.prompt) + self.num_tokens - count
         served = cut_chunk(chunk, count, num_before) if cut else chunk
-        self.queue.put_nowait(Sampled(self.job.index, parts, served, self._num_cached(chunk)))
+        self.queue.put_nowait(Sampled(parts, served, self.job.index, self._num_cached(chunk)))
         if chunk.finish is None and not reader.ended:
             return False
-        ending: Ending = "length" if chunk.finish == "length" and not reader.ended else "stop"
-        self.ended = Ended(self.job.index, ending, self.num_tokens)
+        ending: Ending = "calls" if reader.answer.calls and reader.stop is None else "stop"
+        if chunk.finish == "length" and not reader.ended:
+            ending = "length"
+        self.job.remember(np.concatenate(self._tokens)[: self.num_tokens])
+        self.ended = Ended(ending, self.num_tokens, reader.stop, self.job.index)
         return True
 
     def _num_cached(self, chunk: SampleChunk) -> int:

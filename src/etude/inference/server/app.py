@@ -1,4 +1,4 @@
-"""The application: the routes, liveness and readiness, measurement, errors of any kind as OpenAI's object."""
+"""The application: the routes, liveness and readiness, measurement, errors in the asked API's words."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from etude.inference.server.requests import state_of
 from etude.inference.server.state import ServerState
 from etude.serving.application import build_application
 from etude.serving.sweeping import sweeping
+from etude.tokens.chat.dialects import respell_error
 
 _SWEEP_S = 15.0
 
@@ -40,7 +41,14 @@ def build_app(state: ServerState) -> FastAPI:
         state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
 
     app = build_application(
-        "Étude", ERRORS, lifespan=lifespan, on_error=on_error, health=_health, ready=_ready, figures=_figures
+        "Étude",
+        ERRORS,
+        lifespan=lifespan,
+        on_error=on_error,
+        health=_health,
+        ready=_ready,
+        figures=_figures,
+        respell=lambda connection, error, answer: respell_error(connection.url.path, error, answer),
     )
     app.state.serving = state
     app.include_router(routes.router)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,28 +12,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.inference.server.answering import Ended, Event, Job, Sampled, random_key
-from etude.inference.server.documents import Head, Usage, top_pairs
-from etude.inference.server.reading import ServedPart, TextReader
-from etude.inference.server.schema import (
+from etude.inference.server.answering import Job, random_key
+from etude.inference.server.chat import ServedAnswer
+from etude.inference.server.model import ServedModel, room_for
+from etude.records import SampleChunk
+from etude.tokens.chat.answers import Document, Ended, Event, Usage, top_pairs
+from etude.tokens.chat.errors import ContextLengthError
+from etude.tokens.chat.fields import integer, wrong
+from etude.tokens.chat.messages import Answer
+from etude.tokens.chat.reader import Part, TextPart, begun_stop
+from etude.tokens.chat.requests import (
     MAX_SAMPLES,
     MAX_TOP_LOGPROBS,
     SHARED_FIELDS,
+    Neutral,
     Sampling,
-    ServedModel,
     check_fields,
-    check_model,
     read_sampling,
-    room_for,
+    read_stops,
+    read_stream,
 )
-from etude.records import SampleChunk
-from etude.tokens.chat.errors import ContextLengthError
-from etude.tokens.chat.fields import integer, wrong
-from etude.tokens.chat.reader import TextPart
 from etude.tokens.tokenizer import Tokenizer
 
 _FIELDS = SHARED_FIELDS | {"prompt", "max_tokens", "logprobs", "raw_logprobs"}
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+_NEUTRAL: Neutral = {
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
@@ -47,19 +51,22 @@ class CompletionRequest:
 
     prompts: tuple[Tokens, ...]
     sampling: Sampling
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
 
 
 def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
-    """Reads a request. Raises BadRequestError, NoSuchModelError."""
-    check_model(body, model)
+    """Reads a request. Raises BadRequestError."""
     check_fields(body, _FIELDS, _NEUTRAL)
     num_top = integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
-    max_tokens = integer(body, "max_tokens", 1) or _DEFAULT_MAX_TOKENS
+    max_tokens = integer(body, "max_tokens", 1)
+    stream, include_usage = read_stream(body)
     sampling = read_sampling(body, max_tokens, num_top is not None, num_top or 0)
     prompts = read_prompts(body.get("prompt"), model.tokenizer, model.max_context_tokens)
     if len(prompts) * sampling.num_samples > MAX_SAMPLES:
         raise wrong("n", sampling.num_samples, f"so that prompts times n are at most {MAX_SAMPLES}")
-    return CompletionRequest(prompts, sampling)
+    return CompletionRequest(prompts, sampling, read_stops(body), stream, include_usage)
 
 
 def read_prompts(value: object, tokenizer: Tokenizer, max_tokens: int) -> tuple[Tokens, ...]:
@@ -98,67 +105,70 @@ def read_token_ids(value: object, tokenizer: Tokenizer, field_name: str) -> Toke
     return np.array(value, dtype=np.int32)
 
 
+def answer_completion(
+    request: CompletionRequest, model: ServedModel, conversation: str | None
+) -> ServedAnswer:
+    """The answers to a request. Raises ContextLengthError."""
+    sampling, jobs = request.sampling, list[Job]()
+    seed = random_key() if sampling.seed is None else sampling.seed
+    for prompt in request.prompts:
+        params = sampling.params_within(room_for(len(prompt), model, "prompt"), _DEFAULT_MAX_TOKENS)
+        for _ in range(sampling.num_samples):
+            place = len(jobs)
+            reader, named = TextReader(model.tokenizer, request.stops), None if place else conversation
+            jobs.append(Job(place, prompt, params, model.end_tokens, (seed, place), reader, named))
+    return ServedAnswer(jobs, CompletionWriter(request, model, len(jobs)))
+
+
 @dataclass(slots=True, eq=False)
 class _Choice:
     """One answer while it is written."""
 
-    reader: TextReader
     text: str = ""
     logprobs: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     num_characters: int = 0
     finish: str | None = None
 
 
-class CompletionAnswer:
-    """The answers to one request: jobs for the sampler, and a `Writer` of what comes back."""
+class CompletionWriter:
+    """Writes the answers to one request. Implements `Writer`."""
 
-    def __init__(self, request: CompletionRequest, model: ServedModel, conversation: str | None) -> None:
-        """Raises ContextLengthError."""
-        self.head = Head(f"cmpl-{secrets.token_hex(12)}", model.name)
+    tail = b"data: [DONE]\n\n"
+
+    def __init__(self, request: CompletionRequest, model: ServedModel, num_answers: int) -> None:
+        self.id = f"cmpl-{secrets.token_hex(12)}"
+        self.usage = Usage(sum(len(prompt) for prompt in request.prompts), request.sampling.num_samples)
         self._request = request
         self._model = model
-        sampling = request.sampling
-        self.usage = Usage(sum(len(prompt) for prompt in request.prompts), sampling.num_samples)
-        self._choices: list[_Choice] = []
-        self.jobs: list[Job] = []
-        seed = random_key() if sampling.seed is None else sampling.seed
-        for prompt in request.prompts:
-            room = room_for(len(prompt), sampling.params.max_tokens, model, "prompt")
-            for _ in range(sampling.num_samples):
-                place = len(self.jobs)
-                reader = TextReader(model.tokenizer, sampling.stops)
-                params, key = sampling.params_within(room), (seed, place)
-                named = None if place else conversation
-                self._choices.append(_Choice(reader))
-                self.jobs.append(Job(place, prompt, params, model.end_tokens, key, reader, named))
+        self._created_s = int(time.time())
+        self._version: str | None = None
+        self._choices = [_Choice() for _ in range(num_answers)]
 
-    @property
-    def id(self) -> str:
-        """Of the response."""
-        return self.head.id
+    def begin(self) -> list[Document]:
+        """See Writer.begin."""
+        return []
 
-    def take(self, event: Event) -> list[dict[str, Any]]:
+    def take(self, event: Event) -> list[Document]:
         """See Writer.take."""
         self.usage.take(event)
-        self.head.take(event)
         choice = self._choices[event.index]
         if isinstance(event, Ended):
             choice.finish = event.ending
             return [self._document([_row(event.index, "", None, event.ending)])]
-        text = _words(event.parts)
+        assert event.chunk is not None, "what is held back comes with an answer's last tokens"
+        self._version = str(event.chunk.version)
+        text = "".join(part.text for part in event.parts if isinstance(part, TextPart))
         choice.text += text
-        logprobs = self._logprobs(choice, event)
+        logprobs = self._logprobs(choice, event.chunk)
         if not text and not logprobs:
             return []
         return [self._document([_row(event.index, text, logprobs, None)])]
 
-    def end(self) -> list[dict[str, Any]]:
+    def end(self) -> list[Document]:
         """See Writer.end."""
-        if not self._request.sampling.include_usage:
-            return []
-        return [{**self._document([]), "usage": self.usage.document()}]
+        return [{**self._document([]), "usage": self.usage.document()}] * self._request.include_usage
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Document:
         """See Writer.whole."""
         wanted = self._request.sampling.logprobs
         rows = [
@@ -168,12 +178,13 @@ class CompletionAnswer:
         return {**self._document(rows), "usage": self.usage.document()}
 
     def _document(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.head.document("text_completion"), "choices": rows}
+        head = {"id": self.id, "object": "text_completion", "created": self._created_s}
+        return {**head, "model": self._model.name, "system_fingerprint": self._version, "choices": rows}
 
-    def _logprobs(self, choice: _Choice, event: Sampled) -> dict[str, list[Any]] | None:
-        if not self._request.sampling.logprobs or not len(event.chunk.tokens):
+    def _logprobs(self, choice: _Choice, chunk: SampleChunk) -> dict[str, list[Any]] | None:
+        if not self._request.sampling.logprobs or not len(chunk.tokens):
             return None
-        rows = _legacy_rows(event.chunk, self._model.tokenizer, choice.num_characters)
+        rows = _legacy_rows(chunk, self._model.tokenizer, choice.num_characters)
         choice.num_characters += sum(len(token) for token in rows["tokens"])
         for name, values in rows.items():
             choice.logprobs.setdefault(name, []).extend(values)
@@ -199,9 +210,53 @@ def _legacy_rows(chunk: SampleChunk, tokenizer: Tokenizer, offset: int) -> dict[
     return rows
 
 
-def _words(parts: Sequence[ServedPart]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
-
-
 def _row(index: int, text: str, logprobs: dict[str, list[Any]] | None, finish: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+class TextReader:
+    """Reads a completion: every token is text, control tokens are not shown. Implements `Reader`."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.ended = False
+        self.stop: str | None = None
+        self.answer = Answer()
+
+    def feed(self, tokens: NDArray[np.int32]) -> tuple[Sequence[Part], int]:
+        """See Reader.feed."""
+        if not self._stops:
+            text = self._decoder.decode(self._tokenizer.decode_bytes(tokens, skip_control=True))
+            return _text(text), len(tokens)
+        shown: list[str] = []
+        for count, token in enumerate(tokens.tolist(), start=1):
+            data = self._tokenizer.decode_bytes([token], skip_control=True)
+            shown.append(self._search(self._decoder.decode(data)))
+            if self.ended:
+                return _text("".join(shown)), count
+        return _text("".join(shown)), len(tokens)
+
+    def finish(self) -> Sequence[Part]:
+        """See Reader.finish. Half a character that nothing completes becomes U+FFFD."""
+        if self.ended:
+            return []
+        shown = self._search(self._decoder.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return _text(shown + ("" if self.ended else held))
+
+    def _search(self, text: str) -> str:
+        text = self._held + text
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self._held, self.ended = "", True
+            return text[: min(found)]
+        kept = begun_stop(text, self._stops)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _text(text: str) -> list[Part]:
+    return [TextPart(text)] if text else []

@@ -26,8 +26,9 @@ def state_of(request: Request) -> ServerState:
 
 
 def key_of(request: Request) -> Key:
-    """The key that sends a request. Raises RefusedKeyError."""
-    return state_of(request).keys.find(bearer_of(request.headers))
+    """The key that sends a request, as a bearer or (by Anthropic's clients) in `x-api-key`. Raises
+    RefusedKeyError."""
+    return state_of(request).keys.find(bearer_of(request.headers) or request.headers.get("x-api-key", ""))
 
 
 def check_admin(request: Request) -> None:

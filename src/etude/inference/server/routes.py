@@ -1,4 +1,4 @@
-"""The routes of clients: OpenAI's, tokenisation, and the side channel."""
+"""The routes of clients: OpenAI's and Anthropic's APIs, tokenisation, and the side channel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from etude.inference.server.chat import ChatAnswer, read_chat, read_conversation
-from etude.inference.server.completions import CompletionAnswer, read_completion, read_token_ids
+from etude.inference.server.chat import ServedAnswer, answer_chat, lay_out
+from etude.inference.server.completions import answer_completion, read_completion, read_token_ids
 from etude.inference.server.errors import NoSuchModelError
 from etude.inference.server.limits import Key
+from etude.inference.server.model import check_model
 from etude.inference.server.requests import (
     conversation_of,
     key_of,
@@ -21,13 +22,15 @@ from etude.inference.server.requests import (
     with_body,
 )
 from etude.inference.server.responding import respond
-from etude.inference.server.schema import check_fields, check_model
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
-from etude.inference.server.state import Asked, ServedAnswer, ServerState
+from etude.inference.server.state import Asked, ServerState
 from etude.serving.application import Binary
 from etude.serving.describing import answering, described
+from etude.tokens.chat.dialects import DIALECTS, MESSAGES, Dialect
 from etude.tokens.chat.fields import flag, text, wrong
 from etude.tokens.chat.messages import num_characters
+from etude.tokens.chat.openai_chat import read_conversation
+from etude.tokens.chat.requests import check_fields
 
 JSON_BODY = described(body="application/json")
 STREAMED = answering("application/json", "text/event-stream")
@@ -36,34 +39,47 @@ router = APIRouter()
 _MOST_CHARACTERS = 1 << 21
 """Of a text that is only encoded."""
 
-Build = Callable[[ServerState, Mapping[str, Any], Key, str | None], tuple[ServedAnswer, bool]]
+Build = Callable[[Mapping[str, Any], Key, str | None], tuple[ServedAnswer, bool]]
 """Reads a body; the answer that is to be sampled, and whether it is streamed."""
 
 
-@router.post("/v1/chat/completions", tags=["chat_completions"], responses=STREAMED, openapi_extra=JSON_BODY)
-async def chat_completions(request: Request) -> Response:
-    """OpenAI's chat completions."""
-    return await _answer(request, "chat_completions", _build_chat)
+def _add_dialect(dialect: Dialect) -> None:
+    async def answer(request: Request) -> Response:
+        """The next answer of a conversation."""
+        state = state_of(request)
+
+        def build(body: Mapping[str, Any], key: Key, conversation: str | None) -> tuple[ServedAnswer, bool]:
+            read = dialect.read(body)
+            answer = answer_chat(dialect, read, state.model, state.frames, key.name, conversation)
+            return answer, read.stream
+
+        return await _answer(request, dialect.name, build)
+
+    router.add_api_route(
+        dialect.path,
+        answer,
+        methods=["POST"],
+        name=dialect.name,
+        tags=[dialect.name],
+        responses=STREAMED,
+        openapi_extra=JSON_BODY,
+    )
+
+
+for _dialect in DIALECTS:
+    _add_dialect(_dialect)
 
 
 @router.post("/v1/completions", tags=["completions"], responses=STREAMED, openapi_extra=JSON_BODY)
 async def completions(request: Request) -> Response:
     """OpenAI's completions."""
-    return await _answer(request, "completions", _build_completion)
+    model = state_of(request).model
 
+    def build(body: Mapping[str, Any], key: Key, conversation: str | None) -> tuple[ServedAnswer, bool]:
+        read = read_completion(body, model)
+        return answer_completion(read, model, conversation), read.stream
 
-def _build_chat(
-    state: ServerState, body: Mapping[str, Any], key: Key, conversation: str | None
-) -> tuple[ServedAnswer, bool]:
-    read = read_chat(body, state.model)
-    return ChatAnswer(read, state.model, state.frames, key.name, conversation), read.sampling.stream
-
-
-def _build_completion(
-    state: ServerState, body: Mapping[str, Any], key: Key, conversation: str | None
-) -> tuple[ServedAnswer, bool]:
-    read = read_completion(body, state.model)
-    return CompletionAnswer(read, state.model, conversation), read.sampling.stream
+    return await _answer(request, "completions", build)
 
 
 async def _answer(request: Request, endpoint: str, build: Build) -> Response:
@@ -71,8 +87,25 @@ async def _answer(request: Request, endpoint: str, build: Build) -> Response:
     key = key_of(request)
     state.version()
     conversation, asked = conversation_of(request, key), Asked(pin_of(request), wants_tokens(request))
-    answer, stream = await with_body(request, lambda body: build(state, body, key, conversation))
+
+    def checked(body: dict[str, Any]) -> tuple[ServedAnswer, bool]:
+        check_model(body, state.model)
+        return build(body, key, conversation)
+
+    answer, stream = await with_body(request, checked)
     return await respond(request, state.begin(answer, key, asked), endpoint, stream)
+
+
+@router.post("/v1/messages/count_tokens", tags=["count_tokens"], openapi_extra=JSON_BODY)
+async def count_tokens(request: Request) -> Response:
+    """Tokens of the prompt that a request of these messages would have, in Anthropic's words."""
+    return await _plain(request, "count_tokens", _count_tokens)
+
+
+def _count_tokens(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
+    check_model(body, state.model)
+    read = MESSAGES.read({"max_tokens": 1, **body})
+    return {"input_tokens": len(lay_out(read.messages, state.model, state.frames).tokens)}
 
 
 async def _plain(

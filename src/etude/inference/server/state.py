@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from etude.inference.headers import VERSION_HEADER
-from etude.inference.server.answering import Answering, Ended, Event, Job, Sampled
-from etude.inference.server.documents import Writer
+from etude.inference.server.answering import Answering
+from etude.inference.server.chat import ServedAnswer
 from etude.inference.server.errors import UnavailableError, VersionNotServedError
-from etude.inference.server.histories import ChatFrames
 from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
 from etude.inference.server.loans import LoanDesk
 from etude.inference.server.metrics import serve_metrics
-from etude.inference.server.schema import ServedModel
+from etude.inference.server.model import ServedModel
 from etude.inference.server.side_channel import ChoiceRecorder, SideChannel, encode
 from etude.protocols import Sampler, WeightSink
 from etude.records import PolicyVersion
+from etude.tokens.chat.answers import Ended, Event, Sampled
+from etude.tokens.chat.histories import ChatFrames
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,8 @@ class ServerState:
         if self.num_answers + num > self.limits.requests:
             raise UnavailableError("the server is full", received=self.num_answers, retry_after_s=2)
         key.enter(num)
-        key.spend(answer.usage.prompt_tokens)
-        self.metrics.count("etude_serve_prompt_tokens", answer.usage.prompt_tokens)
+        key.spend(answer.writer.usage.prompt_tokens)
+        self.metrics.count("etude_serve_prompt_tokens", answer.writer.usage.prompt_tokens)
         request = LiveRequest(self, answer, key, asked)
         self.live.add(request)
         return request
@@ -158,20 +159,6 @@ class ServerState:
         outstanding = sum(request.outstanding_tokens for request in self.live)
         waiting = self.num_answers - running
         return {"running": running, "waiting": waiting, "outstanding_tokens": outstanding}
-
-
-class ServedAnswer(Writer, Protocol):
-    """The answers to one request, of either endpoint."""
-
-    @property
-    def jobs(self) -> Sequence[Job]:
-        """What is to be sampled."""
-        ...
-
-    @property
-    def id(self) -> str:
-        """Of the response."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +213,7 @@ class LiveRequest:
                 yield event
             if self._recorders:
                 body = encode([recorder.result() for recorder in self._recorders])
-                self.state.channel.put(self.answer.id, self.key.name, body)
+                self.state.channel.put(self.answer.writer.id, self.key.name, body)
             metrics.observe("etude_serve_request_seconds", time.monotonic() - self.began_s)
         except (GeneratorExit, asyncio.CancelledError):  # the client has left
             metrics.count("etude_serve_aborted")
@@ -240,7 +227,7 @@ class LiveRequest:
         if not self._left:
             self._left = True
             self.key.leave(len(self.answer.jobs))
-            self.state.metrics.count("etude_serve_cached_tokens", self.answer.usage.cached_tokens)
+            self.state.metrics.count("etude_serve_cached_tokens", self.answer.writer.usage.cached_tokens)
             self.state.live.discard(self)
             self.gone.set()
 
@@ -248,6 +235,7 @@ class LiveRequest:
         if isinstance(event, Ended):
             self._ended.add(event.index)
             return
+        assert event.chunk is not None, "what is held back comes with an answer's last tokens"
         if count := len(event.chunk.tokens):
             self.asked.check(event.chunk.version)
             self._measure_tokens(event, count)

@@ -1,7 +1,8 @@
-"""Conversations that clients tell, as tokens; answers as what clients are served.
+"""Conversations as tokens, and answers as what clients are served, in every chat API that our servers speak.
 
-    request --openai_messages--> messages --framing--> tokens -> sampler -> tokens --reader--> parts
+    request --dialect--> messages --framing, histories--> tokens -> sampler -> tokens --reader--> parts
+    client <--dialect's writer--------------------------------------------------------------------'
 
-What a chat API sends is read into `messages` (whatever the API), laid out by `framing` with the pieces of the
-one renderer, and the sampled answer is read by `reader` while it is sampled. Knows neither HTTP nor samplers.
+Read `messages`, then `dialects` (each reads requests into a `ChatRequest`, and writes answers in its own
+form), `framing` and `reader`. Knows neither HTTP nor samplers.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from etude.errors import UserError
@@ -87,6 +87,20 @@ def objects(value: object, field: str) -> list[dict[str, Any]]:
         if not isinstance(entry, dict):
             raise wrong(f"{field}[{place}]", entry, "an object")
     return value
+
+
+def words(content: object, field: str, joint: str, kinds: Collection[str] = ("text",)) -> str:
+    """Content that is a string or a list of parts, each of one of these kinds. `joint`: between the parts."""
+    if isinstance(content, str):
+        return content
+    parts: list[str] = []
+    for place, part in enumerate(objects(content, field)):
+        kind = part.get("type")
+        if kind not in kinds:
+            raise unsupported(f"{field}[{place}].type", kind, "only text can be sent to this model")
+        name = "refusal" if kind == "refusal" else "text"
+        parts.append(text(part.get(name), f"{field}[{place}].{name}"))
+    return joint.join(parts)
 
 
 def stop_strings(value: object, field: str) -> tuple[str, ...]:

@@ -88,8 +88,11 @@ class Framing:
     def _opening(self, opening: Opening) -> Tokens:
         renderer, template = self.renderer, self.template
         body: Sequence[Piece] = [opening.system] if opening.system else []
-        if opening.tools:
-            body = renderer.describe(opening.system, opening.tools)
+        tools = (
+            [] if knows_tools(renderer) else [one for one in opening.tools if one in renderer.grammar.tools]
+        )
+        if tools:
+            body = renderer.describe(opening.system, tools)
         if not body:
             return self.end[:0]
         return renderer.encode((*template.begin, *template.system, *body, template.end))
@@ -108,3 +111,20 @@ class Framing:
             except ConfigError:  # a call of which a client kept no arguments: shown as it is told
                 pieces.append(f"{call.name} {call.arguments}")
         return pieces
+
+
+def check_answerable(messages: Sequence[Message]) -> None:
+    """Raises BadRequestError for a conversation that no answer can follow."""
+    last = messages[-1]
+    if isinstance(last, Opening | Answer):
+        raise BadRequestError(
+            "the last message must be the user's or a tool's",
+            field="messages",
+            received=type(last).__name__.lower(),
+            fix="answers cannot be begun for the model",
+        )
+
+
+def knows_tools(renderer: Renderer) -> bool:
+    """Whether the tools' tags are tokens of the model's own: it was trained with them undescribed."""
+    return renderer.grammar.name == "xml" and not renderer.text_mode

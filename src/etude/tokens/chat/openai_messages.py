@@ -8,17 +8,8 @@ from typing import Any
 
 from etude.serving.json_bodies import is_too_deep
 from etude.tokens.chat.client_tools import ClientTool, client_tool, tool_entries
-from etude.tokens.chat.fields import objects, text, unsupported, wrong
+from etude.tokens.chat.fields import objects, text, words, wrong
 from etude.tokens.chat.messages import Answer, Call, Message, SystemWords, UserWords, ordered_results
-
-
-def calls_wanted(choice: object, tools: bool) -> bool:
-    """Whether calls are calls and not text, by `tool_choice`. Raises BadRequestError for forced calls."""
-    if choice in (None, "auto"):
-        return tools
-    if choice == "none":
-        return False
-    raise unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")
 
 
 def read_tools(value: object) -> tuple[ClientTool, ...]:
@@ -45,11 +36,11 @@ def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Messa
             messages.append(ordered_results(results, calls))
             results = []
         if role in ("system", "developer"):
-            words = _content(entry.get("content"), f"{field}.content")
+            said = _content(entry.get("content"), f"{field}.content")
             if messages:
-                messages.append(SystemWords(words))
+                messages.append(SystemWords(said))
             else:
-                system.append(words)
+                system.append(said)
         elif role == "user":
             messages.append(UserWords(_content(entry.get("content"), f"{field}.content")))
         elif role == "assistant":
@@ -67,20 +58,12 @@ def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Messa
 
 
 def _content(content: object, field: str, joint: str = "\n") -> str:
-    if isinstance(content, str):
-        return content
-    parts: list[str] = []
-    for place, part in enumerate(objects(content, field)):
-        kind = part.get("type")
-        if kind not in ("text", "refusal"):
-            raise unsupported(f"{field}[{place}].type", kind, "only text can be sent to this model")
-        parts.append(text(part.get(str(kind)), f"{field}[{place}].{kind}"))
-    return joint.join(parts)
+    return words(content, field, joint, ("text", "refusal"))
 
 
 def _answer(entry: Mapping[str, Any], field: str) -> Answer:
     content = entry.get("content")
-    words = "" if content is None else _content(content, f"{field}.content", "")
+    said = "" if content is None else _content(content, f"{field}.content", "")
     calls: list[Call] = []
     for place, call in enumerate(objects(entry.get("tool_calls") or [], f"{field}.tool_calls")):
         where = f"{field}.tool_calls[{place}].function"
@@ -89,12 +72,12 @@ def _answer(entry: Mapping[str, Any], field: str) -> Answer:
             raise wrong(where, function, "an object")
         arguments = function.get("arguments")
         name = text(function.get("name"), f"{where}.name")
-        calls.append(Call(str(call.get("id") or ""), name, _arguments(arguments)))
+        calls.append(Call(str(call.get("id") or ""), name, read_arguments(arguments)))
     reasoning = entry.get("reasoning_content") or entry.get("reasoning") or ""
-    return Answer(words, tuple(calls), reasoning if isinstance(reasoning, str) else "")
+    return Answer(said, tuple(calls), reasoning if isinstance(reasoning, str) else "")
 
 
-def _arguments(value: object) -> Any:
+def read_arguments(value: object) -> Any:
     """Arguments come as JSON text; some clients send the object itself, or nothing for no arguments."""
     if not isinstance(value, str):
         return {} if value is None else value

@@ -2,12 +2,24 @@
 
 Each token is read by itself, so that an answer can end at the very token that completed a stop string (or,
 where the client wants one call at a time, a call). Blanks at the answer's ends, and between text and calls,
-are not served. A malformed call is served as the text that it is.
+are not served. A malformed call is served as the text that it is, and so is the call of a tool that the
+client did not offer, its tags included.
+
+Calls are served while they are written, or with `whole_calls` when they have ended:
+
+    CallStarted .. ArgumentDelta .. ArgumentDelta .. CallFinished
+                   CallHead {"a": "  CallMore x"      CallMore }
+
+A call's head waits for its first argument (or its end), so that a stray tag is still served as the text that
+it is. A call that turns out malformed after its head was served ends without its closing brace: its arguments
+are never valid JSON, so that no client runs half of them.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +32,12 @@ from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.chat.messages import Answer, Call
 from etude.tokens.grammar.events import (
     ArgumentDelta,
-    CallFinished,
     CallStarted,
     ParseEvent,
     ReasoningDelta,
     TextDelta,
 )
-from etude.tokens.grammar.message_parser import THINK_CLOSE
+from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS
 from etude.tokens.renderer import Renderer
 from etude.tokens.stream import MessageStream
 
@@ -46,18 +57,22 @@ class ReasoningPart:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPart:
-    """One whole call."""
+class CallHead:
+    """A call begins."""
 
-    call: Call
-
-    @property
-    def arguments_json(self) -> str:
-        """The arguments as the client is served them."""
-        return json.dumps(self.call.arguments, ensure_ascii=False)
+    id: str
+    name: str
 
 
-Part = TextPart | ReasoningPart | CallPart
+@dataclass(frozen=True, slots=True)
+class CallMore:
+    """More of the JSON text of the last call's arguments."""
+
+    text: str
+
+
+Part = TextPart | ReasoningPart | CallHead | CallMore
+_TAG = re.compile(r"</?[a-z][a-z0-9_]*>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +85,31 @@ class ReadingRules:
     """The answer ends with its first call."""
     calls: bool = True
     """False: calls are text."""
+    whole_calls: bool = False
+    """Calls are served when they have ended. For clients that make the best of half a call."""
+
+
+def new_call_id() -> str:
+    """Names a call to its client."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 class AnswerReader:
     """Reads one answer. Takes time linear in it, times the number of stop strings."""
 
-    def __init__(self, renderer: Renderer, rules: ReadingRules, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, renderer: Renderer, rules: ReadingRules, new_id: Callable[[], str] = new_call_id
+    ) -> None:
         self._renderer = renderer
         self._rules = rules
         self._new_id = new_id
         self._stream = MessageStream(renderer)
+        self._tools = {tool.name: tool for tool in renderer.grammar.tools} if rules.calls else {}
+        self._foreign = _foreign_tags(renderer)
+        self._name: str | None = None
+        """Of the call that is being written."""
+        self._open: _OpenCall | None = None
+        """It, if its head was served."""
         self._raw: list[int] = []
         """Tokens since the last call."""
         self._delivered: list[str] = []
@@ -89,8 +119,8 @@ class AnswerReader:
         self._blanks = ""
         self._begun = False
         """Text was served since the answer began."""
-        self._out: list[Any] = []
-        """Parts to be served next; a reader of another kind may have more kinds of them."""
+        self._out: list[Part] = []
+        """Parts to be served next."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
@@ -109,7 +139,11 @@ class AnswerReader:
         """What these tokens add to what is served, and how many of them belong to the answer."""
         for count, token in enumerate(tokens.tolist(), start=1):
             self._raw.append(token)
-            self._take(self._stream.feed([token]))
+            events = self._stream.feed([token])
+            self._take(events)
+            foreign = self._foreign.get(token)
+            if foreign and self._name is None and ReasoningDelta(foreign) not in events:
+                self._take([TextDelta(foreign)])
             if self.ended:
                 return self._served(), count
         return self._served(), len(tokens)
@@ -138,38 +172,50 @@ class AnswerReader:
                 self._delivered.append(event.text)
                 self._reasoning.append(event.text)
                 self._out.append(ReasoningPart(event.text))
-            elif isinstance(event, CallFinished):
-                self._take_call(event.call)
+            elif isinstance(event, CallStarted):
+                self._name, self._open = event.name, None
+            elif isinstance(event, ArgumentDelta):
+                self._take_argument(event)
             else:
-                self._take_begun(event)
+                self._take_call(event.call)
 
-    def _take_begun(self, event: CallStarted | ArgumentDelta) -> None:
-        """Part of a call that has not ended: served with its end here."""
+    def _take_argument(self, delta: ArgumentDelta) -> None:
+        tool = self._tools.get(self._name or "")
+        if tool is not None and not self._rules.whole_calls:
+            call = self._open or self._begin(tool.name)
+            kinds = {one.name: one.kind for one in tool.parameters}
+            self._serve_more(call.more(delta, as_text=kinds.get(delta.name, "string") == "string"))
 
     def _take_call(self, call: ToolCall) -> None:
-        raw = self._raw_call()
+        opened, self._open, self._name = self._open, None, None
+        is_served = call.error is None and call.name in self._tools
+        self.num_malformed += call.error is not None
+        raw = self._raw_call() if opened is None and not is_served else ""
         self._raw, self._delivered = [], []
-        if call.error is not None or not self._rules.calls:
-            self.num_malformed += call.error is not None
+        if raw:
             self._search_stops(raw)
+        if opened is None and is_served:
+            opened, self._open = self._begin(call.name), None
+        if opened is None:
             return
-        self._serve_held()
-        served = Call(self._new_id(), call.name, self._values(call))
-        self._out.append(CallPart(served))
-        self._end_call(served)
+        values = call_arguments(call, self._renderer.grammar.tools) if is_served else {}
+        self._serve_more(opened.close(values) if is_served else "")
+        arguments: Any = values if is_served else opened.text
+        self._calls.append(Call(opened.id, call.name, arguments))
+        self.ended = self._rules.single_call
 
-    def _values(self, call: ToolCall) -> dict[str, Any]:
-        return call_arguments(call, getattr(self._renderer.grammar, "tools", ()))
-
-    def _serve_held(self) -> None:
+    def _begin(self, name: str) -> _OpenCall:
         """A call begins: what was held back as the beginning of a stop string was none."""
         held, self._held = self._held, ""
         self._serve_text(held)
         self._blanks = ""
+        self._open = _OpenCall(self._new_id())
+        self._out.append(CallHead(self._open.id, name))
+        return self._open
 
-    def _end_call(self, served: Call) -> None:
-        self._calls.append(served)
-        self.ended = self._rules.single_call
+    def _serve_more(self, text: str) -> None:
+        if text:
+            self._out.append(CallMore(text))
 
     def _raw_call(self) -> str:
         """The characters of the call that has just ended: those after what was delivered as text."""
@@ -204,6 +250,62 @@ class AnswerReader:
             self._begun = True
             self._text.append(kept)
             self._out.append(TextPart(kept))
+
+
+class _OpenCall:
+    """One call whose head was served: the JSON of its arguments, as it grows.
+
+    Text is served as it comes; a value of another kind, which only its end decides, when the call ends or the
+    next argument begins.
+    """
+
+    def __init__(self, call_id: str) -> None:
+        self.id = call_id
+        self.text = ""
+        self._argument: str | None = None
+        self._begun: set[str] = set()
+
+    def more(self, event: ArgumentDelta, as_text: bool) -> str:
+        """What a delta adds to the JSON."""
+        if not as_text:
+            return ""
+        added = ""
+        if event.name != self._argument:
+            added = self._end_argument() + self._key(event.name) + '"'
+            self._argument = event.name
+        return self._keep(added + json.dumps(event.text, ensure_ascii=False)[1:-1])
+
+    def close(self, values: dict[str, Any]) -> str:
+        """What is left to be served of a well-formed call."""
+        added = self._end_argument()
+        for name, value in values.items():
+            if name not in self._begun:
+                added += self._key(name) + json.dumps(value, ensure_ascii=False)
+        return self._keep(added + ("}" if self._begun else "{}"))
+
+    def _end_argument(self) -> str:
+        ending, self._argument = "" if self._argument is None else '"', None
+        return ending
+
+    def _key(self, name: str) -> str:
+        lead = ", " if self._begun else "{"
+        self._begun.add(name)
+        return f"{lead}{json.dumps(name, ensure_ascii=False)}: "
+
+    def _keep(self, added: str) -> str:
+        self.text += added
+        return added
+
+
+def _foreign_tags(renderer: Renderer) -> dict[int, str]:
+    """Tags that are one token of the tokenizer's, of tools that the conversation does not offer."""
+    names = {name: renderer.tokenizer.control_id(name) for name in renderer.tokenizer.control_tokens}
+    frame = {*renderer.template.control_tokens, *THINK_MARKS}
+    return {
+        token: name
+        for name, token in names.items()
+        if token not in renderer.tags and name not in frame and _TAG.fullmatch(name)
+    }
 
 
 def begun_stop(text: str, stops: Sequence[str]) -> int:

@@ -39,12 +39,16 @@ class RendererShelf:
         return blake3(repr(described).encode()).hexdigest()
 
     def find(self, opening: Opening) -> Renderer:
-        """The renderer for an opening's tools. Raises BadRequestError for tools that the grammar refuses."""
+        """The renderer for an opening's tools, without those that a model with tags of its own cannot call.
+
+        Raises BadRequestError for tools that the grammar refuses.
+        """
         key = canonical([tool.raw for tool in opening.tools])
         renderer = self._renderers.get(key)
         if renderer is None:
             try:
-                renderer = Renderer(self.tokenizer, self._make_grammar(opening.tools), self._template)
+                tools = self._callable(opening.tools)
+                renderer = Renderer(self.tokenizer, self._make_grammar(tools), self._template)
             except ConfigError as error:
                 raise BadRequestError(
                     error.message, field="tools", received=error.received, fix=error.fix
@@ -54,3 +58,11 @@ class RendererShelf:
             self._renderers[key] = renderer
         self._renderers.move_to_end(key)
         return renderer
+
+    def _callable(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+        """The tools of which the tokenizer has all tags, if it has a tag of any; else all, in text mode."""
+        tags = [self._make_grammar((tool,)).control_tokens() for tool in tools]
+        has = self.tokenizer.has_control
+        if not any(has(tag) for names in tags for tag in names):
+            return tools
+        return [tool for tool, names in zip(tools, tags, strict=True) if all(map(has, names))]

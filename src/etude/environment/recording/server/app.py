@@ -1,4 +1,4 @@
-"""The application: the routes of both APIs, the routes of whoever trains, errors, measurement."""
+"""The application: the routes of all APIs, the routes of whoever trains, errors, measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
-from etude.environment.recording.openai_format import ERRORS
+from etude.environment.recording.errors import ERRORS
 from etude.environment.recording.server import agent_routes, control_routes
 from etude.environment.recording.server.requests import recordings_of
 from etude.environment.recording.sessions import Recordings
@@ -18,6 +18,7 @@ from etude.errors import EtudeError
 from etude.serving.application import build_application
 from etude.serving.metrics import Metrics
 from etude.serving.sweeping import sweeping
+from etude.tokens.chat.dialects import respell_error
 
 _log = logging.getLogger("etude.recording.server")
 _SWEEP_S = 30.0
@@ -38,7 +39,13 @@ def build_app(recordings: Recordings) -> FastAPI:
         recordings.counts["errors"] += 1
 
     app = build_application(
-        "Étude recordings", ERRORS, lifespan=lifespan, on_error=on_error, health=_health, figures=_figures
+        "Étude recordings",
+        ERRORS,
+        lifespan=lifespan,
+        on_error=on_error,
+        health=_health,
+        figures=_figures,
+        respell=lambda connection, error, answer: respell_error(connection.url.path, error, answer),
     )
     app.state.recordings = recordings
     app.include_router(agent_routes.router)

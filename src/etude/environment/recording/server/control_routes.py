@@ -9,10 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from etude.environment.names import check_run_name, check_task_name
-from etude.environment.recording.fields import SamplingDefaults
 from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.server.requests import body_of, recordings_of, tenant_of
-from etude.environment.recording.spec import SessionSpec
+from etude.environment.recording.spec import SamplingDefaults, SessionSpec
 from etude.errors import StoreError
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
 from etude.serving.describing import described
@@ -103,7 +102,7 @@ def _spec(body: dict[str, Any], limits: RecordingLimits) -> SessionSpec:
         raise wrong("metadata", metadata, f"an object of at most {_METADATA_BYTES} bytes")
     return SessionSpec(
         trajectory_id=identity,
-        group_size=integer(body, "group_size", 1) or 1,
+        group_size=integer(body, "group_size", 1) or 0,
         consent=text(body.get("consent", "synthetic"), "consent"),
         keep_thinking=flag(body, "keep_thinking", True),
         sampling=_sampling(body.get("sampling"), limits),

@@ -10,8 +10,7 @@ from fastapi import Request
 from etude.environment.recording.errors import RefusedKeyError
 from etude.environment.recording.sessions import RecordedSession, Recordings
 from etude.serving.access import bearer_of
-from etude.serving.application import read_body
-from etude.serving.json_bodies import off_the_loop
+from etude.serving.application import read_parsed
 from etude.tokens.chat.fields import parse_body
 
 T = TypeVar("T")
@@ -52,5 +51,5 @@ async def body_of(request: Request) -> dict[str, Any]:
 async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
     """What `work` makes of a request's JSON object; of a large one in a thread. Raises BodyTooLargeError,
     BadRequestError, and what `work` raises."""
-    data = await read_body(request, recordings_of(request).limits.body_bytes)
-    return await off_the_loop(lambda: work(parse_body(data)), len(data))
+    limit_bytes = recordings_of(request).limits.body_bytes
+    return await read_parsed(request, limit_bytes, lambda data: work(parse_body(data)))

@@ -1,0 +1,96 @@
+"""Answers that are made while the client waits: server-sent events whose status waits for the first of them.
+
+    pieces --first--> 200 --piece--> ... --piece--> end
+       |                                 |
+       +- error: its own status          +- error: an event of its own, the last
+
+A client that leaves ends the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from etude.kit.tasks import end_tasks
+from etude.serving.application import CLIENT_LEFT, until_gone
+from etude.serving.errors import ErrorAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How the events of one answer are sent."""
+
+    pieces: AsyncGenerator[bytes]
+    """The events as they come; closed when the client leaves."""
+    describe: Callable[[Exception], ErrorAnswer]
+    error_event: Callable[[dict[str, Any]], bytes]
+    """The event of an error's document."""
+    ended: Callable[[int], None]
+    """Called once, with the status of what was sent."""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class EventStream(Response):
+    """Server-sent events of one answer."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, sending: Sending) -> None:
+        super().__init__(headers={"cache-control": "no-cache", **sending.headers})
+        del self.headers["content-length"]
+        self._sending = sending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until the answer ends or the client leaves."""
+        sending = asyncio.create_task(self._send(send))
+        leaving = asyncio.create_task(until_gone(receive))
+        status = CLIENT_LEFT
+        try:
+            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                status = sending.result()
+        finally:
+            await end_tasks(sending, leaving)
+            await self._sending.pieces.aclose()
+            self._sending.ended(status)
+
+    async def _send(self, send: Send) -> int:
+        """Sends everything; the status that was sent."""
+        pieces = self._sending.pieces
+        try:
+            try:
+                first = await anext(pieces)
+            except Exception as error:  # nothing was sent yet: clients try again by the status
+                return await self._refuse(send, error)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _push(send, first)
+            try:
+                async for piece in pieces:
+                    await _push(send, piece)
+            except OSError:
+                raise
+            except Exception as error:
+                await _push(send, self._sending.error_event(self._sending.describe(error)[1]))
+        except OSError:
+            return CLIENT_LEFT
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return 200
+
+    async def _refuse(self, send: Send, error: Exception) -> int:
+        status, document, headers = self._sending.describe(error)
+        listed = [(b"content-type", b"application/json")]
+        listed += [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": listed})
+        await send({"type": "http.response.body", "body": json.dumps(document).encode()})
+        return status
+
+
+async def _push(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,0 +1,292 @@
+"""Answers while they are sampled, as events; and what the writers of all dialects have in common.
+
+    sampler -> reader -> Sampled ... Sampled, Ended --AnswerWriter--> documents of a stream | one document
+
+An answer is made of blocks: text, reasoning and calls, in the order in which they were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.records import SampleChunk
+from etude.tokens.chat.reader import CallHead, CallMore, Part, ReasoningPart, TextPart
+from etude.tokens.chat.requests import ChatRequest
+from etude.tokens.tokenizer import Tokenizer
+
+Ending = Literal["stop", "length", "calls", "abort"]
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """Tokens of one answer, and what they add to what is served."""
+
+    parts: Sequence[Part]
+    chunk: SampleChunk | None
+    """Cut to the answer. None: nothing was sampled, only something held back is served."""
+    index: int = 0
+    """Which of the answers to its request."""
+    num_cached: int = 0
+    """With an answer's first: tokens of the prompt that were not computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One answer is complete."""
+
+    ending: Ending
+    num_tokens: int
+    stop: str | None = None
+    """The stop string that ended it."""
+    index: int = 0
+
+
+Event = Sampled | Ended
+
+
+class Writer(Protocol):
+    """Writes the answers to one request: piece by piece, or whole."""
+
+    id: str
+    usage: Usage
+    tail: bytes
+    """What a stream ends with that went well."""
+
+    def begin(self) -> list[Document]:
+        """The documents that begin a stream."""
+        ...
+
+    def take(self, event: Event) -> list[Document]:
+        """Takes an event in; the documents that a stream sends for it."""
+        ...
+
+    def end(self) -> list[Document]:
+        """The documents that end a stream."""
+        ...
+
+    def whole(self) -> Document:
+        """The whole answer as one document, after its last event."""
+        ...
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one request. `n` samples share their prompt: it counts once, and as cached only as far as
+    none of them had to compute it."""
+
+    prompt_tokens: int
+    num_samples: int = 1
+    """Of each prompt; answers are numbered prompt by prompt."""
+    completion_tokens: int = 0
+    _cached: dict[int, int] = field(default_factory=dict[int, int])
+    """By answer."""
+
+    def take(self, event: Event) -> None:
+        """Counts an event in."""
+        if isinstance(event, Ended):
+            self.completion_tokens += event.num_tokens
+        else:
+            self._cached.setdefault(event.index, event.num_cached)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that were not computed, as far as answers have begun."""
+        least: dict[int, int] = {}
+        for index, cached in self._cached.items():
+            prompt = index // self.num_samples
+            least[prompt] = min(cached, least.get(prompt, cached))
+        return sum(least.values())
+
+    def document(self, prompt: str = "prompt", answer: str = "completion") -> Document:
+        """As OpenAI's `usage`; the responses API calls them `input` and `output`."""
+        return {
+            f"{prompt}_tokens": self.prompt_tokens,
+            f"{answer}_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            f"{prompt}_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+BlockKind = Literal["text", "reasoning", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """Text, reasoning or a call of an answer."""
+
+    kind: BlockKind
+    text: str = ""
+    """Of a call: the JSON text of its arguments."""
+    id: str = ""
+    name: str = ""
+
+
+_KINDS: dict[type[Part], BlockKind] = {TextPart: "text", ReasoningPart: "reasoning", CallMore: "call"}
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One answer while it is written."""
+
+    index: int
+    blocks: list[Block] = field(default_factory=list[Block])
+    rows: list[Document] = field(default_factory=list[Document])
+    """Log-probabilities, where they are asked for."""
+    begun: bool = False
+    """A stream has sent something of it."""
+    ended: Ended | None = None
+
+    def add(self, part: Part) -> bool:
+        """Adds a part to the last block, or begins a new one: whether it did."""
+        if isinstance(part, CallHead):
+            self.blocks.append(Block("call", "", part.id, part.name))
+            return True
+        kind = _KINDS[type(part)]
+        begins = not self.blocks or self.blocks[-1].kind != kind
+        if begins:
+            self.blocks.append(Block(kind))
+        self.blocks[-1].text += part.text
+        return begins
+
+    def text_of(self, kind: str) -> str:
+        """The text of all blocks of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        """The calls."""
+        return [block for block in self.blocks if block.kind == "call"]
+
+
+class AnswerWriter:
+    """What the writers of conversations share. Implements `Writer`, but for the documents."""
+
+    tail: bytes = b""
+    id_prefix: ClassVar[str]
+
+    def __init__(
+        self, request: ChatRequest, answer_id: str, prompt_tokens: int, tokenizer: Tokenizer, model: str
+    ) -> None:
+        """`model`: the name that the client is answered under."""
+        self.id = self.id_prefix + answer_id
+        self.model = model
+        self.request = request
+        self.created_s = int(time.time())
+        self.usage = Usage(prompt_tokens, request.sampling.num_samples)
+        self.version: str | None = None
+        """Of the policy, as of the last tokens sampled."""
+        self.choices = [Choice(index) for index in range(request.sampling.num_samples)]
+        self._tokenizer = tokenizer
+
+    def begin(self) -> list[Document]:
+        """See Writer.begin."""
+        return []
+
+    def take(self, event: Event) -> list[Document]:
+        """See Writer.take."""
+        self.usage.take(event)
+        choice = self.choices[event.index]
+        if isinstance(event, Ended):
+            choice.ended = event
+            return self._finish(choice, event)
+        rows: list[Document] = []
+        if event.chunk is not None:
+            self.version = str(event.chunk.version)
+            rows = token_rows(event.chunk, self._tokenizer) if self.request.sampling.logprobs else []
+        choice.rows += rows
+        documents: list[Document] = []
+        for part in event.parts:
+            documents += self._write(choice, part, choice.add(part), rows)
+            rows = []
+        return documents + (self._write_rows(choice, rows) if rows else [])
+
+    def end(self) -> list[Document]:
+        """See Writer.end."""
+        return []
+
+    def whole(self) -> Document:
+        """See Writer.whole."""
+        raise NotImplementedError
+
+    def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
+        """What a stream sends for a part that was added. `begins`: it is the first of its block."""
+        raise NotImplementedError
+
+    def _write_rows(self, choice: Choice, rows: list[Document]) -> list[Document]:
+        """What a stream sends for tokens of which nothing is served yet."""
+        return []
+
+    def _finish(self, choice: Choice, ended: Ended) -> list[Document]:
+        """What a stream sends at the end of one answer."""
+        raise NotImplementedError
+
+
+async def written(events: AsyncGenerator[Event], writer: Writer) -> AsyncGenerator[bytes]:
+    """A stream of a request's answers as server-sent events, the first with the first tokens. Closes
+    `events`."""
+    held = writer.begin()
+    async with aclosing(events):
+        async for event in events:
+            held += writer.take(event)
+            if held:
+                yield b"".join(map(encode_event, held))
+            held = []
+    yield b"".join(map(encode_event, writer.end())) + writer.tail
+
+
+async def written_whole(events: AsyncGenerator[Event], writer: Writer) -> Document:
+    """A request's answers as one document. Closes `events`."""
+    async with aclosing(events):
+        async for event in events:
+            writer.take(event)
+    return writer.whole()
+
+
+def ended_choice(choice: Choice) -> Ended:
+    """How an answer ended that has."""
+    assert choice.ended is not None, "events end with Ended"
+    return choice.ended
+
+
+def token_rows(chunk: SampleChunk, tokenizer: Tokenizer) -> list[Document]:
+    """Log-probabilities of a chunk's tokens, as chat completions tell them: of the distribution that was
+    sampled from. `raw_logprob`, where asked for: of the model's own."""
+    rows: list[Document] = []
+    for place, token in enumerate(chunk.tokens.tolist()):
+        row = {**_token_row(token, float(chunk.logprobs[place]), tokenizer), "top_logprobs": []}
+        if chunk.raw_logprobs is not None:
+            row["raw_logprob"] = float(chunk.raw_logprobs[place])
+        if chunk.top_tokens is not None and chunk.top_logprobs is not None:
+            row["top_logprobs"] = [
+                _token_row(*one, tokenizer)
+                for one in top_pairs(chunk.top_tokens[place], chunk.top_logprobs[place])
+            ]
+        rows.append(row)
+    return rows
+
+
+def top_pairs(tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> list[tuple[int, float]]:
+    """The likeliest tokens of one place; -1 stands where there are fewer."""
+    pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+    return [(token, logprob) for token, logprob in pairs if token >= 0]
+
+
+def _token_row(token: int, logprob: float, tokenizer: Tokenizer) -> Document:
+    data = tokenizer.decode_bytes([token])
+    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def encode_event(document: Mapping[str, Any]) -> bytes:
+    """One server-sent event: named by the document's `type`, where it has one."""
+    kind = document.get("type")
+    name = f"event: {kind}\n" if kind else ""
+    return f"{name}data: {json.dumps(document)}\n\n".encode()

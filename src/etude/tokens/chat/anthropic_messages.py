@@ -1,0 +1,228 @@
+"""Anthropic's messages: requests read, answers written.
+
+Thinking comes back in `thinking` blocks whose signature is empty: nobody checks it here. Calls are served
+when they have ended: the official client runs what it can read of half a call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etude.serving.errors import ErrorAnswer
+from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, ended_choice
+from etude.tokens.chat.client_tools import ClientTool, client_tool, tool_entries
+from etude.tokens.chat.errors import ContextLengthError
+from etude.tokens.chat.fields import integer, objects, stop_strings, text, unsupported, words, wrong
+from etude.tokens.chat.messages import Answer, Call, Message, Opening, UserWords, ordered_results
+from etude.tokens.chat.reader import Part, ReadingRules
+from etude.tokens.chat.requests import (
+    DRAWING_FIELDS,
+    ChatRequest,
+    Neutral,
+    check_fields,
+    forced_calls,
+    read_sampling,
+    read_stream,
+)
+
+_FIELDS = DRAWING_FIELDS | {"messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences"}
+_NEUTRAL: Neutral = {"mcp_servers": ([],), "container": (), "output_format": (), "output_config": ({},)}
+_NEUTRAL_STRICT: Neutral = {
+    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+    "context_management": (),
+}
+_ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "abort": "end_turn"}
+_USER_JOINT = "\n\n"
+_TOOL_TYPES = (None, "custom")
+
+
+def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True) -> ChatRequest:
+    """Reads a request. `agent`: the name that the client gave its agent. Raises BadRequestError."""
+    check_fields(body, _FIELDS, {**_NEUTRAL, **(_NEUTRAL_STRICT if strict else {})}, strict)
+    tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
+    max_tokens = integer(body, "max_tokens", 1)
+    if max_tokens is None:
+        raise wrong("max_tokens", None, "a whole number from 1 on")
+    calls, single = _calls_wanted(body.get("tool_choice"), bool(tools))
+    system = words(body.get("system") or "", "system", _USER_JOINT)
+    messages = _messages(objects(body.get("messages"), "messages"))
+    if not messages:
+        raise wrong("messages", "none", "some, with one of the user's")
+    stops = stop_strings(body.get("stop_sequences"), "stop_sequences")
+    return ChatRequest(
+        messages=(Opening(system, tools, agent), *messages),
+        rules=ReadingRules(stops, single, calls, whole_calls=True),
+        sampling=read_sampling(body, max_tokens, max_temperature=1.0),
+        stream=read_stream(body)[0],
+        body=body,
+    )
+
+
+def _calls_wanted(choice: object, tools: bool) -> tuple[bool, bool]:
+    """Whether calls are read, and whether at most one."""
+    if choice is None:
+        return tools, False
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in ("auto", "none"):
+        raise forced_calls(kind)
+    single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
+    return tools and kind == "auto", single
+
+
+def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
+    if entry.get("type") not in _TOOL_TYPES:
+        raise unsupported(f"tools[{place}].type", entry.get("type"), "tools of the server's are not here")
+    schema, field_name = entry.get("input_schema"), f"tools[{place}]"
+    return client_tool(entry.get("name"), entry.get("description"), schema, field_name)
+
+
+def _messages(entries: Sequence[Mapping[str, Any]]) -> list[Message]:
+    messages: list[Message] = []
+    calls: tuple[Call, ...] = ()
+    for place, entry in enumerate(entries):
+        role, where = entry.get("role"), f"messages[{place}].content"
+        if role == "user":
+            messages += _user(entry.get("content"), where, calls)
+        elif role == "assistant":
+            answer = _answer(entry.get("content"), where)
+            calls = answer.calls
+            messages.append(answer)
+        else:
+            raise wrong(f"messages[{place}].role", role, "user or assistant")
+    return messages
+
+
+def _user(content: object, where: str, calls: Sequence[Call]) -> Iterator[Message]:
+    """The results of calls, then words: so they are shown to the model."""
+    if isinstance(content, str):
+        yield UserWords(content)
+        return
+    results: list[tuple[str, str]] = []
+    said: list[str] = []
+    for place, block in enumerate(objects(content, where)):
+        kind, here = block.get("type"), f"{where}[{place}]"
+        if kind == "tool_result":
+            output = words(block.get("content") or "", f"{here}.content", "\n")
+            results.append((text(block.get("tool_use_id"), f"{here}.tool_use_id"), output))
+        elif kind == "text":
+            said.append(text(block.get("text"), f"{here}.text"))
+        else:
+            raise unsupported(f"{here}.type", kind, "only text and tool results can be sent to this model")
+    if results:
+        yield ordered_results(results, calls)
+    if said or not results:
+        yield UserWords(_USER_JOINT.join(said))
+
+
+def _answer(content: object, where: str) -> Answer:
+    if isinstance(content, str):
+        return Answer(content)
+    said: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Call] = []
+    for place, block in enumerate(objects(content, where)):
+        kind, here = block.get("type"), f"{where}[{place}]"
+        if kind == "text":
+            said.append(text(block.get("text"), f"{here}.text"))
+        elif kind == "thinking":
+            reasoning.append(text(block.get("thinking"), f"{here}.thinking"))
+        elif kind == "tool_use":
+            name = text(block.get("name"), f"{here}.name")
+            calls.append(Call(str(block.get("id") or ""), name, block.get("input") or {}))
+        elif kind != "redacted_thinking":
+            raise unsupported(f"{here}.type", kind, "no answer of this model has such a block")
+    return Answer("".join(said), tuple(calls), "".join(reasoning))
+
+
+# ---- answers ------------------------------------------------------------------------------------
+
+
+class MessagesWriter(AnswerWriter):
+    """Writes the answer to one request."""
+
+    id_prefix = "msg_"
+
+    def begin(self) -> list[Document]:
+        """See Writer.begin."""
+        head = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
+        return [{"type": "message_start", "message": {**head, "usage": self._usage()}}]
+
+    def whole(self) -> Document:
+        """See Writer.whole."""
+        (choice,) = self.choices
+        content = [_document(block) for block in choice.blocks]
+        return {**self._head(), "content": content, **_end(ended_choice(choice)), "usage": self._usage()}
+
+    def _head(self) -> Document:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+
+    def _usage(self) -> Document:
+        cached = self.usage.cached_tokens
+        usage = {"input_tokens": self.usage.prompt_tokens - cached, "cache_read_input_tokens": cached}
+        return {**usage, "output_tokens": self.usage.completion_tokens}
+
+    def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
+        index, block = len(choice.blocks) - 1, choice.blocks[-1]
+        documents: list[Document] = []
+        if begins:
+            documents += self._close(index - 1)
+            begun = _document(Block(block.kind, "", block.id, block.name))
+            documents.append({"type": "content_block_start", "index": index, "content_block": begun})
+        added = getattr(part, "text", "")
+        if added:
+            delta = _delta(block.kind, added)
+            documents.append({"type": "content_block_delta", "index": index, "delta": delta})
+        return documents
+
+    def _close(self, index: int) -> list[Document]:
+        return [{"type": "content_block_stop", "index": index}] if index >= 0 else []
+
+    def _finish(self, choice: Choice, ended: Ended) -> list[Document]:
+        delta = {"type": "message_delta", "delta": _end(ended), "usage": self._usage()}
+        return [*self._close(len(choice.blocks) - 1), delta, {"type": "message_stop"}]
+
+
+def _document(block: Block) -> Document:
+    if block.kind == "text":
+        return {"type": "text", "text": block.text, "citations": None}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(block.text or "{}")}
+
+
+def _delta(kind: str, added: str) -> Document:
+    if kind == "text":
+        return {"type": "text_delta", "text": added}
+    if kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": added}
+    return {"type": "input_json_delta", "partial_json": added}
+
+
+def _end(ended: Ended) -> Document:
+    reason = "stop_sequence" if ended.stop is not None else _ENDINGS[ended.ending]
+    return {"stop_reason": reason, "stop_sequence": ended.stop}
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_OVERLOADED = 529
+
+
+def anthropic_error(error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
+    """An error's answer, given in OpenAI's form, in Anthropic's. What is not the client's doing is a 5xx,
+    which clients try again."""
+    status, document, headers = answer
+    said = document["error"]["message"]
+    if isinstance(error, ContextLengthError):
+        said = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+    found = {"type": _KINDS.get(status, "invalid_request_error"), "message": said}
+    return _OVERLOADED if status == 503 else status, {"type": "error", "error": found}, headers

@@ -1,0 +1,55 @@
+"""The chat APIs that our servers speak: each reads requests into one form, and writes answers in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from etude.serving.errors import ErrorAnswer
+from etude.tokens.chat.answers import AnswerWriter
+from etude.tokens.chat.anthropic_messages import MessagesWriter, anthropic_error, read_messages
+from etude.tokens.chat.openai_chat import ChatWriter, read_chat
+from etude.tokens.chat.openai_responses import ResponseWriter, read_response
+from etude.tokens.chat.requests import ChatRequest
+
+
+class Read(Protocol):
+    """Reads the body of a request."""
+
+    def __call__(self, body: Mapping[str, Any], agent: str = "", strict: bool = True) -> ChatRequest:
+        """`agent`: the name that the client gave its agent; `strict`: fields that are not known are refused.
+
+        Raises BadRequestError.
+        """
+        ...
+
+
+def _as_it_is(error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API."""
+
+    name: str
+    """In metrics."""
+    path: str
+    read: Read
+    writer: type[AnswerWriter]
+    respell: Callable[[BaseException, ErrorAnswer], ErrorAnswer] = _as_it_is
+    """Puts an error's answer in OpenAI's form into its own."""
+
+
+CHAT = Dialect("chat_completions", "/v1/chat/completions", read_chat, ChatWriter)
+RESPONSES = Dialect("responses", "/v1/responses", read_response, ResponseWriter)
+MESSAGES = Dialect("messages", "/v1/messages", read_messages, MessagesWriter, anthropic_error)
+DIALECTS = (CHAT, RESPONSES, MESSAGES)
+
+
+def respell_error(path: str, error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
+    """An error's answer, given in OpenAI's form, in that of the API whose path was asked."""
+    asked = path.removesuffix("/count_tokens")
+    dialect = next((one for one in DIALECTS if asked.endswith(one.path)), CHAT)
+    return dialect.respell(error, answer)

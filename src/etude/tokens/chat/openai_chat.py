@@ -1,0 +1,155 @@
+"""OpenAI's chat completions: requests read, answers written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, Event, ended_choice
+from etude.tokens.chat.fields import flag, integer, objects, unsupported, wrong
+from etude.tokens.chat.messages import Message, Opening
+from etude.tokens.chat.openai_messages import read_messages, read_tools
+from etude.tokens.chat.reader import CallHead, CallMore, Part, ReadingRules, ReasoningPart
+from etude.tokens.chat.requests import (
+    MAX_TOP_LOGPROBS,
+    SHARED_FIELDS,
+    ChatRequest,
+    Neutral,
+    calls_wanted,
+    check_fields,
+    read_sampling,
+    read_stops,
+    read_stream,
+)
+
+_FIELDS = SHARED_FIELDS | {
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_tokens",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "raw_logprobs",
+}
+_NEUTRAL: Neutral = {
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+}
+_ENDINGS = {"stop": "stop", "length": "length", "calls": "tool_calls", "abort": "stop"}
+
+
+def read_chat(body: Mapping[str, Any], agent: str = "", strict: bool = True) -> ChatRequest:
+    """Reads a request. `agent`: the name that the client gave its agent. Raises BadRequestError."""
+    check_fields(body, _FIELDS, _NEUTRAL, strict)
+    logprobs = flag(body, "logprobs", False)
+    num_top = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    if num_top and not logprobs:
+        raise unsupported("top_logprobs", num_top, "needs logprobs: true", "send logprobs: true with it")
+    limits = [integer(body, name, 1) for name in ("max_completion_tokens", "max_tokens")]
+    stream, include_usage = read_stream(body, strict)
+    messages, with_tools = read_conversation(body, agent)
+    rules = ReadingRules(
+        stops=read_stops(body),
+        single_call=not flag(body, "parallel_tool_calls", True),
+        calls=calls_wanted(body.get("tool_choice"), with_tools),
+    )
+    sampling = read_sampling(body, limits[0] or limits[1], logprobs, num_top)
+    return ChatRequest(messages, rules, sampling, stream, include_usage, body)
+
+
+def read_conversation(body: Mapping[str, Any], agent: str = "") -> tuple[tuple[Message, ...], bool]:
+    """The messages, the opening first, and whether there are tools. Raises BadRequestError."""
+    tools = read_tools(body.get("tools"))
+    listed = objects(body.get("messages"), "messages")
+    system, messages = read_messages(listed)
+    if not messages:
+        raise wrong("messages", "the system's alone" if listed else "none", "some, with one of the user's")
+    return (Opening(system, tools, agent), *messages), bool(tools)
+
+
+class ChatWriter(AnswerWriter):
+    """Writes the answers to one request."""
+
+    id_prefix = "chatcmpl-"
+    tail = b"data: [DONE]\n\n"
+
+    def take(self, event: Event) -> list[Document]:
+        """See Writer.take."""
+        choice = self.choices[event.index]
+        documents, begins = super().take(event), not choice.begun
+        choice.begun = True
+        return [self._chunk(choice, {"role": "assistant", "content": ""})] * begins + documents
+
+    def end(self) -> list[Document]:
+        """See Writer.end."""
+        if not self.request.include_usage:
+            return []
+        return [{**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage.document()}]
+
+    def whole(self) -> Document:
+        """See Writer.whole."""
+        choices = [
+            {
+                "index": choice.index,
+                "message": _message(choice),
+                "logprobs": _logprobs(choice.rows) if self.request.sampling.logprobs else None,
+                "finish_reason": _ENDINGS[ended_choice(choice).ending],
+            }
+            for choice in self.choices
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self.usage.document()}
+
+    def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
+        return [self._chunk(choice, _delta(part, len(choice.calls) - 1), rows=rows)]
+
+    def _write_rows(self, choice: Choice, rows: list[Document]) -> list[Document]:
+        return [self._chunk(choice, {}, rows=rows)]
+
+    def _finish(self, choice: Choice, ended: Ended) -> list[Document]:
+        return [self._chunk(choice, {}, _ENDINGS[ended.ending])]
+
+    def _chunk(
+        self, choice: Choice, delta: Document, finish: str | None = None, rows: list[Document] | None = None
+    ) -> Document:
+        row = {"index": choice.index, "delta": delta, "finish_reason": finish}
+        row["logprobs"] = _logprobs(rows) if rows else None
+        return {**self._head("chat.completion.chunk"), "choices": [row]}
+
+    def _head(self, kind: str) -> Document:
+        head = {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+        return {**head, "system_fingerprint": self.version}
+
+
+def _logprobs(rows: list[Document]) -> Document:
+    return {"content": rows, "refusal": None}
+
+
+def _delta(part: Part, place: int) -> Document:
+    if isinstance(part, CallHead):
+        return {"tool_calls": [{"index": place, **_call(Block("call", "", part.id, part.name))}]}
+    if isinstance(part, CallMore):
+        return {"tool_calls": [{"index": place, "function": {"arguments": part.text}}]}
+    return {"reasoning_content" if isinstance(part, ReasoningPart) else "content": part.text}
+
+
+def _call(block: Block) -> Document:
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _message(choice: Choice) -> Document:
+    words, reasoning, calls = choice.text_of("text"), choice.text_of("reasoning"), choice.calls
+    message: Document = {"role": "assistant", "content": words if words or not calls else None}
+    message["refusal"] = None
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_call(block) for block in calls]
+    return message

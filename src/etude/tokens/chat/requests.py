@@ -1,0 +1,175 @@
+"""A request for an answer, in whatever dialect it came; and the fields that several dialects have.
+
+Every field is obeyed, changes nothing by its nature (`user`), or is refused by name unless its value asks for
+nothing. With `strict`, a field that is not known at all is refused as well: it may have been meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from etude.records import SamplingParams
+from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.fields import flag, integer, number, stop_strings, unsupported, wrong
+from etude.tokens.chat.messages import Message
+from etude.tokens.chat.reader import ReadingRules
+
+MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 128
+_NAME_CHARACTERS = 64
+"""Of a field's name that is compared with those that there are."""
+
+Neutral = Mapping[str, tuple[object, ...]]
+"""Fields that would have to be obeyed, with the values that ask for nothing."""
+
+DRAWING_FIELDS = frozenset(("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed"))
+SHARED_FIELDS = DRAWING_FIELDS | {"stream_options", "n", "stop"}
+_HARMLESS_FIELDS = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))
+"""Say something of the request, and nothing of the answer."""
+_NEUTRAL: Neutral = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+}
+_NEUTRAL_STRICT: Neutral = {
+    "service_tier": ("auto", "default", "standard_only"),
+    "store": (False,),
+    "reasoning_effort": (),
+    "verbosity": (),
+}
+"""Refused with `strict` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the answers to one request are drawn."""
+
+    params: SamplingParams
+    """Without `max_tokens`: see `params_within`."""
+    max_tokens: int | None
+    """Of one answer; None: the client names no number."""
+    num_samples: int = 1
+    seed: int | None = None
+    logprobs: bool = False
+
+    def params_within(self, room: int, default: int) -> SamplingParams:
+        """The parameters with the room that the context leaves. `default`: where the client named nothing."""
+        return replace(self.params, max_tokens=min(room, self.max_tokens or default))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request for the next answer of a conversation."""
+
+    messages: tuple[Message, ...]
+    """The opening first."""
+    rules: ReadingRules
+    sampling: Sampling
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream of chat completions ends with the usage."""
+    body: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """As it came: some dialects give parts of it back."""
+
+    @property
+    def model(self) -> str:
+        """The name that is asked for; empty: none."""
+        return str(self.body.get("model") or "")
+
+
+def check_fields(body: Mapping[str, Any], known: Set[str], neutral: Neutral, strict: bool = True) -> None:
+    """Raises BadRequestError for a field that is not supported; with `strict` also for one not known."""
+    refused = {**_NEUTRAL, **neutral, **(_NEUTRAL_STRICT if strict else {})}
+    for name, value in body.items():
+        if name in known or name in _HARMLESS_FIELDS or value is None:
+            continue
+        if name in refused:
+            if not any(_same(value, one) for one in refused[name]):
+                raise unsupported(name, value, "is not supported here")
+        elif strict:
+            close = difflib.get_close_matches(name[:_NAME_CHARACTERS], [*known, *refused], 1)
+            fix = f"did you mean {close[0]}?" if close else "leave it out"
+            raise unsupported(name, value, "there is no such field", fix)
+
+
+def _same(value: object, neutral: object) -> bool:
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+
+
+def read_sampling(
+    body: Mapping[str, Any],
+    max_tokens: int | None,
+    logprobs: bool = False,
+    num_top: int = 0,
+    max_temperature: float = 2.0,
+) -> Sampling:
+    """Reads how answers are drawn. Raises BadRequestError."""
+    return Sampling(
+        params=SamplingParams(
+            temperature=number(body, "temperature", 1.0, 0.0, max_temperature),
+            top_p=_top_p(body),
+            top_k=_top_k(body),
+            min_p=_min_p(body),
+            raw_logprobs=flag(body, "raw_logprobs", False),
+            top_logprobs=num_top,
+        ),
+        max_tokens=max_tokens,
+        num_samples=integer(body, "n", 1, MAX_SAMPLES) or 1,
+        seed=integer(body, "seed", 0),
+        logprobs=logprobs,
+    )
+
+
+def read_stream(body: Mapping[str, Any], strict: bool = True) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether the stream ends with the usage. Raises BadRequestError."""
+    options = body.get("stream_options")
+    stream = flag(body, "stream", False)
+    if options is not None and not isinstance(options, dict):
+        raise wrong("stream_options", options, "an object")
+    if strict and options is not None and not stream:
+        raise unsupported("stream_options", "an object", "is for streams alone", "send stream: true with it")
+    for name, value in (options or {}).items():
+        if strict and name != "include_usage" and not (name == "include_obfuscation" and value is False):
+            raise unsupported(f"stream_options.{name}", value, "is not supported here")
+    return stream, flag(options or {}, "include_usage", False)
+
+
+def read_stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The stop strings of OpenAI's dialects. Raises BadRequestError."""
+    return stop_strings(body.get("stop"), "stop")
+
+
+def calls_wanted(choice: object, tools: bool) -> bool:
+    """Whether calls are calls and not text, by `tool_choice`. Raises BadRequestError for forced calls."""
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return False
+    raise forced_calls(choice)
+
+
+def forced_calls(choice: object) -> BadRequestError:
+    """The error for a choice of tools that leaves the model none."""
+    return unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")
+
+
+def _top_k(body: Mapping[str, Any]) -> int:
+    return max(integer(body, "top_k", -1, 1 << 31) or 0, 0)
+
+
+def _top_p(body: Mapping[str, Any]) -> float:
+    value = number(body, "top_p", 1.0, 0.0, 1.0)
+    if value == 0.0:
+        raise wrong("top_p", value, "a number above 0, up to 1")
+    return value
+
+
+def _min_p(body: Mapping[str, Any]) -> float:
+    value = number(body, "min_p", 0.0, 0.0, 1.0)
+    if value == 1.0:
+        raise wrong("min_p", value, "a number from 0 on, below 1")
+    return value
