@@ -122,7 +122,7 @@ def families(find_gguf: Callable[[], Path]) -> list[Family]:
             partial(_published, "llama3_1"),
             options={"date_string": "26 Jul 2024"},
         ),
-        Family("deepseek-v3", "deepseek-ai-DeepSeek-V3.1", partial(_published, "deepseek_v3")),
+        Family("deepseek-v3", "", partial(_published, "deepseek_v3")),
         Family(
             "glm",
             "GLM-4.6",

@@ -37,7 +37,7 @@ def test_smollm2_from_gguf_is_that_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize("name", ["qwen3", "llama-3", "kimi-k2", "smollm2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama-3", "deepseek-v3", "kimi-k2", "smollm2"])
 def test_sessions_of_a_family_have_the_tokens_that_its_official_template_gives(name: str) -> None:
     outcome = _measure_family(name)
     assert not outcome.refused
@@ -53,7 +53,6 @@ def test_sessions_of_a_family_have_the_tokens_that_its_official_template_gives(n
     ("name", "reason"),
     [
         ("qwen3.5", "<think>"),
-        ("deepseek-v3", "User"),
         ("glm", "<|assistant|>"),
         ("minimax-m2", "<think>"),
         ("gpt-oss", "strftime_now"),

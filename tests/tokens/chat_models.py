@@ -45,6 +45,14 @@ OPENERS = """\
 {%- if add_generation_prompt %}{{- '<|assistant|>assistant<|header|>' }}{%- endif %}"""
 """A token of its own opens each role, and results name the call that they answer."""
 
+UNENDED = """\
+{{- bos_token }}{%- for message in messages %}\
+{%- if message.role == 'system' %}{{- message.content }}{%- endif %}\
+{%- if message.role == 'user' %}{{- '<|user|>' + message.content }}{%- endif %}\
+{%- if message.role == 'assistant' %}{{- '<|assistant|>' + message.content + '<|eot|>' }}{%- endif %}\
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+"""Only answers end with a token; the system's words have no frame at all."""
+
 
 @cache
 def chat_tokenizer(
@@ -70,6 +78,10 @@ def openers_tokenizer() -> Tokenizer:
     return chat_tokenizer(
         OPENERS, marks=("<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|header|>", "<|eot|>")
     )
+
+
+def unended_tokenizer() -> Tokenizer:
+    return chat_tokenizer(UNENDED, marks=("<|begin|>", "<|user|>", "<|assistant|>", "<|eot|>"))
 
 
 def dated_tokenizer() -> Tokenizer:

@@ -18,6 +18,7 @@ from tests.tokens.chat_models import (
     plain_chatml,
     qwen_like,
     told_chatml,
+    unended_tokenizer,
 )
 
 from etude.agent import agent_format, core_registry, full_registry, open_renderer, registry_named
@@ -116,6 +117,16 @@ def test_a_system_message_in_every_conversation_may_open_with_a_token_of_its_own
     assert (template.begin, template.default_system) == ((), "You help.")
 
 
+def test_messages_of_others_may_end_where_the_next_one_begins() -> None:
+    renderer = choose_format(unended_tokenizer()).renderer()
+    parts = [renderer.prompt("Hi", "Be brief."), renderer.message(["Yes?"]), renderer.results(["3 passed"])]
+    text = renderer.tokenizer.decode(np.concatenate([*parts, renderer.user_message("Go on.")]))
+    assert text == (
+        "<|begin|>Be brief.<|user|>Hi<|assistant|>Yes?<|eot|>"
+        "<|user|><tool_response>\n3 passed\n</tool_response><|user|>Go on.<|assistant|>"
+    )
+
+
 def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> None:
     """A frame knows no calls: it would give every result the id of the probe's."""
     renderer = choose_format(openers_tokenizer()).renderer()
@@ -124,7 +135,16 @@ def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> Non
 
 
 @pytest.mark.parametrize(
-    "make", [told_chatml, headers_tokenizer, openers_tokenizer, dated_tokenizer, plain_chatml, qwen_like]
+    "make",
+    [
+        told_chatml,
+        headers_tokenizer,
+        openers_tokenizer,
+        unended_tokenizer,
+        dated_tokenizer,
+        plain_chatml,
+        qwen_like,
+    ],
 )
 def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> None:
     chosen = choose_format(make())
@@ -136,7 +156,16 @@ def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> Non
 @pytest.mark.slow
 @pytest.mark.foreign
 @pytest.mark.parametrize(
-    "make", [told_chatml, headers_tokenizer, openers_tokenizer, dated_tokenizer, plain_chatml, qwen_like]
+    "make",
+    [
+        told_chatml,
+        headers_tokenizer,
+        openers_tokenizer,
+        unended_tokenizer,
+        dated_tokenizer,
+        plain_chatml,
+        qwen_like,
+    ],
 )
 @pytest.mark.parametrize("system", [[], [SYSTEM]])
 @pytest.mark.parametrize("tools", [[], TOOLS])
@@ -178,7 +207,9 @@ def test_a_template_without_tools_still_renders_what_it_always_did() -> None:
         assert own.render(messages) == written.render(messages)
 
 
-@pytest.mark.parametrize("make", [told_chatml, headers_tokenizer, qwen_like, etude_tokenizer])
+@pytest.mark.parametrize(
+    "make", [told_chatml, headers_tokenizer, unended_tokenizer, qwen_like, etude_tokenizer]
+)
 def test_content_never_becomes_a_control_token(make: Any) -> None:
     renderer = open_renderer(make(), AgentConfig())
     tokenizer = renderer.tokenizer

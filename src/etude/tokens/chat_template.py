@@ -31,15 +31,15 @@ _WRITTEN = """\
 {%- if tools %}
     {{- SYSTEM + (words + '\\n\\n' if words else '') + BEFORE }}
     {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
-    {{- AFTER + END }}
+    {{- AFTER + CLOSED }}
 {%- elif words is not none %}
-    {{- SYSTEM + words + END }}
+    {{- SYSTEM + words + CLOSED }}
 {%- endif %}
 {%- for message in messages[start:] %}
     {%- if message.role == 'tool' %}
         {{- BETWEEN if loop.previtem is defined and loop.previtem.role == 'tool' else TOOL }}
         {{- OPEN + message.content + CLOSE }}
-        {{- '' if loop.nextitem is defined and loop.nextitem.role == 'tool' else END }}
+        {{- '' if loop.nextitem is defined and loop.nextitem.role == 'tool' else CLOSED }}
     {%- elif message.role == 'assistant' %}
         {%- set content = message.content or '' %}
         {{- ASSISTANT }}
@@ -56,7 +56,7 @@ _WRITTEN = """\
         {%- endfor %}
         {{- END }}
     {%- else %}
-        {{- (SYSTEM if message.role == 'system' else USER) + message.content + END }}
+        {{- (SYSTEM if message.role == 'system' else USER) + message.content + CLOSED }}
     {%- endif %}
 {%- endfor %}
 {{- ASSISTANT if add_generation_prompt else '' }}"""
@@ -113,7 +113,6 @@ class ChatTemplate:
 
 def write_chat_template(template: Template) -> str:
     """A Jinja template that renders conversations in this frame, with tools and calls as Hermes has them."""
-    closed = (template.end, *template.after_end)
     strings = {
         "BEGIN": spell(template.begin),
         "SYSTEM": spell(template.system),
@@ -123,7 +122,8 @@ def write_chat_template(template: Template) -> str:
         "BETWEEN": spell(template.result_between),
         "OPEN": spell(template.result_open),
         "CLOSE": spell(template.result_close),
-        "END": spell(closed),
+        "END": spell((template.end, *template.after_end)),
+        "CLOSED": spell((*template.closing, *template.after_end)),
         "BEFORE": BEFORE_TOOLS,
         "AFTER": AFTER_TOOLS,
     }

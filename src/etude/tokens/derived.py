@@ -90,11 +90,13 @@ class _Reader:
         _, to_said, after_said, again = self._between(
             [user, answer, _said("user", _FIRST)], _USER, _ANSWER, _FIRST
         )
-        if not prompt == to_answer == to_said == again or after_said != to_user:
+        if not prompt == to_answer == to_said == again or not after_said.endswith(to_user):
             raise _unstable(
                 f"prompts open an answer with {prompt!r}; an earlier one stands between {to_said!r} and "
                 f"{after_said!r}, where words of the system stand before {to_user!r}"
             )
+        if after_said != to_user:
+            return self._unended(opened, to_user, to_answer, after_said.removesuffix(to_user))
         (end, *user_pieces), (_, *answer_pieces) = self._ended(to_user), self._ended(to_answer)
         num_plain = next(
             (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
@@ -126,6 +128,23 @@ class _Reader:
             default_system=default,
         )
 
+    def _unended(self, opened: str, user: str, answer: str, ended: str) -> Template:
+        """The frame where answers end with a token, and other messages where the next one begins."""
+        end = self._ended(ended)[0]
+        assert isinstance(end, Control), "see _ended"
+        return Template(
+            "derived",
+            system=(),
+            user=tuple(self._ended(user)),
+            assistant=tuple(self._ended(answer)),
+            tool=(),
+            result_open=(),
+            result_close=(),
+            end=end,
+            begin=tuple(self._pieces(opened)),
+            only_answers_end=True,
+        )
+
     def results(self, template: Template) -> Template | None:
         """With how results are shown; None where the template has no role for them."""
         start = [_said("user", _USER), {**_said("assistant", _ANSWER), "tool_calls": _calls(2)}]
@@ -135,7 +154,7 @@ class _Reader:
         except ConfigError:
             return None
         _, found, opened = opened.partition(template.end.name)
-        closed = spell((template.end, *template.after_end, *template.assistant))
+        closed = spell((*template.closing, *template.after_end, *template.assistant))
         lead = spell(template.after_end)
         close = rest.removesuffix(closed)
         if not (found and opened.startswith(lead) and rest.endswith(closed) and between.startswith(close)):
@@ -231,12 +250,15 @@ def _check_alike(jinja: ChatTemplate, template: Template, messages: Sequence[Mes
 
 def _framed(template: Template, messages: Sequence[Message], words: str = "") -> str:
     """The conversation in this frame. `words`: added to the system's."""
-    end = spell((template.end, *template.after_end))
+    end, closed = (spell((*one, *template.after_end)) for one in ((template.end,), template.closing))
     frames = {"user": template.user, "assistant": template.assistant, "system": template.system}
     if messages[0]["role"] != "system" and template.default_system is not None:
         messages = [_said("system", template.default_system), *messages]
     texts = [
-        spell(frames[one["role"]]) + one["content"] + words * (one["role"] == "system") + end
+        spell(frames[one["role"]])
+        + one["content"]
+        + words * (one["role"] == "system")
+        + (end if one["role"] == "assistant" else closed)
         for one in messages
     ]
     return "".join([spell(template.begin), *texts, spell(template.assistant)])
@@ -272,6 +294,7 @@ def _layout(template: Template) -> tuple[str, ...]:
     """What decides a conversation's text and tokens, however results are divided into parts."""
     first = (*template.tool, *template.result_open)
     between = (*template.result_close, *template.result_between, *template.result_open)
-    last = (*template.result_close, template.end, *template.after_end)
-    parts = (template.begin, template.system, template.user, template.assistant, first, between, last)
+    last = (*template.result_close, *template.closing, *template.after_end)
+    ends = (template.end, *template.after_end)
+    parts = (template.begin, template.system, template.user, template.assistant, first, between, last, ends)
     return (*(repr(join_text(part)) for part in parts), repr(template.default_system))

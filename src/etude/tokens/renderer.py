@@ -67,7 +67,7 @@ class Renderer:
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
         self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, self.text_mode)
         self.reasoning_begun = reasoning_begun
-        self._end = (template.end, *template.after_end)
+        self._end = (*template.closing, *template.after_end)
 
     @property
     def control_tokens(self) -> list[str]:
@@ -132,7 +132,7 @@ class Renderer:
 
     def results(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order; `user_message` may follow."""
-        return self.encode((*self._results(outputs), self.template.end))
+        return self.encode((*self._results(outputs), *self.template.closing))
 
     def _results(self, outputs: Sequence[str]) -> list[Piece]:
         template = self.template

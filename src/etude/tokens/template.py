@@ -23,7 +23,7 @@ class Template:
     result_open: tuple[Piece, ...]
     result_close: tuple[Piece, ...]
     end: Control
-    """Ends every message."""
+    """Ends every message; with `only_answers_end` the agent's alone."""
     after_end: tuple[Piece, ...] = ()
     """Stands between `end` and the next message."""
     extra: tuple[str, ...] = ()
@@ -34,13 +34,20 @@ class Template:
     """Stands between two results of one turn."""
     default_system: str | None = None
     """The system's words where a conversation has none, perhaps empty; None: no system message then."""
+    only_answers_end: bool = False
+    """Whether messages that are not the agent's end where the next one begins."""
 
     def __repr__(self) -> str:
-        """Names the last three fields only where they are set: digests of older templates stay the same."""
-        later = {"begin": (), "result_between": (), "default_system": None}
+        """Names the last four fields only where they are set: digests of older templates stay the same."""
+        later = {"begin": (), "result_between": (), "default_system": None, "only_answers_end": False}
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         shown = ", ".join(f"{name}={value!r}" for name, value in values if value != later.get(name, ...))
         return f"Template({shown})"
+
+    @property
+    def closing(self) -> tuple[Piece, ...]:
+        """Ends messages that are not the agent's; `after_end` follows."""
+        return () if self.only_answers_end else (self.end,)
 
     @property
     def control_tokens(self) -> list[str]:

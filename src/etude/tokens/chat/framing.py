@@ -83,7 +83,7 @@ class Framing:
     def _framed(self, frame: Sequence[Piece], text: str, first: bool) -> Tokens:
         """One message of somebody else's words."""
         lead = self.renderer.opening() if first else self.renderer.encode(self.template.after_end)
-        return np.concatenate([lead, self.renderer.encode((*frame, text, self.template.end))])
+        return np.concatenate([lead, self.renderer.encode((*frame, text, *self.template.closing))])
 
     def _opening(self, opening: Opening) -> Tokens:
         renderer, template = self.renderer, self.template
@@ -95,7 +95,7 @@ class Framing:
             body = renderer.describe(opening.system, tools)
         if not body:
             return self.end[:0]
-        return renderer.encode((*template.begin, *template.system, *body, template.end))
+        return renderer.encode((*template.begin, *template.system, *body, *template.closing))
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
