@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 from etude.controller.open_tasks import say_open_tasks
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.types import Resources
-from etude.tasks.harbor import write_harbor
-from tests.cli.commands import etude
 from tests.environment.target import TARGET
 
 OPEN = replace(
@@ -36,13 +33,3 @@ def test_the_share_of_open_tasks_is_said_with_a_reason() -> None:
 def test_closed_sets_are_said_to_be_closed_and_generated_ones_are_not_looked_at() -> None:
     assert said_of(TARGET) == ["open tasks: 0 of 1 (0%)"]
     assert said_of() == []
-
-
-def test_check_lists_open_tests_and_exits_with_1(tmp_path: Path) -> None:
-    write_harbor(TARGET, tmp_path / "closed")
-    arguments = ("tasks", "check", str(tmp_path), "--backend", "unisolated")
-    assert etude(*arguments).exit_code == 0
-    write_harbor(OPEN, tmp_path / "open")
-    found = etude(*arguments)
-    assert found.exit_code == 1
-    assert found.stdout.startswith("target/open: tests/test_hidden.py::test_a: none of ")

@@ -150,6 +150,8 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         limits = EpisodeLimits.from_config(self.config).sandbox
+        for words in self.family.notes:
+            self.observer.say(words)
         opened = open_run_backend(self.config.sandbox)
         asyncio.run(say_open_tasks(self.family.own_tasks, opened, limits, self.observer.say))
         self.config = settle_numerics(settle_model(self.config))

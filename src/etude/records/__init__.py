@@ -3,7 +3,7 @@
 from etude.records.policy import UNKNOWN_FORMAT, BlobRef, PolicyVersion, TensorEntry, WeightManifest
 from etude.records.reward import FeedbackEvent, RewardBreakdown
 from etude.records.sampling import NATIVE_ROUTE, SampleChunk, SampleRequest, SamplingParams, Scores
-from etude.records.task import Task
+from etude.records.task import SolutionScript, Task, TaskImage, TaskMachine, TestScript
 from etude.records.trajectory import (
     Group,
     GroupOrigin,
@@ -32,9 +32,13 @@ __all__ = [
     "SamplingParams",
     "Scores",
     "Segment",
+    "SolutionScript",
     "Status",
     "Task",
+    "TaskImage",
+    "TaskMachine",
     "TensorEntry",
+    "TestScript",
     "ToolCall",
     "ToolErrorClass",
     "ToolResult",
