@@ -50,6 +50,17 @@ def test_ten_kinds_of_tasks_are_verified_and_said_to_be_forgeable(tmp_path: Path
     assert all("could write the reward itself" in one.report.forgeable[0] for one in found.values())
 
 
+def test_hidden_tests_that_check_nothing_are_forgeable(tmp_path: Path) -> None:
+    hidden = "from lib.tally import tally\n\ndef test_a():\n    assert tally([1]) == 1\n"
+    loose = hidden + "\ndef test_b():\n    tally([1])\n"
+    for name, text in (("closed", hidden), ("loose", loose)):
+        task = replace(TARGET, id=name, hidden_files={"tests/test_hidden.py": text})
+        write_harbor(task, tmp_path / "tasks" / name)
+    found = reports(tmp_path / "tasks", "unisolated")
+    assert found["closed"].report.forgeable == ()
+    assert found["loose"].report.forgeable[0].startswith("tests/test_hidden.py::test_b: none of ")
+
+
 def test_each_fault_of_a_task_is_found_with_its_reason(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     always = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"
@@ -116,10 +127,13 @@ def test_a_run_leaves_out_what_fails_or_does_not_start(tmp_path: Path) -> None:
     write_task(tasks / "broken", "#!/bin/sh\ntrue\n")
     verified, words = load_task_set(tasks, "tasks.directory", config())
     assert [task.id for task in verified] == ["one", "two"]
-    assert words[0] == f"tasks: 2 of 3 in {tasks} are verified"
+    forgeable = "an agent could forge the verdict on 2 of these (100%)"
+    assert words[0] == f"tasks: 2 of 3 in {tasks} are verified; {forgeable}"
     assert words[1].startswith("  left out: broken: its reference solution fails: ")
+    assert words[2].startswith("  forgeable: one: tests/test.sh::reward: code of the agent's")
     family = open_family(config(family="directory", directory=str(tasks)))
-    assert [task.id for task in family.own_tasks] and list(family.notes) == words
+    assert list(family.notes) == words
+    assert len(family.evaluation_tasks("heldout", 9)) == 1
     with pytest.raises(TaskError, match=r"1 of 3 tasks are not verified: broken"):
         load_task_set(
             tasks, "tasks.directory", config(family="directory", directory=str(tasks), check="stop")

@@ -70,11 +70,6 @@ class TaskFamily(Protocol):
         ...
 
     @property
-    def own_tasks(self) -> Sequence[Task]:
-        """The tasks that somebody wrote, and not a generator whose tests are known to be closed."""
-        ...
-
-    @property
     def notes(self) -> Sequence[str]:
         """What is to be said of the tasks as a run starts, a line each."""
         ...
@@ -99,7 +94,6 @@ def open_family(config: RunConfig) -> TaskFamily:
 
 class _BugFixes:
     splits: Sequence[str] = SPLITS
-    own_tasks: Sequence[Task] = ()
     notes: Sequence[str] = ()
 
     def __init__(self, config: RunConfig) -> None:
@@ -164,7 +158,6 @@ class _Directory(_BugFixes):
             self.notes += notes
         else:
             self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
-        self.own_tasks = [*self._trained, *self._judged]
 
     @property
     def acting(self) -> Sequence[ActingFamily]:
@@ -181,7 +174,6 @@ class _Directory(_BugFixes):
 class _Trails:
     splits: Sequence[str] = ("heldout", "heldout_family")
     acting: Sequence[ActingFamily] = ()
-    own_tasks: Sequence[Task] = ()
     notes: Sequence[str] = ()
 
     def __init__(self, config: RunConfig) -> None:

@@ -55,26 +55,25 @@ class CheckedTask:
         return {"name": self.name, "verified": self.report.reason is None, **document}
 
 
-def check_task_set(
-    directory: Path, field: str, config: RunConfig, state: Path | None = None
-) -> list[CheckedTask]:
-    """Checks the tasks of a directory, in the order of their names. `state`: where images and reports lie.
+def check_task_set(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
+    """Checks the tasks of a directory, in the order of their names.
 
     Raises TaskError where there is none, or if two have one id; what is wrong with a task stands in its
     report.
     """
-    state = state or default_state_directory()
-    return _run(_check(directory, field, config, state))
+    return _run(_check(directory, field, config))
 
 
 def load_task_set(directory: Path, field: str, config: RunConfig) -> tuple[list[Task], list[str]]:
-    """The verified tasks of a directory, and words about those that are left out.
+    """The verified tasks of a directory, and a few lines about it: how many are verified, which are left out
+    and why, how many are forgeable.
 
     Raises TaskError as `check_task_set`; where none is verified; and, with `tasks.check = "stop"`, where one
     is not.
     """
     checked = check_task_set(directory, field, config)
     verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
+    forgeable = [one for one in checked if one.report.reason is None and one.report.forgeable]
     left_out = [f"{one.name}: {one.report.reason}" for one in checked if one.report.reason is not None]
     if left_out and (config.tasks.check == "stop" or not verified):
         shown = "; ".join(left_out[:_NAMED])
@@ -84,8 +83,14 @@ def load_task_set(directory: Path, field: str, config: RunConfig) -> tuple[list[
             received=str(directory),
             fix=f"correct or remove them; `etude tasks check {directory}` lists all",
         )
-    words = [f"tasks: {len(verified)} of {len(checked)} in {directory} are verified"] if left_out else []
-    return verified, words + [f"  left out: {one}" for one in left_out]
+    share = len(forgeable) / len(verified)
+    words = [
+        f"tasks: {len(verified)} of {len(checked)} in {directory} are verified; "
+        f"an agent could forge the verdict on {len(forgeable)} of these ({share:.0%})",
+        *(f"  left out: {one}" for one in left_out),
+        *(f"  forgeable: {one.name}: {one.report.forgeable[0]}" for one in forgeable[:_NAMED]),
+    ]
+    return verified, words
 
 
 def read_with_images(directories: Sequence[Path], backend: str) -> list[Task]:
@@ -104,10 +109,10 @@ def _run(work: Coroutine[Any, Any, Done]) -> Done:
         return pool.submit(asyncio.run, work).result()
 
 
-async def _check(directory: Path, field: str, config: RunConfig, state: Path) -> list[CheckedTask]:
-    bases, settings = config.images.bases, config.sandbox
+async def _check(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
+    state, settings = default_state_directory(), config.sandbox
     is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
-    images = TaskImages("a server" if is_elsewhere else settings.backend, bases, state)
+    images = TaskImages("a server" if is_elsewhere else settings.backend, config.images.bases)
     rows: list[CheckedTask] = []
     for path in find_directories(directory, field):
         try:

@@ -15,7 +15,7 @@ from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import network_to, task_resources, task_template
 from etude.environment.scripts import check_isolation, find_executable, run_solution
 from etude.environment.verdicts import Grader
-from etude.errors import AgentError, SandboxError, UserError
+from etude.errors import AgentError, SandboxError, TaskError, UserError
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
@@ -34,7 +34,7 @@ class TaskReport:
     """Tests whose verdict an agent could forge, each with the reason."""
     duration_s: float = 0.0
     lasting: bool = True
-    """Whether another check would find the same: not where our own machinery failed."""
+    """Whether another check would find the same: not where our own machinery failed, or lacks something."""
 
 
 async def check_tasks(
@@ -64,10 +64,10 @@ async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limit
         found = (await grader.find_twins(task)).open_tests
         forgeable = tuple(f"{one.test}: {one.reason}" for one in found)
         reason = await _find_fault(task, grader, backend, limits)
-    except SandboxError as error:
-        reason, lasting = f"could not be checked: {error}", False
-    except (UserError, AgentError) as error:
+    except (TaskError, AgentError) as error:
         reason = str(error)
+    except (SandboxError, UserError) as error:
+        reason, lasting = f"could not be checked: {error}", False
     return TaskReport(task.id, reason, forgeable, time.perf_counter() - began, lasting)
 
 

@@ -30,15 +30,11 @@ _BACKENDS = ("local", *ENGINES)
 class TaskImages:
     """Finds images for the tasks of one set. Equal ones are found once."""
 
-    def __init__(
-        self, backend: str, bases: Mapping[str, str] | None = None, state: Path | None = None
-    ) -> None:
-        """`backend`: name of the backend that runs them (`sandbox.backend`); `bases`: see `images.bases`;
-        `state`: where the image store lies, if not in the usual place."""
+    def __init__(self, backend: str, bases: Mapping[str, str] | None = None) -> None:
+        """`backend`: name of the backend that runs them (`sandbox.backend`); `bases`: see `images.bases`."""
         self._backend = backend
         self._engine = backend.partition(":")[0]
         self._bases = dict(bases or {})
-        self._state = state or default_state_directory()
         self._found: dict[str, TaskImage] = {}
 
     async def find(self, task: Task) -> Task:
@@ -57,10 +53,12 @@ class TaskImages:
         key = machine.docker_image or f"{task.directory}"
         if key not in self._found:
             self._found[key] = await self._find(task, machine.docker_image, machine.build_timeout_s)
+        if self._engine in ENGINES:
+            _check_users(task, self._found[key])
         return replace(task, machine=replace(machine, image=self._found[key]))
 
     async def _find(self, task: Task, name: str, build_timeout_s: float) -> TaskImage:
-        store = ImageStore(self._state / IMAGES)
+        store = ImageStore(default_state_directory() / IMAGES)
         if name:
             if self._engine in ENGINES and name not in self._bases and not store.has(name):
                 return await self._image_of_engine(name)
@@ -91,6 +89,24 @@ class TaskImages:
             export_image(replace(image, name=name), store, archive)
             await engine.load_image(archive)
         return TaskImage(name, (), dict(image.env), image.workdir, image.user)
+
+
+def _check_users(task: Task, image: TaskImage) -> None:
+    """Raises TaskError for users of containers but root."""
+    machine, verifier = task.machine, task.verifier
+    users = {
+        "the image's USER": image.user,
+        "task.toml: agent.user": machine.user if machine is not None else "",
+        "task.toml: verifier.user": verifier.user if verifier is not None else "",
+    }
+    for field, user in users.items():
+        if user not in ("", "root", "0"):
+            raise TaskError(
+                "is not root, as whom a task's commands run in containers",
+                field=field,
+                received=user,
+                fix="use the local backend, which knows other users",
+            )
 
 
 def _image_name(context: Path) -> str:
