@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -12,13 +14,17 @@ from etude.agent import registry_named
 from etude.environment.grading import Verdict
 from etude.environment.origins import network_to, task_resources, task_template
 from etude.environment.scripts import run_solution
+from etude.environment.server.creating import find_task
+from etude.environment.server.host import SessionHost
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.environment.wire import task_document, task_of
 from etude.errors import UserError
 from etude.records import Task, ToolCall, ToolErrorClass, ToolResult
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.types import Resources
+from etude.sandbox.local.backend import LocalBackend
+from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.harbor import read_harbor
 from tests.sandbox.backends import with_backend
 from tests.tasks.harbor_tasks import KINDS, REWARD_TEXT, write_task
@@ -97,6 +103,8 @@ def test_a_task_with_scripts_crosses_the_wire_whole(tmp_path: Path) -> None:
     KINDS["variables"](tmp_path, "host")
     task = read_harbor(tmp_path)
     assert task_of(json.loads(json.dumps(task_document(task)))) == replace(task, directory=None)
+    with pytest.raises(UserError, match="played by its name only"):
+        find_task(cast("SessionHost", None), task_document(task))
     document = task_document(task)
     document["verifier"]["archive"] = "no base64!"
     with pytest.raises(UserError, match=r"task\.verifier"):
@@ -120,3 +128,32 @@ def test_the_time_of_a_task_bounds_all_calls_together(tmp_path: Path) -> None:
     slept, refused, _ = with_backend("local", scenario)
     assert slept.error is refused.error is ToolErrorClass.TIMEOUT
     assert refused.output == "the time for this task is over: 0.5 s for all calls together"
+
+
+def test_the_reward_is_read_when_nothing_runs_that_could_write_it(tmp_path: Path) -> None:
+    KINDS["background"](tmp_path, "host")
+    task = read_harbor(tmp_path)
+
+    class LateReader(LocalBackend):
+        """Reads the reward long after test.sh has ended."""
+
+        async def create(self, *arguments: Any, **named: Any) -> MachineSandbox:
+            sandbox = await super().create(*arguments, **named)
+            run = sandbox.commands.run
+
+            async def late(cmd: str, *others: Any, **more: Any) -> CommandResult:
+                if cmd.startswith("cd /logs/verifier"):
+                    await asyncio.sleep(1.0)
+                return await run(cmd, *others, **more)
+
+            sandbox.commands.run = late
+            return sandbox
+
+    async def scenario(backend: SandboxBackend) -> Verdict:
+        late = LateReader()
+        try:
+            return await play(late, task)
+        finally:
+            await late.close()
+
+    assert with_backend("local", scenario).reward == 1.0

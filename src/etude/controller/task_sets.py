@@ -3,7 +3,8 @@
     DIR/*/task.toml ──read──> tasks ──images──> playable ──check, or an earlier one's report──> verified
                         └─────────────┴──────────────────────────┴──> left out, by name, with the reason
 
-Reports are kept in the state directory by a digest of all that a task is: its files, its image, the backend.
+Reports are kept in the state directory by a digest of all that a task is: its files, its image, the backend,
+the version of Étude.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
+from etude import __version__
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.environment.checking import TaskReport, check_tasks
@@ -36,7 +38,6 @@ from etude.tasks.harbor import find_directories, read_harbor
 Done = TypeVar("Done")
 
 _NAMED = 5
-_CACHE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def _refuse_twice_named(rows: Sequence[CheckedTask], field: str) -> None:
 
 
 def _key(task: Task, backend: str, limits: Resources) -> str:
-    what = [_CACHE_VERSION, task_document(task), backend, asdict(limits)]
+    what = [__version__, task_document(task), backend, asdict(limits)]
     return blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

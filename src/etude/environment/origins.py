@@ -17,8 +17,6 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Network, Resources
 
-HOST = "host"
-"""Image of a task that runs on the programs of the sandboxes' host."""
 SOURCE_BYTES = 256 << 20
 """Files of one directory or repository, together."""
 _GIT_S = 60.0
@@ -57,7 +55,7 @@ def task_template(task: Task, user: str = "") -> Template:
     Raises TaskError for a task whose image was not looked for (see `task_images`).
     """
     machine = task.machine
-    if machine is None or machine.docker_image == HOST:
+    if machine is None or machine.is_host:
         return Template(task.files, task.id)
     found = machine.image
     if found is None:

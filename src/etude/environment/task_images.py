@@ -14,7 +14,6 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-from etude.environment.origins import HOST
 from etude.errors import TaskError
 from etude.records import Task, TaskImage
 from etude.sandbox.backends import ENGINES, IMAGES
@@ -41,7 +40,7 @@ class TaskImages:
         """The task with the image of its machine. Raises TaskError, TemplateError or ResourceError for one
         that cannot be had."""
         machine = task.machine
-        if machine is None or machine.docker_image == HOST:
+        if machine is None or machine.is_host:
             return task
         if self._engine not in _BACKENDS:
             raise TaskError(

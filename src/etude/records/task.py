@@ -42,6 +42,11 @@ class TaskMachine:
     agent_s: float = 0.0
     """Seconds that the agent's tools may run, all calls together; 0: as long as the run allows."""
 
+    @property
+    def is_host(self) -> bool:
+        """Whether it has no image, but the programs of the sandboxes' host."""
+        return self.docker_image == "host"
+
 
 @dataclass(frozen=True, slots=True)
 class TestScript:

@@ -34,8 +34,6 @@ from etude.records import Task
 from etude.tasks.archives import pack_directory
 from etude.tasks.harbor_fields import check_fields, read_machine, read_solution, read_verifier
 
-HOST = "host"
-"""Name of an image: the programs of the sandboxes' host."""
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
 
@@ -161,17 +159,17 @@ def _with_scripts(task: Task, table: Mapping[str, Any], directory: Path) -> Task
             received=str(directory),
             fix="add one of them",
         )
-    if machine.docker_image == HOST and machine.env:
+    if machine.is_host and machine.env:
         raise TaskError(
             "needs an image", field="task.toml: environment.env", received=sorted(machine.env),
-            fix=f"name another image than {HOST}, or set them in tests/test.sh",
+            fix="name another image, or set them in tests/test.sh",
         )  # fmt: skip
     solution = None
     if (directory / "solution").is_dir():
         solution = read_solution(fields, pack_directory(directory / "solution", "solve.sh"))
     return replace(
         task,
-        files=_tree(directory, "environment/workspace") if machine.docker_image == HOST else {},
+        files=_tree(directory, "environment/workspace") if machine.is_host else {},
         machine=machine,
         verifier=read_verifier(fields, pack_directory(directory / "tests", "test.sh")),
         solution=solution,
