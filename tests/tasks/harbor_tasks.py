@@ -119,7 +119,7 @@ def _resources(directory: Path, image: str) -> None:
     test = """#!/bin/sh
 if [ "$(stat -c %s big)" = 20000000 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
-    solve = "#!/bin/sh\nhead -c 100000000 /dev/zero > big; truncate -s 20000000 big\n"
+    solve = "#!/bin/sh\nset -e\nhead -c 100000000 /dev/zero > big; truncate -s 20000000 big\n"
     write_task(directory, test, solve, toml, image=image)
 
 

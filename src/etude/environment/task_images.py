@@ -17,7 +17,8 @@ from pathlib import Path
 from etude.errors import TaskError
 from etude.records import Task, TaskImage
 from etude.sandbox.backends import ENGINES, IMAGES
-from etude.sandbox.images.building import BuildOptions, base_image, build_image
+from etude.sandbox.images.base_sources import find_base
+from etude.sandbox.images.building import BuildOptions, build_image
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.oci_export import export_image
 from etude.sandbox.machine_backend import default_state_directory
@@ -61,7 +62,7 @@ class TaskImages:
         if name:
             if self._engine in ENGINES and name not in self._bases and not store.has(name):
                 return await self._image_of_engine(name)
-            image = await base_image(name, store, self._bases)
+            image = await find_base(name, store, self._bases)
         else:
             assert task.directory is not None, "read from there"
             options = BuildOptions(bases=self._bases, deadline_s=build_timeout_s)

@@ -1,4 +1,4 @@
-"""Images for tasks: built from a Dockerfile, or by the name that FROM would have."""
+"""Images built from Dockerfiles."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.bases import DebianBases
 from etude.sandbox.images.builder import Builder
 from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.images.oci import import_image
-from etude.sandbox.images.stage import finished
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.runner import SandboxRunner
 from etude.sandbox.template import Image
-
-_ARCHIVES = ("oci", "oci-archive", "docker-archive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ async def build_image(
 ) -> Image:
     """Builds the Dockerfile of a directory. Raises TemplateError for what it or its bases get wrong."""
     for base in options.bases:
-        await base_image(base, store, options.bases)
+        await find_base(base, store, options.bases)
     root = store.layers.root
     backend = LocalBackend(root.parent, root)
     try:
@@ -47,16 +44,3 @@ async def build_image(
         ) from error
     finally:
         await backend.close()
-
-
-async def base_image(name: str, store: ImageStore, bases: Mapping[str, str] | None = None) -> Image:
-    """What FROM `name` starts with. Raises TemplateError if it cannot be had."""
-    kind, _, place = (bases or {}).get(name, "").partition(":")
-    if kind in _ARCHIVES:
-        return await asyncio.to_thread(import_image, Path(place), store, name)
-    if kind or store.has(name):
-        return await asyncio.to_thread(store.load, (bases or {}).get(name, name))
-    image = await DebianBases(store).image(name)
-    if image is None:
-        raise TemplateError("no such image", field="image", received=name, fix="name it in images.bases")
-    return finished(image, image.name)
