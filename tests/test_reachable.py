@@ -17,7 +17,6 @@ PROGRAMS = (
 """Started by path, in another interpreter: they and all below them."""
 PUBLIC = {
     "etude.inference.server.client": "serving.md",
-    "etude.sandbox.images.harbor": "images.md",
     "etude.sandbox.sync": "sandbox.md",
 }
 """API for readers' own programs, and the page of the docs that shows it."""

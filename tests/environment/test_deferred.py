@@ -22,9 +22,9 @@ class SlowBackend(MemoryBackend):
         super().__init__()
         self.go_on = asyncio.Event()
 
-    async def create(self, template, limits=None):
+    async def create(self, template, limits=None, network=None):
         await self.go_on.wait()
-        return await super().create(template, limits)
+        return await super().create(template, limits, network)
 
 
 @pytest.mark.parametrize("wrapper", [DeferredSandbox, FaultySandbox])

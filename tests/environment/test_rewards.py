@@ -108,6 +108,9 @@ def test_partial_credit_is_a_share_of_the_hidden_tests_and_success_stays_whole()
     assert compute_reward(evidence(FAILED), config).task == 0.375
     assert compute_reward(evidence(PASSED), config).task == 1.0
     assert compute_reward(evidence(Verdict(False, 0, 0, "dead", 0.0)), config).task == 0.0
+    for reward, earned in ((0.5, 0.25), (-3.0, 0.0)):
+        script = Verdict(False, 0, 1, "tests/test.sh gave it", 0.0, reward=reward)
+        assert compute_reward(evidence(script), config).task == earned
 
 
 def test_a_term_of_ones_own_is_named_by_its_function() -> None:

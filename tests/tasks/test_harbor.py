@@ -17,6 +17,7 @@ from etude.errors import TaskError
 from etude.records import Task
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.harbor import read_harbor, write_harbor
+from tests.tasks.harbor_tasks import write_task
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 NAMES = st.text("abcxyz_-. $'\"é", min_size=1, max_size=8).filter(lambda name: name.strip(". ") == name)
@@ -155,18 +156,28 @@ def test_a_bad_directory_is_named_with_field_and_fix(
     assert caught.value.fix
 
 
-def test_a_directory_of_other_makers_is_read_without_files(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "instruction.md").write_text("Mend it.\n")
-    (tmp_path / "task.toml").write_text('version = "1.0"\n[metadata]\ndifficulty = "easy"\ntags = ["a"]\n')
-    (tmp_path / "tests/test.sh").write_text("exit 0\n")
-    (tmp_path / "tests/test_outputs.py").write_text("def test_a(): pass\n")
+def test_a_directory_of_other_makers_is_graded_by_its_own_script(tmp_path: Path) -> None:
+    write_task(tmp_path, files={"instruction.md": "<!-- canary 1 -->\n\nMend it.\n"})
+    toml = tmp_path / "task.toml"
+    toml.write_text(toml.read_text() + '[metadata]\ndifficulty = "easy"\ntags = ["a"]\n')
     task = read_harbor(tmp_path)
-    assert task.instruction == "Mend it."
-    assert task.id == tmp_path.name
-    assert task.files == {}
-    assert task.hidden_test_paths == ("tests/test_outputs.py",)
+    assert (task.instruction, task.id, task.files) == ("Mend it.", tmp_path.name, {})
+    assert (task.hidden_test_paths, task.allowed_paths) == ((), ("**",))
     assert task.metadata == {"difficulty": "easy"}
+    assert task.verifier is not None and task.solution is not None and task.machine is not None
+    with pytest.raises(TaskError, match="graded by a script"):
+        write_harbor(task, tmp_path / "again")
+
+
+def test_the_way_of_grading_is_one_of_two(written: Path) -> None:
+    toml = written / "task.toml"
+    text = toml.read_text(encoding="utf-8")
+    toml.write_text(text.replace('grading = "values"', 'grading = "eye"'), encoding="utf-8")
+    with pytest.raises(TaskError, match=r"metadata\.etude\.grading.*one of values, test_sh"):
+        read_harbor(written)
+    toml.write_text(text.replace('grading = "values"\n', ""), encoding="utf-8")
+    task = read_harbor(written)
+    assert task.verifier is not None and task.hidden_test_paths == ()
 
 
 def test_what_a_user_withholds_must_be_sentences(written: Path) -> None:

@@ -91,7 +91,7 @@ def serve_command(
         tokens = {read_token(token_file, SERVER): "default"}
     site = new_site(backend, tools, snapshot_every, life_s, sandbox_server, sandbox_token_file, index)
     limits = HostLimits(TenantLimits(sessions=max_sessions), idle_s=idle_s)
-    sessions = SessionHost(site, limits, read_tasks(tasks), roots or ())
+    sessions = SessionHost(site, limits, read_tasks(tasks, backend), roots or ())
     serve(
         sessions,
         host=host,
@@ -205,17 +205,21 @@ def new_site(
     )
 
 
-def read_tasks(directory: Path | None) -> dict[str, Task]:
-    """The Harbor tasks in a directory, by the names of their own directories. Raises TaskError, UserError."""
+def read_tasks(directory: Path | None, backend: str = "local") -> dict[str, Task]:
+    """The Harbor tasks in a directory, by the names of their own directories, with their images.
+
+    Raises TaskError, TemplateError, UserError.
+    """
+    from etude.controller.task_sets import read_with_images
     from etude.environment.names import check_task_name
-    from etude.tasks.harbor import read_harbor
 
     if directory is None:
         return {}
     if not directory.is_dir():
         raise UserError("is not a directory", field="--tasks", received=str(directory), fix="name another")
     found = sorted(entry for entry in directory.iterdir() if (entry / "task.toml").is_file())
-    return {check_task_name(entry.name, "--tasks"): read_harbor(entry) for entry in found}
+    names = [check_task_name(entry.name, "--tasks") for entry in found]
+    return dict(zip(names, read_with_images(found, backend), strict=True))
 
 
 def token_of(path: Path | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 from collections.abc import Callable
 from enum import StrEnum
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from etude.cli.agent import DIFF_STYLES
 from etude.cli.exits import error_console
-from etude.cli.output import output_console
+from etude.cli.output import output_console, print_json
 from etude.cli.progress import open_observer
 from etude.errors import TaskError
 from etude.records import Task
@@ -107,29 +106,36 @@ def sessions_command(
 @tasks_app.command("check")
 def check_command(
     directory: Annotated[Path, typer.Argument(help="Directory with one Harbor task directory per task.")],
-    backend: Annotated[str, typer.Option(help="Sandboxes in which reference solutions run.")] = "local",
+    backend: Annotated[str | None, typer.Option(help="Sandboxes in which the tasks are tried.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every task's report as JSON.")] = False,
 ) -> None:
-    """List the hidden tests that an agent could forge, with the reason. Exits with 1 if there are any."""
-    from etude.controller.open_tasks import find_open_tasks
-    from etude.sandbox.backends import open_backend
-    from etude.tasks.harbor import read_tasks
+    """Try each task: its reference solution earns 1, doing nothing 0, and again the same.
 
-    tasks = read_tasks(directory, "DIR")
+    Lists the tasks that fail, with the reason, and those whose verdict an agent could forge. Exits with 1 if
+    any fails.
+    """
+    from etude.config import load_config
+    from etude.controller.task_sets import check_task_set
 
-    async def look() -> int:
-        opened, num_open = open_backend(backend), 0
-        try:
-            async for task, tests in find_open_tasks(tasks, opened):
-                num_open += bool(tests)
-                for one in tests:
-                    typer.echo(f"{task.id}: {one.test}: {one.reason}")
-        finally:
-            await opened.close()
-        return num_open
-
-    num_open = asyncio.run(look())
-    error_console().print(f"{num_open} of {len(tasks)} tasks are open", highlight=False)
-    if num_open:
+    chosen = [f"sandbox.backend={backend}"] if backend is not None else []
+    checked = check_task_set(directory, "DIR", load_config(config, [*(settings or []), *chosen]))
+    if as_json:
+        print_json([one.to_document() for one in checked])
+    else:
+        for one in checked:
+            if one.report.reason is not None:
+                typer.echo(f"{one.name}: fails: {one.report.reason}")
+            for words in one.report.forgeable:
+                typer.echo(f"{one.name}: forgeable: {words}")
+    num_failed = sum(one.report.reason is not None for one in checked)
+    num_forgeable = sum(bool(one.report.forgeable) for one in checked)
+    words = f"{len(checked) - num_failed} of {len(checked)} tasks are verified, {num_forgeable} are forgeable"
+    error_console().print(words, highlight=False)
+    if num_failed:
         raise typer.Exit(1)
 
 

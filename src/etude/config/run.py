@@ -12,6 +12,7 @@ from etude.config.cluster import ClusterConfig
 from etude.config.clusters import ClustersConfig
 from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
+from etude.config.images import ImagesConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.monitors import MonitorConfig
@@ -86,6 +87,12 @@ class TasksConfig(Section):
     composed_share: float = Field(default=0.0, ge=0, le=1)
     """The same for `composed` tasks: two bugs at once, each in a file of its own, of pairs of kinds that
     evaluation does not have."""
+    check: Literal["leave_out", "stop"] = "leave_out"
+    """What becomes of tasks in `directory` whose reference solution does not earn 1, in which doing nothing
+    does not earn 0, or whose image cannot be had: they are left out by name, or the run does not start. What
+    was checked is not checked again until it changes. See docs/tasks.md."""
+    public_hosts: tuple[str, ...] = ()
+    """What tasks of a public network reach, as `host:port` or `*.domain:port`; empty: nothing."""
     heldout_directory: str = ""
     """Directory with the tasks for evaluation. Empty: `heldout_share` of the tasks in `directory`, which are
     then not trained on."""
@@ -201,6 +208,8 @@ class RunConfig(Section):
     """The agent's limits."""
     sandbox: SandboxConfig = SandboxConfig()
     """The sandbox."""
+    images: ImagesConfig = ImagesConfig()
+    """Images of tasks."""
     engine: EngineConfig = EngineConfig()
     """The inference engine."""
     midtrain: MidtrainConfig = MidtrainConfig()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from etude.config import RunConfig
 from etude.controller.evaluation_targets import OpenTarget, Target, TargetOptions, find_target, open_target
 from etude.controller.families import open_family
+from etude.controller.task_sets import load_task_set
 from etude.errors import ConfigError
 from etude.evaluation import (
     EvaluationResult,
@@ -36,7 +37,6 @@ from etude.records import Task, Trajectory
 from etude.store.trajectories import TrajectoryLog
 from etude.tasks.acting import ACTING_SUITES
 from etude.tasks.frozen import tasks_digest
-from etude.tasks.harbor import read_tasks
 
 FROZEN_SPLITS = ("heldout", "validation", "heldout_family", *ACTING_SUITES)
 """Suites by name. But for `*_train`, no training step saw their tasks."""
@@ -69,7 +69,7 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
     sessions failed through no fault of the agent.
     """
     target = find_target(request.target, request.options)
-    tasks = load_suite(request.suite, request.num_tasks, target.config)
+    tasks = load_suite(request.suite, request.num_tasks, target.config, observer.say)
     with contextlib.ExitStack() as stack:
         log = None
         if request.out is not None:
@@ -83,8 +83,10 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
     return result
 
 
-def load_suite(suite: str, num_tasks: int, config: RunConfig) -> list[Task]:
-    """The first tasks of a suite. Raises ConfigError, TaskError."""
+def load_suite(
+    suite: str, num_tasks: int, config: RunConfig, say: Callable[[str], None] = lambda words: None
+) -> list[Task]:
+    """The first tasks of a suite; of a directory, those that are verified. Raises ConfigError, TaskError."""
     if suite in FROZEN_SPLITS:
         return open_family(config).evaluation_tasks(suite, num_tasks)
     if not Path(suite).is_dir():
@@ -94,7 +96,10 @@ def load_suite(suite: str, num_tasks: int, config: RunConfig) -> list[Task]:
             received=suite,
             fix=f"one of {', '.join(FROZEN_SPLITS)}, or a directory of tasks",
         )
-    return read_tasks(Path(suite), "--suite")[:num_tasks]
+    tasks, notes = load_task_set(Path(suite), "--suite", config)
+    for words in notes:
+        say(words)
+    return tasks[:num_tasks]
 
 
 class _Evaluation:

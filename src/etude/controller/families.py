@@ -25,6 +25,7 @@ from etude.controller.corpus import (
     make_documents,
     train_corpus_tokenizer,
 )
+from etude.controller.task_sets import load_task_set
 from etude.controller.trails import trail_documents, train_trail_tokenizer
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import ConfigError, TaskError
@@ -38,7 +39,6 @@ from etude.tasks.acting import ACTING_FAMILIES, ACTING_SUITES, ActingFamily, Mix
 from etude.tasks.expert import Expert
 from etude.tasks.frozen import acting_tasks, evaluation_tasks
 from etude.tasks.generator import SPLITS, FunctionSplit, Split, TaskGenerator
-from etude.tasks.harbor import read_tasks
 from etude.tasks.trails import TrailAuthor, TrailGenerator, check_lengths
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
@@ -70,8 +70,8 @@ class TaskFamily(Protocol):
         ...
 
     @property
-    def own_tasks(self) -> Sequence[Task]:
-        """The tasks that somebody wrote, and not a generator whose tests are known to be closed."""
+    def notes(self) -> Sequence[str]:
+        """What is to be said of the tasks as a run starts, a line each."""
         ...
 
     @property
@@ -94,7 +94,7 @@ def open_family(config: RunConfig) -> TaskFamily:
 
 class _BugFixes:
     splits: Sequence[str] = SPLITS
-    own_tasks: Sequence[Task] = ()
+    notes: Sequence[str] = ()
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -150,13 +150,14 @@ class _Directory(_BugFixes):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        tasks = read_tasks(Path(config.tasks.directory), "tasks.directory")
+        tasks, self.notes = load_task_set(Path(config.tasks.directory), "tasks.directory", config)
         if config.tasks.heldout_directory:
             self._trained = tasks
-            self._judged = read_tasks(Path(config.tasks.heldout_directory), "tasks.heldout_directory")
+            heldout = Path(config.tasks.heldout_directory)
+            self._judged, notes = load_task_set(heldout, "tasks.heldout_directory", config)
+            self.notes += notes
         else:
             self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
-        self.own_tasks = [*self._trained, *self._judged]
 
     @property
     def acting(self) -> Sequence[ActingFamily]:
@@ -173,7 +174,7 @@ class _Directory(_BugFixes):
 class _Trails:
     splits: Sequence[str] = ("heldout", "heldout_family")
     acting: Sequence[ActingFamily] = ()
-    own_tasks: Sequence[Task] = ()
+    notes: Sequence[str] = ()
 
     def __init__(self, config: RunConfig) -> None:
         for length in config.tasks.trail_heldout_lengths:

@@ -26,6 +26,7 @@ from etude.agent import (
 from etude.config import RewardConfig, RunConfig
 from etude.controller.backends import open_checked_backend, open_run_backend
 from etude.controller.families import open_family
+from etude.controller.task_sets import read_with_images
 from etude.controller.tokenizers import run_tokenizer
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.origins import task_template
@@ -35,7 +36,6 @@ from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, TaskError, UserError
 from etude.observe import RunDirectory
 from etude.records import Task, Trajectory
-from etude.tasks.harbor import read_harbor
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 
@@ -71,7 +71,11 @@ def find_task(stored: Stored, directory: Path | None = None) -> Task:
     Raises TaskError where it cannot be made, or is not what it was.
     """
     trajectory = stored.trajectory
-    task = read_harbor(directory) if directory is not None else _made_task(stored)
+    if directory is None:
+        task = _made_task(stored)
+    else:
+        backend = stored.config.sandbox.backend if stored.config is not None else "local"
+        (task,) = read_with_images([directory], backend)
     digest = task_template(task).digest
     if trajectory.image_digest and digest != trajectory.image_digest:
         raise TaskError(

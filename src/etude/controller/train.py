@@ -22,7 +22,6 @@ from etude.controller.arrangement import (
     is_reproducible,
     open_local,
 )
-from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.families import open_family
@@ -31,7 +30,6 @@ from etude.controller.judging import Judging, add_stage_time
 from etude.controller.midtraining import MIDTRAINING, run_midtraining
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics
-from etude.controller.open_tasks import say_open_tasks
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts
 from etude.controller.probing import Probe, can_probe, probe_speeds
@@ -47,7 +45,6 @@ from etude.controller.run_plan import continue_plan, store_plan
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths
-from etude.environment.episodes import EpisodeLimits
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
 from etude.model import LanguageModel
@@ -149,9 +146,8 @@ class _Run:
         self.family = open_family(config)
 
     def go(self) -> dict[str, Any]:
-        limits = EpisodeLimits.from_config(self.config).sandbox
-        opened = open_run_backend(self.config.sandbox)
-        asyncio.run(say_open_tasks(self.family.own_tasks, opened, limits, self.observer.say))
+        for words in self.family.notes:
+            self.observer.say(words)
         self.config = settle_numerics(settle_model(self.config))
         self.config = settle_compute(self.run, self.config, self.observer)
         self.run.update_environment({"reproducible": is_reproducible(self.config)})

@@ -11,17 +11,25 @@ import contextlib
 from etude.errors import SandboxError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
-from etude.sandbox.types import Resources
+from etude.sandbox.types import Network, Resources
 from etude.sandbox.wrapping import WrappedSandbox
 
 
 class DeferredSandbox(WrappedSandbox):
     """Implements Sandbox. Errors of the making are raised by the first use."""
 
-    def __init__(self, backend: SandboxBackend, template: Template, resources: Resources) -> None:
+    def __init__(
+        self,
+        backend: SandboxBackend,
+        template: Template,
+        resources: Resources,
+        network: Network | None = None,
+    ) -> None:
         """Begins to make the sandbox at once; needs a running event loop."""
         super().__init__("pending")
-        self._making: asyncio.Task[Sandbox] = asyncio.create_task(backend.create(template, resources))
+        self._making: asyncio.Task[Sandbox] = asyncio.create_task(
+            backend.create(template, resources, network)
+        )
 
     @property
     def id(self) -> str:

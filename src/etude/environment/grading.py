@@ -63,6 +63,8 @@ class Verdict:
     """Findings of a linter that the agent's changes added; 0 where nobody looked."""
     style: int = 0
     """Added lines in another style than their file's; 0 where nobody looked."""
+    reward: float | None = None
+    """What the task's own `tests/test.sh` gave; None where hidden tests were judged by their values."""
 
     def __post_init__(self) -> None:
         if self.cause is not None:

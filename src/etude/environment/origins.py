@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import math
 import tarfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etude.agent.simulated_user import SimulatedUser
-from etude.errors import ConfigError, ResourceError
+from etude.errors import ConfigError, ResourceError, TaskError
 from etude.records import Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.template import Template
+from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Network, Resources
 
 SOURCE_BYTES = 256 << 20
@@ -48,9 +49,58 @@ def user_of(task: Task | None) -> SimulatedUser | None:
     return SimulatedUser(task.user_facts) if task is not None and task.user_facts else None
 
 
-def task_template(task: Task) -> Template:
-    """The files that an agent sees of a task."""
-    return Template(task.files, task.id)
+def task_template(task: Task, user: str = "") -> Template:
+    """What an agent sees of a task: its files, over the image of its machine. `user`: in place of the agent.
+
+    Raises TaskError for a task whose image was not looked for (see `task_images`).
+    """
+    machine = task.machine
+    if machine is None or machine.is_host:
+        return Template(task.files, task.id)
+    found = machine.image
+    if found is None:
+        raise TaskError(
+            "its image was not built or looked for",
+            field="task",
+            received=task.id,
+            fix="name its directory to `etude tasks check`, which says why not",
+        )
+    image = Image(
+        found.name,
+        found.layers,
+        {**found.env, **machine.env},
+        machine.workdir or found.workdir,
+        user or machine.user or found.user,
+    )
+    return Template(task.files, task.id, image)
+
+
+def task_resources(task: Task, given: Resources) -> Resources:
+    """What a task's sandboxes may use: what it asks for, else what the run gives.
+
+    A machine of its own has at least room for the programs that images are made for: 256 processes, 1 GiB of
+    files, and all the processor time that its time limits leave.
+    """
+    machine = task.machine
+    if machine is None:
+        return given
+    disk_bytes = machine.disk_bytes or max(given.disk_bytes, 1 << 30)
+    limit_s = max(machine.agent_s, 0.0 if task.verifier is None else task.verifier.timeout_s)
+    return replace(
+        given,
+        memory_bytes=machine.memory_bytes or given.memory_bytes,
+        disk_bytes=disk_bytes,
+        file_bytes=disk_bytes,
+        cpus=machine.cpus or given.cpus,
+        num_processes=max(given.num_processes, 256),
+        open_files=max(given.open_files, 1024),
+        cpu_s=max(given.cpu_s, math.ceil(limit_s)),
+    )
+
+
+def network_to(hosts: tuple[str, ...] | None) -> Network | None:
+    """The network of a phase of a task; None: there is none."""
+    return Network(hosts) if hosts else None
 
 
 async def directory_template(path: Path) -> Template:

@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from etude.agent import ToolContext, execute_calls
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Tool
 from etude.environment.history import History, TurnConflictError, same_calls
 from etude.kit.tasks import start_watched
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
+
+_FINISH = "finish"
+
+
+@dataclass(slots=True)
+class ToolTime:
+    """The time that a task gives the agent's calls, all together. Once it is over they are answered as timed
+    out, but for `finish`; until then no command may take longer than what is left."""
+
+    limit_s: float
+    """0: no limit."""
+    spent_s: float = 0.0
+
+    async def execute(
+        self,
+        calls: Sequence[ToolCall],
+        context: ToolContext,
+        known: Mapping[int, ToolResult],
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> list[ToolResult]:
+        """As `execute_calls`."""
+        if not self.limit_s:
+            return await execute_calls(calls, context, known, on_call, on_result)
+        left_s, began = self.limit_s - self.spent_s, time.monotonic()
+        if left_s <= 0:
+            words = f"the time for this task is over: {self.limit_s:g} s for all calls together"
+            over = ToolResult(words, ToolErrorClass.TIMEOUT)
+            known = {place: over for place, call in enumerate(calls) if call.name != _FINISH} | dict(known)
+        most_s = min(context.limits.command_timeout_s, max(left_s, 1e-3))
+        context = replace(context, limits=replace(context.limits, command_timeout_s=most_s))
+        try:
+            return await execute_calls(calls, context, known, on_call, on_result)
+        finally:
+            self.spent_s += time.monotonic() - began
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from etude.agent import SessionFacts, ToolContext, execute_calls
+from etude.agent import SessionFacts, ToolContext
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
 from etude.agent.simulated_user import SimulatedUser
@@ -28,8 +28,8 @@ from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.forking import fork_at, fork_here
 from etude.environment.history import Difference, History, SessionTurn
-from etude.environment.origins import Origin, task_template, user_of
-from etude.environment.running import RunningTurn, TurnRunner
+from etude.environment.origins import Origin, network_to, task_resources, task_template, user_of
+from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
 from etude.environment.submission import Submission, check_ending
@@ -39,6 +39,7 @@ from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.migration import abilities_of
+from etude.sandbox.template import Template
 from etude.sandbox.types import Resources, SnapshotKind
 
 SessionState = Literal["open", "paused", "submitted", "closed"]
@@ -85,6 +86,7 @@ class EnvironmentSession:
             tool_state or ToolState(),
             self._search,
             user=user,
+            workspace=(origin.template or Template()).workspace,
         )
         self.history = history or History()
         self.facts = SessionFacts()
@@ -102,6 +104,7 @@ class EnvironmentSession:
         """How the agent ended its own sandbox."""
         self.grade_s = 0.0
         """Seconds that grading took."""
+        self.tool_time = ToolTime(task.machine.agent_s if task is not None and task.machine else 0.0)
         self.snapshots = Snapshots(site.snapshot_every)
         self.user = user
         """Who answers the agent's questions."""
@@ -115,9 +118,10 @@ class EnvironmentSession:
     @classmethod
     def begin(cls, site: Site, task: Task, resources: Resources | None = None) -> EnvironmentSession:
         """A session on a task. Its sandbox is made in the meantime: the first use waits for it."""
-        template = task_template(task)
-        origin = Origin(template, resources or Resources())
-        sandbox = DeferredSandbox(site.backend, template, origin.resources)
+        template, machine = task_template(task), task.machine
+        network = network_to(machine.hosts) if machine is not None else None
+        origin = Origin(template, task_resources(task, resources or Resources()), network)
+        sandbox = DeferredSandbox(site.backend, template, origin.resources, network)
         return cls(site, origin, sandbox, task, user=user_of(task))
 
     @classmethod
@@ -218,7 +222,7 @@ class EnvironmentSession:
         try:
             async with self._lock:
                 self._check_open()
-                results = await execute_calls(turn.calls, self.context, known, on_call, on_result)
+                results = await self.tool_time.execute(turn.calls, self.context, known, on_call, on_result)
                 self.history.add(SessionTurn(turn.calls, tuple(results), turn.key))
                 self.facts.on_turn(turn.calls, results)
                 self.events.put("turn_ended", turn=number, finished=self.finished)
@@ -348,6 +352,7 @@ class EnvironmentSession:
             tool_state=ToolState.from_dict(copy.deepcopy(tool_state.to_dict())),
         )
         made.parent, made.parent_turn = self.id, len(history.turns)
+        made.tool_time.spent_s = self.tool_time.spent_s
         made.snapshots.adopt(kept)
         return made
 

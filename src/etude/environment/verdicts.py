@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
@@ -23,8 +23,10 @@ from etude.environment.grading import (
     allowed_changes,
     count_hidden_tests,
 )
+from etude.environment.hidden_tests import HiddenTest
 from etude.environment.rewards.review import review_changes
-from etude.environment.twins import Twins
+from etude.environment.scripts import FORGEABLE, find_executable, judge_by_script
+from etude.environment.twins import OpenTest, Twins
 from etude.errors import AgentError, SandboxError
 from etude.kit.tasks import start_watched
 from etude.records import Task
@@ -52,6 +54,7 @@ class Grader:
         self._reward = reward
         partial_counts = reward is not None and reward.partial_weight > 0
         self._judging = Judge(backend, limits, timeout_s, partial_counts)
+        self._backend, self._limits = backend, limits
         self._verdicts: _Memory[Verdict] = _Memory()
         self._twins: _Memory[Twins] = _Memory()
 
@@ -66,18 +69,27 @@ class Grader:
             found = await sandbox.final_diff()
             size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
             changes = await off_loop(size, allowed_changes, task, found)
+            executable = await find_executable(sandbox, changes) if task.verifier else frozenset[str]()
         except AgentError as error:
-            num_tests = await count_hidden_tests(task)
+            num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        key = _judge_digest(task) + _digest(changes)
-        return await self._verdicts.recall(key, lambda: self._judge(task, changes))
+        key = _judge_digest(task) + _digest(changes) + _digest(dict.fromkeys(executable))
+        return await self._verdicts.recall(key, lambda: self.judge(task, changes, executable))
 
     async def find_twins(self, task: Task) -> Twins:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
+        if task.verifier is not None:
+            return Twins((), (OpenTest(HiddenTest("tests/test.sh", "reward", ()), FORGEABLE),))
         return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
 
-    async def _judge(self, task: Task, changes: Mapping[str, bytes | None]) -> Verdict:
-        verdict = await self._judging.judge(task, changes, self.find_twins)
+    async def judge(
+        self, task: Task, changes: Mapping[str, bytes | None], executable: Collection[str] = ()
+    ) -> Verdict:
+        """The verdict on what `allowed_changes` gave, made now. Raises as `grade`."""
+        if task.verifier is not None:
+            verdict = await judge_by_script(task, changes, executable, self._backend, self._limits)
+        else:
+            verdict = await self._judging.judge(task, changes, self.find_twins)
         if self._reward is None or not self._reward.reviews_changes:
             return verdict
         lints, style = await review_changes(task, changes, self._reward)
@@ -118,7 +130,8 @@ def _judge_digest(task: Task) -> bytes:
     """Names what a task judges by. Its id does not: clients of a server send tasks of their own, and correct
     them."""
     tests = dict.fromkeys(task.hidden_test_paths, "")
-    files = (task.files, task.hidden_files, task.solution_files, tests)
+    scripts = {"machine": repr(task.machine), "verifier": repr(task.verifier)} if task.verifier else {}
+    files = (task.files, task.hidden_files, task.solution_files, tests, scripts)
     return b"".join(
         _digest({path: text.encode(errors="surrogatepass") for path, text in some.items()}) for some in files
     )

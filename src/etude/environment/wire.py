@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from etude.agent.inputs import call_document, result_document, result_of
 from etude.environment.grading import Verdict
 from etude.environment.site import Outcome
 from etude.errors import UserError
-from etude.records import RewardBreakdown, Status, Task, ToolCall, ToolResult
+from etude.records import (
+    RewardBreakdown,
+    SolutionScript,
+    Status,
+    Task,
+    TaskMachine,
+    TestScript,
+    ToolCall,
+    ToolResult,
+)
 from etude.serving.messages import Fields, checked, strings
 
 MAX_CALLS = 256
@@ -40,6 +52,14 @@ _TASK: Fields = {
     "metadata": (dict, _NONE),
     "user_facts": (list, _NONE),
     "directory": (str, _NONE),
+    "machine": (dict, _NONE),
+    "verifier": (dict, _NONE),
+    "solution": (dict, _NONE),
+}
+_NESTED: Mapping[str, TypeAdapter[Any]] = {
+    "machine": TypeAdapter(TaskMachine),
+    "verifier": TypeAdapter(TestScript),
+    "solution": TypeAdapter(SolutionScript),
 }
 
 
@@ -101,6 +121,11 @@ def task_document(task: Task) -> dict[str, Any]:
         )
     document = asdict(task)
     del document["directory"]
+    for name in _NESTED:
+        if document[name] is None:
+            del document[name]
+        elif "archive" in document[name]:
+            document[name]["archive"] = base64.b64encode(document[name]["archive"]).decode()
     return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}
 
 
@@ -113,9 +138,23 @@ def task_of(raw: object) -> Task:
     for name in ("allowed_paths", "test_paths", "hidden_test_paths", "user_facts"):
         if name in named:
             named[name] = tuple(strings(named[name], f"task.{name}"))
+    for name in named.keys() & _NESTED.keys():
+        named[name] = _nested(name, named[name])
     task = Task(**named)
     _check_sizes(task)
     return task
+
+
+def _nested(name: str, raw: dict[str, Any]) -> Any:
+    """A record within a task. Raises UserError."""
+    try:
+        if "archive" in raw:
+            raw = {**raw, "archive": base64.b64decode(raw["archive"], validate=True)}
+        return _NESTED[name].validate_python(raw)
+    except (ValueError, TypeError, ValidationError) as error:
+        raise UserError(
+            f"is not what it should be: {error}", field=f"task.{name}", fix="send it as it was read"
+        ) from error
 
 
 def _check_sizes(task: Task) -> None:

@@ -10,7 +10,7 @@ from etude.records.policy import (
 )
 from etude.records.reward import FeedbackEvent, RewardBreakdown
 from etude.records.sampling import NATIVE_ROUTE, SampleChunk, SampleRequest, SamplingParams, Scores
-from etude.records.task import Task
+from etude.records.task import SolutionScript, Task, TaskImage, TaskMachine, TestScript
 from etude.records.trajectory import (
     Group,
     GroupOrigin,
@@ -40,9 +40,13 @@ __all__ = [
     "SamplingParams",
     "Scores",
     "Segment",
+    "SolutionScript",
     "Status",
     "Task",
+    "TaskImage",
+    "TaskMachine",
     "TensorEntry",
+    "TestScript",
     "ToolCall",
     "ToolErrorClass",
     "ToolResult",

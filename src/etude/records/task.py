@@ -7,6 +7,73 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class TaskImage:
+    """A root file system that a sandbox backend has, and how programs run in it."""
+
+    name: str
+    layers: tuple[str, ...] = ()
+    """Digests of its layers, lowest first; none: an engine has it under its name."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    workdir: str = "/workspace"
+    user: str = "root"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskMachine:
+    """The machine that a task asks for. 0 and empty texts: what the run gives. Sizes in bytes."""
+
+    docker_image: str = ""
+    """Name of its image; `host`: the programs of the sandboxes' host; empty: what `environment/Dockerfile`
+    of the task's directory builds."""
+    build_timeout_s: float = 600.0
+    image: TaskImage | None = None
+    """What that came to, once it was looked for; None on the host's programs."""
+    workdir: str = ""
+    """In place of the image's own."""
+    user: str = ""
+    """Whom the agent works as, in place of the image's own user."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of every command, the verifier's included."""
+    cpus: float = 0.0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    hosts: tuple[str, ...] | None = ()
+    """What the agent reaches, as `sandbox.types.Network` has it; None: what the run allows."""
+    agent_s: float = 0.0
+    """Seconds that the agent's tools may run, all calls together; 0: as long as the run allows."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it has no image, but the programs of the sandboxes' host."""
+        return self.docker_image == "host"
+
+
+@dataclass(frozen=True, slots=True)
+class TestScript:
+    """A verifier of Harbor's kind: a program that writes the reward into a file."""
+
+    __test__ = False
+
+    archive: bytes
+    """Tar file of what is unpacked at `/tests`, `test.sh` among it."""
+    timeout_s: float = 600.0
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    user: str = ""
+    """Whom it runs as, in place of the image's own user."""
+    hosts: tuple[str, ...] | None = ()
+    """As those of the machine, while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolutionScript:
+    """The reference solution: a program that solves the task in the agent's place."""
+
+    archive: bytes
+    """Tar file of what is unpacked at `/solution`, `solve.sh` among it."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One piece of work with a verifier.
 
@@ -37,3 +104,9 @@ class Task:
     """Sentences that the instruction withholds and a simulated user tells an agent who asks."""
     directory: str | None = None
     """The Harbor task directory that this was read from, if any."""
+    machine: TaskMachine | None = None
+    """What it is played on; None: on the host's programs, with what the run gives."""
+    verifier: TestScript | None = None
+    """What judges it; None: the values that its hidden tests compute."""
+    solution: SolutionScript | None = None
+    """What solves it; None: `solution_files` take the place of the agent's."""

@@ -14,11 +14,16 @@ _BATCH_BYTES = 8 << 20
 Batch = tuple[list[list[object]], list[bytes]]
 
 
-async def install_template(channel: Channel, template: Template, deadline_s: float) -> None:
-    """Fills the workspace. `deadline_s` is for each batch. Raises SandboxError if that cannot be done."""
+async def install_template(
+    channel: Channel, template: Template, deadline_s: float, keep: bool = False
+) -> None:
+    """Fills the workspace. `deadline_s` is for each batch; `keep`: what an image has there stays.
+
+    Raises SandboxError if that cannot be done.
+    """
     more = False
     for rows, data in _batches(template):
-        header: dict[str, object] = {"op": "install", "files": rows, "more": more}
+        header: dict[str, object] = {"op": "install", "files": rows, "more": more, "keep": keep and not more}
         answer, _ = await channel.request(header, b"".join(data), deadline_s)
         if "fault" in answer:
             raise SandboxError(

@@ -1,37 +1,47 @@
 """Harbor task directories: written from a task, and read back.
 
     instruction.md                 the user's words
-    task.toml                      name, time limits, resources, facts ([metadata], [metadata.etude])
-    environment/Dockerfile         image with Python and pytest
-    environment/workspace/...      what the agent sees, copied to /workspace
-    tests/test.sh                  the verifier: writes 1 or 0 to /logs/verifier/reward.txt
-    tests/hidden/...               laid over /workspace before the verifier runs
-    solution/solve.sh              the reference fix
-    solution/files/...             copied to /workspace by it
+    task.toml                      image, time limits, resources, network: see `harbor_fields`
+    environment/Dockerfile         builds the image that the agent works in
+    tests/test.sh                  the verifier: writes the reward to /logs/verifier/reward.txt or reward.json
+    solution/solve.sh              the reference solution
 
-The layout is Harbor's (harborframework.com/docs/tasks); the folders `workspace`, `hidden` and `files` and
-the table [metadata.etude] are ours; its `user_facts` are what a simulated user tells an agent who asks. Of
-directories by others, tests lie beside `test.sh`, and the files that an image builds are not known: they
-read as tasks without files.
+The layout is Harbor's (harborframework.com/docs/tasks). Ours alone are `docker_image = "host"` (the programs
+of the sandboxes' host, with the files of `environment/workspace`) and the table [metadata.etude]: with
+`grading = "values"` a task is judged by the values that its tests compute, and its directories hold
+
+    environment/workspace/...      what the agent sees, copied to /workspace
+    tests/hidden/...               laid over /workspace before the verifier runs
+    solution/files/...             copied to /workspace by the reference solution
+
+`user_facts` in that table are what a simulated user tells an agent who asks.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tomllib
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import TaskError
 from etude.kit.durable import whole_directory
 from etude.records import Task
+from etude.tasks.archives import pack_directory
+from etude.tasks.harbor_fields import check_fields, read_machine, read_solution, read_verifier
 
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
 
+_GRADINGS = ("values", "test_sh")
+_NOT_READ = (".harborignore", "tests/.harborignore", "solution/.harborignore", "trajectory.json",
+             "environment/docker-compose.yaml")  # fmt: skip
+"""Files of Harbor's that change what a task is, and are not honoured."""
+_CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _DOCKERFILE = f"""FROM python:3.11-slim
 RUN pip install --no-cache-dir pytest
 WORKDIR {WORKSPACE}
@@ -56,9 +66,13 @@ fi
 def write_harbor(task: Task, directory: Path) -> None:
     """Writes `task` as a Harbor task directory; `directory` appears only when whole.
 
-    Raises TaskError if the directory exists, if a path leaves the workspace, or for metadata that TOML
-    cannot hold.
+    Raises TaskError if the directory exists, if a path leaves the workspace, for metadata that TOML cannot
+    hold, and for a task that has a script in the place of hidden tests.
     """
+    if task.verifier is not None:
+        raise TaskError(
+            "is graded by a script", field="task", received=task.id, fix="copy the directory that it is from"
+        )
     if directory.exists():
         raise TaskError(
             "exists already", field="directory", received=str(directory), fix="choose a new directory"
@@ -93,41 +107,85 @@ def read_harbor(directory: Path) -> Task:
     """Reads a Harbor task directory. Round trip: equal to what was written, but for `directory`.
 
     Raises TaskError, with the file or key and a fix, for a missing file, broken TOML, a value of the
-    wrong type, a path or link that leads out of the directory, or a file that is not UTF-8 text, by its
-    contents or its name.
+    wrong type, a field that is not honoured, a path or link that leads out of the directory, or a file that
+    should be UTF-8 text and is not, by its contents or its name.
     """
-    instruction = _text(directory, "instruction.md").removesuffix("\n")
     table = _parse_toml(_text(directory, "task.toml"))
-    _text(directory, "tests/test.sh")
     metadata = _table(table, "metadata", "metadata")
     ours = _table(metadata, "etude", "metadata.etude")
+    grading = ours.get("grading", "test_sh")
+    if grading not in _GRADINGS:
+        raise TaskError(
+            "is no way to grade", field="task.toml: metadata.etude.grading", received=grading,
+            fix="one of " + ", ".join(_GRADINGS),
+        )  # fmt: skip
+    instruction = _text(directory, "instruction.md")
     facts = {key: value for key, value in metadata.items() if isinstance(value, str | int | float | bool)}
-    hidden = _tree(directory, "tests/hidden")
-    if not ours:
-        hidden = {
-            f"tests/{path}": text for path, text in _tree(directory, "tests").items() if path != "test.sh"
-        }
-    tests = tuple(path for path in hidden if PurePosixPath(path).match("test_*.py"))
-    return Task(
+    task = Task(
         id=_task_id(table, ours, directory),
-        instruction=instruction,
-        files=_tree(directory, "environment/workspace"),
-        hidden_files=hidden,
-        solution_files=_tree(directory, "solution/files"),
+        instruction=instruction.removesuffix("\n"),
+        files={},
         allowed_paths=_paths(ours, "allowed_paths", ("**",)),
         test_paths=_paths(ours, "test_paths", ()),
-        hidden_test_paths=_paths(ours, "hidden_test_paths", tests),
         metadata=facts,
         user_facts=_sentences(ours, "user_facts"),
         directory=str(directory),
     )
+    if grading == "test_sh":
+        return _with_scripts(replace(task, instruction=_without_canary(task.instruction)), table, directory)
+    _text(directory, "tests/test.sh")
+    hidden = _tree(directory, "tests/hidden")
+    tests = tuple(path for path in hidden if PurePosixPath(path).match("test_*.py"))
+    return replace(
+        task,
+        files=_tree(directory, "environment/workspace"),
+        hidden_files=hidden,
+        solution_files=_tree(directory, "solution/files"),
+        hidden_test_paths=_paths(ours, "hidden_test_paths", tests),
+    )
 
 
-def read_tasks(directory: Path, field: str) -> list[Task]:
-    """The tasks of all Harbor directories below `directory`, which `field` names in errors.
+def _with_scripts(task: Task, table: Mapping[str, Any], directory: Path) -> Task:
+    """A task that is graded by `tests/test.sh`, on the machine that it asks for."""
+    fields = check_fields(table)
+    for name in _NOT_READ:
+        if (directory / name).exists():
+            raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
+    machine = read_machine(fields)
+    if not machine.docker_image and not (directory / "environment/Dockerfile").is_file():
+        raise TaskError(
+            "names no image, and there is no environment/Dockerfile",
+            field="task.toml: environment.docker_image",
+            received=str(directory),
+            fix="add one of them",
+        )
+    if machine.is_host and machine.env:
+        raise TaskError(
+            "needs an image", field="task.toml: environment.env", received=sorted(machine.env),
+            fix="name another image, or set them in tests/test.sh",
+        )  # fmt: skip
+    solution = None
+    if (directory / "solution").is_dir():
+        solution = read_solution(fields, pack_directory(directory / "solution", "solve.sh"))
+    return replace(
+        task,
+        files=_tree(directory, "environment/workspace") if machine.is_host else {},
+        machine=machine,
+        verifier=read_verifier(fields, pack_directory(directory / "tests", "test.sh")),
+        solution=solution,
+    )
 
-    Raises TaskError where there is none, for one that cannot be read, and for an id that comes twice.
-    """
+
+def _without_canary(text: str) -> str:
+    """An instruction without the lines at its beginning that mark it as not to be trained on by name."""
+    lines = text.split("\n")
+    while lines and (not lines[0].strip() or _CANARY.fullmatch(lines[0].strip())):
+        lines.pop(0)
+    return "\n".join(lines)
+
+
+def find_directories(directory: Path, field: str) -> list[Path]:
+    """The Harbor directories below `directory`, which `field` names in errors. Raises TaskError for none."""
     if not directory.is_dir():
         raise TaskError(
             "no such directory", field=field, received=str(directory), fix="name one that holds tasks"
@@ -140,17 +198,7 @@ def read_tasks(directory: Path, field: str) -> list[Task]:
             received=str(directory),
             fix="`etude tasks export` shows what one looks like",
         )
-    tasks = [read_harbor(path) for path in found]
-    num_of_id = Counter(task.id for task in tasks)
-    for path, task in zip(found, tasks, strict=True):
-        if num_of_id[task.id] > 1:
-            raise TaskError(
-                f"another task of {field} has this id",
-                field=f"{path / 'task.toml'}: id",
-                received=task.id,
-                fix="give each its own",
-            )
-    return tasks
+    return found
 
 
 def _toml(task: Task) -> str:
@@ -166,7 +214,7 @@ def _toml(task: Task) -> str:
         raise TaskError("is the name of a table of ours", field="metadata.etude", fix="name it otherwise")
     for key, value in task.metadata.items():
         lines.append(f"{_quoted(key)} = {_value(value, f'metadata.{key}')}")
-    lines += ["", "[metadata.etude]", f"id = {_quoted(task.id)}"]
+    lines += ["", "[metadata.etude]", f"id = {_quoted(task.id)}", 'grading = "values"']
     for name in ("allowed_paths", "test_paths", "hidden_test_paths"):
         entries: Sequence[str] = getattr(task, name)
         lines.append(f"{name} = [{', '.join(_quoted(_inside(entry, name)) for entry in entries)}]")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,35 +29,16 @@ from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Resources
 from tests.sandbox.containers import contract
 from tests.sandbox.containers.contract import FILES
+from tests.sandbox.containers.python_image import IMAGE, ensure_image, podman
 
 pytestmark = pytest.mark.slow
-IMAGE = "localhost/etude-tests:python"
-SETTINGS = '[engine]\nruntime = "runc"\n'
-"""What podman needs where control groups are of both versions; crun refuses those."""
 Scenario = Callable[[ContainerBackend], Awaitable[None]]
-
-
-def podman(*words: str) -> str:
-    """What podman writes. Raises CalledProcessError."""
-    return subprocess.run(["podman", *words], check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 @pytest.fixture(scope="module", autouse=True)
 def image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Debian with its Python, made once on this machine."""
-    missing = [program for program in ("podman", "runc", "mmdebstrap") if shutil.which(program) is None]
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root, and lacks {', '.join(missing) or 'nothing else'}")
-    directory = tmp_path_factory.mktemp("podman")
-    (directory / "containers.conf").write_text(SETTINGS)
-    os.environ["CONTAINERS_CONF"] = str(directory / "containers.conf")
-    if subprocess.run(["podman", "image", "exists", IMAGE], check=False, timeout=60).returncode:
-        archive = directory / "root.tar"
-        words = ["--quiet", "--variant=minbase", "--include=python3", "bookworm", str(archive)]
-        subprocess.run(["mmdebstrap", *words], check=True, timeout=900)
-        podman("import", "--quiet", str(archive), IMAGE)
-        archive.unlink()
-    return IMAGE
+    """Debian with its Python."""
+    return ensure_image(tmp_path_factory.mktemp("podman"))
 
 
 def play(state: Path, scenario: Scenario, setup: Setup | None = None) -> None:
@@ -245,7 +225,8 @@ def test_an_image_that_is_not_there_or_has_no_python_is_the_users_error(tmp_path
 
 
 def test_an_engine_s_image_brings_its_environment_and_directory(tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nENV COLOUR=green\nWORKDIR /project\n")
+    lines = (f"FROM {IMAGE}", "ENV COLOUR=green", "WORKDIR /project", "COPY Dockerfile kept", "")
+    (tmp_path / "Dockerfile").write_text("\n".join(lines))
     limits = ("--ulimit", "nofile=1024:4096", "--ulimit", "nproc=1024:4096")
     podman(
         "build", "--isolation=chroot", *limits, "--quiet", "--tag", "localhost/etude-tests:own", str(tmp_path)
@@ -253,8 +234,11 @@ def test_an_engine_s_image_brings_its_environment_and_directory(tmp_path: Path) 
 
     async def scenario(backend: ContainerBackend) -> None:
         image = await backend.image("localhost/etude-tests:own")
-        s = await backend.create(Template(FILES, image=image))
-        assert (await s.commands.run("pwd; echo $COLOUR")).stdout == "/project\ngreen\n"
+        s = await backend.create(Template(FILES, image=replace(image, env={**image.env, "MORE": "1"})))
+        assert (await s.commands.run("pwd; echo $COLOUR $MORE")).stdout == "/project\ngreen 1\n"
+        assert await s.diff() == {}, "what the image has in its directory stays, and is no change"
+        await s.commands.run("rm kept; mkdir -p /tests && echo new > made")
+        assert await s.diff() == {"kept": None, "made": b"new\n"}
 
     play(tmp_path, scenario)
     podman("rmi", "localhost/etude-tests:own")

@@ -133,6 +133,8 @@ def _verdict(evidence: Evidence, config: RewardConfig) -> float:
     verdict = evidence.verdict
     if verdict.passed:
         return 1.0
+    if verdict.reward is not None:
+        return config.partial_weight * max(0.0, verdict.reward)
     tests = verdict.num_passed + verdict.num_failed
     return config.partial_weight * verdict.num_passed / tests if tests else 0.0
 

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from etude.environment.names import check_files, check_task_name
-from etude.environment.origins import Origin, directory_template, repository_template, task_template
+from etude.environment.origins import (
+    Origin,
+    directory_template,
+    network_to,
+    repository_template,
+    task_resources,
+    task_template,
+)
 from etude.environment.server.host import Held, SessionHost
 from etude.environment.server.requests import FORK_OF
 from etude.environment.sessions import EnvironmentSession
@@ -45,6 +52,9 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
     task = find_task(host, named["task"]) if "task" in named else None
     resources = resources_of(named.get("resources")) or Resources()
     network = network_of(named.get("network"))
+    if task is not None and task.machine is not None:
+        resources = task_resources(task, resources)
+        network = network or network_to(task.machine.hosts)
     if "snapshot" in named:
         if host.snapshots.get(named["snapshot"]) != tenant:
             raise no_such_snapshot(named["snapshot"])
@@ -94,6 +104,13 @@ def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
     if isinstance(named, dict):
         task = task_of(named)
         check_task_name(task.id, "task.id")
+        if task.machine is not None or task.verifier is not None:
+            raise UserError(
+                "a task with a machine or a test.sh of its own is played by its name only",
+                field="task.machine",
+                received=task.id,
+                fix="start the server with --tasks and its directory",
+            )
         for name in ("files", "hidden_files"):
             check_files(getattr(task, name), f"task.{name}")
         return task

@@ -34,6 +34,8 @@ class Setup:
     interpreter: str = "python3"
     command_uid: int | None = COMMAND_UID
     """User id that commands run as. None: the server's, for images that are run without root."""
+    commands_as_root: bool = False
+    """With `command_uid` None: whether commands are root, with the server's capabilities."""
 
 
 def create_arguments(
@@ -44,7 +46,7 @@ def create_arguments(
     limits = {"nofile": resources.open_files + _SERVER_FILES, "fsize": max(resources.file_bytes, 1 << 20)}
     limits |= {"core": 0, "nproc": _PROCESSES_OF_A_USER}
     pids = resources.num_processes + _SERVER_PROCESSES
-    as_root = setup.command_uid is not None
+    as_root = setup.command_uid is not None or setup.commands_as_root
     words = ["--hostname", hostname, "--interactive", "--rm", "--pull=never", "--network=none"]
     words += ["--workdir=/", "--no-healthcheck", "--ipc=private", "--cgroupns=private"]
     words += ["--log-driver=none", "--cap-drop=ALL", "--security-opt=no-new-privileges"]

@@ -1,7 +1,8 @@
 """Sandboxes in containers of docker or podman, by their command line; nothing is shared with the host.
 
 The program inside is the container's first process and talks over its attached standard streams. It is
-root with six capabilities; commands run as a user of their own without any. What a snapshot holds is an
+root with six capabilities; commands run as a user of their own without any, or, in a template's own image,
+as root with the same six. What a snapshot holds is an
 image that the engine commits: files alone. An engine that dies takes its sandboxes with it (`lost`); an
 owner that dies closes their standard input, upon which they end and the engine removes them.
 """
@@ -9,6 +10,7 @@ owner that dies closes their standard input, upon which they end and the engine 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import socket
 import subprocess
@@ -120,7 +122,8 @@ class ContainerBackend(MachineBackend):
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         """See MachineBackend.boot."""
         channel = await self._run(sandbox, self._image_for(sandbox.spec))
-        await install_template(channel, sandbox.spec.template, INSTALL_S)
+        template = sandbox.spec.template
+        await install_template(channel, template, INSTALL_S, keep=template.image is not None)
         return channel
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
@@ -209,9 +212,11 @@ class ContainerBackend(MachineBackend):
             with theirs:
                 # The server does not hand its own environment on to commands.
                 sandbox.environment |= _variables((await self.engine.image(image)).get("Env"))
-                workspace = spec.template.workspace
-                words = create_arguments(sandbox.id, self.setup, image, workspace, spec.resources, labels)
-                await self.engine.create(name, words, pack_upload(workspace, self.setup.command_uid))
+                if spec.template.image is not None:
+                    sandbox.environment |= spec.template.image.env
+                workspace, setup = spec.template.workspace, self._setup_for(spec)
+                words = create_arguments(sandbox.id, setup, image, workspace, spec.resources, labels)
+                await self.engine.create(name, words, pack_upload(workspace, setup.command_uid))
                 container.client = await self.engine.attach(name, theirs, container.said)
             await channel.answer(READY, START_S)
             await channel.request(greeting(sandbox.id), b"", START_S)
@@ -222,6 +227,12 @@ class ContainerBackend(MachineBackend):
             channel.close("the sandbox never ran")
             raise
         return channel
+
+    def _setup_for(self, spec: Spec) -> Setup:
+        """As root in a template's own image, whose files belong to root."""
+        if spec.template.image is None:
+            return self.setup
+        return dataclasses.replace(self.setup, command_uid=None, commands_as_root=True)
 
     def _image_for(self, spec: Spec) -> str:
         """The image that a spec asks for; it is there. Raises TemplateError."""

@@ -60,12 +60,15 @@ class Files:
             os.chown(workspace, uid, uid)
 
     def install(self, header: Header, payload: bytes) -> Answer:
-        """Replaces base and workspace by the given files; with `more`, adds these to what is there."""
+        """Replaces base and workspace by the given files; with `more`, adds these to what is there, and with
+        `keep` to what the machine's own image has in the workspace."""
         with as_root():
             return self._install(header, payload)
 
     def _install(self, header: Header, payload: bytes) -> Answer:
-        for directory in () if header.get("more") else (self._workspace, self._base):
+        if header.get("keep"):
+            shutil.copytree(self._workspace, self._base, symlinks=True, dirs_exist_ok=True)
+        for directory in () if header.get("more") or header.get("keep") else (self._workspace, self._base):
             for entry in os.scandir(directory):
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)

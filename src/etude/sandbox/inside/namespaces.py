@@ -16,7 +16,7 @@ overlays and /proc, and pivots into its root: nothing else of the above can be n
 namespace is made once it has a plan: it begins in the groups that the process is in by then. Last, it moves
 into a user namespace that holds its own user alone (see `ids`).
 
-    no image    /            the fork server's /root, read-only
+    no image    /            the fork server's /root, read-only; /tests, /logs and /solution lead into /tmp
                 /workspace   overlay: scratch over saved layers over the template
     an image    /            overlay: scratch over saved layers over the template over the image's layers
     both        /tmp         scratch, or an overlay of it over what saved layers hold
@@ -158,6 +158,9 @@ def _build_root(prefix: str, images: str) -> None:
     _fill_dev(prefix)
     for name in ("proc", "tmp", "workspace"):
         os.mkdir(f"/root/{name}")
+    for name in ("tests", "logs", "solution"):
+        # Where scripts that grade a task find and put their files (see `environment.scripts`).
+        os.symlink(f"/tmp/{name}", f"/root/{name}")
     kernel.make_read_only("/root")
     # A new /proc may only be mounted where a complete one is in sight: this one, until it is covered.
     kernel.mount("/host/proc", "/proc", flags=MS_BIND | MS_REC)

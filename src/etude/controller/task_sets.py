@@ -1,0 +1,188 @@
+"""Sets of tasks in directories: read, given their images, and checked before a run plays them.
+
+    DIR/*/task.toml ──read──> tasks ──images──> playable ──check, or an earlier one's report──> verified
+                        └─────────────┴──────────────────────────┴──> left out, by name, with the reason
+
+Reports are kept in the state directory by a digest of all that a task is: its files, its image, the backend,
+the version of Étude.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etude import __version__
+from etude.config import RunConfig
+from etude.controller.backends import open_run_backend
+from etude.environment.checking import TaskReport, check_tasks
+from etude.environment.episodes import EpisodeLimits
+from etude.environment.task_images import TaskImages
+from etude.environment.wire import task_document
+from etude.errors import TaskError, UserError
+from etude.kit.durable import write_json
+from etude.records import Task
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.machine_backend import default_state_directory
+from etude.sandbox.types import Resources
+from etude.tasks.harbor import find_directories, read_harbor
+
+Done = TypeVar("Done")
+
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTask:
+    """One directory of a set: its task, unless it could not be read, and what the check found."""
+
+    name: str
+    """Of the directory."""
+    task: Task | None
+    report: TaskReport
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        document = asdict(self.report)
+        del document["lasting"]
+        return {"name": self.name, "verified": self.report.reason is None, **document}
+
+
+def check_task_set(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
+    """Checks the tasks of a directory, in the order of their names.
+
+    Raises TaskError where there is none, or if two have one id; what is wrong with a task stands in its
+    report.
+    """
+    return _run(_check(directory, field, config))
+
+
+def load_task_set(directory: Path, field: str, config: RunConfig) -> tuple[list[Task], list[str]]:
+    """The verified tasks of a directory, and a few lines about it: how many are verified, which are left out
+    and why, how many are forgeable.
+
+    Raises TaskError as `check_task_set`; where none is verified; and, with `tasks.check = "stop"`, where one
+    is not.
+    """
+    checked = check_task_set(directory, field, config)
+    verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
+    forgeable = [one for one in checked if one.report.reason is None and one.report.forgeable]
+    left_out = [f"{one.name}: {one.report.reason}" for one in checked if one.report.reason is not None]
+    if left_out and (config.tasks.check == "stop" or not verified):
+        shown = "; ".join(left_out[:_NAMED])
+        raise TaskError(
+            f"{len(left_out)} of {len(checked)} tasks are not verified: {shown}",
+            field=field,
+            received=str(directory),
+            fix=f"correct or remove them; `etude tasks check {directory}` lists all",
+        )
+    share = len(forgeable) / len(verified)
+    words = [
+        f"tasks: {len(verified)} of {len(checked)} in {directory} are verified; "
+        f"an agent could forge the verdict on {len(forgeable)} of these ({share:.0%})",
+        *(f"  left out: {one}" for one in left_out),
+        *(f"  forgeable: {one.name}: {one.report.forgeable[0]}" for one in forgeable[:_NAMED]),
+    ]
+    return verified, words
+
+
+def read_with_images(directories: Sequence[Path], backend: str) -> list[Task]:
+    """Tasks with their images, unchecked. Raises TaskError and TemplateError."""
+    images = TaskImages(backend)
+
+    async def read() -> list[Task]:
+        return [await images.find(read_harbor(directory)) for directory in directories]
+
+    return _run(read())
+
+
+def _run(work: Coroutine[Any, Any, Done]) -> Done:
+    """Runs something to its end, also where an event loop waits for its caller."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+async def _check(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
+    state, settings = default_state_directory(), config.sandbox
+    is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
+    images = TaskImages("a server" if is_elsewhere else settings.backend, config.images.bases)
+    rows: list[CheckedTask] = []
+    for path in find_directories(directory, field):
+        try:
+            task = _with_network(read_harbor(path), tuple(config.tasks.public_hosts))
+            rows.append(CheckedTask(path.name, await images.find(task), TaskReport(task.id, None)))
+        except UserError as error:
+            rows.append(CheckedTask(path.name, None, TaskReport(path.name, str(error))))
+    _refuse_twice_named(rows, field)
+    limits = EpisodeLimits.from_config(config).sandbox
+    backend_name = settings.backend if not is_elsewhere else settings.model_dump_json()
+    keys = [_key(row.task, backend_name, limits) if row.task is not None else "" for row in rows]
+    known = [_recall(state, key) for key in keys]
+    open_rows = [place for place, row in enumerate(rows) if row.task is not None and known[place] is None]
+    reports = await _reports([rows[place].task for place in open_rows], config, limits)
+    for place, report in zip(open_rows, reports, strict=True):
+        known[place] = report
+        if report.lasting:
+            write_json(_file(state, keys[place]), asdict(report))
+    return [replace(row, report=known[place] or row.report) for place, row in enumerate(rows)]
+
+
+async def _reports(tasks: Sequence[Task | None], config: RunConfig, limits: Resources) -> list[TaskReport]:
+    wanted = [task for task in tasks if task is not None]
+    if not wanted:
+        return []
+    backend: SandboxBackend = open_run_backend(config.sandbox)
+    try:
+        return await check_tasks(wanted, backend, limits, max(2, os.cpu_count() or 1))
+    finally:
+        await backend.close()
+
+
+def _with_network(task: Task, public: tuple[str, ...]) -> Task:
+    """The task, with what its run allows where it asks for a public network."""
+    machine, verifier = task.machine, task.verifier
+    if machine is not None and machine.hosts is None:
+        machine = replace(machine, hosts=public)
+    if verifier is not None and verifier.hosts is None:
+        verifier = replace(verifier, hosts=public)
+    return replace(task, machine=machine, verifier=verifier)
+
+
+def _refuse_twice_named(rows: Sequence[CheckedTask], field: str) -> None:
+    num_of_id = Counter(row.task.id for row in rows if row.task is not None)
+    for row in rows:
+        if row.task is not None and num_of_id[row.task.id] > 1:
+            raise TaskError(
+                f"another task of {field} has this id",
+                field=f"{row.task.directory}/task.toml: id",
+                received=row.task.id,
+                fix="give each its own",
+            )
+
+
+def _key(task: Task, backend: str, limits: Resources) -> str:
+    what = [__version__, task_document(task), backend, asdict(limits)]
+    return blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _file(state: Path, key: str) -> Path:
+    folder = state / "task-checks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{key}.json"
+
+
+def _recall(state: Path, key: str) -> TaskReport | None:
+    """An earlier check's report; None if there is none, or one that does not parse."""
+    try:
+        found: Mapping[str, Any] = json.loads((state / "task-checks" / f"{key}.json").read_bytes())
+        return TaskReport(**{**found, "forgeable": tuple(found["forgeable"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

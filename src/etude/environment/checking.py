@@ -1,0 +1,116 @@
+"""Whether tasks are what they should be: the reference solution earns 1, doing nothing 0, and again the same.
+
+A task that fails here would train on noise: a test that cannot pass, that passes without work, that changes
+its mind, or that needs what its machine does not have, such as a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from etude.environment.grading import Verdict, allowed_changes
+from etude.environment.origins import network_to, task_resources, task_template
+from etude.environment.scripts import check_isolation, find_executable, run_solution
+from etude.environment.verdicts import Grader
+from etude.errors import AgentError, SandboxError, TaskError, UserError
+from etude.records import Task
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import Resources
+
+_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """What a check found of one task."""
+
+    id: str
+    reason: str | None
+    """Why it is not verified; None: it is."""
+    forgeable: tuple[str, ...] = ()
+    """Tests whose verdict an agent could forge, each with the reason."""
+    duration_s: float = 0.0
+    lasting: bool = True
+    """Whether another check would find the same: not where our own machinery failed, or lacks something."""
+
+
+async def check_tasks(
+    tasks: Sequence[Task],
+    backend: SandboxBackend,
+    limits: Resources | None = None,
+    at_once: int = 4,
+    on_report: Callable[[Task, TaskReport], None] | None = None,
+) -> list[TaskReport]:
+    """A report for each task, in order; `at_once` of them are checked at the same time."""
+    grader, places = Grader(backend, limits), asyncio.Semaphore(at_once)
+
+    async def check(task: Task) -> TaskReport:
+        async with places:
+            report = await _check_task(task, grader, backend, limits or Resources())
+        if on_report is not None:
+            on_report(task, report)
+        return report
+
+    return await asyncio.gather(*map(check, tasks))
+
+
+async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> TaskReport:
+    began, forgeable = time.perf_counter(), tuple[str, ...]()
+    lasting = True
+    try:
+        found = (await grader.find_twins(task)).open_tests
+        forgeable = tuple(f"{one.test}: {one.reason}" for one in found)
+        reason = await _find_fault(task, grader, backend, limits)
+    except (TaskError, AgentError) as error:
+        reason = str(error)
+    except (SandboxError, UserError) as error:
+        reason, lasting = f"could not be checked: {error}", False
+    return TaskReport(task.id, reason, forgeable, time.perf_counter() - began, lasting)
+
+
+async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> str | None:
+    if task.solution is None and not task.solution_files:
+        return "has no reference solution to be checked by"
+    before: list[tuple[bool, float | None]] = []
+    for number in range(_ROUNDS):
+        solved = await _solve(task, grader, backend, limits)
+        if isinstance(solved, str):
+            return solved
+        nothing = await grader.judge(task, {})
+        earned = [(verdict.passed, verdict.reward) for verdict in (solved, nothing)]
+        if number and earned != before:
+            return f"the same earns something else at another time: {_shown(before)}, then {_shown(earned)}"
+        before = earned
+        if not solved.passed:
+            return f"its reference solution fails: {solved.cause}"
+        if nothing.passed or nothing.reward:
+            return f"doing nothing earns {1.0 if nothing.reward is None else nothing.reward:g}"
+        if task.verifier is not None and nothing.reward is None:
+            return f"doing nothing earns no reward, not 0: {nothing.cause}"
+    return None
+
+
+async def _solve(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> Verdict | str:
+    """What the reference solution earns, or why it could not be run."""
+    if task.solution is None:
+        files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
+        return await grader.judge(task, allowed_changes(task, files))
+    await check_isolation(backend)
+    network = network_to(task.machine.hosts if task.machine is not None else ())
+    sandbox = await backend.create(task_template(task), task_resources(task, limits), network)
+    try:
+        failure = await run_solution(task, sandbox)
+        if failure is not None:
+            return failure
+        changes = allowed_changes(task, await sandbox.final_diff())
+        return await grader.judge(task, changes, await find_executable(sandbox, changes))
+    finally:
+        await sandbox.kill()
+
+
+def _shown(earned: Sequence[tuple[bool, float | None]]) -> str:
+    solved, nothing = (float(passed) if reward is None else reward for passed, reward in earned)
+    return f"{solved:g} for the reference solution and {nothing:g} for nothing"

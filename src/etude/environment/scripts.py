@@ -1,0 +1,228 @@
+"""Grading by a task's own `tests/test.sh`, and solving it by its `solution/solve.sh`: Harbor's kind of task.
+
+    agent's sandbox ── every process dead ──> its diff, as far as the task allows
+                                                 |
+    pristine image ──> a fresh sandbox + diff + /tests ── test.sh ── every process dead ──> reward file
+
+What the agent changed in its workspace reaches grading: regular files with their contents, and whether they
+can be executed. Links, and everything outside of the workspace, stay behind. The reward is read once nothing
+runs that could write it.
+
+Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Such
+tasks are said to be forgeable (`Grader.find_twins`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shlex
+import time
+from collections.abc import Collection, Mapping
+
+from etude.environment.grading import Verdict
+from etude.environment.origins import network_to, task_resources, task_template
+from etude.errors import AgentError, TaskError
+from etude.records import Task
+from etude.sandbox.errors import (
+    PathKindError,
+    PathMissingError,
+    SandboxKilledByAgentError,
+    Unsupported,
+)
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.migration import abilities_of
+from etude.sandbox.types import CommandResult, Resources
+
+FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and could write the reward itself"
+_SETUP_S = 60.0
+_MAX_SOLUTION_S = 3600.0
+"""Of a reference solution whose task gives the agent no time limit."""
+_REWARD_BYTES = 64 << 10
+_SAID_CHARS = 200
+_UNPACK = """set -e
+for path in /tests /solution /logs; do mkdir -p "$(readlink -f "$path")"; done
+mkdir -p /logs/verifier /logs/agent /logs/artifacts
+rm -f /logs/verifier/reward.txt /logs/verifier/reward.json
+tar -x -o -f - -C {target}
+"""
+_READ_REWARD = """cd /logs/verifier || exit 0
+for name in reward.json reward.txt; do
+    if [ -f "$name" ]; then echo "$name"; head -c {limit} "$name"; exit 0; fi
+done
+echo none; tail -c 1000 test-stdout.txt
+"""
+_LIST_EXECUTABLE = """while IFS= read -r path; do
+    if [ -x "$path" ]; then printf '%s\n' "$path"; fi
+done"""
+_SET_EXECUTABLE = 'while IFS= read -r path; do chmod +x -- "$path"; done'
+
+
+class RewardError(ValueError):
+    """What test.sh wrote is no reward."""
+
+
+async def judge_by_script(
+    task: Task,
+    changes: Mapping[str, bytes | None],
+    executable: Collection[str],
+    backend: SandboxBackend,
+    given: Resources | None = None,
+) -> Verdict:
+    """Runs the task's `tests/test.sh` over the changes, in a fresh sandbox with nothing else in it.
+
+    `executable`: those of the changed files that can be executed. What the agent's files did to it (a hang,
+    a full disk, no reward) is a failure without a reward, and with a cause. Raises SandboxError if our own
+    machinery failed, TaskError for an image in which no script can be run, Unsupported without isolation.
+    """
+    script, began = task.verifier, time.perf_counter()
+    assert script is not None, "the caller chose by it"
+    await check_isolation(backend)
+    template, resources = task_template(task, script.user), task_resources(task, given or Resources())
+    fresh = await backend.create(template, resources, network_to(script.hosts))
+    try:
+        await _lay_over(fresh, changes, executable)
+        await _unpack(fresh, task, "/tests", script.archive)
+        command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
+        result = await fresh.commands.run(command, script.timeout_s, script.env)
+        if result.timed_out:
+            raise RewardError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
+        await _end_processes(fresh)
+        told = await fresh.commands.run(_READ_REWARD.format(limit=_REWARD_BYTES), _SETUP_S)
+        reward = _read_reward(told, result)
+        passed = reward >= 1.0
+        cause = None if passed else f"tests/test.sh gave {reward:g}"
+        return Verdict(
+            passed, int(passed), int(not passed), cause, time.perf_counter() - began, reward=reward
+        )
+    except (AgentError, RewardError) as error:
+        return Verdict(False, 0, 1, str(error), time.perf_counter() - began)
+    finally:
+        await fresh.kill()
+
+
+async def check_isolation(backend: SandboxBackend) -> None:
+    """Raises Unsupported where a task's scripts would change the files of this machine."""
+    found = await abilities_of(backend)
+    if found.isolation == "none":
+        raise Unsupported(
+            f"{found.backend} does not isolate a task's scripts, which write to /tests and /logs",
+            field="sandbox.backend",
+            received=found.backend,
+            fix="use local or podman",
+        )
+
+
+async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
+    """Runs the task's `solution/solve.sh` as the agent would: why it failed, or None.
+
+    As in Harbor its exit code does not count: what it left behind is graded.
+    """
+    solution, machine = task.solution, task.machine
+    assert solution is not None, "the caller looked"
+    try:
+        await _unpack(sandbox, task, "/solution", solution.archive)
+        limit_s = machine.agent_s if machine is not None and machine.agent_s else _MAX_SOLUTION_S
+        command = "(/solution/solve.sh) > /logs/agent/oracle.txt 2>&1"
+        env = {"DEBIAN_FRONTEND": "noninteractive", **solution.env}
+        result = await sandbox.commands.run(command, limit_s, env)
+    except AgentError as error:
+        return str(error)
+    return f"timeout: solution/solve.sh did not end within {limit_s:g} s" if result.timed_out else None
+
+
+async def find_executable(sandbox: Sandbox, changes: Mapping[str, bytes | None]) -> frozenset[str]:
+    """Which of the changed files can be executed; asked of a sandbox in which nothing runs any more."""
+    asked = [path for path, data in changes.items() if data is not None and "\n" not in path]
+    if not asked:
+        return frozenset()
+    try:
+        result = await sandbox.commands.run(
+            _LIST_EXECUTABLE, _SETUP_S, limit_bytes=1 << 24, stdin="".join(f"{path}\n" for path in asked)
+        )
+    except SandboxKilledByAgentError:
+        raise
+    except AgentError:
+        return frozenset()  # the agent took the shell away, or the memory to run it in
+    return frozenset(result.stdout.split("\n")) & set(asked)
+
+
+async def _lay_over(fresh: Sandbox, changes: Mapping[str, bytes | None], executable: Collection[str]) -> None:
+    """Makes the agent's changes in a sandbox that is as the agent's was at first."""
+    for path in (path for path, data in changes.items() if data is None):
+        with contextlib.suppress(PathMissingError, PathKindError):
+            await fresh.files.remove(path)
+    entering: dict[str, str | bytes] = {path: data for path, data in changes.items() if data is not None}
+    try:
+        await fresh.files.write_many(entering)
+    except PathKindError:
+        for path, data in entering.items():  # one of them stands where a directory or a link was
+            try:
+                await fresh.files.write(path, data)
+            except PathKindError:
+                await fresh.files.remove(path)
+                await fresh.files.write(path, data)
+    names = [f"{path}\n" for path in sorted(executable) if path in entering]
+    if names:
+        await fresh.commands.run(_SET_EXECUTABLE, _SETUP_S, stdin="".join(names))
+
+
+async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:
+    """Unpacks a directory of the task's where Harbor has it. Raises TaskError if the image cannot."""
+    result = await sandbox.commands.run(_UNPACK.format(target=shlex.quote(target)), _SETUP_S, stdin=archive)
+    if result.exit_code != 0:
+        raise TaskError(
+            f"cannot be unpacked in the task's image: {result.stderr.strip()[:_SAID_CHARS]}",
+            field=target.strip("/"),
+            received=task.id,
+            fix="the image needs sh, tar and coreutils, and a user who may write to /",
+        )
+
+
+async def _end_processes(sandbox: Sandbox) -> None:
+    """Ends everything that runs. What else it would tell, of files, nobody needs."""
+    try:
+        await sandbox.final_diff()
+    except SandboxKilledByAgentError:
+        raise
+    except AgentError:
+        pass
+
+
+def _read_reward(told: CommandResult, ran: CommandResult) -> float:
+    """The reward that stands in the file. Raises RewardError."""
+    name, _, text = told.stdout.partition("\n")
+    if name == "reward.json":
+        return _number(_reward_of(text), name)
+    if name == "reward.txt":
+        try:
+            return _number(float(text), name)
+        except ValueError:
+            raise RewardError(f"{name} holds no finite number: {text.strip()[:80]!r}") from None
+    said = text.strip()[-_SAID_CHARS:]
+    words = f"tests/test.sh wrote no reward and ended with {ran.exit_code}"
+    raise RewardError(f"{words}: {said}" if said else words)
+
+
+def _reward_of(text: str) -> object:
+    """The number that stands for all of `reward.json`: its key `reward`, or the only one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RewardError(f"reward.json is not JSON: {text.strip()[:80]!r}") from None
+    if not isinstance(found, dict):
+        return found
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if "reward" not in found:
+        raise RewardError(f"reward.json has no key `reward`: {text.strip()[:80]!r}")
+    return found["reward"]
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, int | float):
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(value):
+                return float(value)
+    raise RewardError(f"{name} holds no finite number: {str(value)[:80]!r}")

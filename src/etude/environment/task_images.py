@@ -1,0 +1,116 @@
+"""The images that tasks ask for: found by name, or built from `environment/Dockerfile`.
+
+docker_image ──> images.bases, the store, Debian's packages ──┐
+Dockerfile ────> built, FROM the same names ──────────────────┴──> layers of the store ──> task.machine.image
+                                                                        └──> an engine (podman, docker)
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+from etude.errors import TaskError
+from etude.records import Task, TaskImage
+from etude.sandbox.backends import ENGINES, IMAGES
+from etude.sandbox.images.base_sources import find_base
+from etude.sandbox.images.building import BuildOptions, build_image
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.images.oci_export import export_image
+from etude.sandbox.machine_backend import default_state_directory
+from etude.sandbox.template import Image
+
+_BACKENDS = ("local", *ENGINES)
+
+
+class TaskImages:
+    """Finds images for the tasks of one set. Equal ones are found once."""
+
+    def __init__(self, backend: str, bases: Mapping[str, str] | None = None) -> None:
+        """`backend`: name of the backend that runs them (`sandbox.backend`); `bases`: see `images.bases`."""
+        self._backend = backend
+        self._engine = backend.partition(":")[0]
+        self._bases = dict(bases or {})
+        self._found: dict[str, TaskImage] = {}
+
+    async def find(self, task: Task) -> Task:
+        """The task with the image of its machine. Raises TaskError, TemplateError or ResourceError for one
+        that cannot be had."""
+        machine = task.machine
+        if machine is None or machine.is_host:
+            return task
+        if self._engine not in _BACKENDS:
+            raise TaskError(
+                f"needs an image, and {self._backend} runs none of a task's",
+                field="task.toml: environment",
+                received=machine.docker_image or "environment/Dockerfile",
+                fix=f"use one of the backends {', '.join(_BACKENDS)}",
+            )
+        key = machine.docker_image or f"{task.directory}"
+        if key not in self._found:
+            self._found[key] = await self._find(task, machine.docker_image, machine.build_timeout_s)
+        if self._engine in ENGINES:
+            _check_users(task, self._found[key])
+        return replace(task, machine=replace(machine, image=self._found[key]))
+
+    async def _find(self, task: Task, name: str, build_timeout_s: float) -> TaskImage:
+        store = ImageStore(default_state_directory() / IMAGES)
+        if name:
+            if self._engine in ENGINES and name not in self._bases and not store.has(name):
+                return await self._image_of_engine(name)
+            image = await find_base(name, store, self._bases)
+        else:
+            assert task.directory is not None, "read from there"
+            options = BuildOptions(bases=self._bases, deadline_s=build_timeout_s)
+            context = Path(task.directory) / "environment"
+            image = await build_image(context, _image_name(context), store, options=options)
+        if self._engine not in ENGINES:
+            return TaskImage(image.name, image.layers, dict(image.env), image.workdir, image.user)
+        return await self._loaded(image, store)
+
+    async def _image_of_engine(self, name: str) -> TaskImage:
+        from etude.sandbox.containers.backend import ContainerBackend
+
+        image = await ContainerBackend(self._engine).image(name)
+        return TaskImage(image.name, (), dict(image.env), image.workdir, image.user)
+
+    async def _loaded(self, image: Image, store: ImageStore) -> TaskImage:
+        """An image of the store, given to the engine under a name that says what it holds."""
+        from etude.sandbox.containers.backend import ContainerBackend
+
+        engine = ContainerBackend(self._engine).engine
+        name = f"localhost/etude-task:{image.digest}"
+        with tempfile.TemporaryDirectory(prefix="etude-image-") as folder:
+            archive = Path(folder, "image.tar")
+            export_image(replace(image, name=name), store, archive)
+            await engine.load_image(archive)
+        return TaskImage(name, (), dict(image.env), image.workdir, image.user)
+
+
+def _check_users(task: Task, image: TaskImage) -> None:
+    """Raises TaskError for users of containers but root."""
+    machine, verifier = task.machine, task.verifier
+    users = {
+        "the image's USER": image.user,
+        "task.toml: agent.user": machine.user if machine is not None else "",
+        "task.toml: verifier.user": verifier.user if verifier is not None else "",
+    }
+    for field, user in users.items():
+        if user not in ("", "root", "0"):
+            raise TaskError(
+                "is not root, as whom a task's commands run in containers",
+                field=field,
+                received=user,
+                fix="use the local backend, which knows other users",
+            )
+
+
+def _image_name(context: Path) -> str:
+    """A name for what a directory builds: its task's, with a digest of where it lies."""
+    plain = re.sub(r"[^a-z0-9]+", "-", context.parent.name.lower()).strip("-") or "task"
+    place = blake2b(str(context.resolve()).encode(), digest_size=6).hexdigest()
+    return f"harbor/{plain[:60]}-{place}"

@@ -1,0 +1,62 @@
+"""Directories of a task as tar files: with their modes and links, and the same bytes each time."""
+
+from __future__ import annotations
+
+import io
+import stat
+import tarfile
+from pathlib import Path
+
+from etude.errors import TaskError
+
+MAX_ARCHIVE_BYTES = 64 << 20
+_TIME_S = 946_684_800
+"""Of every entry: the year 2000. Programs that unpack archives complain of 1970."""
+
+
+def pack_directory(top: Path, script: str) -> bytes:
+    """Tar file of what lies below `top`; its file `script` can be executed in it.
+
+    Raises TaskError without the script, and for what is neither file, directory nor a link within `top`, or
+    for more than MAX_ARCHIVE_BYTES.
+    """
+    name = top.name
+    if not (top / script).is_file():
+        raise TaskError(
+            "file is missing", field=f"{name}/{script}", received=str(top.parent), fix=f"add {name}/{script}"
+        )
+    buffer, total = io.BytesIO(), 0
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path in sorted(top.rglob("*")):
+            relative, status = path.relative_to(top).as_posix(), path.lstat()
+            row = tarfile.TarInfo(relative)
+            row.mtime = _TIME_S
+            row.mode = stat.S_IMODE(status.st_mode) | (0o755 if relative == script else 0)
+            if path.is_symlink():
+                row.type, row.linkname = tarfile.SYMTYPE, _checked_link(path, top)
+                archive.addfile(row)
+            elif path.is_dir():
+                row.type = tarfile.DIRTYPE
+                archive.addfile(row)
+            elif path.is_file():
+                data = path.read_bytes()
+                row.size, total = len(data), total + len(data)
+                if total > MAX_ARCHIVE_BYTES:
+                    fix = f"{MAX_ARCHIVE_BYTES >> 20} MiB at most: put large files into the image"
+                    raise TaskError("is too large", field=name, received=relative, fix=fix)
+                archive.addfile(row, io.BytesIO(data))
+            else:
+                raise TaskError("is no file", field=f"{name}/{relative}", fix="files, directories and links")
+    return buffer.getvalue()
+
+
+def _checked_link(path: Path, top: Path) -> str:
+    target = path.readlink()
+    if target.is_absolute() or not path.resolve().is_relative_to(top.resolve()):
+        raise TaskError(
+            f"is a link that leads out of {top.name}/",
+            field=f"{top.name}/{path.relative_to(top).as_posix()}",
+            received=str(target),
+            fix="put the file itself there",
+        )
+    return str(target)

@@ -1,0 +1,166 @@
+"""Sets of tasks are checked before they are played, once, and what fails is left out by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.config import RunConfig
+from etude.controller.families import open_family
+from etude.controller.task_sets import CheckedTask, check_task_set, load_task_set
+from etude.errors import TaskError
+from etude.sandbox.local.doctor import find_problems
+from etude.tasks.generator import TaskGenerator
+from etude.tasks.harbor import write_harbor
+from tests.cli.commands import etude
+from tests.environment.target import TARGET
+from tests.tasks.harbor_tasks import KINDS, write_task
+
+NETWORK = """#!/bin/sh
+python3 -c 'import urllib.request; urllib.request.urlopen("http://packages.example/", timeout=5)' || exit 1
+echo 1 > /logs/verifier/reward.txt
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of these tests are nobody else's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def config(backend: str = "local", **tasks: Any) -> RunConfig:
+    if backend == "local" and (problems := find_problems()):
+        pytest.skip(f"no namespaces here: {problems}")
+    return RunConfig.model_validate({"sandbox": {"backend": backend}, "tasks": tasks})
+
+
+def reports(directory: Path, backend: str = "local") -> dict[str, CheckedTask]:
+    return {one.name: one for one in check_task_set(directory, "DIR", config(backend))}
+
+
+def test_ten_kinds_of_tasks_are_verified_and_said_to_be_forgeable(tmp_path: Path) -> None:
+    for name, write in KINDS.items():
+        write(tmp_path / "tasks" / name, "host")
+    found = reports(tmp_path / "tasks")
+    assert {name: one.report.reason for name, one in found.items()} == dict.fromkeys(KINDS)
+    assert all("could write the reward itself" in one.report.forgeable[0] for one in found.values())
+
+
+def test_hidden_tests_that_check_nothing_are_forgeable(tmp_path: Path) -> None:
+    hidden = "from lib.tally import tally\n\ndef test_a():\n    assert tally([1]) == 1\n"
+    loose = hidden + "\ndef test_b():\n    tally([1])\n"
+    for name, text in (("closed", hidden), ("loose", loose)):
+        task = replace(TARGET, id=name, hidden_files={"tests/test_hidden.py": text})
+        write_harbor(task, tmp_path / "tasks" / name)
+    found = reports(tmp_path / "tasks", "unisolated")
+    assert found["closed"].report.forgeable == ()
+    assert found["loose"].report.forgeable[0].startswith("tests/test_hidden.py::test_b: none of ")
+
+
+def test_each_fault_of_a_task_is_found_with_its_reason(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    always = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"
+    changing = """#!/bin/sh
+if [ -f greeting.txt ]; then echo "1.$(date +%N)"; else echo 0; fi > /logs/verifier/reward.txt
+"""
+    write_task(tasks / "always", always)
+    write_task(tasks / "changing", changing)
+    write_task(tasks / "network", NETWORK)
+    write_task(tasks / "no-solution", solve=None)
+    write_task(tasks / "no-tests", toml="", solve="#!/bin/sh\ntrue\n")
+    write_task(tasks / "silent", "#!/bin/sh\n[ -f greeting.txt ] && echo 1 > /logs/verifier/reward.txt\n")
+    write_task(tasks / "slow", solve="#!/bin/sh\nsleep 60\n", toml="[agent]\ntimeout_sec = 0.5\n")
+    write_task(tasks / "refused", toml="gpus = 1\n")
+    write_task(tasks / "no-image", image="nobody/has-it:1")
+    expected = {
+        "always": "doing nothing earns 1",
+        "changing": "the same earns something else at another time",
+        "network": "its reference solution fails: tests/test.sh wrote no reward and ended with 1",
+        "no-solution": "has no reference solution",
+        "no-tests": "its reference solution fails: tests/test.sh gave 0",
+        "silent": "doing nothing earns no reward, not 0",
+        "slow": "timeout: solution/solve.sh did not end within 0.5 s",
+        "refused": "task.toml: environment.gpus: is not supported; received 1",
+        "no-image": "no such image",
+    }
+    found = {name: one.report.reason or "" for name, one in reports(tasks).items()}
+    assert {name: reason for name, reason in found.items() if expected[name] not in reason} == {}
+    assert set(found) == set(expected)
+
+
+def test_tasks_that_are_graded_by_values_are_checked_too(tmp_path: Path) -> None:
+    tasks, task = tmp_path / "tasks", TaskGenerator(0).task(3)
+    write_harbor(task, tasks / "right")
+    write_harbor(replace(task, id="solved", files={**task.files, **task.solution_files}), tasks / "solved")
+    write_harbor(replace(task, id="wrong", solution_files=dict(task.files)), tasks / "wrong")
+    found = {name: one.report for name, one in reports(tasks, "unisolated").items()}
+    assert (found["right"].reason, found["right"].forgeable) == (None, ())
+    assert found["solved"].reason == "doing nothing earns 1"
+    assert (found["wrong"].reason or "").startswith("its reference solution fails: ")
+
+
+def test_a_script_is_not_run_where_nothing_is_isolated(tmp_path: Path) -> None:
+    write_task(tmp_path / "tasks/one")
+    (found,) = reports(tmp_path / "tasks", "unisolated").values()
+    assert "unisolated" in (found.report.reason or "")
+
+
+def test_what_was_checked_is_not_checked_again_until_it_changes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_task(tmp_path / "tasks" / name)
+    first, again = reports(tmp_path / "tasks"), reports(tmp_path / "tasks")
+    assert first == again, "the seconds that it took, too"
+    write_task(tmp_path / "tasks/two", "#!/bin/sh\ntrue\n")
+    changed = reports(tmp_path / "tasks")
+    assert changed["one"] == first["one"]
+    assert changed["two"].report.reason is not None
+
+
+def test_a_run_leaves_out_what_fails_or_does_not_start(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    for name in ("one", "two"):
+        write_task(tasks / name)
+    write_task(tasks / "broken", "#!/bin/sh\ntrue\n")
+    verified, words = load_task_set(tasks, "tasks.directory", config())
+    assert [task.id for task in verified] == ["one", "two"]
+    forgeable = "an agent could forge the verdict on 2 of these (100%)"
+    assert words[0] == f"tasks: 2 of 3 in {tasks} are verified; {forgeable}"
+    assert words[1].startswith("  left out: broken: its reference solution fails: ")
+    assert words[2].startswith("  forgeable: one: tests/test.sh::reward: code of the agent's")
+    family = open_family(config(family="directory", directory=str(tasks)))
+    assert list(family.notes) == words
+    assert len(family.evaluation_tasks("heldout", 9)) == 1
+    with pytest.raises(TaskError, match=r"1 of 3 tasks are not verified: broken"):
+        load_task_set(
+            tasks, "tasks.directory", config(family="directory", directory=str(tasks), check="stop")
+        )
+
+
+def test_a_set_of_which_nothing_is_verified_is_refused(tmp_path: Path) -> None:
+    write_task(tmp_path / "tasks/broken", "#!/bin/sh\ntrue\n")
+    with pytest.raises(TaskError, match="1 of 1 tasks are not verified"):
+        load_task_set(tmp_path / "tasks", "--suite", config())
+
+
+def test_the_command_lists_what_fails_and_what_is_forgeable(tmp_path: Path) -> None:
+    config()  # skips where there are no namespaces
+    tasks = tmp_path / "tasks"
+    write_harbor(replace(TARGET, id="closed"), tasks / "closed")
+    write_task(tasks / "script")
+    right = etude("tasks", "check", str(tasks))
+    assert right.exit_code == 0
+    assert right.stdout.startswith("script: forgeable: tests/test.sh::reward: code of the agent's")
+    write_task(tasks / "broken", "#!/bin/sh\ntrue\n")
+    found = etude("tasks", "check", str(tasks), "--json")
+    assert found.exit_code == 1
+    rows = {row["name"]: row for row in json.loads(found.stdout)}
+    assert {name: row["verified"] for name, row in rows.items()} == {
+        "broken": False,
+        "closed": True,
+        "script": True,
+    }
+    assert set(rows["broken"]) == {"name", "verified", "id", "reason", "forgeable", "duration_s"}

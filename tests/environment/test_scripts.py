@@ -1,0 +1,159 @@
+"""Tasks that `tests/test.sh` grades: right from wrong, and what is no reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from etude.agent import registry_named
+from etude.environment.grading import Verdict
+from etude.environment.origins import network_to, task_resources, task_template
+from etude.environment.scripts import run_solution
+from etude.environment.server.creating import find_task
+from etude.environment.server.host import SessionHost
+from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.verdicts import Grader
+from etude.environment.wire import task_document, task_of
+from etude.errors import UserError
+from etude.records import Task, ToolCall, ToolErrorClass, ToolResult
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.local.backend import LocalBackend
+from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.types import CommandResult, Resources
+from etude.tasks.harbor import read_harbor
+from tests.sandbox.backends import with_backend
+from tests.tasks.harbor_tasks import KINDS, REWARD_TEXT, write_task
+
+SLEEP = ToolCall("run_command", {"command": "sleep 30"})
+
+
+async def play(backend: SandboxBackend, task: Task, command: str | None = None) -> Verdict:
+    """What the reference solution earns, or a command in its place."""
+    template, resources = task_template(task), task_resources(task, Resources())
+    sandbox = await backend.create(template, resources, network_to(task.machine and task.machine.hosts))
+    if command is None:
+        assert await run_solution(task, sandbox) is None
+    else:
+        await sandbox.commands.run(command)
+    return await Grader(backend).grade(task, sandbox)
+
+
+def verdicts(directory: Path, *commands: str | None) -> list[Verdict]:
+    task = read_harbor(directory)
+
+    async def scenario(backend: SandboxBackend) -> list[Verdict]:
+        return [await play(backend, task, command) for command in commands]
+
+    return with_backend("local", scenario)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_solution_earns_1_and_doing_nothing_0(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path, "host")
+    solved, nothing = verdicts(tmp_path, None, "true")
+    assert (solved.passed, solved.reward, solved.cause) == (True, 1.0, None)
+    assert (nothing.passed, nothing.reward) == (False, 0.0)
+
+
+def test_a_reward_between_0_and_1_is_kept(tmp_path: Path) -> None:
+    KINDS["fraction"](tmp_path, "host")
+    (half,) = verdicts(tmp_path, "touch a b")
+    assert (half.passed, half.reward, half.cause) == (False, 0.5, "tests/test.sh gave 0.5")
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("#!/bin/sh\necho no luck; exit 3\n", "tests/test.sh wrote no reward and ended with 3: no luck"),
+        ("#!/bin/sh\necho nan > /logs/verifier/reward.txt\n", "reward.txt holds no finite number: 'nan'"),
+        ("#!/bin/sh\necho one > /logs/verifier/reward.txt\n", "reward.txt holds no finite number: 'one"),
+        ("#!/bin/sh\n: > /logs/verifier/reward.txt\n", "reward.txt holds no finite number: ''"),
+        ("#!/bin/sh\necho 1e999 > /logs/verifier/reward.json\n", "reward.json holds no finite number"),
+        ('#!/bin/sh\necho \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json\n', "has no key `reward`"),
+        ('#!/bin/sh\necho \'{"a": "1"}\' > /logs/verifier/reward.json\n', "reward.json holds no finite"),
+        ("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\nsleep 60\n", "timeout: tests/test.sh did not end"),
+        ("#!/no/such/program\n", "tests/test.sh wrote no reward and ended with 12"),
+        ("#!/bin/sh\nkill -9 -1\n", "wrote no reward"),
+    ],
+)
+def test_what_is_no_reward_is_a_failure_with_its_cause(tmp_path: Path, test: str, expected: str) -> None:
+    write_task(tmp_path, test, toml="[verifier]\ntimeout_sec = 1\n")
+    (verdict,) = verdicts(tmp_path, "true")
+    assert (verdict.passed, verdict.reward) == (False, None)
+    assert verdict.cause is not None and expected in verdict.cause
+
+
+def test_nothing_that_the_agent_left_running_or_outside_its_workspace_reaches_grading(tmp_path: Path) -> None:
+    """The control: the same file in the workspace does reach it."""
+    (directory := tmp_path / "task").mkdir()
+    write_task(directory, REWARD_TEXT.replace("greeting.txt", "/tmp/greeting.txt"))
+    outside = "echo hello > /tmp/greeting.txt; (while :; do echo hello > /tmp/greeting.txt; done) &"
+    faked = "mkdir -p /tmp/logs/verifier; echo 1 > /logs/verifier/reward.txt"
+    assert [verdict.reward for verdict in verdicts(directory, outside, faked)] == [0.0, 0.0]
+    write_task(directory)
+    assert [verdict.reward for verdict in verdicts(directory, "echo hello > greeting.txt")] == [1.0]
+
+
+def test_a_task_with_scripts_crosses_the_wire_whole(tmp_path: Path) -> None:
+    KINDS["variables"](tmp_path, "host")
+    task = read_harbor(tmp_path)
+    assert task_of(json.loads(json.dumps(task_document(task)))) == replace(task, directory=None)
+    with pytest.raises(UserError, match="played by its name only"):
+        find_task(cast("SessionHost", None), task_document(task))
+    document = task_document(task)
+    document["verifier"]["archive"] = "no base64!"
+    with pytest.raises(UserError, match=r"task\.verifier"):
+        task_of(document)
+
+
+def test_the_time_of_a_task_bounds_all_calls_together(tmp_path: Path) -> None:
+    write_task(tmp_path, toml="[agent]\ntimeout_sec = 0.5\n")
+    task = read_harbor(tmp_path)
+    registry = registry_named("full")
+
+    async def scenario(backend: SandboxBackend) -> list[ToolResult]:
+        session = EnvironmentSession.begin(Site(backend, Grader(backend), registry), task)
+        results: list[ToolResult] = []
+        for call in (SLEEP, SLEEP, ToolCall("finish")):
+            results += await session.run_calls([call], {}, lambda *_: None, lambda *_: None)
+        assert session.finished
+        await session.close()
+        return results
+
+    slept, refused, _ = with_backend("local", scenario)
+    assert slept.error is refused.error is ToolErrorClass.TIMEOUT
+    assert refused.output == "the time for this task is over: 0.5 s for all calls together"
+
+
+def test_the_reward_is_read_when_nothing_runs_that_could_write_it(tmp_path: Path) -> None:
+    KINDS["background"](tmp_path, "host")
+    task = read_harbor(tmp_path)
+
+    class LateReader(LocalBackend):
+        """Reads the reward long after test.sh has ended."""
+
+        async def create(self, *arguments: Any, **named: Any) -> MachineSandbox:
+            sandbox = await super().create(*arguments, **named)
+            run = sandbox.commands.run
+
+            async def late(cmd: str, *others: Any, **more: Any) -> CommandResult:
+                if cmd.startswith("cd /logs/verifier"):
+                    await asyncio.sleep(1.0)
+                return await run(cmd, *others, **more)
+
+            sandbox.commands.run = late
+            return sandbox
+
+    async def scenario(backend: SandboxBackend) -> Verdict:
+        late = LateReader()
+        try:
+            return await play(late, task)
+        finally:
+            await late.close()
+
+    assert with_backend("local", scenario).reward == 1.0

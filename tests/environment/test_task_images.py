@@ -1,0 +1,98 @@
+"""Images of tasks: by a map, by the store, by a Dockerfile; and tasks that are played in them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etude.config import RunConfig
+from etude.controller.task_sets import check_task_set
+from etude.environment.origins import task_template
+from etude.environment.task_images import TaskImages
+from etude.errors import TaskError
+from etude.records import Task
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.images.oci_export import export_image
+from etude.sandbox.template import Image
+from etude.tasks.harbor import read_harbor
+from tests.sandbox.containers.python_image import ensure_image, podman
+from tests.sandbox.images.image_builders import add_files
+from tests.tasks.harbor_tasks import KINDS, write_task
+
+BASE = "ubuntu:24.04"
+DOCKERFILE = f"FROM {BASE}\nENV COLOUR=green\nWORKDIR /app\nCOPY seed.txt /app/\n"
+SEEDED = """#!/bin/sh
+found="$(cat seed.txt greeting.txt | tr '\\n' ' ') $COLOUR $MODE $(pwd)"
+if [ "$found" = "seed hello  green fast /app" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Images and reports of these tests are nobody else's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state/etude/images"
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """An OCI archive of an image with one file."""
+    store = ImageStore(tmp_path / "elsewhere")
+    image = Image(BASE, (add_files(store.layers, {"etc/name": b"x"}),), {"A": "1"}, "/srv", "root")
+    store.save(image)
+    export_image(image, store, tmp_path / "base.tar")
+    return tmp_path / "base.tar"
+
+
+def find(task: Task, bases: dict[str, str], backend: str = "local") -> Task:
+    return asyncio.run(TaskImages(backend, bases).find(task))
+
+
+def test_a_name_in_the_map_is_an_image_of_the_store_once_it_was_imported(
+    tmp_path: Path, archive: Path
+) -> None:
+    task = read_harbor(write_task(tmp_path / "task", image=BASE, toml='env = { A = "2", B = "3" }\n'))
+    with pytest.raises(TaskError, match="was not built or looked for"):
+        task_template(task)
+    found = find(task, {BASE: f"oci-archive:{archive}"})
+    template = task_template(found, user="1001")
+    assert template.image is not None and template.workspace == "/srv"
+    assert (len(template.image.layers), template.image.user) == (1, "1001")
+    assert template.image.env == {"A": "2", "B": "3"}
+    assert find(task, {}) == found, "of the store, by its name"
+
+
+def test_an_image_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    task = read_harbor(write_task(tmp_path / "task", image="nobody/has-it:1"))
+    with pytest.raises(TemplateError, match="no such image"):
+        find(task, {})
+    with pytest.raises(TaskError, match="runs none of a task's"):
+        find(task, {}, "vm")
+    assert find(read_harbor(write_task(tmp_path / "host")), {}, "vm").machine is not None
+
+
+def seeded_task(directory: Path) -> None:
+    """A task whose image is built from a Dockerfile, with a file in its working directory."""
+    files: dict[str, str | bytes] = {"environment/Dockerfile": DOCKERFILE, "environment/seed.txt": "seed\n"}
+    write_task(directory, SEEDED, files=files)
+    (directory / "task.toml").write_text('[environment]\nenv = { MODE = "fast" }\n')
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+@pytest.mark.parametrize("backend", ["local", "podman"])
+def test_tasks_are_played_in_their_images(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, backend: str
+) -> None:
+    image = ensure_image(tmp_path_factory.mktemp("podman"))
+    podman("save", "--quiet", "--format=oci-archive", f"--output={tmp_path / 'base.tar'}", image)
+    for name in ("python", "links", "binary", "background"):
+        KINDS[name](tmp_path / "tasks" / name, BASE)
+    seeded_task(tmp_path / "tasks/seeded")
+    bases = {BASE: f"oci-archive:{tmp_path}/base.tar"}
+    values = {"sandbox": {"backend": backend}, "images": {"bases": bases}}
+    found = check_task_set(tmp_path / "tasks", "DIR", RunConfig.model_validate(values))
+    assert {one.name: one.report.reason for one in found} == dict.fromkeys(one.name for one in found)
