@@ -28,16 +28,15 @@ from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.code_index_corpus import edit, make_tree
+from benchmarks.code_index_corpus import make_tree
 from benchmarks.code_index_patterns import PatternMaker
 from benchmarks.common import print_table, write_result
 
-from etude.agent.index.grep import GrepIndex, GrepQuery, GrepResult, Watcher
+from etude.agent.index.grep import GrepIndex, GrepQuery, GrepResult
 from etude.agent.index.grep.ripgrep import Ripgrep
 
 SELECTIVE_FILES = 100
 """A pattern that matches in at most so many files counts as selective."""
-EDITED_SHARE = 0.01
 _MIB = 1 << 20
 
 
@@ -151,18 +150,8 @@ async def measured(work: Any) -> tuple[Any, float, float]:
     return result, time.perf_counter() - began, cpu_s() - cpu
 
 
-def edit_some(index: GrepIndex, seed: int) -> None:
-    """Edits a hundredth of the files."""
-    rng = random.Random(seed)
-    files = sorted(os.fspath(path) for path in index.root.rglob("*.py"))
-    chosen = rng.sample(files, int(index.num_files * EDITED_SHARE))
-    for name in chosen:
-        path = Path(name)
-        path.write_bytes(edit(path.read_bytes(), rng) + b"\n")
-
-
 async def time_edits(index: GrepIndex, lines: list[str]) -> dict[str, float]:
-    """Searches with edits on top: 100 files in an overlay; a file written on disk and found by a watcher."""
+    """Searches with 100 edited files in an overlay."""
     maker = PatternMaker(lines, seed=5)
     drawn = (maker.identifier() for _ in range(80))
     queries = [query for query in drawn if num_files(index.root, query) <= SELECTIVE_FILES]
@@ -172,25 +161,9 @@ async def time_edits(index: GrepIndex, lines: list[str]) -> dict[str, float]:
             overlay.write(f"edited/file{number}.py", f"fresh_name_{number} = 1\n".encode() * 200)
         await overlay.search(queries[0])
         edited = [(await measured(overlay.search(query)))[1] for query in queries]
-    began = time.perf_counter()
-    watcher = await Watcher.start(index)
-    start_s = time.perf_counter() - began
-    try:
-        fresh: list[float] = []
-        for number in range(20):
-            path = index.root / f"fresh{number}.py"
-            await asyncio.to_thread(path.write_text, f"fresh_name_{number} = 1\n")
-            result, seconds, _ = await measured(watcher.search(GrepQuery(f"fresh_name_{number} ")))
-            assert len(result.matches) == 1, result
-            fresh.append(seconds)
-            path.unlink()
-    finally:
-        watcher.close()
     return {
         "query_without_edits_ms": statistics.median(plain) * 1e3,
         "query_with_100_edits_ms": statistics.median(edited) * 1e3,
-        "watch_start_s": start_s,
-        "edit_on_disk_then_query_ms": statistics.median(fresh) * 1e3,
     }
 
 
@@ -226,10 +199,6 @@ async def grep_figures(directory: Path, size_bytes: int, patterns: int, timed: i
             "grep_mismatches": figures["identity_differences"] + figures["selective_differences"],
         }
         figures |= await time_edits(index, lines)
-        await asyncio.to_thread(edit_some, index, int(time.time()))
-        count, wall_s, used_s = await measured(index.update())
-        figures |= {"reindex_files": count, "reindex_s": wall_s, "reindex_cpu_s": used_s}
-        figures |= {"reindex_share": wall_s / build_s, "reindex_cpu_share": used_s / build_cpu_s}
     return figures
 
 

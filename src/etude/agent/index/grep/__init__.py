@@ -5,7 +5,6 @@ from etude.agent.index.grep.index import GrepIndex
 from etude.agent.index.grep.manifest import IndexBusyError
 from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import GrepMatch, GrepMatches, GrepQuery, GrepResult
-from etude.agent.index.grep.watch import Watcher
 
 __all__ = [
     "GrepIndex",
@@ -16,5 +15,4 @@ __all__ = [
     "IndexBusyError",
     "Overlay",
     "Progress",
-    "Watcher",
 ]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from etude.agent.index.grep.grams import LONGEST_BYTES, PairRanks, rank_pairs, sorted_once, text_keys
@@ -48,22 +47,21 @@ def read_file(root: Path, path: bytes) -> tuple[Document, bytes] | None:
     try:
         descriptor = os.open(os.fsencode(root) + b"/" + path, _READ)
     except PermissionError:
-        return Document(path, -1, 0, Flags.ALWAYS, bytes(16)), b""
+        return Document(path, Flags.ALWAYS), b""
     except OSError:
         return None
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return None
-        fixed = (path, status.st_size, status.st_mtime_ns)
         if status.st_size > LARGEST_BYTES:
-            return Document(*fixed, Flags.ALWAYS, bytes(16)), b""
+            return Document(path, Flags.ALWAYS), b""
         try:
             content = file.read(LARGEST_BYTES)
         except OSError:
-            return Document(*fixed, Flags.ALWAYS, bytes(16)), b""
+            return Document(path, Flags.ALWAYS), b""
     text, flags = searched_text(content)
-    return Document(*fixed, flags, xxhash.xxh3_128_digest(content)), text
+    return Document(path, flags), text
 
 
 def searched_text(content: bytes) -> tuple[bytes, int]:

@@ -1,7 +1,7 @@
 """What an index consists of: one small file, replaced as a whole, that names all others.
 
     index/
-      manifest.json   root, key, directories, hidden entries; segments and their dead documents
+      manifest.json   root, key, directories, hidden entries, segments
       segment-ID/     see segment.py
 
 A segment that the manifest does not name was left by an indexing that did not finish.
@@ -26,7 +26,7 @@ from etude.kit.leftovers import sweep
 
 __all__ = ["Contents", "IndexBusyError", "Manifest", "new_name", "open_contents", "write_manifest", "writing"]
 
-FORMAT = 2
+FORMAT = 3
 _NAME = "manifest.json"
 _TRIES = 5
 _OURS = re.compile(r"segment-[0-9a-f]{16}")
@@ -43,14 +43,12 @@ class Manifest:
 
     root: str
     key: str
-    """The caller's name for the content (a commit, a template's digest); empty for a directory that lives."""
-    scanned_ns: int
-    """When the listing began: a file changed about then is read again by the next update."""
+    """The caller's name for the content, such as a commit or a template's digest."""
     directories: list[str]
     hidden: list[str]
     """See Listing."""
-    segments: dict[str, list[int]]
-    """By name: numbers of the documents that no longer count."""
+    segments: list[str]
+    """Names of their directories."""
     format: int = FORMAT
 
 
@@ -94,11 +92,9 @@ def open_contents(into: Path) -> Contents:
     for attempt in range(_TRIES):
         manifest = _read_manifest(into)
         try:
-            return Contents(
-                manifest, tuple(Segment(into / name, dead) for name, dead in manifest.segments.items())
-            )
+            return Contents(manifest, tuple(Segment(into / name) for name in manifest.segments))
         except StoreError:
-            if attempt == _TRIES - 1 or _read_manifest(into) == manifest:  # else an update came between
+            if attempt == _TRIES - 1 or _read_manifest(into) == manifest:  # else it was built again meanwhile
                 raise
     raise AssertionError("unreachable")
 

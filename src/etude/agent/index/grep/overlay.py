@@ -7,7 +7,6 @@ index.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -15,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from etude.agent.index.grep.query import GrepQuery, GrepResult
-from etude.agent.index.walk import walk
 from etude.errors import ConfigError
 from etude.kit.durable import whole_file
 
@@ -25,12 +23,9 @@ __all__ = ["Overlay"]
 class Overlay:
     """The edits of one session. Not for several threads. Close it: it keeps temporary files."""
 
-    def __init__(
-        self, root: Path, search: Callable[[GrepQuery, Overlay], Awaitable[GrepResult]], *, live: bool
-    ) -> None:
+    def __init__(self, search: Callable[[GrepQuery, Overlay], Awaitable[GrepResult]]) -> None:
         """Use `GrepIndex.overlay`."""
-        self._root, self._search = root, search
-        self.live = live
+        self._search = search
         self._held: set[bytes] = set()
         self._gone: set[bytes] = set()
         """Of the index's, nothing counts at these paths and below them."""
@@ -42,7 +37,7 @@ class Overlay:
 
     @property
     def mirror(self) -> Path | None:
-        """The directory with the changed files, or links to them, at their paths; None if there are none."""
+        """The directory with the changed files at their paths; None if there are none."""
         return self._mirror if self._held else None
 
     def masks(self, path: bytes) -> bool:
@@ -65,20 +60,6 @@ class Overlay:
     def remove(self, path: str) -> None:
         """There is nothing at `path` any more, neither a file nor a directory."""
         self._clear(_checked(path))
-
-    def touch(self, path: str) -> None:
-        """What is on disk at `path` changed: a file, a directory with all below it, or nothing any more."""
-        name = _checked(path)
-        disk = self._root / path
-        self._clear(name)
-        if disk.is_symlink():
-            return
-        if disk.is_file():
-            self._link(name)
-        elif disk.is_dir():
-            with contextlib.suppress(ConfigError):  # it is gone again
-                for below in walk(disk).files:
-                    self._link(name + b"/" + below)
 
     async def search(self, query: GrepQuery) -> GrepResult:
         """As `GrepIndex.search`, on the tree with these edits."""
@@ -105,10 +86,6 @@ class Overlay:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _link(self, path: bytes) -> None:
-        self._place(path).symlink_to(self._root / os.fsdecode(path))
-        self._held.add(path)
 
     def _place(self, path: bytes) -> Path:
         """Room for a file in the mirror: nothing stands at `path`, and directories lead to it."""

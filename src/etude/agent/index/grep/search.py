@@ -43,13 +43,12 @@ class Base:
         self.root = Path(contents.manifest.root)
         self.directories = frozenset(map(os.fsencode, contents.manifest.directories))
         self.hidden = tuple(map(os.fsencode, contents.manifest.hidden))
-        self.num_files = sum(int(np.count_nonzero(segment.alive)) for segment in contents.segments)
+        self.num_files = sum(len(segment.paths) for segment in contents.segments)
 
     @functools.cached_property
     def files(self) -> list[bytes]:
         """All files in order of path. The first call takes a moment on a large tree."""
-        living = (self._paths(segment, np.flatnonzero(segment.alive)) for segment in self.segments)
-        return sorted(itertools.chain.from_iterable(living), key=sort_key)
+        return sorted(itertools.chain.from_iterable(one.paths for one in self.segments), key=sort_key)
 
     @functools.cached_property
     def with_nul(self) -> frozenset[bytes]:
@@ -197,7 +196,7 @@ class Searcher:
     async def _direct(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> GrepResult:
         """Lets ripgrep search the tree by itself."""
         flags = query.glob_flags()
-        if changes is None or changes.live:
+        if changes is None:
             runs = [await self._run(query, [path], self.base.root, *flags)]
         else:
             base, mirror = await _both(

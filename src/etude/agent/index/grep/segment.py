@@ -1,7 +1,7 @@
 """One segment of the index: some thousand files, their table and the posting list of each gram.
 
     segment-ID/
-      documents.npy, paths.npy   the files as they were when they were read
+      flags.npy, paths.npy       the files, and what is odd about them
       ranks.npy                  how rare each pair of bytes is (see grams.py)
       starts.npy, postings.npy   posting lists, by bucket of grams; mapped, not read
 
@@ -12,7 +12,7 @@ third, but numbers of fixed width are usable as they lie on disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ _ENOUGH = 2
 """Once so few documents are left, looking up more grams costs more than reading these files."""
 _MAPPED_BYTES = 1 << 18
 """Smaller arrays are read: a mapping costs more, and numpy maps no empty array."""
-_ROW = np.dtype([("size_bytes", "<i8"), ("mtime_ns", "<i8"), ("flags", "u1"), ("digest", "V16")])
 
 
 class Flags:
@@ -48,56 +47,39 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file as it was when it was indexed."""
+    """A file that is indexed."""
 
     path: bytes
-    size_bytes: int
-    mtime_ns: int
     flags: int
-    digest: bytes
-    """16 bytes of its content's hash."""
 
 
 class Segment:
     """A mapped segment. Read-only; safe to share."""
 
-    def __init__(self, path: Path, dead: Iterable[int] = ()) -> None:
-        """Opens `path`; `dead`: documents that no longer count. Raises StoreError for a damaged one."""
+    def __init__(self, path: Path) -> None:
+        """Opens `path`. Raises StoreError for a damaged one."""
         self.path = path
         try:
             self._starts, self._postings = _load(path, "starts"), _load(path, "postings")
             self.ranks: PairRanks = _load(path, "ranks")
-            self._rows = _load(path, "documents")
-            names = _load(path, "paths").tobytes()
-            self.paths: list[bytes] = names.split(b"\0")[:-1]
-            """Of all documents, dead ones too."""
-            if self._rows.dtype != _ROW or len(self.paths) != len(self._rows):
+            self.flags: NDArray[np.uint8] = _load(path, "flags")
+            self.paths: list[bytes] = _load(path, "paths").tobytes().split(b"\0")[:-1]
+            """Of all documents."""
+            if self.flags.dtype != np.uint8 or len(self.paths) != len(self.flags):
                 raise ValueError("its files do not belong together")
         except (OSError, ValueError, EOFError) as error:
             raise StoreError(
                 f"is damaged: {error}", field="index", received=str(path), fix="build the index again"
             ) from error
         self._bits = (len(self._starts) - 1).bit_length() - 1
-        self.alive = np.ones(len(self.paths), np.bool_)
-        self.alive[list(dead)] = False
-        self.flags: NDArray[np.uint8] = self._rows["flags"]
-
-    @property
-    def text_bytes(self) -> int:
-        """Size of all its files, dead ones too."""
-        return int(self._rows["size_bytes"].sum())
-
-    def documents(self) -> list[Document]:
-        """All records, dead ones too."""
-        return [Document(path, *row) for path, row in zip(self.paths, self._rows.tolist(), strict=True)]
 
     def candidates(self, plan: Plan) -> NDArray[np.intp]:
-        """Numbers of the living documents that may match."""
+        """Numbers of the documents that may match."""
         found = self._evaluate(plan.required)
         if found is None:
-            return np.flatnonzero(self.alive)
+            return np.arange(len(self.paths))
         found |= self.flags & (Flags.ALWAYS | (Flags.ODD_FOLD if plan.odd_folds else 0)) != 0
-        return np.flatnonzero(found & self.alive)
+        return np.flatnonzero(found)
 
     def _evaluate(self, required: Required) -> NDArray[np.bool_] | None:
         """A mark for each document; None for all of them."""
@@ -159,12 +141,11 @@ def write_segment(
 ) -> None:
     """Writes a segment whole or not at all. `keys`: sorted, `bucket << 16 | document`."""
     starts, postings = _pack(keys, bits, len(documents))
-    rows = [(d.size_bytes, d.mtime_ns, d.flags, d.digest) for d in documents]
     arrays: dict[str, NDArray[Any]] = {
         "starts": starts,
         "postings": postings,
         "ranks": ranks,
-        "documents": np.array(rows, _ROW),
+        "flags": np.array([d.flags for d in documents], np.uint8),
         "paths": np.frombuffer(b"".join(d.path + b"\0" for d in documents), np.uint8),
     }
     with whole_directory(path) as draft:
