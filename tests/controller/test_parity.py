@@ -17,7 +17,7 @@ from etude.config import RunConfig
 from etude.controller.local import LocalHandle
 from etude.controller.numerics import settle_numerics
 from etude.controller.parity import ParityGate
-from etude.controller.publication import PublicationInTurn
+from etude.controller.publication import Publication
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ParityError, ResourceError, SamplerError
 from etude.inference import EngineService
@@ -230,7 +230,7 @@ def gated(world: World, error: float) -> World:
     config = RunConfig.model_validate({"parity": {"num_sequences": 1}})
     gate = ParityGate(config, LocalHandle(Trainer()), Aware(), world.observer, PROMPTS)  # type: ignore[arg-type]
     publication = world.loop._publication
-    assert isinstance(publication, PublicationInTurn)
+    assert isinstance(publication, Publication)
     world.loop._gate = publication._gate = gate
     return world
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from etude.config import RewardConfig, RunConfig
 from etude.controller.parity import ParityGate
-from etude.controller.publication import OverlappedPublication, Publication, PublicationInTurn
+from etude.controller.publication import Publication
 from etude.controller.utilisation import Utilisation
 from etude.evaluation.suite import check_infrastructure
 from etude.observe import MetricSink, Observer, shares_by_cause, summarize_behaviour, summarize_voided
@@ -127,11 +127,20 @@ class ReinforcementLoop:
         self._gate = gate
         self._clock = clock
         self._validation = validation
-        parts = (trainer, sink, gate, collector.in_service, metrics, self.utilisation, kv)
-        clocks = (self._spend, lambda: stop.elapsed_s, clock)
-        self._publication: Publication = PublicationInTurn(*parts, *clocks)
-        if overlap:
-            self._publication = OverlappedPublication(observer, *parts, *clocks)
+        self._publication = Publication(
+            trainer,
+            sink,
+            gate,
+            collector.in_service,
+            metrics,
+            observer,
+            self.utilisation,
+            kv,
+            self._spend,
+            lambda: stop.elapsed_s,
+            clock,
+            overlap,
+        )
         self._committed = copy.deepcopy(collector.state)
 
     @property
