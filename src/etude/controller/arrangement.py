@@ -25,7 +25,6 @@ from etude.controller.numerics import use_numerics
 from etude.controller.parts import Parts, open_parts
 from etude.controller.ray_checks import check_address, check_room
 from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.threads import ThreadExecutor
 from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.errors.packages import missing_package
 from etude.inference import EngineService
@@ -198,7 +197,7 @@ def executor_of(config: RunConfig) -> AbstractContextManager[PartExecutor]:
     """What starts the parts of a run that has them apart. Raises ConfigError where Ray is not installed."""
     if config.executor == "ray":
         return open_executor(config.cluster)
-    return contextlib.nullcontext(ThreadExecutor())
+    return contextlib.nullcontext(LocalExecutor(apart=True))
 
 
 def open_executor(settings: ClusterConfig) -> Any:
