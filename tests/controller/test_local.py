@@ -14,7 +14,6 @@ from etude.controller.local import LocalExecutor
 from etude.errors import PartLostError, SamplerError
 from etude.protocols import Resources
 
-
 BOTH = pytest.mark.parametrize("apart", [False, True])
 
 
@@ -43,7 +42,8 @@ class Part:
 @BOTH
 def test_calls_reach_the_part_in_order_and_its_answers_and_errors_come_back(apart: bool) -> None:
     async def run() -> None:
-        handle = await LocalExecutor(apart=apart).spawn(Part, [], "a", step=2, resources=Resources(num_cpus=2))
+        executor = LocalExecutor(apart=apart)
+        handle = await executor.spawn(Part, [], "a", step=2, resources=Resources(num_cpus=2))
         assert await handle.call("add", 3, offset=1) == 7
         assert await handle.call("add_later", 1) == 9
         with pytest.raises(ValueError, match="as raised"):

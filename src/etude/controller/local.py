@@ -106,8 +106,8 @@ class LocalExecutor:
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> LocalHandle[T]:
-        """See Executor.spawn. In turn, `resources.num_cpus` is how many compute threads the part's calls have;
-        apart, they have as many as the caller, unless the part sets another number."""
+        """See Executor.spawn. In turn, `resources.num_cpus` is how many compute threads the part's calls
+        have; apart, they have as many as the caller, unless the part sets another number."""
         name = resources.part if resources is not None else ""
         if self._apart:
             name = name or getattr(factory, "__name__", "part")

@@ -89,8 +89,8 @@ class Publication:
         """Since the last `take`."""
 
     async def publish(self, step: int) -> None:
-        """Brings the trainer's weights, which are those after `step` steps, into service: now, or, overlapped,
-        soon after the publication before this one.
+        """Brings the trainer's weights, which are those after `step` steps, into service: now, or,
+        overlapped, soon after the publication before this one.
 
         Raises ParityError where weights do not pass the gate, and what fails for good.
         """
