@@ -39,8 +39,8 @@ from etude.config import ClusterConfig, ModelConfig, RunConfig
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import ElasticPool
 from etude.controller.local import LocalHandle
+from etude.controller.remote.engines import NO_USAGE, Usage
 from etude.controller.remote.fleet import EngineFleet
-from etude.controller.remote.usage import NO_USAGE, Usage
 from etude.controller.supervision import FaultJournal, NodeHealth
 from etude.inference.exchange import Build, Command, Event, Exchange
 from etude.inference.load import LogNormal, TurnRecord, WorkloadShape, run_load, summarise, synthetic_sessions

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from etude.controller.local import LocalExecutor
+from etude.controller.local import LocalExecutor, LocalHandle
 from etude.errors import PartLostError, SamplerError
 from etude.protocols import Resources
 
 BOTH = pytest.mark.parametrize("apart", [False, True])
+
+
+async def made(apart: bool, factory: Any, *arguments: Any, name: str = "") -> LocalHandle[Any]:
+    """A part, in the caller's thread or apart."""
+    if not apart:
+        return LocalHandle(factory(*arguments), name=name)
+    return await LocalExecutor().spawn(factory, *arguments, resources=Resources(part=name))
 
 
 class Part:
@@ -42,8 +49,7 @@ class Part:
 @BOTH
 def test_calls_reach_the_part_in_order_and_its_answers_and_errors_come_back(apart: bool) -> None:
     async def run() -> None:
-        executor = LocalExecutor(apart=apart)
-        handle = await executor.spawn(Part, [], "a", step=2, resources=Resources(num_cpus=2))
+        handle = await made(apart, Part, [], "a", 2)
         assert await handle.call("add", 3, offset=1) == 7
         assert await handle.call("add_later", 1) == 9
         with pytest.raises(ValueError, match="as raised"):
@@ -52,11 +58,10 @@ def test_calls_reach_the_part_in_order_and_its_answers_and_errors_come_back(apar
     asyncio.run(run())
 
 
-@BOTH
-def test_what_was_made_last_is_stopped_first_and_once(apart: bool) -> None:
+def test_what_was_made_last_is_stopped_first_and_once() -> None:
     async def run() -> list[str]:
         log: list[str] = []
-        executor = LocalExecutor(apart=apart)
+        executor = LocalExecutor()
         await executor.spawn(Part, log, "a")
         await executor.spawn(dict)
         await executor.spawn(Part, log, "b")
@@ -77,9 +82,7 @@ def test_a_part_computes_with_its_own_number_of_threads() -> None:
 
     async def run() -> None:
         before = torch.get_num_threads()
-        executor = LocalExecutor()
-        alone = await executor.spawn(Counting)
-        handle = await executor.spawn(Counting, resources=Resources(num_cpus=before + 1))
+        alone, handle = LocalHandle(Counting()), LocalHandle(Counting(), before + 1)
         assert await handle.call("threads") == before + 1
         assert await alone.call("threads") == before
         with pytest.raises(ValueError, match="as raised"):
@@ -97,8 +100,7 @@ def test_a_part_that_was_killed_answers_nobody_any_more(apart: bool) -> None:
                 await asyncio.Event().wait()
 
         log: list[str] = []
-        executor = LocalExecutor(apart=apart)
-        handle = await executor.spawn(Waiting, log, "a", resources=Resources(part="trainer"))
+        handle = await made(apart, Waiting, log, "a", name="trainer")
         waiting = asyncio.ensure_future(handle.call("wait"))
         await asyncio.sleep(0)
         handle.kill()
@@ -106,7 +108,7 @@ def test_a_part_that_was_killed_answers_nobody_any_more(apart: bool) -> None:
             await waiting
         with pytest.raises(PartLostError, match="trainer: was killed"):
             await handle.call("add", 1)
-        await executor.shutdown()
+        await handle.stop()
         assert log == [], "what was killed closes nothing"
 
     asyncio.run(run())
@@ -115,7 +117,7 @@ def test_a_part_that_was_killed_answers_nobody_any_more(apart: bool) -> None:
 @BOTH
 def test_cancelling_a_call_is_no_loss_of_the_part(apart: bool) -> None:
     async def run() -> None:
-        handle = await LocalExecutor(apart=apart).spawn(Part, [], "a")
+        handle = await made(apart, Part, [], "a")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.0):
                 await handle.call("add_later", 1)
@@ -132,7 +134,7 @@ def test_whoever_is_cancelled_while_the_part_is_killed_is_cancelled(first: str, 
             async def wait(self) -> None:
                 await asyncio.Event().wait()
 
-        handle = await LocalExecutor(apart=apart).spawn(Waiting, [], "a")
+        handle = await made(apart, Waiting, [], "a")
         waiting = asyncio.ensure_future(handle.call("wait"))
         await asyncio.sleep(0)
         for end in (handle.kill, waiting.cancel) if first == "kill" else (waiting.cancel, handle.kill):
@@ -167,7 +169,7 @@ class Computing:
 
 def test_a_part_apart_answers_while_it_computes_and_computes_one_thing_after_another() -> None:
     async def run() -> None:
-        executor = LocalExecutor(apart=True)
+        executor = LocalExecutor()
         handle = await executor.spawn(Computing, resources=Resources(part="trainer"))
         part = handle.part
         computing = [asyncio.ensure_future(handle.call("compute", name)) for name in ("a", "b")]
@@ -189,7 +191,7 @@ def test_a_part_apart_answers_while_it_computes_and_computes_one_thing_after_ano
 
 def test_nobody_waits_for_what_a_killed_part_computes_and_nothing_follows_it() -> None:
     async def run() -> None:
-        executor = LocalExecutor(apart=True)
+        executor = LocalExecutor()
         handle = await executor.spawn(Computing)
         part = handle.part
         calls = [asyncio.ensure_future(handle.call("compute", name)) for name in ("a", "b")]
@@ -215,7 +217,7 @@ def test_a_part_apart_that_cannot_be_made_raises_and_leaves_no_thread() -> None:
 
         before = threading.active_count()
         with pytest.raises(SamplerError, match="no room"):
-            await LocalExecutor(apart=True).spawn(make)
+            await LocalExecutor().spawn(make)
         async with asyncio.timeout(60.0):
             while threading.active_count() > before:  # noqa: ASYNC110 (nobody tells of it)
                 await asyncio.sleep(0.01)

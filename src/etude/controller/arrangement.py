@@ -19,9 +19,8 @@ import torch
 
 from etude.config import ClusterConfig, PartConfig, RunConfig
 from etude.controller.colocated import ColocatedTrainer
-from etude.controller.compute import place_model
-from etude.controller.local import LocalExecutor
-from etude.controller.numerics import use_numerics
+from etude.controller.compute import place_model, use_numerics
+from etude.controller.local import LocalExecutor, LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.ray_checks import check_address, check_room
 from etude.controller.remote.evaluation import EvaluationBeside
@@ -103,7 +102,6 @@ async def open_local(
 
         @contextlib.asynccontextmanager
         async def training() -> AsyncIterator[Handle[Any]]:
-            executor = LocalExecutor()
             if config.colocated:
                 assert isinstance(parts.service, EngineService), "so RunConfig wants it"
                 await parts.service.release_memory()  # the optimiser's states are made on the device
@@ -117,15 +115,12 @@ async def open_local(
                 place.observer,
                 parts.blobs.get,
             ) as part:
-                threads = Resources(num_cpus=max(1, num_threads // config.parallel.ranks), part="trainer")
-                try:
-                    handle: Handle[Any] = await executor.spawn(lambda: part, resources=threads)
-                    if config.colocated:
-                        assert isinstance(parts.service, EngineService), "so RunConfig wants it"
-                        handle = await ColocatedTrainer.take_turns(handle, parts.service)
-                    yield handle
-                finally:
-                    await executor.shutdown()
+                threads = max(1, num_threads // config.parallel.ranks)
+                handle: Handle[Any] = LocalHandle(part, threads, TRAINER)
+                if config.colocated:
+                    assert isinstance(parts.service, EngineService), "so RunConfig wants it"
+                    handle = await ColocatedTrainer.take_turns(handle, parts.service)
+                yield handle
 
         yield Arrangement(parts, training())
 
@@ -197,7 +192,7 @@ def executor_of(config: RunConfig) -> AbstractContextManager[PartExecutor]:
     """What starts the parts of a run that has them apart. Raises ConfigError where Ray is not installed."""
     if config.executor == "ray":
         return open_executor(config.cluster)
-    return contextlib.nullcontext(LocalExecutor(apart=True))
+    return contextlib.nullcontext(LocalExecutor())
 
 
 def open_executor(settings: ClusterConfig) -> Any:

@@ -1,9 +1,10 @@
-"""The local executor: every part is a plain object in this process.
+"""Parts that are plain objects in this process.
 
-In turn, calls run in the caller's thread, in the caller's order, and the same run gives the same bits. Apart,
-a part has one thread in which it is made and computes, one call after another, while the event loop, and
-with it the part's asynchronous methods, goes on. A run that borrows replicas must hear of them while its
-trainer computes: its parts are apart, put together as over Ray (`remote/arrangement.py`).
+A LocalHandle by itself calls its part in the caller's thread, in the caller's order: the same run gives the
+same bits. The LocalExecutor gives each part one thread in which it is made and computes, one call after
+another, while the event loop, and with it the part's asynchronous methods, goes on: a run that borrows
+replicas must hear of them while its trainer computes, and is put together as over Ray
+(`remote/arrangement.py`).
 """
 
 from __future__ import annotations
@@ -93,11 +94,9 @@ class LocalHandle(Generic[T]):
 
 
 class LocalExecutor:
-    """Implements PartExecutor: makes parts where it is."""
+    """Implements PartExecutor: each part computes in a thread of its own."""
 
-    def __init__(self, *, apart: bool = False) -> None:
-        """`apart`: whether each part computes in a thread of its own."""
-        self._apart = apart
+    def __init__(self) -> None:
         self._handles: list[LocalHandle[Any]] = []
 
     async def reserve(self, parts: Sequence[Resources]) -> None:
@@ -106,22 +105,17 @@ class LocalExecutor:
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> LocalHandle[T]:
-        """See Executor.spawn. In turn, `resources.num_cpus` is how many compute threads the part's calls
-        have; apart, they have as many as the caller, unless the part sets another number."""
-        name = resources.part if resources is not None else ""
-        if self._apart:
-            name = name or getattr(factory, "__name__", "part")
-            count = (torch.get_num_threads(),)  # PyTorch keeps it for each thread
-            compute = ThreadPoolExecutor(1, f"{name}-compute", torch.set_num_threads, count)
-            try:
-                made = compute.submit(lambda: factory(*arguments, **named))
-                handle = LocalHandle(await asyncio.wrap_future(made), name=name, compute=compute)
-            except BaseException:
-                compute.shutdown(wait=False, cancel_futures=True)
-                raise
-        else:
-            num_threads = max(1, int(resources.num_cpus)) if resources is not None else None
-            handle = LocalHandle(factory(*arguments, **named), num_threads, name)
+        """See Executor.spawn. Of `resources` only the part's name counts: it has as many compute threads as
+        the caller, unless it sets another number."""
+        name = (resources.part if resources is not None else "") or getattr(factory, "__name__", "part")
+        count = (torch.get_num_threads(),)  # PyTorch keeps it for each thread
+        compute = ThreadPoolExecutor(1, f"{name}-compute", torch.set_num_threads, count)
+        try:
+            made = compute.submit(lambda: factory(*arguments, **named))
+            handle = LocalHandle(await asyncio.wrap_future(made), name=name, compute=compute)
+        except BaseException:
+            compute.shutdown(wait=False, cancel_futures=True)
+            raise
         self._handles.append(handle)
         return handle
 

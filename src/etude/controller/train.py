@@ -24,13 +24,18 @@ from etude.controller.arrangement import (
 )
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
-from etude.controller.compute import place_model, settle_compute, use_sampling_threads
+from etude.controller.compute import place_model, settle_compute, settle_numerics, use_sampling_threads
 from etude.controller.families import open_family
-from etude.controller.forecast import Forecast, evaluation_sizes, plan_steps, with_validation
+from etude.controller.forecast import (
+    Forecast,
+    continue_plan,
+    evaluation_sizes,
+    plan_steps,
+    store_plan,
+    with_validation,
+)
 from etude.controller.judging import Judging, add_stage_time
-from etude.controller.midtraining import MIDTRAINING, run_midtraining
 from etude.controller.models import settle_model
-from etude.controller.numerics import settle_numerics
 from etude.controller.open_tasks import say_open_tasks
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts
@@ -43,7 +48,7 @@ from etude.controller.reinforcement import (
 )
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.run_plan import continue_plan, store_plan
+from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths

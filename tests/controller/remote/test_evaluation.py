@@ -7,8 +7,7 @@ import pytest
 
 from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
-from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.remote.evaluation_part import EvaluationPart, Judged
+from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart, Judged
 from etude.controller.supervision import FaultJournal, NodeHealth
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import WeightUpdateError

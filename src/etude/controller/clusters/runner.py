@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from etude.config import ClustersConfig, RunConfig
 from etude.config.secrets import read_secret
-from etude.controller.clusters.control import Control, RunOffer, Wanted
-from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.board import Episode
+from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.wire import Makings, config_document
 from etude.controller.engines import SampledModel
 from etude.controller.orders import Order
@@ -154,16 +155,16 @@ class ClusterRunner:
             if isinstance(sampler, TokenTally):
                 sampler.tally(num_tokens)
 
-        wanted = Wanted(
+        episode = Episode(
             order,
-            lambda result: _call(loop, settle, result),
-            lambda num_tokens: _call(loop, tally, num_tokens),
+            arrived=lambda result: _call(loop, settle, result),
+            tally=lambda num_tokens: _call(loop, tally, num_tokens),
         )
-        self._control.order(wanted)
+        self._control.order(episode)
         try:
             result = await outcome
         finally:
-            self._control.withdraw(wanted)
+            self._control.withdraw(episode)
         if isinstance(result, PartLostError):
             raise result
         if isinstance(result, Bundle):

@@ -39,8 +39,7 @@ from etude.controller.engines import SampledModel
 from etude.controller.parts import Blobs, Parts, open_blobs
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.episodes import RemoteEpisodes
-from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.remote.evaluation_part import EvaluationPart
+from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrainer

@@ -9,16 +9,79 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from etude.config import ClusterConfig
-from etude.controller.remote.evaluation_part import Judged
+from etude.agent import open_renderer
+from etude.config import ClusterConfig, RunConfig
+from etude.controller.backends import open_run_backend
+from etude.controller.engines import SampledModel
+from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.fleet import check_build
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
+from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import PartLostError
+from etude.evaluation import evaluate_policy
 from etude.inference.exchange import Build
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
-from etude.records import Task, WeightManifest
+from etude.records import PolicyVersion, Task, WeightManifest
+from etude.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A version's figures."""
+
+    version: PolicyVersion
+    figures: dict[str, float]
+    """Pass rates: `greedy`, and `pass_rate` at temperature 1."""
+    sampled_by: tuple[str, ...]
+    """The versions of all tokens at temperature 1."""
+
+
+class EvaluationPart(EnginePart):
+    """Judges versions, one after the other, on its engine's reproducible schedule, and serves nothing else:
+    the figures are those of these weights alone, however far training has come meanwhile."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        weights: Path,
+        limits: EpisodeLimits,
+        owner: str,
+        model: SampledModel | None = None,
+    ) -> None:
+        """`weights`, `model`: see EnginePart; `owner`: see RolloutPart. Raises ResourceError where no
+        sandboxes can be made here."""
+        super().__init__(config, tokenizer, weights, config.engine.tool_delay_steps, model)
+        self._backend = open_run_backend(config.sandbox, owner)
+        renderer = open_renderer(tokenizer, config.agent)
+        self._environment = Environment(self._backend, renderer, limits, config.rl.reward, keep_routes=None)
+
+    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judged:
+        """The version's figures on the tasks. Raises WeightUpdateError for weights that are not there any
+        more, InfrastructureError if most sessions failed."""
+        await self.stage(manifest)
+        await self.activate(manifest.version, "recompute")
+        config = self._config
+        name = f"{config.name}-step{manifest.version.step}"
+        evaluation = await evaluate_policy(
+            self._environment, self._service, tasks, name, config.seed, config.engine.num_slots
+        )
+        figures = {
+            "pass_rate": evaluation.sampled["pass_rate"],
+            "greedy": evaluation.greedy["pass_rate"],
+        }
+        spans = (span for t in evaluation.trajectories for s in t.segments for span in s.version_spans)
+        return Judged(manifest.version, figures, tuple(sorted({str(span.version) for span in spans})))
+
+    async def close(self) -> None:
+        """Ends the engine's loop and the sandboxes."""
+        await super().close()
+        await self._backend.close()
+
 
 KIND = "evaluation"
 SPLIT = "during"

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from etude.config import ClusterConfig
-from etude.controller.remote.engines import RemoteEngine, bring_to, check_staged
-from etude.controller.remote.following import EngineEntry, EngineTable
-from etude.controller.remote.patient import PatientSampler
-from etude.controller.remote.usage import NO_USAGE, Usage, sum_usage
+from etude.controller.remote.engines import NO_USAGE, RemoteEngine, Usage, bring_to, check_staged, sum_usage
+from etude.controller.remote.patient import EngineEntry, EngineTable, PatientSampler
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, SupervisedParts, Supervisor
 from etude.errors import ConfigError, InfrastructureError, PartLostError, StoreError, WeightUpdateError
 from etude.inference import EngineCounters, ServiceTimes

@@ -22,7 +22,7 @@ from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.orders import Order
-from etude.controller.remote.following import EngineTable, FollowingSampler
+from etude.controller.remote.patient import EngineTable, FollowingSampler
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.member import MemberSampler

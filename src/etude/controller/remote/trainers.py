@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from etude.config import ClusterConfig, RunConfig
-from etude.controller.compute import keep_freed_memory, place_model, set_threads
+from etude.controller.compute import keep_freed_memory, place_model, set_threads, use_numerics
 from etude.controller.engines import make_snapshots
-from etude.controller.numerics import use_numerics
 from etude.controller.ranks import Routes, routes_of
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
