@@ -40,6 +40,12 @@ TASKS_KIND = "tasks"
 """Of the row that is written when no task is left."""
 
 
+PartSeconds = Callable[[], Mapping[str, float]]
+"""Seconds that parts have spent since they were made, by what they did."""
+AfterStep = Callable[[int], Awaitable[None]]
+"""Called with the number of steps taken, after the new weights are in service."""
+
+
 class BlobDiscarder(Protocol):
     """Lets go of routes once they are trained on."""
 
@@ -287,18 +293,6 @@ class Validation:
     play: Callable[[], Awaitable[list[Trajectory]]]
     """One greedy session for each task, with the weights in service."""
     reward: RewardConfig
-
-
-class PartSeconds(Protocol):
-    """Seconds that parts have spent since they were made, by what they did."""
-
-    def __call__(self) -> Mapping[str, float]: ...
-
-
-class AfterStep(Protocol):
-    """Called with the number of steps taken, after the new weights are in service."""
-
-    async def __call__(self, step: int) -> None: ...
 
 
 def make_collector(

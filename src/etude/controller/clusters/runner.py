@@ -28,7 +28,7 @@ from etude.controller.engines import SampledModel
 from etude.controller.orders import Order
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.runners import ForkingRunner
-from etude.errors import ConfigError, PartLostError, StoreError, WeightUpdateError
+from etude.errors import ConfigError, PartLostError, StoreError
 from etude.observe import MetricSink, Observer
 from etude.protocols import EpisodeRunner, KvPolicy, Sampler, TokenTally, WeightSink
 from etude.records import (
@@ -45,6 +45,7 @@ from etude.store.bundles import Bundle
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
+from etude.weights import check_staged
 from etude.weights.ending import clear_over, mark_over
 from etude.weights.folders import open_folder
 from etude.weights.patience import PatientFolder
@@ -199,9 +200,7 @@ class AnnouncingSink:
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate."""
         await self._inner.activate(version, kv)
-        if self._staged is None or self._staged.version != version:
-            raise WeightUpdateError("version is not staged", field="version", received=str(version))
-        self._control.announce(self._staged)
+        self._control.announce(check_staged(version, self._staged))
         self._on_announced(version)
 
     def current(self) -> PolicyVersion | None:

@@ -46,7 +46,7 @@ from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrain
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
-from etude.controller.supervision import FaultJournal, NodeHealth, Spawn
+from etude.controller.supervision import FaultJournal, Spawn, Supervision
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.environment.runners import TimedRunner
 from etude.inference.exchange import Build
@@ -73,11 +73,10 @@ async def open_remote(
     needs = part_resources(config)
     await executor.reserve(needs)
     journal = FaultJournal(place.metrics, place.observer, place.faults)
-    nodes = NodeHealth(config.cluster, journal)
+    supervision = Supervision(config.cluster, journal)
     sampled = SampledModel.of(model, config.dtype)
-    here = _Here(
-        executor, config, tokenizer, sampled, place, {one.part: one for one in needs}, journal, nodes
-    )
+    by_name = {one.part: one for one in needs}
+    here = _Here(executor, config, tokenizer, sampled, place, by_name, supervision)
     renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(place.routes)
     fleet = here.engines()
     try:
@@ -105,8 +104,7 @@ class _Here:
     place: Place
     needs: dict[str, Resources]
     """Of each part, by name."""
-    journal: FaultJournal
-    nodes: NodeHealth
+    supervision: Supervision
 
     @property
     def weights(self) -> Path:
@@ -143,7 +141,7 @@ class _Here:
         delay = config.engine.tool_delay_steps if keeps_schedule(config) else None
         arguments = (config, self.tokenizer, self.weights, delay, self.model)
         spawns = {name: self.spawning(name, EnginePart, *arguments) for name in self.named(ENGINE)}
-        return EngineFleet(spawns, self.build, config.cluster, self.journal, self.nodes)
+        return EngineFleet(spawns, self.build, self.supervision)
 
     def elastic(self, fleet: EngineFleet) -> AbstractAsyncContextManager[object]:
         """Borrows replicas for the fleet, if the run is to have some."""
@@ -179,9 +177,7 @@ class _Here:
             fleet,
             blobs.put,
             functools.partial(failed_trajectory, renderer, self.limits),
-            config.cluster,
-            self.journal,
-            self.nodes,
+            self.supervision,
         )
         pool = WorkerPool(
             episodes,
@@ -232,9 +228,7 @@ class _Here:
             place.heldout,
             config.evaluation.every_steps,
             lambda: fleet.serving,
-            config.cluster,
-            self.journal,
-            self.nodes,
+            self.supervision,
             place.metrics,
             place.observer,
         )
@@ -253,9 +247,7 @@ class _Here:
             self.spawning(TRAINER, RemoteTrainingPart, *arguments),
             blobs.get,
             place.paths.latest,
-            config.cluster,
-            self.journal,
-            self.nodes,
+            self.supervision,
             place.metrics,
             place.observer,
         )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import EtudeError, PartLostError, SamplerError, WeightUpdateError
+from etude.errors import EtudeError, PartLostError, SamplerError
 from etude.inference.counters import EngineCounters
 from etude.inference.exchange import Command, Event
 from etude.inference.times import ServiceTimes
@@ -278,14 +278,3 @@ async def bring_to(handle: Handle[Any], manifest: WeightManifest, kv: KvPolicy =
     """Puts a version into service in an engine's process. Raises WeightUpdateError, PartLostError."""
     await handle.call("stage", manifest)
     await handle.call("activate", manifest.version, kv)
-
-
-def check_staged(version: PolicyVersion, staged: WeightManifest | None) -> WeightManifest:
-    """The staged manifest. Raises WeightUpdateError where it is not of `version`."""
-    if staged is None or staged.version != version:
-        raise WeightUpdateError(
-            "version is not staged",
-            field="version",
-            received=f"{version}; staged {staged.version if staged else None}",
-        )
-    return staged

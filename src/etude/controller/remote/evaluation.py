@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.agent import open_renderer
-from etude.config import ClusterConfig, RunConfig
+from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.engines import SampledModel
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.fleet import check_build
-from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
+from etude.controller.supervision import Spawn, Supervision, Supervisor
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import PartLostError
 from etude.evaluation import evaluate_policy
@@ -102,9 +102,7 @@ class EvaluationBeside:
         tasks: Sequence[Task],
         every_steps: int,
         serving: Callable[[], WeightManifest | None],
-        settings: ClusterConfig,
-        journal: FaultJournal,
-        nodes: NodeHealth,
+        supervision: Supervision,
         metrics: MetricSink,
         observer: Observer,
     ) -> None:
@@ -112,9 +110,9 @@ class EvaluationBeside:
         training."""
         self._build, self._tasks = build, tasks
         self._every_steps, self._serving = every_steps, serving
-        self._journal, self._metrics, self._observer = journal, metrics, observer
-        self._patience_s, self._give_up_after = settings.patience_s, settings.give_up_after
-        self._supervisor = Supervisor(KIND, spawn, self._prepare, settings, journal, nodes)
+        self._settings, self._journal = supervision.settings, supervision.journal
+        self._metrics, self._observer = metrics, observer
+        self._supervisor = Supervisor(KIND, spawn, self._prepare, supervision)
         self._judging: asyncio.Task[None] | None = None
         self._due_step = every_steps
         """The first step whose weights are judged next."""
@@ -163,13 +161,13 @@ class EvaluationBeside:
         """What becomes of a version. Raises PartLostError where no process lives long enough."""
         num_lost = 0
         while True:
-            handle = await self._supervisor.ready(self._patience_s)
+            handle = await self._supervisor.ready(self._settings.patience_s)
             try:
                 return await handle.call("judge", manifest, self._tasks)
             except PartLostError as error:
                 self._supervisor.lose(handle, str(error))
                 num_lost += 1
-                if num_lost >= self._give_up_after:
+                if num_lost >= self._settings.give_up_after:
                     raise
 
     def _write_down(self, judged: Judged, wall_s: float) -> None:
