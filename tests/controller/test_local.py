@@ -109,7 +109,7 @@ def test_a_part_that_was_killed_answers_nobody_any_more(apart: bool) -> None:
         with pytest.raises(PartLostError, match="trainer: was killed"):
             await handle.call("add", 1)
         await handle.stop()
-        assert log == [], "what was killed closes nothing"
+        assert log == (["a closed"] if apart else []), "a part apart may have tasks in this loop"
 
     asyncio.run(run())
 

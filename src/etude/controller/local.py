@@ -19,7 +19,7 @@ import torch
 
 from etude.errors import PartLostError
 from etude.inference.waiting import ended_by_others
-from etude.kit.tasks import Tasks
+from etude.kit.tasks import Tasks, start_watched
 from etude.protocols import Resources
 
 T = TypeVar("T")
@@ -65,23 +65,32 @@ class LocalHandle(Generic[T]):
 
     async def stop(self) -> None:
         """See Handle.stop. Waits for what the part computes, and for its own `close`, if it has one."""
-        if self._dead:
-            return
-        try:
-            if hasattr(self.part, "close"):
-                await self.call("close")
-        finally:
-            self.kill()
-            if self._compute is not None:
-                await asyncio.to_thread(self._compute.shutdown)
+        if not self._dead:
+            try:
+                if hasattr(self.part, "close"):
+                    await self.call("close")
+            finally:
+                self._end()
+                if self._compute is not None:
+                    await asyncio.to_thread(self._compute.shutdown)
+        await self._running.wait()
 
     def kill(self) -> None:
         """See Handle.kill: what is under way is cancelled, and the part is never called again. A computation
-        in a thread cannot be ended: nobody waits for it any more, and nothing is begun after it."""
+        in a thread cannot be ended: nobody waits for it any more, and nothing is begun after it. What a part
+        with such a thread has begun in this loop, its asynchronous `close` ends, if it has one."""
+        if self._dead:
+            return
+        self._end()
+        close = getattr(self.part, "close", None)
+        if self._compute is not None and inspect.iscoroutinefunction(close):
+            self._running.add(start_watched(close()))  # whatever state it is in
+
+    def _end(self) -> None:
         self._dead = True
+        self._running.cancel()
         if self._compute is not None:
             self._compute.shutdown(wait=False, cancel_futures=True)
-        self._running.cancel()
 
     async def _unless_killed(self, answer: Awaitable[Any]) -> Any:
         running = self._running.add(asyncio.ensure_future(answer))

@@ -85,7 +85,7 @@ class Control:
         self._post(self._announce, manifest)
 
     def order(self, episode: Episode) -> None:
-        """Has a session played, and calls it `arrived` in the control's loop. From any thread."""
+        """Has a session played; its `arrived` is called in the control's loop. From any thread."""
         self._post(self._order, episode)
 
     def withdraw(self, episode: Episode) -> None:
