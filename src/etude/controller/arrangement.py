@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,25 +30,13 @@ from etude.inference import EngineService
 from etude.model.loading import AnyModel
 from etude.observe import MetricSink, Observer
 from etude.observe.machine import available_cores, available_memory_bytes
-from etude.protocols import Handle, Resources
+from etude.protocols import Executor, Handle, Resources
 from etude.records import Task
 from etude.tokens.tokenizer import Tokenizer
 
 TRAINER, EVALUATION = "trainer", "evaluation"
 ENGINE, WORKER = "engine-", "worker-"
 """What the names of the parts are, or begin with."""
-
-
-class PartExecutor(Protocol):
-    """An Executor that can reserve room."""
-
-    async def reserve(self, parts: list[Resources]) -> None: ...
-
-    async def spawn(
-        self, factory: Any, *arguments: Any, resources: Resources | None = None
-    ) -> Handle[Any]: ...
-
-    async def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +176,7 @@ def check_executor(config: RunConfig) -> None:
         check_room(part_resources(config), has)
 
 
-def executor_of(config: RunConfig) -> AbstractContextManager[PartExecutor]:
+def executor_of(config: RunConfig) -> AbstractContextManager[Executor]:
     """What starts the parts of a run that has them apart. Raises ConfigError where Ray is not installed."""
     if config.executor == "ray":
         return open_executor(config.cluster)

@@ -103,13 +103,13 @@ class LocalHandle(Generic[T]):
 
 
 class LocalExecutor:
-    """Implements PartExecutor: each part computes in a thread of its own."""
+    """Implements Executor: each part computes in a thread of its own."""
 
     def __init__(self) -> None:
         self._handles: list[LocalHandle[Any]] = []
 
     async def reserve(self, parts: Sequence[Resources]) -> None:
-        """See PartExecutor.reserve. The parts share what the process has."""
+        """See Executor.reserve. The parts share what the process has."""
 
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any

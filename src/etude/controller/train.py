@@ -16,7 +16,6 @@ from etude.agent import agent_format, open_renderer
 from etude.config import RunConfig
 from etude.controller.arrangement import (
     Arrangement,
-    PartExecutor,
     Place,
     executor_of,
     is_reproducible,
@@ -65,7 +64,7 @@ from etude.observe import (
     RunDirectory,
     read_metrics,
 )
-from etude.protocols import Handle
+from etude.protocols import Executor, Handle
 from etude.records import SamplingParams, Task, Trajectory
 from etude.rollout.collect import CollectorState
 from etude.rollout.epochs import EpochSource
@@ -148,7 +147,7 @@ class _Run:
         self.stop, self.metrics, self.report = stop, metrics, report
         self.newest, self.state, self.probe = newest, state, probe
         self.log = TrajectoryLog(run.trajectories)
-        self.executor: PartExecutor | None = None
+        self.executor: Executor | None = None
         """Starts the parts of a run that has them apart."""
         self.throughput = RunThroughput()
         self.family = open_family(config)

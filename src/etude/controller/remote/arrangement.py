@@ -25,7 +25,6 @@ from etude.controller.arrangement import (
     TRAINER,
     WORKER,
     Arrangement,
-    PartExecutor,
     Place,
     keeps_schedule,
     part_resources,
@@ -53,7 +52,7 @@ from etude.inference.exchange import Build
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.observe.workers import WorkerFiles
-from etude.protocols import Handle, Resources
+from etude.protocols import Executor, Handle, Resources
 from etude.tokens.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
@@ -61,7 +60,7 @@ WEIGHTS = "weights"
 
 @contextlib.asynccontextmanager
 async def open_remote(
-    executor: PartExecutor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place
+    executor: Executor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place
 ) -> AsyncIterator[Arrangement]:
     """Trainer, engines, and rollout workers and an evaluation where they are asked for, which `executor`
     starts. Without workers sessions and sandboxes are in this process.
@@ -97,7 +96,7 @@ async def open_remote(
 class _Here:
     """Makes what stands for the parts in the run's process."""
 
-    executor: PartExecutor
+    executor: Executor
     config: RunConfig
     tokenizer: Tokenizer
     model: SampledModel
