@@ -39,9 +39,9 @@ from etude.config import ClusterConfig, ModelConfig, RunConfig
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import ElasticPool
 from etude.controller.local import LocalHandle
+from etude.controller.remote.engines import NO_USAGE, Usage
 from etude.controller.remote.fleet import EngineFleet
-from etude.controller.remote.usage import NO_USAGE, Usage
-from etude.controller.supervision import FaultJournal, NodeHealth
+from etude.controller.supervision import FaultJournal, Supervision
 from etude.inference.exchange import Build, Command, Event, Exchange
 from etude.inference.load import LogNormal, TurnRecord, WorkloadShape, run_load, summarise, synthetic_sessions
 from etude.inference.load.http_target import HttpTarget
@@ -249,7 +249,7 @@ async def pool_of_a_run(router: str, build: Build, tokenizer: str) -> AsyncItera
     async def spawn(avoid: frozenset[str]) -> Handle[Any]:
         return LocalHandle(PacedPart(build), name="engine-0")
 
-    fleet = EngineFleet({"engine-0": spawn}, build, settings, journal, NodeHealth(settings, journal))
+    fleet = EngineFleet({"engine-0": spawn}, build, Supervision(settings, journal))
     await fleet.start()
     manifest = manifest_of("run", 0)
     await fleet.stage(manifest)

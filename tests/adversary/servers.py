@@ -16,7 +16,7 @@ import httpx
 from fastapi import FastAPI
 
 from etude.controller.clusters.control import Control, RunOffer
-from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.server import build_app as control_app
 from etude.environment.recording.server import build_app as recording_app
 from etude.environment.server import HostLimits

@@ -6,8 +6,7 @@ import pytest
 
 from etude.cli.train import config_to_run, resumed_run
 from etude.config import RunConfig
-from etude.controller.forecast import with_steps
-from etude.controller.run_plan import store_plan
+from etude.controller.forecast import store_plan, with_steps
 from etude.errors import RunDirectoryError, SamplerError
 from etude.observe import Observer, RunDirectory
 from tests.cli.commands import etude, stand_in

@@ -18,7 +18,7 @@ from etude.controller.elastic import ElasticPool
 from etude.controller.local import LocalHandle
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.fleet import EngineFleet
-from etude.controller.supervision import FaultJournal, NodeHealth
+from etude.controller.supervision import FaultJournal, Supervision
 from etude.inference.exchange import Build
 from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
@@ -117,8 +117,7 @@ async def running(
     ):
         settings = {"router": url, "poll_s": 0.05, "lease_s": 60.0, "most": 2, **elastic}
         config = config.model_copy(update={"elastic": ElasticConfig.model_validate(settings)})
-        nodes = NodeHealth(FAST, journal)
-        fleet = EngineFleet({"engine-0": spawn}, Build.here(config.model), FAST, journal, nodes)
+        fleet = EngineFleet({"engine-0": spawn}, Build.here(config.model), Supervision(FAST, journal))
         needs = needs or Needs(NUMERICS, qwen_tokenizer().digest, 512)
         pool = ElasticPool(config, needs, fleet, metrics, observer, clock)
         run = Run(config, fleet, pool, proxy, router, store, metrics, faults)

@@ -2,7 +2,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from etude.controller.examples import choose_examples, session_text
+from etude.controller.judging import choose_examples, session_text
 from etude.evaluation import Evaluation
 from etude.records import Task, ToolCall, ToolResult, Trajectory, Turn
 from tests.environment.playing import FAILS, SOLVES, TASK, new_environment, run_episode, scripted

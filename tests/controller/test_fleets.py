@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import RunConfig, SandboxConfig, SandboxServerConfig, dump_config, parse_config
-from etude.controller.backends import check_run_backend, open_run_backend
-from etude.controller.fleets import ListedServers, open_fleet
+from etude.controller.backends import ListedServers, check_run_backend, open_fleet, open_run_backend
 from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics

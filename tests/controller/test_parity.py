@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
+from etude.controller.compute import settle_numerics
 from etude.controller.local import LocalHandle
-from etude.controller.numerics import settle_numerics
 from etude.controller.parity import ParityGate
-from etude.controller.publication import PublicationInTurn
+from etude.controller.publication import Publication
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ParityError, ResourceError, SamplerError
 from etude.inference import EngineService
@@ -230,7 +230,7 @@ def gated(world: World, error: float) -> World:
     config = RunConfig.model_validate({"parity": {"num_sequences": 1}})
     gate = ParityGate(config, LocalHandle(Trainer()), Aware(), world.observer, PROMPTS)  # type: ignore[arg-type]
     publication = world.loop._publication
-    assert isinstance(publication, PublicationInTurn)
+    assert isinstance(publication, Publication)
     world.loop._gate = publication._gate = gate
     return world
 
@@ -291,7 +291,7 @@ def test_invariant_numerics_are_refused_where_they_cannot_be_had(monkeypatch: py
         with pytest.raises(ValueError, match=rf"engine\.{field}: must be .* with numerics"):
             RunConfig.model_validate({"numerics": "invariant", "engine": {field: value}})
     config = RunConfig.model_validate({"numerics": "invariant"})
-    monkeypatch.setattr("etude.controller.numerics.load_library", _no_compiler)
+    monkeypatch.setattr("etude.controller.compute.load_library", _no_compiler)
     with pytest.raises(ResourceError, match="no C compiler"):
         check_start(config)
     assert settle_numerics(RunConfig()).engine.kernels == "auto", "fast numerics ask for nothing"

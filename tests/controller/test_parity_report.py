@@ -19,11 +19,11 @@ from etude.controller.parity_report import (
     ParityReport,
     PlayedSequence,
     compare,
+    measure_parity,
     play,
     random_prompts,
     text_prompts,
 )
-from etude.controller.parity_sides import measure_parity
 from etude.errors import ConfigError
 from etude.inference import EngineService
 from etude.model import LanguageModel, build_model

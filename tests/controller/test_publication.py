@@ -10,7 +10,7 @@ import pytest
 from benchmarks.simulation.virtual_time import run_virtual
 
 from etude.controller.parity import ParityGate
-from etude.controller.publication import OverlappedPublication, PublicationInTurn
+from etude.controller.publication import Publication
 from etude.controller.utilisation import Utilisation
 from etude.errors import ParityError, PartLostError, StoreError, WeightUpdateError
 from etude.observe.metrics import MemorySink
@@ -117,20 +117,19 @@ class World:
         self.metrics, self.observer = MemorySink(), RecordingObserver()
         self.spent: dict[str, float] = {"publish": 0.0, "parity": 0.0}
         clock = asyncio.get_running_loop().time
-        parts: tuple[Any, ...] = (
+        self.publication = Publication(
             self.trainer,
             self.sink,
             cast(ParityGate | None, self.gate),
             self.in_service.append,
             self.metrics,
+            self.observer,
             Utilisation(clock, dict),
             "recompute",
             self._spend,
             clock,
             clock,
-        )
-        self.publication = (
-            OverlappedPublication(self.observer, *parts) if overlapped else PublicationInTurn(*parts)
+            overlapped,
         )
 
     def _spend(self, state: str, seconds: float) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from etude.config import ClusterConfig
 from etude.controller.arrangement import open_executor
-from etude.controller.supervision import FaultJournal, NodeHealth, Supervisor
+from etude.controller.supervision import FaultJournal, Supervision, Supervisor
 from etude.errors import ResourceError
 from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
@@ -136,7 +136,7 @@ class Bench:
         """`needs_room`: whether the executor has reserved none for it."""
         self.observer = RecordingObserver()
         self.journal = FaultJournal(MemorySink(), self.observer)
-        self.nodes = NodeHealth(settings, self.journal)
+        self.supervision = Supervision(settings, self.journal)
         self.was_on: list[str] = []
 
         async def spawn(avoid: frozenset[str]) -> Handle[Any]:
@@ -148,7 +148,7 @@ class Bench:
         async def prepare(handle: Handle[Any]) -> None:
             self.was_on.append(domain_of(handle))
 
-        self.supervisor = Supervisor(part.part, spawn, prepare, settings, self.journal, self.nodes)
+        self.supervisor = Supervisor(part.part, spawn, prepare, self.supervision)
 
     async def kill(self) -> None:
         """Kills its process, and waits for the next."""

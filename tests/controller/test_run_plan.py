@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import RunConfig
-from etude.controller.forecast import with_steps
-from etude.controller.run_plan import continue_plan, store_plan
+from etude.controller.forecast import continue_plan, store_plan, with_steps
 from etude.errors import RunDirectoryError
 from etude.observe import JsonlSink, RunDirectory
 

@@ -12,9 +12,9 @@ from etude.controller.local import LocalHandle
 from etude.controller.supervision import (
     KIND,
     FaultJournal,
-    NodeHealth,
     StartFailures,
     SupervisedParts,
+    Supervision,
     Supervisor,
 )
 from etude.errors import CheckpointError, PartLostError
@@ -62,7 +62,7 @@ class Bench:
         """What the next preparations raise."""
         self.metrics, self.observer = MemorySink(), RecordingObserver()
         self.journal = FaultJournal(self.metrics, self.observer)
-        self.health = NodeHealth(settings, self.journal)
+        self.health = Supervision(settings, self.journal)
         self.losses: list[str] = []
         self.pulses: list[Any] = []
         self._nodes = nodes
@@ -70,8 +70,6 @@ class Bench:
             "part",
             self._spawn,
             self._prepare,
-            settings,
-            self.journal,
             self.health,
             self.losses.append,
             self.pulses.append,
@@ -229,7 +227,7 @@ def test_waiting_for_a_part_is_bounded() -> None:
 def test_a_machine_on_which_parts_fail_is_avoided_for_a_while() -> None:
     now = [0.0]
     journal = FaultJournal(MemorySink(), RecordingObserver())
-    health = NodeHealth(ClusterConfig(quarantine_after=2, quarantine_s=100.0), journal, lambda: now[0])
+    health = Supervision(ClusterConfig(quarantine_after=2, quarantine_s=100.0), journal, lambda: now[0])
     health.failed("a")
     now[0] = 101.0
     health.failed("a")

@@ -2,7 +2,7 @@
 
 from etude.agent import core_registry
 from etude.config import RunConfig
-from etude.controller.trails import trail_documents, train_trail_tokenizer
+from etude.controller.families import trail_documents, train_trail_tokenizer
 from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
 

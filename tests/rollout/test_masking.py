@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 
 from etude.records import Group, PolicyVersion, VersionSpan
-from etude.rollout.masking import mask_stale
+from etude.rollout.buffer import mask_stale
 from tests.store.builders import make_trajectory
 
 

@@ -89,7 +89,7 @@ def parity_command(
         }
     )
     # Heavy: torch comes with it.
-    from etude.controller.parity_sides import measure_parity
+    from etude.controller.parity_report import measure_parity
 
     model, prompts = _read(checkpoint, text, sequences, tokens, seed)
     report = asyncio.run(measure_parity(model, config, prompts, tokens))

@@ -13,44 +13,30 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from etude.config import ClusterConfig, PartConfig, RunConfig
 from etude.controller.colocated import ColocatedTrainer
-from etude.controller.compute import place_model
-from etude.controller.local import LocalExecutor
-from etude.controller.numerics import use_numerics
+from etude.controller.compute import place_model, use_numerics
+from etude.controller.local import LocalExecutor, LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.ray_checks import check_address, check_room
 from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.threads import ThreadExecutor
 from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.errors.packages import missing_package
 from etude.inference import EngineService
 from etude.model.loading import AnyModel
 from etude.observe import MetricSink, Observer
 from etude.observe.machine import available_cores, available_memory_bytes
-from etude.protocols import Handle, Resources
+from etude.protocols import Executor, Handle, Resources
 from etude.records import Task
 from etude.tokens.tokenizer import Tokenizer
 
 TRAINER, EVALUATION = "trainer", "evaluation"
 ENGINE, WORKER = "engine-", "worker-"
 """What the names of the parts are, or begin with."""
-
-
-class PartExecutor(Protocol):
-    """An Executor that can reserve room."""
-
-    async def reserve(self, parts: list[Resources]) -> None: ...
-
-    async def spawn(
-        self, factory: Any, *arguments: Any, resources: Resources | None = None
-    ) -> Handle[Any]: ...
-
-    async def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +90,6 @@ async def open_local(
 
         @contextlib.asynccontextmanager
         async def training() -> AsyncIterator[Handle[Any]]:
-            executor = LocalExecutor()
             if config.colocated:
                 assert isinstance(parts.service, EngineService), "so RunConfig wants it"
                 await parts.service.release_memory()  # the optimiser's states are made on the device
@@ -118,15 +103,12 @@ async def open_local(
                 place.observer,
                 parts.blobs.get,
             ) as part:
-                threads = Resources(num_cpus=max(1, num_threads // config.parallel.ranks), part="trainer")
-                try:
-                    handle: Handle[Any] = await executor.spawn(lambda: part, resources=threads)
-                    if config.colocated:
-                        assert isinstance(parts.service, EngineService), "so RunConfig wants it"
-                        handle = await ColocatedTrainer.take_turns(handle, parts.service)
-                    yield handle
-                finally:
-                    await executor.shutdown()
+                threads = max(1, num_threads // config.parallel.ranks)
+                handle: Handle[Any] = LocalHandle(part, threads, TRAINER)
+                if config.colocated:
+                    assert isinstance(parts.service, EngineService), "so RunConfig wants it"
+                    handle = await ColocatedTrainer.take_turns(handle, parts.service)
+                yield handle
 
         yield Arrangement(parts, training())
 
@@ -194,11 +176,11 @@ def check_executor(config: RunConfig) -> None:
         check_room(part_resources(config), has)
 
 
-def executor_of(config: RunConfig) -> AbstractContextManager[PartExecutor]:
+def executor_of(config: RunConfig) -> AbstractContextManager[Executor]:
     """What starts the parts of a run that has them apart. Raises ConfigError where Ray is not installed."""
     if config.executor == "ray":
         return open_executor(config.cluster)
-    return contextlib.nullcontext(ThreadExecutor())
+    return contextlib.nullcontext(LocalExecutor())
 
 
 def open_executor(settings: ClusterConfig) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from etude.config import RunConfig
 from etude.controller.compute import Place, choose_place, choose_weight_dtype
-from etude.controller.remote.usage import Usage
+from etude.controller.remote.engines import Usage
 from etude.errors import ConfigError
 from etude.inference import EngineCounters, ServiceTimes
 from etude.inference.cache import cache_type

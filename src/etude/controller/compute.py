@@ -18,6 +18,9 @@ from etude.errors import ConfigError, ResourceError
 from etude.inference.engine import Kernels
 from etude.inference.native import load_library
 from etude.model import LanguageModel
+from etude.model.kernels.invariant import InvariantOps
+from etude.model.kernels.native import load_library as load_invariant_kernels
+from etude.model.loading import AnyModel
 from etude.observe import Observer, RunDirectory
 from etude.observe.machine import available_cores, available_memory_bytes
 
@@ -245,3 +248,22 @@ def use_sampling_threads(config: RunConfig) -> None:
     """Sets the compute threads for stages that sample. Training calls bring their own count."""
     if config.engine.num_threads:
         torch.set_num_threads(config.engine.num_threads)
+
+
+def settle_numerics(config: RunConfig) -> RunConfig:
+    """The configuration with the kernels that its numerics ask for.
+
+    Raises ResourceError where batch-invariant ones cannot be compiled.
+    """
+    if config.numerics == "fast":
+        return config
+    load_invariant_kernels()
+    engine = config.engine.model_copy(update={"kernels": "native"})
+    return config.model_copy(update={"engine": engine})
+
+
+def use_numerics(model: AnyModel, config: RunConfig) -> None:
+    """Gives the trainer's model the operations that `config.numerics` names. Raises ResourceError."""
+    if config.numerics == "invariant":
+        assert isinstance(model, LanguageModel), "settled: other architectures sample through vLLM"
+        model.ops = InvariantOps()

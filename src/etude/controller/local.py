@@ -1,69 +1,101 @@
-"""The local executor: every part is a plain object in this process."""
+"""Parts that are plain objects in this process.
+
+A LocalHandle by itself calls its part in the caller's thread, in the caller's order: the same run gives the
+same bits. The LocalExecutor gives each part one thread in which it is made and computes, one call after
+another, while the event loop, and with it the part's asynchronous methods, goes on: a run that borrows
+replicas must hear of them while its trainer computes, and is put together as over Ray
+(`remote/arrangement.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from etude.errors import PartLostError
 from etude.inference.waiting import ended_by_others
+from etude.kit.tasks import Tasks, start_watched
 from etude.protocols import Resources
 
 T = TypeVar("T")
 
 
 class LocalHandle(Generic[T]):
-    """A part in this process. Calls run in the caller's thread, in the caller's order."""
+    """Implements Handle over a part in this process. For one event loop."""
 
     node = ""
     """See Handle.node."""
 
-    def __init__(self, part: T, num_threads: int | None = None, name: str = "") -> None:
-        """`num_threads`: compute threads while the part is called; None leaves them as they are."""
+    def __init__(
+        self,
+        part: T,
+        num_threads: int | None = None,
+        name: str = "",
+        compute: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """`num_threads`: compute threads while the part is called; None leaves them as they are. `compute`:
+        its own thread, in which methods that are not asynchronous run."""
         self.part = part
         self._num_threads = num_threads
         self._name = name
+        self._compute = compute
         self._dead = False
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running = Tasks()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """See Handle.call."""
         self._check_alive()
+        function = getattr(self.part, method)
+        if self._compute is not None and not inspect.iscoroutinefunction(function):
+            computed = self._compute.submit(lambda: function(*arguments, **named))
+            return await self._unless_killed(asyncio.wrap_future(computed))
         before = torch.get_num_threads()
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:
-            answer = getattr(self.part, method)(*arguments, **named)
+            answer = function(*arguments, **named)
         finally:
             torch.set_num_threads(before)
         return await self._unless_killed(answer) if inspect.isawaitable(answer) else answer
 
     async def stop(self) -> None:
-        """See Handle.stop. Calls the part's own `close`, if it has one."""
-        close = getattr(self.part, "close", None)
-        if close is not None and not self._dead:
-            answer = close()
-            if inspect.isawaitable(answer):
-                await answer
+        """See Handle.stop. Waits for what the part computes, and for its own `close`, if it has one."""
+        if not self._dead:
+            try:
+                if hasattr(self.part, "close"):
+                    await self.call("close")
+            finally:
+                self._end()
+                if self._compute is not None:
+                    await asyncio.to_thread(self._compute.shutdown)
+        await self._running.wait()
 
     def kill(self) -> None:
-        """See Handle.kill: what is under way is cancelled, and the part is never called again."""
+        """See Handle.kill: what is under way is cancelled, and the part is never called again. A computation
+        in a thread cannot be ended: nobody waits for it any more, and nothing is begun after it. What a part
+        with such a thread has begun in this loop, its asynchronous `close` ends, if it has one."""
+        if self._dead:
+            return
+        self._end()
+        close = getattr(self.part, "close", None)
+        if self._compute is not None and inspect.iscoroutinefunction(close):
+            self._running.add(start_watched(close()))  # whatever state it is in
+
+    def _end(self) -> None:
         self._dead = True
-        for running in self._running:
-            running.cancel()
+        self._running.cancel()
+        if self._compute is not None:
+            self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _unless_killed(self, answer: Awaitable[Any]) -> Any:
-        running = asyncio.ensure_future(answer)
-        self._running.add(running)
-        try:
-            with ended_by_others(self._check_alive):
-                return await running
-        finally:
-            self._running.discard(running)
+        running = self._running.add(asyncio.ensure_future(answer))
+        with ended_by_others(self._check_alive):
+            return await running
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -71,18 +103,28 @@ class LocalHandle(Generic[T]):
 
 
 class LocalExecutor:
-    """Makes parts where it is."""
+    """Implements Executor: each part computes in a thread of its own."""
 
     def __init__(self) -> None:
         self._handles: list[LocalHandle[Any]] = []
 
+    async def reserve(self, parts: Sequence[Resources]) -> None:
+        """See Executor.reserve. The parts share what the process has."""
+
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> LocalHandle[T]:
-        """See Executor.spawn. `resources.num_cpus` is how many compute threads the part's calls have."""
-        num_threads = max(1, int(resources.num_cpus)) if resources is not None else None
-        name = resources.part if resources is not None else ""
-        handle = LocalHandle(factory(*arguments, **named), num_threads, name)
+        """See Executor.spawn. Of `resources` only the part's name counts: it has as many compute threads as
+        the caller, unless it sets another number."""
+        name = (resources.part if resources is not None else "") or getattr(factory, "__name__", "part")
+        count = (torch.get_num_threads(),)  # PyTorch keeps it for each thread
+        compute = ThreadPoolExecutor(1, f"{name}-compute", torch.set_num_threads, count)
+        try:
+            made = compute.submit(lambda: factory(*arguments, **named))
+            handle = LocalHandle(await asyncio.wrap_future(made), name=name, compute=compute)
+        except BaseException:
+            compute.shutdown(wait=False, cancel_futures=True)
+            raise
         self._handles.append(handle)
         return handle
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.config import ModelConfig, NextTokenConfig, RunConfig
-from etude.controller.ranks import ModelPlan, OnlyHere, Saving, how_to_save, open_team
+from etude.controller.ranks import ModelPlan, OnlyHere, Rank, Ranked, open_team
 from etude.model import LanguageModel
 from etude.training import NextTokenTrainer
-from etude.training.checkpoints import FollowingWriter, WriteCheckpoint, read_state, save_checkpoint
+from etude.training.checkpoints import read_state
 from etude.training.optimizer import OffendingBatches
 from etude.training.parallel.team import Team
 from etude.training.pretraining import Batches, Document
@@ -71,8 +71,8 @@ class _HandedOn:
             self._source.load_state_dict(state)
 
 
-class NextTokenRank:
-    """One rank's trainer."""
+class NextTokenRank(Rank[NextTokenTrainer]):
+    """With the documents of the step at hand."""
 
     def __init__(
         self, ranks: MeshRanks, plan: _Plan, model: OnlyHere[LanguageModel], batches: OnlyHere[Batches]
@@ -80,43 +80,19 @@ class NextTokenRank:
         """`model` and `batches`: the first rank's."""
         own = plan.model.place(model, ranks)
         self._batches = _HandedOn(batches.value)
-        self._writer = FollowingWriter(asynchronous=plan.asynchronous)
         keep = plan.config.optimizer.keep_offending
         offending = OffendingBatches(plan.offending, keep, ranks.peers.rank)
-        self.trainer = NextTokenTrainer(own, self._batches, plan.config, plan.drafts, ranks, offending)
+        trainer = NextTokenTrainer(own, self._batches, plan.config, plan.drafts, ranks, offending)
+        super().__init__(trainer, asynchronous=plan.asynchronous)
 
     def step(self, documents: list[Document]) -> Mapping[str, float]:
         """See NextTokenTrainer.step; on these documents."""
         self._batches.documents = documents
         return self.trainer.step()
 
-    def evaluate(self, documents: Sequence[Document]) -> float:
-        """See NextTokenTrainer."""
-        return self.trainer.evaluate(documents)
 
-    def set_context(self, config: ModelConfig) -> None:
-        """See NextTokenTrainer."""
-        self.trainer.set_context(config)
-
-    def whole_model(self) -> LanguageModel:
-        """See NextTokenTrainer."""
-        return self.trainer.whole_model()
-
-    def save(self, directory: Path, saving: OnlyHere[Saving], at_once: bool) -> None:
-        """See NextTokenTrainer and `how_to_save`."""
-        how = how_to_save(saving, self._writer, at_once=at_once)
-        self.trainer.save(directory, how.extra, how.write)
-
-    def restore(self, directory: Path) -> None:
-        """See NextTokenTrainer."""
-        self.trainer.restore(directory)
-
-
-class RankedNextTokenTrainer:
-    """A NextTokenTrainer over a team. Every method is a step of all ranks.
-
-    Besides what that one raises, each raises RankError where a rank is lost; the last checkpoint is whole.
-    """
+class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
+    """A NextTokenTrainer over a team."""
 
     def __init__(
         self,
@@ -130,25 +106,24 @@ class RankedNextTokenTrainer:
     ) -> None:
         """Spreads `model` over the team; from then on it is a part of itself. Raises ConfigError if it cannot
         be spread."""
-        self._team = team
         self._batches = batches
         plan = _Plan(ModelPlan.of(model), config, drafts, offending, run.checkpoint.asynchronous)
-        self._own = team.make(NextTokenRank, plan, OnlyHere(model), OnlyHere(batches))
+        super().__init__(team, team.make(NextTokenRank, plan, OnlyHere(model), OnlyHere(batches)))
 
     @property
     def model(self) -> LanguageModel:
         """The first rank's part of it: its weights are not whole, its configuration is."""
-        return self._own.trainer.model
+        return self.trainer.model
 
     @property
     def num_steps_taken(self) -> int:
         """See NextTokenTrainer."""
-        return self._own.trainer.num_steps_taken
+        return self.trainer.num_steps_taken
 
     @property
     def finished(self) -> bool:
         """See NextTokenTrainer."""
-        return self._own.trainer.finished
+        return self.trainer.finished
 
     def step(self) -> Mapping[str, float]:
         """See NextTokenTrainer."""
@@ -156,25 +131,15 @@ class RankedNextTokenTrainer:
 
     def evaluate(self, documents: Sequence[Document]) -> float:
         """See NextTokenTrainer."""
-        return self._team.call(NextTokenRank.evaluate, documents)
+        return self._do(NextTokenTrainer.evaluate, documents)
 
     def set_context(self, config: ModelConfig) -> None:
         """See NextTokenTrainer."""
-        self._team.call(NextTokenRank.set_context, config)
+        self._do(NextTokenTrainer.set_context, config)
 
     def whole_model(self) -> LanguageModel:
         """See NextTokenTrainer."""
-        return self._team.call(NextTokenRank.whole_model)
-
-    def save(
-        self,
-        directory: Path,
-        extra: Mapping[str, Any] | None = None,
-        write: WriteCheckpoint = save_checkpoint,
-    ) -> None:
-        """See NextTokenTrainer."""
-        saving = OnlyHere(Saving(extra, write))
-        self._team.call(NextTokenRank.save, directory, saving, write is save_checkpoint)
+        return self._do(NextTokenTrainer.whole_model)
 
     def restore(self, directory: Path) -> None:
         """See NextTokenTrainer. Every rank reads the directory."""
@@ -182,7 +147,7 @@ class RankedNextTokenTrainer:
         state = (read_state(directory) or {}).get("trainer", {})
         if "batches" in state:
             self._batches.load_state_dict(state["batches"])
-        self._team.call(NextTokenRank.restore, directory)
+        self._do(NextTokenTrainer.restore, directory)
 
 
 AnyNextTokenTrainer = NextTokenTrainer | RankedNextTokenTrainer

@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from etude.agent import open_renderer
 from etude.config import FeedbackConfig, RunConfig, WeightsConfig
-from etude.controller.compute import choose_device, use_sampling_threads
+from etude.controller.compute import choose_device, use_numerics, use_sampling_threads
 from etude.controller.families import TaskFamily
 from etude.controller.forecast import Speeds
-from etude.controller.numerics import use_numerics
 from etude.controller.parts import Parts, open_parts
 from etude.controller.thread_choice import ThreadChoice
 from etude.model import LanguageModel

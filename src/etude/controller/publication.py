@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from etude.controller.parity import ParityGate
 from etude.controller.utilisation import Utilisation
@@ -41,41 +40,15 @@ _MOST_UNMEASURED = 3
 """Publications in a row that the parity gate may miss because the trainer has gone on."""
 
 
-class Publication(Protocol):
-    """Brings the trainer's weights into service, step after step. For one event loop."""
+class Publication:
+    """Brings the trainer's weights into service, step after step. For one event loop.
 
-    async def publish(self, step: int) -> None:
-        """Brings the trainer's weights, which are those after `step` steps, into service, now or soon.
-
-        Raises ParityError where weights do not pass the gate, and what fails for good.
-        """
-        ...
-
-    async def settle(self) -> None:
-        """Returns once the newest weights are in service and have passed the gate. Raises what `publish`
-        does."""
-        ...
-
-    def changing(self) -> AbstractAsyncContextManager[None]:
-        """Within it the trainer's weights may change."""
-        ...
-
-    async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
-        """What `collecting` returns, unless new weights can not come into service: raises what `publish`
-        does."""
-        ...
-
-    async def close(self) -> None:
-        """Gives up what is under way. Idempotent."""
-        ...
-
-    def take(self) -> Mapping[str, float]:
-        """Metrics since the last call."""
-        ...
-
-
-class PublicationInTurn:
-    """Implements Publication: the trainer waits until its weights are in service."""
+    In turn, the trainer waits until its weights are in service and have passed the gate. Overlapped, they
+    travel while it takes its next step: a publication that fails is tried again with the weights that the
+    trainer has then, and the gate, which needs both sides at one version, measures where the trainer still
+    waits when the version comes into service, before anything is saved, and at the latest after three
+    publications that it missed.
+    """
 
     def __init__(
         self,
@@ -84,78 +57,23 @@ class PublicationInTurn:
         gate: ParityGate | None,
         in_service: InService,
         metrics: MetricSink,
+        observer: Observer,
         utilisation: Utilisation,
         kv: KvPolicy,
         spent: Spent,
         wall_s: Callable[[], float],
         clock: Callable[[], float],
+        overlap: bool,
     ) -> None:
-        """`gate`: looks at each publication. `kv`: what becomes of running sessions' keys and values.
-        `wall_s`: of the run, for its metrics. `clock`: in seconds, for figures only."""
-        self._trainer = trainer
-        self._sink = sink
-        self._gate = gate
+        """`gate`: looks at each publication. `observer`: told of publications that failed. `kv`: what becomes
+        of running sessions' keys and values. `wall_s`: of the run, for its metrics. `clock`: in seconds, for
+        figures only."""
+        self._trainer, self._sink, self._gate = trainer, sink, gate
         self._in_service = in_service
-        self._metrics = metrics
-        self._utilisation = utilisation
+        self._metrics, self._observer, self._utilisation = metrics, observer, utilisation
         self._kv: KvPolicy = kv
-        self._spent = spent
-        self._wall_s = wall_s
-        self._clock = clock
-
-    async def publish(self, step: int) -> None:
-        """See Publication.publish."""
-        began = self._clock()
-        self._utilisation.enter("publish")
-        manifest: WeightManifest = await self._trainer.call("publish")
-        await self._sink.stage(manifest)
-        await self._sink.activate(manifest.version, self._kv)
-        served = self._clock()
-        self._spent("publish", served - began)
-        if self._gate is not None:
-            self._utilisation.enter("parity")
-            await self._pass_gate(self._gate, manifest.version)
-            self._spent("parity", self._clock() - served)
-        self._in_service(manifest.version.step)
-
-    async def settle(self) -> None:
-        """See Publication.settle: `publish` has seen to it."""
-
-    @contextlib.asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """See Publication.changing: nothing else has the trainer."""
-        yield
-
-    async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
-        """See Publication.while_collecting."""
-        return await collecting
-
-    async def close(self) -> None:
-        """See Publication.close: nothing is under way."""
-
-    def take(self) -> Mapping[str, float]:
-        """See Publication.take."""
-        return {}
-
-    async def _pass_gate(self, gate: ParityGate, version: PolicyVersion) -> None:
-        figures = await gate.measure(version)
-        if figures is not None:
-            self._metrics.write(PARITY_KIND, version.step, {**figures.to_json(), "wall_s": self._wall_s()})
-            gate.judge(figures, version)
-
-
-class OverlappedPublication(PublicationInTurn):
-    """Implements Publication: new weights travel while the trainer takes its next step.
-
-    A publication that fails is tried again with the weights that the trainer has then. The parity gate needs
-    both sides at one version: it measures where the trainer still waits when the version comes into service,
-    before anything is saved, and at the latest after three publications that it missed.
-    """
-
-    def __init__(self, observer: Observer, *arguments: Any) -> None:
-        """`observer`: told of publications that failed. `arguments`: see PublicationInTurn."""
-        super().__init__(*arguments)
-        self._observer = observer
+        self._spent, self._wall_s, self._clock = spent, wall_s, clock
+        self._overlaps = overlap
         self._task: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
         """Whether the trainer may go on."""
@@ -171,9 +89,16 @@ class OverlappedPublication(PublicationInTurn):
         """Since the last `take`."""
 
     async def publish(self, step: int) -> None:
-        """See Publication.publish. Waits for the publication before this one."""
+        """Brings the trainer's weights, which are those after `step` steps, into service: now, or,
+        overlapped, soon after the publication before this one.
+
+        Raises ParityError where weights do not pass the gate, and what fails for good.
+        """
         began = self._clock()
         self._utilisation.enter("publish")
+        if not self._overlaps:
+            await self._publish_in_turn(began)
+            return
         await self._finish()
         if self._served is None or self._served.step != step:  # else a second attempt has covered it
             self._copied.clear()
@@ -187,21 +112,23 @@ class OverlappedPublication(PublicationInTurn):
         self._spent("publish", self._clock() - began)
 
     async def settle(self) -> None:
-        """See Publication.settle. Between two steps only."""
+        """Returns once the newest weights are in service and have passed the gate. Raises what `publish`
+        does. Between two steps only."""
         await self._finish()
         if self._gate is not None and self._unmeasured and self._served is not None:
             await self._measure(self._gate, self._served)
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """See Publication.changing. Waits for the gate, if it has the trainer."""
+        """Within it the trainer's weights may change. Waits for the gate, if it has the trainer."""
         self._utilisation.enter("parity" if self._trainer_held.locked() else "train")
         async with self._trainer_held:
             self._has_moved_on = True
             yield
 
     async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
-        """See Publication.while_collecting."""
+        """What `collecting` returns, unless new weights can not come into service: raises what `publish`
+        does."""
         task = self._task
         if task is None:
             return await collecting
@@ -217,14 +144,17 @@ class OverlappedPublication(PublicationInTurn):
                 await asyncio.wait({working})
 
     async def close(self) -> None:
-        """See Publication.close."""
+        """Gives up what is under way. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # what ended the run is raised already
 
     def take(self) -> Mapping[str, float]:
-        """See Publication.take: seconds from copies of weights to their service, and what did not go well."""
+        """Metrics since the last call, of overlapped publications: seconds from copies of weights to their
+        service, and what did not go well."""
+        if not self._overlaps:
+            return {}
         taken = {
             "publication_s": self._travel_s,
             "publications_failed": float(self._failed),
@@ -232,6 +162,16 @@ class OverlappedPublication(PublicationInTurn):
         }
         self._travel_s, self._failed, self._missed = 0.0, 0, 0
         return taken
+
+    async def _publish_in_turn(self, began: float) -> None:
+        version = await self._publish()
+        served = self._clock()
+        self._spent("publish", served - began)
+        if self._gate is not None:
+            self._utilisation.enter("parity")
+            await self._pass_gate(self._gate, version)
+            self._spent("parity", self._clock() - served)
+        self._in_service(version.step)
 
     async def _finish(self) -> None:
         """Waits for the publication that is under way; raises what it does."""
@@ -294,3 +234,9 @@ class OverlappedPublication(PublicationInTurn):
                 self._utilisation.enter(before)
         self._unmeasured = 0
         self._spent("parity", self._clock() - began)
+
+    async def _pass_gate(self, gate: ParityGate, version: PolicyVersion) -> None:
+        figures = await gate.measure(version)
+        if figures is not None:
+            self._metrics.write(PARITY_KIND, version.step, {**figures.to_json(), "wall_s": self._wall_s()})
+            gate.judge(figures, version)

@@ -11,7 +11,7 @@ but what it hands on, so they need neither the run's sandboxes nor its engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -30,7 +30,7 @@ from etude.model.lora import Adapters
 from etude.model.ops import Ops
 from etude.model.scoring import device_of
 from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
-from etude.training import RlTrainer
+from etude.training import NextTokenTrainer, RlTrainer
 from etude.training.checkpoints import FollowingWriter, WriteCheckpoint, save_checkpoint
 from etude.training.intake import RouteFetcher
 from etude.training.optimizer import OffendingBatches
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from etude.training.parallel.mesh_ranks import MeshRanks
 
 T = TypeVar("T")
+TrainerT = TypeVar("TrainerT", bound=RlTrainer | NextTokenTrainer)
+RankT = TypeVar("RankT", bound="Rank[Any]")
 
 Routes = Mapping[str, NDArray[Any]]
 """Arrays by the URL of their reference."""
@@ -115,14 +117,54 @@ class Saving:
     write: WriteCheckpoint
 
 
-def how_to_save(saving: OnlyHere[Saving], writer: FollowingWriter, *, at_once: bool) -> Saving:
-    """What a rank does in a save that the first one has asked for. `at_once`: all wait until all is on
-    disk."""
-    return saving.value or Saving(None, save_checkpoint if at_once else writer)
+class Rank(Generic[TrainerT]):
+    """One rank's trainer."""
+
+    def __init__(self, trainer: TrainerT, *, asynchronous: bool) -> None:
+        """`asynchronous`: whether checkpoints are written while training goes on."""
+        self.trainer = trainer
+        self._writer = FollowingWriter(asynchronous=asynchronous)
+
+    def do(self, method: Callable[..., T], *arguments: Any) -> T:
+        """Calls a method of the trainer's class."""
+        return method(self.trainer, *arguments)
+
+    def save(self, directory: Path, saving: OnlyHere[Saving], at_once: bool) -> None:
+        """Saves what the first rank saves. `at_once`: all wait until all is on disk."""
+        how = saving.value or Saving(None, save_checkpoint if at_once else self._writer)
+        self.trainer.save(directory, how.extra, how.write)
 
 
-class RankTrainer:
-    """One rank's trainer, with the routes that the step at hand needs."""
+class Ranked(Generic[TrainerT, RankT]):
+    """A trainer over a team. Every method is a step of all ranks, and raises RankError where one is lost,
+    besides what the trainer raises; the last checkpoint is whole."""
+
+    def __init__(self, team: Team[RankT], own: RankT) -> None:
+        """`own`: the first rank's."""
+        self._team = team
+        self._own = own
+
+    @property
+    def trainer(self) -> TrainerT:
+        """The first rank's."""
+        return self._own.trainer
+
+    def save(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        write: WriteCheckpoint = save_checkpoint,
+    ) -> None:
+        """Writes the resumable checkpoint: see RlTrainer.save."""
+        self._team.call(Rank.save, directory, OnlyHere(Saving(extra, write)), write is save_checkpoint)
+
+    def _do(self, method: Callable[..., T], *arguments: Any) -> T:
+        """Has every rank's trainer do the same; returns what the first one's does."""
+        return self._team.call(Rank.do, method, *arguments)
+
+
+class RankTrainer(Rank[RlTrainer]):
+    """With the routes that the step at hand needs."""
 
     def __init__(
         self,
@@ -135,9 +177,8 @@ class RankTrainer:
         own = plan.model.place(model, ranks)
         self._weights = _open_weights(plan.weights, weights.value, ranks)
         self._routes: Routes = {}
-        self._writer = FollowingWriter(asynchronous=plan.asynchronous)
         keep, config = plan.config.optimizer.keep_offending, plan.config
-        self.trainer = RlTrainer(
+        trainer = RlTrainer(
             own,
             config,
             plan.lineage,
@@ -147,6 +188,7 @@ class RankTrainer:
             offending=OffendingBatches(plan.offending, keep, ranks.peers.rank),
             **plan.options,
         )
+        super().__init__(trainer, asynchronous=plan.asynchronous)
 
     def step(self, groups: Sequence[Group], routes: Routes) -> Mapping[str, float]:
         """See Trainer.step."""
@@ -156,33 +198,10 @@ class RankTrainer:
         finally:
             self._routes = {}
 
-    def publish(self) -> WeightManifest:
-        """See Trainer.publish."""
-        return self.trainer.publish()
-
     def flush(self) -> None:
         """Waits until what was published is committed."""
         if isinstance(self._weights, StoreWeights):
             self._weights.flush()
-
-    def score(
-        self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None
-    ) -> list[Scores]:
-        """See Trainer.score."""
-        return self.trainer.score(sequences, routes)
-
-    def whole_model(self) -> LanguageModel:
-        """See RlTrainer.whole_model."""
-        return self.trainer.whole_model()
-
-    def save(self, directory: Path, saving: OnlyHere[Saving], at_once: bool) -> None:
-        """See Trainer.save and `how_to_save`."""
-        how = how_to_save(saving, self._writer, at_once=at_once)
-        self.trainer.save(directory, how.extra, how.write)
-
-    def restore(self, directory: Path) -> None:
-        """See Trainer.restore."""
-        self.trainer.restore(directory)
 
     def _fetch_routes(self, ref: BlobRef) -> NDArray[Any]:
         if ref.url not in self._routes:
@@ -190,11 +209,8 @@ class RankTrainer:
         return self._routes[ref.url]
 
 
-class RankedTrainer:
-    """Implements Trainer over a team. Every method is a step of all ranks.
-
-    Besides what RlTrainer raises, each raises RankError where a rank is lost; the last checkpoint is whole.
-    """
+class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
+    """Implements Trainer over a team."""
 
     def __init__(
         self,
@@ -211,7 +227,6 @@ class RankedTrainer:
 
         Raises ConfigError if it cannot be spread.
         """
-        self._team = team
         self._fetch_routes = fetch_routes
         self._has_store = isinstance(weights, StoreWeights)
         plan = TrainerPlan(
@@ -223,22 +238,22 @@ class RankedTrainer:
             run.weights if self._has_store else None,
             options,
         )
-        self._own = team.make(RankTrainer, plan, OnlyHere(model), OnlyHere(weights))
+        super().__init__(team, team.make(RankTrainer, plan, OnlyHere(model), OnlyHere(weights)))
 
     @property
     def model(self) -> LanguageModel:
         """A copy of the weights as they are now, whole."""
-        return self._team.call(RankTrainer.whole_model)
+        return self._do(RlTrainer.whole_model)
 
     @property
     def version(self) -> PolicyVersion:
         """See Trainer.version."""
-        return self._own.trainer.version
+        return self.trainer.version
 
     @property
     def adapters(self) -> Adapters | None:
         """See RlTrainer.adapters: equal on every rank."""
-        return self._own.trainer.adapters
+        return self.trainer.adapters
 
     def step(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """See Trainer.step."""
@@ -246,7 +261,7 @@ class RankedTrainer:
 
     def publish(self) -> WeightManifest:
         """See Trainer.publish."""
-        return self._team.call(RankTrainer.publish)
+        return self._do(RlTrainer.publish)
 
     def flush(self) -> None:
         """Waits until what was published to a store is committed. Raises StoreError if it could not be."""
@@ -257,20 +272,11 @@ class RankedTrainer:
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
         """See Trainer.score."""
-        return self._team.call(RankTrainer.score, sequences, routes)
-
-    def save(
-        self,
-        directory: Path,
-        extra: Mapping[str, Any] | None = None,
-        write: WriteCheckpoint = save_checkpoint,
-    ) -> None:
-        """See RlTrainer.save."""
-        self._team.call(RankTrainer.save, directory, OnlyHere(Saving(extra, write)), write is save_checkpoint)
+        return self._do(RlTrainer.score, sequences, routes)
 
     def restore(self, directory: Path) -> None:
         """See Trainer.restore. Every rank reads the directory."""
-        self._team.call(RankTrainer.restore, directory)
+        self._do(RlTrainer.restore, directory)
 
 
 AnyTrainer = RlTrainer | RankedTrainer

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from etude.agent import agent_format
 from etude.config import RunConfig
-from etude.controller.compute import place_model, settle_compute
+from etude.controller.compute import place_model, settle_compute, settle_numerics, use_numerics
 from etude.controller.models import settle_model
-from etude.controller.numerics import settle_numerics, use_numerics
 from etude.controller.ranks import open_trainer
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from etude.config import RewardConfig, RunConfig
 from etude.controller.parity import ParityGate
-from etude.controller.publication import OverlappedPublication, Publication, PublicationInTurn
+from etude.controller.publication import Publication
 from etude.controller.utilisation import Utilisation
 from etude.evaluation.suite import check_infrastructure
 from etude.observe import MetricSink, Observer, shares_by_cause, summarize_behaviour, summarize_voided
@@ -38,6 +38,12 @@ PRICE_KIND = "price"
 """Of the row that each look at validation tasks writes."""
 TASKS_KIND = "tasks"
 """Of the row that is written when no task is left."""
+
+
+PartSeconds = Callable[[], Mapping[str, float]]
+"""Seconds that parts have spent since they were made, by what they did."""
+AfterStep = Callable[[int], Awaitable[None]]
+"""Called with the number of steps taken, after the new weights are in service."""
 
 
 class BlobDiscarder(Protocol):
@@ -127,11 +133,20 @@ class ReinforcementLoop:
         self._gate = gate
         self._clock = clock
         self._validation = validation
-        parts = (trainer, sink, gate, collector.in_service, metrics, self.utilisation, kv)
-        clocks = (self._spend, lambda: stop.elapsed_s, clock)
-        self._publication: Publication = PublicationInTurn(*parts, *clocks)
-        if overlap:
-            self._publication = OverlappedPublication(observer, *parts, *clocks)
+        self._publication = Publication(
+            trainer,
+            sink,
+            gate,
+            collector.in_service,
+            metrics,
+            observer,
+            self.utilisation,
+            kv,
+            self._spend,
+            lambda: stop.elapsed_s,
+            clock,
+            overlap,
+        )
         self._committed = copy.deepcopy(collector.state)
 
     @property
@@ -278,18 +293,6 @@ class Validation:
     play: Callable[[], Awaitable[list[Trajectory]]]
     """One greedy session for each task, with the weights in service."""
     reward: RewardConfig
-
-
-class PartSeconds(Protocol):
-    """Seconds that parts have spent since they were made, by what they did."""
-
-    def __call__(self) -> Mapping[str, float]: ...
-
-
-class AfterStep(Protocol):
-    """Called with the number of steps taken, after the new weights are in service."""
-
-    async def __call__(self, step: int) -> None: ...
 
 
 def make_collector(

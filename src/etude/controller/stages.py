@@ -1,16 +1,21 @@
-"""The loop of every stage of next-token training: steps, metrics, checkpoints, until it is over."""
+"""The loop of every stage of next-token training: steps, metrics, checkpoints, until it is over.
+
+Mid-training is the stage of a run that leads from nothing to a model that plays sessions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.config import CheckpointConfig
+from etude.config import CheckpointConfig, RunConfig
 from etude.controller.next_token import AnyNextTokenTrainer
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
+from etude.model import LanguageModel
 from etude.observe import MetricSink, Observer
+from etude.training import Document, NextTokenTrainer, ShuffledDocuments
 from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
 
 REPORT_EVERY = 10
@@ -78,3 +83,45 @@ class StageRunner:
     def _save(self, trainer: AnyNextTokenTrainer, keeper: CheckpointKeeper) -> None:
         extra = {"stage": self.stage, "step": trainer.num_steps_taken, "elapsed_s": self.stop.elapsed_s}
         trainer.save(self.latest, extra, keeper.write)
+
+
+STAGE = "midtrain"
+MIDTRAINING = "mid-training"
+"""The stage, for people."""
+_CURVE_SHARES = (0.25, 0.5, 0.75)
+
+
+def run_midtraining(
+    model: LanguageModel,
+    documents: Sequence[Document],
+    config: RunConfig,
+    latest: Path,
+    stop: StopSignal,
+    metrics: MetricSink,
+    observer: Observer,
+    save_curve: Callable[[str], None],
+) -> bool:
+    """Trains `model` in place; returns whether the stage is complete, and not cut.
+
+    `latest` is the resumable checkpoint: see StageRunner. `save_curve` keeps a named snapshot for the
+    learning curve.
+    """
+    batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed)
+    trainer = NextTokenTrainer(model, batches, config.midtrain)
+    total = config.midtrain.num_steps
+    curve_steps = {round(share * total) for share in _CURVE_SHARES}
+    threads = ThreadChoice(config, model, MIDTRAINING, observer.say)
+    runner = StageRunner(
+        STAGE, MIDTRAINING, config.checkpoint, latest, stop, metrics, observer, _shown, threads
+    )
+    runner.restore(trainer)
+
+    def after_step(step: int) -> None:
+        if step in curve_steps and config.checkpoint.curve_every_steps:
+            save_curve(f"midtrain-{step:05d}")
+
+    return runner.run(trainer, total, after_step)
+
+
+def _shown(values: Figures) -> Figures:
+    return {"loss": values["loss"], "agent_loss": values["agent_loss"]}

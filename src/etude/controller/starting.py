@@ -7,11 +7,10 @@ from etude.config.secrets import read_secret
 from etude.controller.arrangement import check_executor
 from etude.controller.backends import check_run_backend
 from etude.controller.clusters.runner import check_clusters
-from etude.controller.compute import choose_device, choose_place, choose_weight_dtype
+from etude.controller.compute import choose_device, choose_place, choose_weight_dtype, settle_numerics
 from etude.controller.engines import check_engine
 from etude.controller.families import open_family
 from etude.controller.models import check_format, settle_model
-from etude.controller.numerics import settle_numerics
 from etude.controller.planning import check_machine
 from etude.environment.rewards import check_reward
 from etude.inference.vllm import check_vllm

@@ -59,12 +59,13 @@ class FaultJournal:
         self._observer.say(f"{part}: {event}" + (f" ({cause})" if cause else ""))
 
 
-class NodeHealth:
-    """Which machines have failed so often of late that nothing should be started on them."""
+class Supervision:
+    """What all supervisors of a run have in common: how patient they are, where they note faults, and which
+    machines have failed so often of late that nothing should be started on them."""
 
     def __init__(self, settings: ClusterConfig, journal: FaultJournal, clock: Clock = time.monotonic) -> None:
-        self._settings = settings
-        self._journal = journal
+        self.settings = settings
+        self.journal = journal
         self._clock = clock
         self._failures: dict[str, deque[float]] = {}
         self._until: dict[str, float] = {}
@@ -74,12 +75,12 @@ class NodeHealth:
         if not node:
             return
         now = self._clock()
-        failures = self._failures.setdefault(node, deque(maxlen=self._settings.quarantine_after))
+        failures = self._failures.setdefault(node, deque(maxlen=self.settings.quarantine_after))
         failures.append(now)
-        recent = sum(now - at <= self._settings.quarantine_s for at in failures)
-        if recent == self._settings.quarantine_after and node not in self.avoided():
-            self._until[node] = now + self._settings.quarantine_s
-            self._journal.note(f"machine {node[:8]}", "quarantined", f"{recent} failures")
+        recent = sum(now - at <= self.settings.quarantine_s for at in failures)
+        if recent == self.settings.quarantine_after and node not in self.avoided():
+            self._until[node] = now + self.settings.quarantine_s
+            self.journal.note(f"machine {node[:8]}", "quarantined", f"{recent} failures")
 
     def avoided(self) -> frozenset[str]:
         """Machines in quarantine now."""
@@ -118,25 +119,25 @@ class Supervisor:
         name: str,
         spawn: Spawn,
         prepare: Prepare,
-        settings: ClusterConfig,
-        journal: FaultJournal,
-        nodes: NodeHealth,
+        supervision: Supervision,
         on_loss: Callable[[str], None] | None = None,
         on_pulse: Callable[[Any], None] | None = None,
         clock: Clock = time.monotonic,
+        journal: FaultJournal | None = None,
     ) -> None:
         """`on_loss`: told the cause, at once, when the part is no longer ready. `on_pulse`: told what its
-        heartbeats answer."""
+        heartbeats answer. `journal`: where its faults are noted, if not with the others'."""
         self.name = name
         self.handle: Handle[Any] | None = None
         """The part while it is ready, else None."""
         self.failure: PartLostError | None = None
         """Why it is started no more."""
         self._spawn, self._prepare = spawn, prepare
-        self._settings, self._journal, self._nodes = settings, journal, nodes
+        self._settings, self._nodes = supervision.settings, supervision
+        self._journal = journal or supervision.journal
         self._on_loss, self._on_pulse = on_loss, on_pulse
         self._clock = clock
-        self._failures = StartFailures(settings)
+        self._failures = StartFailures(supervision.settings)
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None

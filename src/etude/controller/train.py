@@ -16,20 +16,24 @@ from etude.agent import agent_format, open_renderer
 from etude.config import RunConfig
 from etude.controller.arrangement import (
     Arrangement,
-    PartExecutor,
     Place,
     executor_of,
     is_reproducible,
     open_local,
 )
 from etude.controller.clusters.runner import Players, open_clusters
-from etude.controller.compute import place_model, settle_compute, use_sampling_threads
+from etude.controller.compute import place_model, settle_compute, settle_numerics, use_sampling_threads
 from etude.controller.families import open_family
-from etude.controller.forecast import Forecast, evaluation_sizes, plan_steps, with_validation
+from etude.controller.forecast import (
+    Forecast,
+    continue_plan,
+    evaluation_sizes,
+    plan_steps,
+    store_plan,
+    with_validation,
+)
 from etude.controller.judging import Judging, add_stage_time
-from etude.controller.midtraining import MIDTRAINING, run_midtraining
 from etude.controller.models import settle_model
-from etude.controller.numerics import settle_numerics
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts
 from etude.controller.probing import Probe, can_probe, probe_speeds
@@ -41,7 +45,7 @@ from etude.controller.reinforcement import (
 )
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.run_plan import continue_plan, store_plan
+from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths
@@ -57,7 +61,7 @@ from etude.observe import (
     RunDirectory,
     read_metrics,
 )
-from etude.protocols import Handle
+from etude.protocols import Executor, Handle
 from etude.records import SamplingParams, Task, Trajectory
 from etude.rollout.collect import CollectorState
 from etude.rollout.epochs import EpochSource
@@ -140,7 +144,7 @@ class _Run:
         self.stop, self.metrics, self.report = stop, metrics, report
         self.newest, self.state, self.probe = newest, state, probe
         self.log = TrajectoryLog(run.trajectories)
-        self.executor: PartExecutor | None = None
+        self.executor: Executor | None = None
         """Starts the parts of a run that has them apart."""
         self.throughput = RunThroughput()
         self.family = open_family(config)

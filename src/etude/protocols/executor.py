@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -51,6 +51,10 @@ class Handle(Protocol[HandleT]):
 
 class Executor(Protocol):
     """Starts parts: in this process (`local`) or as Ray actors (`ray`)."""
+
+    async def reserve(self, parts: Sequence[Resources]) -> None:
+        """Reserves room for all of these parts at once. Raises ResourceError where there is none."""
+        ...
 
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any

@@ -1,4 +1,5 @@
-"""What a continuous collector counts from step to step, for its figures alone."""
+"""What a continuous collector counts from step to step, for its figures alone: how many sessions ran, what
+kept more from beginning, and whether what is left out is longer than what is not, which is a bias."""
 
 from __future__ import annotations
 
@@ -6,12 +7,99 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from etude.environment.fork_groups import ForkedEpisode
 from etude.records import Group, Trajectory
 from etude.rollout.buffer import Taken, trained_groups
 from etude.rollout.forks import count_fork, fork_figures
-from etude.rollout.lengths import LengthBias
-from etude.rollout.occupancy import Occupancy
+
+_DECILES = 10
+
+
+class LengthBias:
+    """Sampled tokens of all trajectories of a sitting, and of those that were left out."""
+
+    def __init__(self) -> None:
+        self._all: Counter[int] = Counter()
+        """Length -> trajectories that have come to an end or were left out."""
+        self._left_out: Counter[int] = Counter()
+
+    def add(self, num_tokens: int) -> None:
+        """A trajectory has ended."""
+        self._all[num_tokens] += 1
+
+    def leave_out(self, num_tokens: int, *, ended: bool) -> None:
+        """A trajectory is not trained on. One that has not `ended` is at least so long."""
+        if not ended:
+            self.add(num_tokens)
+        self._left_out[num_tokens] += 1
+
+    @property
+    def share(self) -> float:
+        """Trajectories left out, of all."""
+        total = self._all.total()
+        return self._left_out.total() / total if total else 0.0
+
+    def by_decile(self) -> list[float]:
+        """[10] of the trajectories in each tenth by length, shortest first, the share that was left out.
+
+        Equal lengths are in one tenth: that of the middle one among them.
+        """
+        if not self._all:
+            return [0.0] * _DECILES
+        lengths = sorted(self._all)
+        counts = np.array([self._all[length] for length in lengths])
+        middles = counts.cumsum() - (counts + 1) // 2
+        tenths = np.minimum(middles * _DECILES // counts.sum(), _DECILES - 1)
+        out = np.array([self._left_out[length] for length in lengths])
+        return [_share(out[tenths == tenth], counts[tenths == tenth]) for tenth in range(_DECILES)]
+
+
+def _share(out: Sequence[int] | np.ndarray, of: Sequence[int] | np.ndarray) -> float:
+    total = int(np.sum(of))
+    return float(np.sum(out)) / total if total else 0.0
+
+
+class Occupancy:
+    """Integrates over time what was noted last."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._since_s = self._last_s = clock()
+        self._sessions = 0
+        self._blocked_by = ""
+        self._lacks_oldest = False
+        self._session_s = 0.0
+        self._blocked_s: dict[str, float] = {}
+        self._oldest_s = 0.0
+
+    def note(self, num_sessions: int, blocked_by: str, lacks_oldest: bool) -> None:
+        """From now on so many sessions run, this keeps another group from beginning (`staleness`, `slots`, or
+        `tasks` that are used up), and the trainer waits for nothing but a group that no later step could
+        train, or not."""
+        now_s = self._clock()
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        self._session_s += elapsed_s * self._sessions
+        self._blocked_s[self._blocked_by] = self._blocked_s.get(self._blocked_by, 0.0) + elapsed_s
+        self._oldest_s += elapsed_s * self._lacks_oldest
+        self._sessions, self._blocked_by, self._lacks_oldest = num_sessions, blocked_by, lacks_oldest
+
+    def take(self) -> dict[str, float]:
+        """Figures since the last call: seconds, the mean number of sessions, and shares of the time."""
+        self.note(self._sessions, self._blocked_by, self._lacks_oldest)
+        elapsed_s = self._last_s - self._since_s
+        whole = elapsed_s or 1.0
+        figures = {
+            "rollout_s": elapsed_s,
+            "sessions_mean": self._session_s / whole,
+            "waiting_for_oldest_share": self._oldest_s / whole,
+            "blocked_by_staleness_share": self._blocked_s.get("staleness", 0.0) / whole,
+            "blocked_by_slots_share": self._blocked_s.get("slots", 0.0) / whole,
+        }
+        self._since_s, self._session_s, self._oldest_s, self._blocked_s = self._last_s, 0.0, 0.0, {}
+        return figures
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Named, hashed sets of weights and how they travel from the trainer to the engines."""
 
 from etude.weights.delta import apply_update, encode_update
-from etude.weights.manifest import check_tensors, describe_tensors
+from etude.weights.manifest import check_staged, check_tensors, describe_tensors
 from etude.weights.memory import MemoryWeights
 from etude.weights.opening import check_store, make_subscriber, open_publisher, open_weights
 from etude.weights.publisher import StoreWeights, WeightPublisher
@@ -17,6 +17,7 @@ __all__ = [
     "WeightStore",
     "WriterOptions",
     "apply_update",
+    "check_staged",
     "check_store",
     "check_tensors",
     "describe_tensors",

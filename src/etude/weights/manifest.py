@@ -84,3 +84,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor in C order: its own memory where it is contiguous on the CPU, else a copy."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def check_staged(version: PolicyVersion, staged: WeightManifest | None) -> WeightManifest:
+    """The staged manifest. Raises WeightUpdateError where it is not of `version`."""
+    if staged is None or staged.version != version:
+        raise WeightUpdateError(
+            "version is not staged",
+            field="version",
+            received=f"{version}; staged {staged.version if staged else None}",
+        )
+    return staged

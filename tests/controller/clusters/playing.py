@@ -20,12 +20,10 @@ from etude.config import ClustersConfig
 from etude.controller.clusters.board import Clock
 from etude.controller.clusters.client import ControlClient
 from etude.controller.clusters.control import Control, RunOffer
-from etude.controller.clusters.ending import EndMark
-from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import AnnouncingSink, ClusterRunner
-from etude.controller.clusters.sampling import SamplingCluster
+from etude.controller.clusters.sampling import SamplingCluster, Site, Terms
 from etude.controller.clusters.server import build_app
-from etude.controller.clusters.site import Site, Terms
 from etude.controller.clusters.wire import Makings
 from etude.errors import WeightUpdateError
 from etude.observe.observer import RecordingObserver
@@ -33,6 +31,7 @@ from etude.protocols import EpisodeRunner, KvPolicy
 from etude.records import PolicyVersion, SamplingParams, Trajectory, TrajectoryId, WeightManifest
 from etude.serving.process import ServerThread
 from etude.store.blobs import MemoryBlobs
+from etude.weights.ending import EndMark
 from etude.weights.folders import Folder, open_folder
 from tests.environment.playing import SOLVES, TASK, new_environment, script_of
 

@@ -9,7 +9,6 @@ import pytest
 
 from etude.config import RunConfig
 from etude.controller.clusters.client import ControlClient, ControlLostError
-from etude.controller.clusters.ending import EndMark
 from etude.controller.clusters.joining import sample
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.clusters.sampling import OVER
@@ -17,7 +16,7 @@ from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
-from etude.weights.ending import clear_over, mark_over, read_over
+from etude.weights.ending import EndMark, clear_over, mark_over, read_over
 from etude.weights.folders import DirectoryFolder
 from tests.controller.clusters.playing import TOKEN, Link, NoWeights, SlowRunner, World
 from tests.environment.playing import new_environment, renderer

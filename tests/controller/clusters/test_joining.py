@@ -11,11 +11,11 @@ import pytest
 from etude.agent import open_renderer
 from etude.config import AgentConfig, RunConfig
 from etude.controller.clusters.control import Control
-from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.joining import open_site, take_over
 from etude.controller.clusters.runner import make_offer
+from etude.controller.compute import settle_numerics
 from etude.controller.models import settle_model
-from etude.controller.numerics import settle_numerics
 from etude.errors import InfrastructureError
 from etude.model.loading import load_any_model
 from etude.records import PolicyVersion

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from etude.config import RunConfig, load_config
 from etude.controller.clusters.control import Control, RunOffer
-from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import sampling_command
 from etude.controller.clusters.server import build_app
 from etude.controller.clusters.wire import API, Makings, config_document, order_document, order_of

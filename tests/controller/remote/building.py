@@ -15,7 +15,7 @@ from etude.controller.local import LocalHandle
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.remote.weights import DirectoryWeights
-from etude.controller.supervision import FaultJournal, NodeHealth
+from etude.controller.supervision import FaultJournal, Supervision
 from etude.inference.exchange import Build
 from etude.model import LanguageModel
 from etude.observe.metrics import MemorySink
@@ -62,8 +62,8 @@ class Fleet:
         self.on_spawn: Callable[[LocalHandle[EnginePart]], None] = lambda handle: None
         """Told of each new process."""
         spawns = {f"engine-{number}": self.spawning(f"engine-{number}") for number in range(num_engines)}
-        nodes = NodeHealth(settings, self.journal)
-        self.fleet = EngineFleet(spawns, Build.here(self.config.model), settings, self.journal, nodes)
+        supervision = Supervision(settings, self.journal)
+        self.fleet = EngineFleet(spawns, Build.here(self.config.model), supervision)
 
     def spawning(self, name: str) -> Any:
         """How to start the engine of that name."""

@@ -7,9 +7,8 @@ import pytest
 
 from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
-from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.remote.evaluation_part import EvaluationPart, Judged
-from etude.controller.supervision import FaultJournal, NodeHealth
+from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart, Judged
+from etude.controller.supervision import FaultJournal, Supervision
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import WeightUpdateError
 from etude.inference.exchange import Build
@@ -65,9 +64,7 @@ class Bench:
             [TASK],
             every_steps,
             lambda: WeightManifest(PolicyVersion("run", self.step), (), ""),
-            settings,
-            self.journal,
-            NodeHealth(settings, self.journal),
+            Supervision(settings, self.journal),
             self.metrics,
             self.observer,
         )

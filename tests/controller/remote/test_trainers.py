@@ -9,7 +9,7 @@ import torch
 from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
 from etude.controller.remote.trainers import Reply, SupervisedTrainer
-from etude.controller.supervision import FaultJournal, NodeHealth
+from etude.controller.supervision import FaultJournal, Supervision
 from etude.errors import PartLostError, UserError
 from etude.model import LanguageModel
 from etude.observe.metrics import MemorySink, MetricRow
@@ -86,9 +86,7 @@ class World:
             spawn,
             lambda ref: pytest.fail("nobody asks for routes"),
             directory / "latest",
-            settings,
-            self.journal,
-            NodeHealth(settings, self.journal),
+            Supervision(settings, self.journal),
             self.metrics,
             self.observer,
         )

@@ -42,11 +42,11 @@ def test_a_version_that_a_machine_left_torn_is_written_anew(tmp_path: Path) -> N
 
 
 def test_old_versions_and_what_a_killed_writer_left_are_deleted(tmp_path: Path) -> None:
-    weights = DirectoryWeights(tmp_path, keep=2)
+    weights = DirectoryWeights(tmp_path, keep=3)
     (tmp_path / f"{DRAFTS}killed").mkdir()
-    manifests = [weights.publish(PolicyVersion("run", step), tensors(float(step))) for step in range(4)]
+    manifests = [weights.publish(PolicyVersion("run", step), tensors(float(step))) for step in range(5)]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        Path(manifest.url).name for manifest in manifests[-2:]
+        Path(manifest.url).name for manifest in manifests[-3:]
     )
     with pytest.raises(WeightUpdateError, match=r"cannot be read.*weights_directory"):
         weights.fetch(manifests[0])

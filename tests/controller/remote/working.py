@@ -12,7 +12,7 @@ from etude.config import AgentConfig, ClusterConfig
 from etude.controller.local import LocalHandle
 from etude.controller.remote.episodes import RemoteEpisodes
 from etude.controller.remote.rollout_part import RolloutPart
-from etude.controller.supervision import NodeHealth
+from etude.controller.supervision import Supervision
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.inference.exchange import Build
 from etude.protocols import Handle, Sampler
@@ -60,9 +60,7 @@ class Workers:
             self.made.fleet,
             self.blobs.put,
             functools.partial(failed_trajectory, self.renderer, self.limits),
-            settings,
-            self.made.journal,
-            NodeHealth(settings, self.made.journal),
+            Supervision(settings, self.made.journal),
         )
 
     def spawning(self, name: str) -> Any:

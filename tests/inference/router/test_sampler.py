@@ -1,4 +1,4 @@
-"""Several samplers as one: sessions stay, failures before the first chunk move them, weights reach all."""
+"""Several samplers as one: sessions stay, and failures before the first chunk move them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ import numpy as np
 import pytest
 
 from etude.agent.scripted import ScriptedSampler
-from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
+from etude.errors import PrefixMissError, SamplerError
 from etude.inference.router import NoReplicaError, RoutedSampler
-from etude.protocols import KvPolicy
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, WeightManifest
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 
 V1, V2 = PolicyVersion("run", 1), PolicyVersion("run", 2)
 
 
 class Replica(ScriptedSampler):
-    """A scripted sampler that takes weights, and breaks when told to."""
+    """A scripted sampler of named weights, which breaks when told to."""
 
     def __init__(self, version: PolicyVersion | None = V1) -> None:
         super().__init__(lambda _, context: np.arange(4, dtype=np.int32), chunk_tokens=1)
         self.version = version
         self.break_after: int | None = None
-        self.refuses_weights = False
-        self.breaks_at_activation = False
-        self.staged: PolicyVersion | None = None
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         if self.break_after == 0:
@@ -39,17 +35,6 @@ class Replica(ScriptedSampler):
                 raise SamplerError("the engine failed")
             given += 1
             yield chunk
-
-    async def stage(self, manifest: WeightManifest) -> None:
-        if self.refuses_weights:
-            raise WeightUpdateError("damaged", field="digest")
-        self.staged = manifest.version
-
-    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        assert self.staged == version
-        if self.breaks_at_activation:
-            raise SamplerError("the engine has failed")
-        self.version = version
 
     def current(self) -> PolicyVersion | None:
         return self.version
@@ -184,25 +169,6 @@ def test_an_error_about_the_request_counts_against_nobody() -> None:
     run(body())
 
 
-def test_a_failed_replica_is_tried_again_later() -> None:
-    async def body() -> None:
-        replicas, routed = three()
-        replicas["a"].break_after = 0
-        for number in range(60):
-            routed.open(f"s{number}")
-            await ask(routed, request(f"s{number}", number))
-            routed.close(f"s{number}")
-        tried = len(replicas["a"].requests)
-        replicas["a"].break_after = None
-        for number in range(60, 400):
-            routed.open(f"s{number}")
-            await ask(routed, request(f"s{number}", number))
-            routed.close(f"s{number}")
-        assert len(replicas["a"].requests) > tried
-
-    run(body())
-
-
 def test_when_all_fail_the_last_cause_is_raised() -> None:
     async def body() -> None:
         replicas, routed = three()
@@ -237,82 +203,6 @@ def test_versions_pin_requests() -> None:
     run(body())
 
 
-def test_weights_reach_all_and_one_that_missed_them_serves_nothing() -> None:
-    async def body() -> None:
-        replicas, routed = three()
-        replicas["b"].refuses_weights = True
-        await routed.stage(WeightManifest(V2, (), "memory:x"))
-        await routed.activate(V2)
-        assert routed.current() == V2
-        assert {n: r.ready for n, r in routed.router.replicas.items()} == {"a": True, "b": False, "c": True}
-        for number in range(6):
-            routed.open(f"s{number}")
-            await ask(routed, request(f"s{number}", number))
-        assert replicas["b"].requests == []
-        replicas["b"].refuses_weights = False
-        await routed.stage(WeightManifest(V1, (), "memory:x"))
-        await routed.activate(V1)
-        assert all(replica.ready for replica in routed.router.replicas.values())
-
-    run(body())
-
-
-def test_a_replica_that_fails_at_the_activation_serves_nothing_until_it_has_a_version() -> None:
-    async def body() -> None:
-        replicas, routed = three()
-        replicas["b"].breaks_at_activation = True
-        await routed.stage(WeightManifest(V2, (), "memory:x"))
-        await routed.activate(V2)
-        assert routed.current() == V2
-        for number in range(6):
-            routed.open(f"s{number}")
-            await ask(routed, request(f"s{number}", number))
-        assert replicas["b"].requests == [], "it has the old version"
-        assert replicas["c"].requests
-        replicas["b"].breaks_at_activation = False
-        await routed.stage(WeightManifest(V1, (), "memory:x"))
-        await routed.activate(V1)
-        assert all(replica.ready for replica in routed.router.replicas.values())
-
-    run(body())
-
-
-def test_an_activation_that_all_fail_at_leaves_the_old_version_in_service() -> None:
-    async def body() -> None:
-        replicas, routed = three()
-        for replica in replicas.values():
-            replica.breaks_at_activation = True
-        await routed.stage(WeightManifest(V2, (), "memory:x"))
-        with pytest.raises(WeightUpdateError, match="no replica could serve"):
-            await routed.activate(V2)
-        assert routed.current() == V1
-        routed.open("s")
-        assert (await ask(routed, request("s", 0))).finish == "stop"
-
-    run(body())
-
-
-def test_an_activation_that_is_cancelled_leaves_no_two_versions_in_service() -> None:
-    class Slow(Replica):
-        async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-            await asyncio.Event().wait()
-
-    async def body() -> None:
-        replicas = {"a": Replica(), "b": Slow(), "c": Replica()}
-        routed = RoutedSampler(replicas)
-        await routed.stage(WeightManifest(V2, (), "memory:x"))
-        activating = asyncio.create_task(routed.activate(V2))
-        while replicas["a"].version != V2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        activating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await activating
-        ready = {name for name, replica in routed.router.replicas.items() if replica.ready}
-        assert {replicas[name].version for name in ready} == {routed.current()} == {V2}
-
-    run(body())
-
-
 def test_a_session_that_is_closed_while_it_is_answered_leaves_nothing_behind() -> None:
     async def body() -> None:
         _, routed = three()
@@ -322,22 +212,6 @@ def test_a_session_that_is_closed_while_it_is_answered_leaves_nothing_behind() -
         routed.close("s")
         assert [chunk.finish async for chunk in chunks][-1] is not None
         assert routed._lengths == {}
-
-    run(body())
-
-
-def test_an_update_that_none_can_take_changes_nothing() -> None:
-    async def body() -> None:
-        replicas, routed = three()
-        for replica in replicas.values():
-            replica.refuses_weights = True
-        with pytest.raises(WeightUpdateError, match="no replica"):
-            await routed.stage(WeightManifest(V2, (), "memory:x"))
-        with pytest.raises(WeightUpdateError, match="not staged"):
-            await routed.activate(V2)
-        assert routed.current() == V1
-        routed.open("s")
-        assert (await ask(routed, request("s", 0))).finish == "stop"
 
     run(body())
 
@@ -366,17 +240,39 @@ def test_a_reader_that_stops_early_ends_the_replicas_stream() -> None:
     run(body())
 
 
-def test_a_replica_that_leaves_gives_its_sessions_up() -> None:
+def test_a_replica_that_serves_nothing_gives_its_sessions_up_until_it_serves_again() -> None:
     async def body() -> None:
         replicas, routed = three()
         routed.open("s")
         digest = (await ask(routed, request("s", 0))).prefix_digest
         first = home(replicas, "s")
-        routed.leave(first)
+        routed.serves(first, None)
         with pytest.raises(PrefixMissError):
             await ask(routed, request("s", 1, digest))
         assert (await ask(routed, request("s", 2))).finish == "stop"
         assert home(replicas, "s") != first
-        assert not replicas[first].open_sessions
+        for name in replicas:
+            routed.serves(name, V1 if name == first else None)
+        with pytest.raises(PrefixMissError):
+            await ask(routed, request("s", 3, digest))
+        assert (await ask(routed, request("s", 4))).finish == "stop"
+        assert home(replicas, "s") == first
+
+    run(body())
+
+
+def test_a_failed_replica_is_left_out_until_it_is_said_to_serve() -> None:
+    async def body() -> None:
+        replicas = {"a": Replica()}
+        routed = RoutedSampler(replicas)
+        replicas["a"].break_after = 0
+        routed.open("s")
+        with pytest.raises(SamplerError, match="has failed"):
+            await ask(routed, request("s", 0))
+        replicas["a"].break_after = None
+        with pytest.raises(NoReplicaError):
+            await ask(routed, request("s", 1))
+        routed.serves("a", V1)
+        assert (await ask(routed, request("s", 2))).finish == "stop"
 
     run(body())

@@ -19,13 +19,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from etude.controller.orders import Order
-from etude.errors import ConfigError, InfrastructureError
+from etude.errors import ConfigError, InfrastructureError, PartLostError
+from etude.store.bundles import Bundle
 
 Clock = Callable[[], float]
 _REMEMBERED = 100_000
 """Leases that have ended, to tell a result that comes twice from one that is not known at all."""
 _FORGET_S = 24 * 3600.0
 """After this time, or a lease's if that is longer, a cluster that is not heard of must join again."""
+
+
+Arrived = Callable[[Bundle | PartLostError | str], None]
+"""Told what became of a session: it has come, all is lost, or why it never will."""
 
 
 class UnknownMemberError(InfrastructureError):
@@ -47,8 +52,13 @@ class Episode:
     """One session that somebody waits for."""
 
     order: Order
-    min_step: int
+    min_step: int = 0
     """Of the weights that may sample it."""
+    arrived: Arrived = lambda _: None
+    """Called once it has ended."""
+    tally: Callable[[int], None] = lambda _: None
+    """Called with the tokens sampled so far, when there are others."""
+    told_tokens: int = 0
     num_gives: int = 0
     lease: Lease | None = None
     """The newest."""
@@ -154,6 +164,11 @@ class Board:
     def alive(self) -> list[Member]:
         """Clusters that are there. From any thread."""
         return [member for member in list(self.members.values()) if self.is_alive(member)]
+
+    @property
+    def open(self) -> list[Episode]:
+        """All sessions that have not ended."""
+        return [*self.waiting, *(one.episode for m in self.members.values() for one in m.leases.values())]
 
     @property
     def is_deserted(self) -> bool:

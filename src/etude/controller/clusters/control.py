@@ -18,22 +18,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from etude.config import ClustersConfig
-from etude.controller.clusters.announced import AnnouncedWeights
 from etude.controller.clusters.board import Board, Clock, Episode, Member, Standing, check_name
-from etude.controller.clusters.inbox import Inbox
-from etude.controller.clusters.intake import Intake, Traffic
+from etude.controller.clusters.intake import AnnouncedWeights, Inbox, Intake, Traffic
 from etude.controller.clusters.wire import API, Makings, order_document, version_key
-from etude.controller.orders import Order
 from etude.errors import ConfigError, PartLostError, StoreError
 from etude.records import PolicyVersion, Status, WeightManifest
-from etude.store.bundles import Bundle
 from etude.weights.documents import manifest_document
 
 Answer = dict[str, Any]
 Gone = Callable[[], Coroutine[Any, Any, bool]]
 """Whether nobody waits for an answer any more."""
-Arrived = Callable[[Bundle | PartLostError | str], None]
-"""Told what became of a session: it has come, all is lost, or why it never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +42,6 @@ class RunOffer:
     vocab_size: int
     """See SampledModel."""
     makings: Makings
-
-
-@dataclass(slots=True, eq=False)
-class Wanted:
-    """A session that the run waits for. Made in the run's loop, then the control's."""
-
-    order: Order
-    arrived: Arrived
-    tally: Callable[[int], None]
-    episode: Episode | None = None
-    told_tokens: int = 0
-    withdrawn: bool = False
 
 
 class Control:
@@ -84,8 +66,6 @@ class Control:
         self._offer = offer
         self._tell_people = tell
         self._clock = clock
-        self._wanted: dict[int, Wanted] = {}
-        """By the id of their episode's object."""
         self._news = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -104,13 +84,13 @@ class Control:
         """These weights are in service from now on. From any thread."""
         self._post(self._announce, manifest)
 
-    def order(self, wanted: Wanted) -> None:
-        """Has a session played. From any thread."""
-        self._post(self._order, wanted)
+    def order(self, episode: Episode) -> None:
+        """Has a session played; its `arrived` is called in the control's loop. From any thread."""
+        self._post(self._order, episode)
 
-    def withdraw(self, wanted: Wanted) -> None:
-        """The session is wanted no more. From any thread; idempotent."""
-        self._post(self._withdraw, wanted)
+    def withdraw(self, episode: Episode) -> None:
+        """A session that was ordered is wanted no more. From any thread; idempotent."""
+        self._post(self.board.withdraw, episode)
 
     def finish(self) -> None:
         """The run has ended: clusters are told so when they ask. From any thread."""
@@ -137,21 +117,14 @@ class Control:
         self._weights.announce(manifest)
         self._tell()
 
-    def _order(self, wanted: Wanted) -> None:
-        if wanted.withdrawn:
-            return
+    def _order(self, episode: Episode) -> None:
         if self._failure is not None:
-            wanted.arrived(self._failure)
+            episode.ended = True
+            episode.arrived(self._failure)
             return
-        wanted.episode = Episode(wanted.order, max(0, self._weights.step - self.settings.max_version_lag))
-        self._wanted[id(wanted.episode)] = wanted
-        self.board.add(wanted.episode)
+        episode.min_step = max(0, self._weights.step - self.settings.max_version_lag)
+        self.board.add(episode)
         self._tell()
-
-    def _withdraw(self, wanted: Wanted) -> None:
-        wanted.withdrawn = True
-        if wanted.episode is not None and self._wanted.pop(id(wanted.episode), None) is not None:
-            self.board.withdraw(wanted.episode)
 
     def _finish(self) -> None:
         self._finished = True
@@ -176,8 +149,8 @@ class Control:
                 self._tell()
         except Exception as error:
             self._failure = PartLostError(f"the control API failed: {error!r}", field="clusters")
-            for wanted in list(self._wanted.values()):
-                wanted.arrived(self._failure)
+            for episode in self.board.open:
+                episode.arrived(self._failure)
             raise
 
     def _look_for_clusters(self) -> None:
@@ -188,8 +161,8 @@ class Control:
             self._deserted_since = self._clock()
         elif self._clock() - self._deserted_since > self.settings.patience_s:
             error = self._desertion()
-            for wanted in list(self._wanted.values()):
-                wanted.arrived(error)
+            for episode in self.board.open:
+                episode.arrived(error)
 
     def _desertion(self) -> PartLostError:
         patience, stuck = f"{self.settings.patience_s:g} s", self.board.alive
@@ -210,9 +183,7 @@ class Control:
     def _report(self, exhausted: list[Episode]) -> None:
         """Tells the run of sessions that were given away too often."""
         for episode in exhausted:
-            wanted = self._wanted.pop(id(episode), None)
-            if wanted is not None:
-                wanted.arrived(f"given to clusters {episode.num_gives} times: {episode.cause}")
+            episode.arrived(f"given to clusters {episode.num_gives} times: {episode.cause}")
 
     # ---- what clusters ask ----------------------------------------------------------------------
 
@@ -261,10 +232,9 @@ class Control:
         gone, exhausted = self.board.hear(member, running)
         self._report(exhausted)
         for lease in member.leases.values():
-            wanted = self._wanted.get(id(lease.episode))
-            if wanted is not None and wanted.told_tokens != lease.num_tokens:
-                wanted.told_tokens = lease.num_tokens
-                wanted.tally(lease.num_tokens)
+            if lease.episode.told_tokens != lease.num_tokens:
+                lease.episode.told_tokens = lease.num_tokens
+                lease.episode.tally(lease.num_tokens)
         return {"gone": gone, "finished": self._finished}
 
     async def manifest(self, known: str, gone: Gone) -> Answer | None:
@@ -328,10 +298,8 @@ class Control:
             if episode.withdrawn:
                 await self._intake.drop(trajectory.id)
             return self._unwanted(standing)
-        wanted = self._wanted.pop(id(lease.episode), None)
         self.board.keep(lease)
-        if wanted is not None:
-            wanted.arrived(bundle)
+        lease.episode.arrived(bundle)
         return {"standing": "kept"}
 
     async def fetch_session(self, member_id: str, lease_id: str) -> Answer:

@@ -14,13 +14,10 @@ from etude.agent import open_renderer
 from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
-from etude.controller.clusters.ending import EndMark
-from etude.controller.clusters.sampling import OVER, SamplingCluster
-from etude.controller.clusters.site import SamplingCounts, Site, Terms
+from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
 from etude.controller.clusters.wire import API, Makings
-from etude.controller.compute import use_sampling_threads
+from etude.controller.compute import settle_numerics, use_sampling_threads
 from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
-from etude.controller.numerics import settle_numerics
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ConfigError, InfrastructureError, SamplerError
 from etude.inference import EngineService
@@ -29,6 +26,7 @@ from etude.observe import Observer
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.tokenizer import Tokenizer
 from etude.weights import Subscriber, make_subscriber
+from etude.weights.ending import EndMark
 from etude.weights.folders import UnavailableError, open_folder
 from etude.weights.opening import check_reading, open_reading
 

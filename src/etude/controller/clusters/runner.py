@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 
 from etude.config import ClustersConfig, RunConfig
 from etude.config.secrets import read_secret
-from etude.controller.clusters.control import Control, RunOffer, Wanted
-from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.board import Episode
+from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.wire import Makings, config_document
 from etude.controller.engines import SampledModel
 from etude.controller.orders import Order
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.runners import ForkingRunner
-from etude.errors import ConfigError, PartLostError, StoreError, WeightUpdateError
+from etude.errors import ConfigError, PartLostError, StoreError
 from etude.observe import MetricSink, Observer
 from etude.protocols import EpisodeRunner, KvPolicy, Sampler, TokenTally, WeightSink
 from etude.records import (
@@ -44,6 +45,7 @@ from etude.store.bundles import Bundle
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
+from etude.weights import check_staged
 from etude.weights.ending import clear_over, mark_over
 from etude.weights.folders import open_folder
 from etude.weights.patience import PatientFolder
@@ -154,16 +156,16 @@ class ClusterRunner:
             if isinstance(sampler, TokenTally):
                 sampler.tally(num_tokens)
 
-        wanted = Wanted(
+        episode = Episode(
             order,
-            lambda result: _call(loop, settle, result),
-            lambda num_tokens: _call(loop, tally, num_tokens),
+            arrived=lambda result: _call(loop, settle, result),
+            tally=lambda num_tokens: _call(loop, tally, num_tokens),
         )
-        self._control.order(wanted)
+        self._control.order(episode)
         try:
             result = await outcome
         finally:
-            self._control.withdraw(wanted)
+            self._control.withdraw(episode)
         if isinstance(result, PartLostError):
             raise result
         if isinstance(result, Bundle):
@@ -198,9 +200,7 @@ class AnnouncingSink:
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate."""
         await self._inner.activate(version, kv)
-        if self._staged is None or self._staged.version != version:
-            raise WeightUpdateError("version is not staged", field="version", received=str(version))
-        self._control.announce(self._staged)
+        self._control.announce(check_staged(version, self._staged))
         self._on_announced(version)
 
     def current(self) -> PolicyVersion | None:

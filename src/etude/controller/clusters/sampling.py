@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 
 from etude.controller.clusters.board import UnknownMemberError
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
-from etude.controller.clusters.ending import EndMark
 from etude.controller.clusters.intake import session_name
-from etude.controller.clusters.site import SamplingCounts, Site, Terms
-from etude.controller.clusters.supply import Supply, WeightsLostError
-from etude.controller.clusters.wire import API, order_of, version_key
+from etude.controller.clusters.supply import Supply, WeightLink, WeightsLostError
+from etude.controller.clusters.wire import API, Makings, order_of, version_key
 from etude.controller.orders import Order
 from etude.environment.member import MemberSampler
 from etude.errors import (
@@ -35,9 +33,61 @@ from etude.errors import (
 from etude.kit.retry import retry_async
 from etude.kit.tasks import end_tasks
 from etude.observe import Observer
+from etude.protocols import EpisodeRunner, KvPolicy, Sampler, WeightSink
 from etude.records import TrajectoryId
+from etude.store.blobs import MemoryBlobs
 from etude.store.bundles import pack_trajectory
 from etude.weights.documents import manifest_of
+from etude.weights.ending import EndMark
+from etude.weights.folders import Folder
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a cluster plays sessions with."""
+
+    runner: EpisodeRunner
+    sampler: Sampler
+    sink: WeightSink
+    blobs: MemoryBlobs
+    """Where `runner` keeps expert routes."""
+    makings: Makings
+    max_sessions: int
+    kv: KvPolicy
+    check: Callable[[], None]
+    """Raises SamplerError where nothing will be sampled any more."""
+    link: WeightLink
+    """What `sink` fetches weights through."""
+    source: str
+    """Where they come from: a relay, or the store itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the run asks of its clusters."""
+
+    lease_s: float
+    poll_s: float
+    max_bytes: int
+    store: Folder | None
+    """Where finished sessions go; None: to the run itself."""
+
+
+@dataclass(slots=True)
+class SamplingCounts:
+    """What this process has done."""
+
+    played: int = 0
+    kept: int = 0
+    unwanted: int = 0
+    """Sessions that the run had from somebody else, or no longer wanted, when they were done or before."""
+    failed: int = 0
+    sent_bytes: int = 0
+    versions: int = 0
+    """Of weights that were in service here."""
+    unanswered: int = 0
+    """Requests that the run did not answer; each was made again."""
+
 
 T = TypeVar("T")
 

@@ -25,7 +25,6 @@ from etude.controller.arrangement import (
     TRAINER,
     WORKER,
     Arrangement,
-    PartExecutor,
     Place,
     keeps_schedule,
     part_resources,
@@ -39,22 +38,21 @@ from etude.controller.engines import SampledModel
 from etude.controller.parts import Blobs, Parts, open_blobs
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.episodes import RemoteEpisodes
-from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.remote.evaluation_part import EvaluationPart
+from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrainer
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
-from etude.controller.supervision import FaultJournal, NodeHealth, Spawn
+from etude.controller.supervision import FaultJournal, Spawn, Supervision
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.environment.runners import TimedRunner
 from etude.inference.exchange import Build
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.observe.workers import WorkerFiles
-from etude.protocols import Handle, Resources
+from etude.protocols import Executor, Handle, Resources
 from etude.tokens.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
@@ -62,7 +60,7 @@ WEIGHTS = "weights"
 
 @contextlib.asynccontextmanager
 async def open_remote(
-    executor: PartExecutor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place
+    executor: Executor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place
 ) -> AsyncIterator[Arrangement]:
     """Trainer, engines, and rollout workers and an evaluation where they are asked for, which `executor`
     starts. Without workers sessions and sandboxes are in this process.
@@ -74,11 +72,10 @@ async def open_remote(
     needs = part_resources(config)
     await executor.reserve(needs)
     journal = FaultJournal(place.metrics, place.observer, place.faults)
-    nodes = NodeHealth(config.cluster, journal)
+    supervision = Supervision(config.cluster, journal)
     sampled = SampledModel.of(model, config.dtype)
-    here = _Here(
-        executor, config, tokenizer, sampled, place, {one.part: one for one in needs}, journal, nodes
-    )
+    by_name = {one.part: one for one in needs}
+    here = _Here(executor, config, tokenizer, sampled, place, by_name, supervision)
     renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(place.routes)
     fleet = here.engines()
     try:
@@ -99,15 +96,14 @@ async def open_remote(
 class _Here:
     """Makes what stands for the parts in the run's process."""
 
-    executor: PartExecutor
+    executor: Executor
     config: RunConfig
     tokenizer: Tokenizer
     model: SampledModel
     place: Place
     needs: dict[str, Resources]
     """Of each part, by name."""
-    journal: FaultJournal
-    nodes: NodeHealth
+    supervision: Supervision
 
     @property
     def weights(self) -> Path:
@@ -144,7 +140,7 @@ class _Here:
         delay = config.engine.tool_delay_steps if keeps_schedule(config) else None
         arguments = (config, self.tokenizer, self.weights, delay, self.model)
         spawns = {name: self.spawning(name, EnginePart, *arguments) for name in self.named(ENGINE)}
-        return EngineFleet(spawns, self.build, config.cluster, self.journal, self.nodes)
+        return EngineFleet(spawns, self.build, self.supervision)
 
     def elastic(self, fleet: EngineFleet) -> AbstractAsyncContextManager[object]:
         """Borrows replicas for the fleet, if the run is to have some."""
@@ -180,9 +176,7 @@ class _Here:
             fleet,
             blobs.put,
             functools.partial(failed_trajectory, renderer, self.limits),
-            config.cluster,
-            self.journal,
-            self.nodes,
+            self.supervision,
         )
         pool = WorkerPool(
             episodes,
@@ -233,9 +227,7 @@ class _Here:
             place.heldout,
             config.evaluation.every_steps,
             lambda: fleet.serving,
-            config.cluster,
-            self.journal,
-            self.nodes,
+            self.supervision,
             place.metrics,
             place.observer,
         )
@@ -254,9 +246,7 @@ class _Here:
             self.spawning(TRAINER, RemoteTrainingPart, *arguments),
             blobs.get,
             place.paths.latest,
-            config.cluster,
-            self.journal,
-            self.nodes,
+            self.supervision,
             place.metrics,
             place.observer,
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from etude.config import RunConfig
 from etude.controller.compute import use_sampling_threads
 from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
-from etude.controller.remote.usage import Usage
+from etude.controller.remote.engines import Usage
 from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import SamplerError
 from etude.inference import EngineService

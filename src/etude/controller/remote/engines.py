@@ -10,18 +10,52 @@ none of their prefixes and says so (PrefixMissError), whereupon they send themse
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.controller.remote.usage import NO_USAGE, Usage
-from etude.errors import EtudeError, PartLostError, SamplerError, WeightUpdateError
+from etude.errors import EtudeError, PartLostError, SamplerError
+from etude.inference.counters import EngineCounters
 from etude.inference.exchange import Command, Event
+from etude.inference.times import ServiceTimes
 from etude.protocols import Handle, KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an engine process has done since it began."""
+
+    counters: EngineCounters
+    times: ServiceTimes
+
+
+NO_USAGE = Usage(EngineCounters(), ServiceTimes())
+
+
+def sum_usage(all_of: Sequence[Usage]) -> Usage:
+    """What several engine processes have done together; the longest swap is the longest of any."""
+    counters, times = EngineCounters(), ServiceTimes()
+    for one in all_of:
+        _add(counters, one.counters)
+        longest = max(times.longest_swap_s, one.times.longest_swap_s)
+        _add(times, one.times)
+        times.longest_swap_s = longest
+    return Usage(counters, times)
+
+
+def _add(total: Any, more: Any) -> None:
+    """Adds field by field, into nested ones."""
+    for name in type(total).__dataclass_fields__:
+        value = getattr(total, name)
+        if hasattr(value, "__dataclass_fields__"):
+            _add(value, getattr(more, name))
+        else:
+            setattr(total, name, value + getattr(more, name))
+
 
 OnLoss = Callable[[Handle[Any], str], None]
 _Item = SampleChunk | EtudeError | None
@@ -244,14 +278,3 @@ async def bring_to(handle: Handle[Any], manifest: WeightManifest, kv: KvPolicy =
     """Puts a version into service in an engine's process. Raises WeightUpdateError, PartLostError."""
     await handle.call("stage", manifest)
     await handle.call("activate", manifest.version, kv)
-
-
-def check_staged(version: PolicyVersion, staged: WeightManifest | None) -> WeightManifest:
-    """The staged manifest. Raises WeightUpdateError where it is not of `version`."""
-    if staged is None or staged.version != version:
-        raise WeightUpdateError(
-            "version is not staged",
-            field="version",
-            received=f"{version}; staged {staged.version if staged else None}",
-        )
-    return staged

@@ -14,23 +14,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
-from etude.config import ClusterConfig
 from etude.controller.remote.fleet import EngineFleet, check_build
 from etude.controller.remote.rollout_part import (
     DoneEpisode,
-    Greeting,
-    PackedEpisode,
     Progress,
     WorkerOrder,
     routes_of,
 )
-from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, SupervisedParts, Supervisor
+from etude.controller.supervision import Spawn, SupervisedParts, Supervision, Supervisor
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.runners import EnvironmentTimes, add_times, latest_times
 from etude.errors import InfrastructureError, PartLostError, StoreError
@@ -77,21 +75,18 @@ class RemoteEpisodes:
         fleet: EngineFleet,
         keep_routes: RouteKeeper,
         record_failure: RecordFailure,
-        settings: ClusterConfig,
-        journal: FaultJournal,
-        nodes: NodeHealth,
+        supervision: Supervision,
     ) -> None:
         """`spawns`: how to start the process of each worker, by name. `build`: what they must all be.
         `fleet`: the engines that they sample with."""
         self._build, self._fleet = build, fleet
-        self._journal, self._nodes = journal, nodes
+        self._supervision, self._settings = supervision, supervision.settings
         self._keep_routes, self._record_failure = keep_routes, record_failure
-        self._settings = settings
         self._tickets = itertools.count()
         self._past = EnvironmentTimes()
         """Of processes that are gone, and what was learned of sessions without one."""
         self._tidying = Tasks()
-        self._supervised = SupervisedParts(settings.patience_s)
+        self._supervised = SupervisedParts(self._settings.patience_s)
         self._workers: dict[str, _Worker] = {}
         for name, spawn in spawns.items():
             self._add(name, spawn)
@@ -209,7 +204,7 @@ class RemoteEpisodes:
         assert handle is not None, "it was up just now"
         worker.tallies[ticket] = tally
         try:
-            packed: PackedEpisode | None = await handle.call("run", ticket, order)
+            packed: bytes | None = await handle.call("run", ticket, order)
         except PartLostError as error:
             worker.supervisor.lose(handle, str(error))
             raise
@@ -225,7 +220,7 @@ class RemoteEpisodes:
             return None
         if packed is None:  # somebody in its process ended the session: the process is ending
             raise PartLostError("ended the session", field=worker.supervisor.name)
-        done = packed.open()
+        done: DoneEpisode = pickle.loads(packed)
         worker.times = latest_times(worker.times, done.times)
         if tally is not None:
             tally.tally(done.num_tokens)
@@ -275,11 +270,11 @@ class RemoteEpisodes:
 
     def _add(self, name: str, spawn: Spawn) -> _Worker:
         async def prepare(handle: Handle[Any]) -> None:
-            greeting: Greeting = await handle.call("begin")
-            check_build(greeting.build, self._build, name)
+            build, client = await handle.call("begin")
+            check_build(build, self._build, name)
             worker.engines_changed.clear()
             await handle.call("follow", self._fleet.table())
-            worker.client, worker.times = greeting.client, EnvironmentTimes()
+            worker.client, worker.times = client, EnvironmentTimes()
             worker.telling = asyncio.create_task(self._tell_of_engines(worker, handle))
 
         def leave(cause: str) -> None:
@@ -293,7 +288,7 @@ class RemoteEpisodes:
                     tally.tally(num_tokens)
 
         assert name not in self._workers, "names tell workers apart"
-        supervisor = Supervisor(name, spawn, prepare, self._settings, self._journal, self._nodes, leave, hear)
+        supervisor = Supervisor(name, spawn, prepare, self._supervision, leave, hear)
         worker = self._workers[name] = _Worker(supervisor)
         self._supervised.add(supervisor)
         return worker

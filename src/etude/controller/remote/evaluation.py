@@ -9,16 +9,79 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from etude.config import ClusterConfig
-from etude.controller.remote.evaluation_part import Judged
+from etude.agent import open_renderer
+from etude.config import RunConfig
+from etude.controller.backends import open_run_backend
+from etude.controller.engines import SampledModel
+from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.fleet import check_build
-from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
+from etude.controller.supervision import Spawn, Supervision, Supervisor
+from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import PartLostError
+from etude.evaluation import evaluate_policy
 from etude.inference.exchange import Build
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
-from etude.records import Task, WeightManifest
+from etude.records import PolicyVersion, Task, WeightManifest
+from etude.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A version's figures."""
+
+    version: PolicyVersion
+    figures: dict[str, float]
+    """Pass rates: `greedy`, and `pass_rate` at temperature 1."""
+    sampled_by: tuple[str, ...]
+    """The versions of all tokens at temperature 1."""
+
+
+class EvaluationPart(EnginePart):
+    """Judges versions, one after the other, on its engine's reproducible schedule, and serves nothing else:
+    the figures are those of these weights alone, however far training has come meanwhile."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        weights: Path,
+        limits: EpisodeLimits,
+        owner: str,
+        model: SampledModel | None = None,
+    ) -> None:
+        """`weights`, `model`: see EnginePart; `owner`: see RolloutPart. Raises ResourceError where no
+        sandboxes can be made here."""
+        super().__init__(config, tokenizer, weights, config.engine.tool_delay_steps, model)
+        self._backend = open_run_backend(config.sandbox, owner)
+        renderer = open_renderer(tokenizer, config.agent)
+        self._environment = Environment(self._backend, renderer, limits, config.rl.reward, keep_routes=None)
+
+    async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judged:
+        """The version's figures on the tasks. Raises WeightUpdateError for weights that are not there any
+        more, InfrastructureError if most sessions failed."""
+        await self.stage(manifest)
+        await self.activate(manifest.version, "recompute")
+        config = self._config
+        name = f"{config.name}-step{manifest.version.step}"
+        evaluation = await evaluate_policy(
+            self._environment, self._service, tasks, name, config.seed, config.engine.num_slots
+        )
+        figures = {
+            "pass_rate": evaluation.sampled["pass_rate"],
+            "greedy": evaluation.greedy["pass_rate"],
+        }
+        spans = (span for t in evaluation.trajectories for s in t.segments for span in s.version_spans)
+        return Judged(manifest.version, figures, tuple(sorted({str(span.version) for span in spans})))
+
+    async def close(self) -> None:
+        """Ends the engine's loop and the sandboxes."""
+        await super().close()
+        await self._backend.close()
+
 
 KIND = "evaluation"
 SPLIT = "during"
@@ -39,9 +102,7 @@ class EvaluationBeside:
         tasks: Sequence[Task],
         every_steps: int,
         serving: Callable[[], WeightManifest | None],
-        settings: ClusterConfig,
-        journal: FaultJournal,
-        nodes: NodeHealth,
+        supervision: Supervision,
         metrics: MetricSink,
         observer: Observer,
     ) -> None:
@@ -49,9 +110,9 @@ class EvaluationBeside:
         training."""
         self._build, self._tasks = build, tasks
         self._every_steps, self._serving = every_steps, serving
-        self._journal, self._metrics, self._observer = journal, metrics, observer
-        self._patience_s, self._give_up_after = settings.patience_s, settings.give_up_after
-        self._supervisor = Supervisor(KIND, spawn, self._prepare, settings, journal, nodes)
+        self._settings, self._journal = supervision.settings, supervision.journal
+        self._metrics, self._observer = metrics, observer
+        self._supervisor = Supervisor(KIND, spawn, self._prepare, supervision)
         self._judging: asyncio.Task[None] | None = None
         self._due_step = every_steps
         """The first step whose weights are judged next."""
@@ -100,13 +161,13 @@ class EvaluationBeside:
         """What becomes of a version. Raises PartLostError where no process lives long enough."""
         num_lost = 0
         while True:
-            handle = await self._supervisor.ready(self._patience_s)
+            handle = await self._supervisor.ready(self._settings.patience_s)
             try:
                 return await handle.call("judge", manifest, self._tasks)
             except PartLostError as error:
                 self._supervisor.lose(handle, str(error))
                 num_lost += 1
-                if num_lost >= self._give_up_after:
+                if num_lost >= self._settings.give_up_after:
                     raise
 
     def _write_down(self, judged: Judged, wall_s: float) -> None:

@@ -10,17 +10,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from etude.config import ClusterConfig
-from etude.controller.remote.engines import RemoteEngine, bring_to, check_staged
-from etude.controller.remote.following import EngineEntry, EngineTable
-from etude.controller.remote.patient import PatientSampler
-from etude.controller.remote.usage import NO_USAGE, Usage, sum_usage
-from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, SupervisedParts, Supervisor
+from etude.controller.remote.engines import NO_USAGE, RemoteEngine, Usage, bring_to, sum_usage
+from etude.controller.remote.patient import EngineEntry, EngineTable, PatientSampler
+from etude.controller.supervision import FaultJournal, Spawn, SupervisedParts, Supervision, Supervisor
 from etude.errors import ConfigError, InfrastructureError, PartLostError, StoreError, WeightUpdateError
 from etude.inference import EngineCounters, ServiceTimes
 from etude.inference.exchange import Build
 from etude.protocols import Handle, KvPolicy
 from etude.records import PolicyVersion, WeightManifest
+from etude.weights import check_staged
 
 
 class EngineFleet(PatientSampler):
@@ -30,14 +28,12 @@ class EngineFleet(PatientSampler):
         self,
         spawns: Mapping[str, Spawn],
         build: Build,
-        settings: ClusterConfig,
-        journal: FaultJournal,
-        nodes: NodeHealth,
+        supervision: Supervision,
     ) -> None:
         """`spawns`: how to start the process of each engine, by name. `build`: what they must all be."""
-        super().__init__(settings.patience_s)
+        super().__init__(supervision.settings.patience_s)
         self._build = build
-        self._settings, self._journal, self._nodes = settings, journal, nodes
+        self._supervision, self._settings = supervision, supervision.settings
         self._serving: WeightManifest | None = None
         self._staged: WeightManifest | None = None
         self._staged_by: set[Handle[Any]] = set()
@@ -45,7 +41,7 @@ class EngineFleet(PatientSampler):
         """What lost processes had done when they last said so."""
         self._num_changes = 0
         self._watchers: list[Callable[[], None]] = []
-        self._supervised = SupervisedParts(settings.patience_s)
+        self._supervised = SupervisedParts(self._settings.patience_s)
         for name, spawn in spawns.items():
             self._supervised.add(self._supervisor(name, spawn))
 
@@ -221,11 +217,10 @@ class EngineFleet(PatientSampler):
             name,
             spawn,
             self._preparing(engine),
-            self._settings,
-            journal or self._journal,
-            self._nodes,
+            self._supervision,
             on_loss=self._leaving(engine),
             on_pulse=self._hearing(engine),
+            journal=journal,
         )
 
     def _preparing(self, engine: RemoteEngine) -> Callable[[Handle[Any]], Any]:

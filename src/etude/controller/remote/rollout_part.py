@@ -1,7 +1,7 @@
 """Sessions in a process of their own: agents, their sandboxes and their grading, beside the run's process.
 
     RemoteEpisodes ──run(ticket, order)──────────> RolloutPart ── Environment ── sandboxes
-                   <──PackedEpisode────────────────    │
+                   <──DoneEpisode──────────────────    │
                    ──follow(table), cancel(ticket)──>  └── FollowingSampler <──> engine processes
 
 One call a session, however many turns it has: what its turns cost is paid here.
@@ -22,7 +22,7 @@ from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.orders import Order
-from etude.controller.remote.following import EngineTable, FollowingSampler
+from etude.controller.remote.patient import EngineTable, FollowingSampler
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.member import MemberSampler
@@ -58,27 +58,6 @@ class DoneEpisode:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedEpisode:
-    """A DoneEpisode as bytes. Arrays by themselves would stay in Ray's object store for as long as anybody
-    holds the trajectory, and fill it."""
-
-    data: bytes
-
-    def open(self) -> DoneEpisode:
-        """What was packed."""
-        return pickle.loads(self.data)
-
-
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """How a worker's process introduces itself."""
-
-    build: Build
-    client: str
-    """Its name with the engines, unlike any other process's."""
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     """How far a worker has come."""
 
@@ -95,10 +74,10 @@ class RolloutPart:
     ) -> None:
         """`config`: settled. `owner`: names the maker of its sandboxes, as in open_run_backend. Raises
         ResourceError where none can be made here."""
-        self._greeting = Greeting(Build.here(config.model), f"{name}-{uuid.uuid4().hex[:12]}")
+        self._build, self._client = Build.here(config.model), f"{name}-{uuid.uuid4().hex[:12]}"
         self._backend = open_run_backend(config.sandbox, owner)
         self._blobs = MemoryBlobs()
-        self._sampler = FollowingSampler(self._greeting.client, config.cluster.patience_s)
+        self._sampler = FollowingSampler(self._client, config.cluster.patience_s)
         self._environment = Environment(
             self._backend,
             open_renderer(tokenizer, config.agent),
@@ -111,9 +90,9 @@ class RolloutPart:
         self._cancelled: set[int] = set()
         """Tickets that were cancelled before they were heard of."""
 
-    async def begin(self) -> Greeting:
-        """Who this is."""
-        return self._greeting
+    async def begin(self) -> tuple[Build, str]:
+        """What this process is, and its name with the engines, unlike any other process's."""
+        return self._build, self._client
 
     async def follow(self, table: EngineTable) -> None:
         """Samples with these engines from now on."""
@@ -124,8 +103,9 @@ class RolloutPart:
         self._sampler.reconnect()
         return Progress({ticket: view.num_tokens for ticket, view in self._views.items()}, self._times())
 
-    async def run(self, ticket: int, order: WorkerOrder) -> PackedEpisode | None:
-        """The episode; None if it was cancelled."""
+    async def run(self, ticket: int, order: WorkerOrder) -> bytes | None:
+        """The DoneEpisode, pickled: arrays by themselves would stay in Ray's object store for as long as
+        anybody holds the trajectory, and fill it. None if it was cancelled."""
         if ticket in self._cancelled:
             self._cancelled.discard(ticket)
             return None
@@ -161,15 +141,14 @@ class RolloutPart:
         trajectory = await self._environment.run(*asked, order.training, order.first_attempt)
         return ForkedEpisode(trajectory)
 
-    def _pack(self, episode: ForkedEpisode, num_tokens: int) -> PackedEpisode:
+    def _pack(self, episode: ForkedEpisode, num_tokens: int) -> bytes:
         routes: dict[str, NDArray[Any]] = {}
         for ref in routes_of((episode.trajectory, *episode.siblings)):
             routes[ref.url] = self._blobs.get(ref)
         done = DoneEpisode(episode, routes, num_tokens, self._times())
-        packed = PackedEpisode(pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL))
         for ref in routes_of((episode.trajectory, *episode.siblings)):
             self._blobs.discard(ref)
-        return packed
+        return pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL)
 
     def _times(self) -> EnvironmentTimes:
         return replace(self._environment.times, num_moved=self._sampler.num_moved)

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from etude.config import ClusterConfig, RunConfig
-from etude.controller.compute import keep_freed_memory, place_model, set_threads
+from etude.config import RunConfig
+from etude.controller.compute import keep_freed_memory, place_model, set_threads, use_numerics
 from etude.controller.engines import make_snapshots
-from etude.controller.numerics import use_numerics
 from etude.controller.ranks import Routes, routes_of
 from etude.controller.remote.weights import DirectoryWeights
-from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
+from etude.controller.supervision import Spawn, Supervision, Supervisor
 from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.errors import CheckpointError, PartLostError
 from etude.model.loading import load_any_model
@@ -124,18 +123,16 @@ class SupervisedTrainer:
         spawn: Spawn,
         fetch_routes: RouteFetcher,
         latest: Path,
-        settings: ClusterConfig,
-        journal: FaultJournal,
-        nodes: NodeHealth,
+        supervision: Supervision,
         metrics: MetricSink,
         observer: Observer,
     ) -> None:
         """`latest`: the newest resumable checkpoint."""
         self._fetch_routes = fetch_routes
         self._latest = latest
-        self._settings = settings
-        self._metrics, self._observer, self._journal = metrics, observer, journal
-        self._supervisor = Supervisor("trainer", spawn, self._prepare, settings, journal, nodes)
+        self._settings, self._journal = supervision.settings, supervision.journal
+        self._metrics, self._observer = metrics, observer
+        self._supervisor = Supervisor("trainer", spawn, self._prepare, supervision)
         self._calling = asyncio.Lock()
         self._version: PolicyVersion | None = None
         """As of the last answer."""

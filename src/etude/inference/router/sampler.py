@@ -10,7 +10,6 @@ still hangs on the order in which requests come and end: with engines on a deter
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,26 +18,31 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import InfrastructureError, PrefixMissError, SamplerError, WeightUpdateError
-from etude.inference.router.members import HealthConfig, Members
+from etude.errors import PrefixMissError, SamplerError
+from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
 from etude.inference.versions import serves
-from etude.protocols import BranchingSampler, KvPolicy, Sampler, WeightSink
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
+from etude.protocols import BranchingSampler, Sampler
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
 
-class SamplerReplica(Sampler, WeightSink, Protocol):
-    """What can be routed to: an engine's service, or anything else that samples and takes weights."""
+class SamplerReplica(Sampler, Protocol):
+    """What can be routed to: an engine's service, or anything else that samples with named weights."""
+
+    def current(self) -> PolicyVersion | None:
+        """See WeightSink.current."""
+        ...
 
 
 class RoutedSampler:
-    """A Sampler and a WeightSink over replicas that are both. Use within one event loop.
+    """A Sampler over replicas, each of which serves what `serves` was told of it last. Use within one event
+    loop.
 
-    A replica that fails before its first chunk is left out and the request goes elsewhere; one that fails
-    later raises SamplerError to the caller. An error that names a field is about the request: it is raised
-    as it is and counts against nobody. A session that moves gets PrefixMissError from its new replica, as
-    the protocol says, and is sent whole.
+    A replica that fails before its first chunk is left out, until `serves` is told of it again, and the
+    request goes elsewhere; one that fails later raises SamplerError to the caller. An error that names a
+    field is about the request: it is raised as it is and counts against nobody. A session that moves gets
+    PrefixMissError from its new replica, as the protocol says, and is sent whole.
     """
 
     def __init__(
@@ -46,10 +50,9 @@ class RoutedSampler:
         replicas: Mapping[str, SamplerReplica],
         pool: str = "rollout",
         config: RoutingConfig | None = None,
-        health: HealthConfig | None = None,
     ) -> None:
         self.router = Router(replace(config or RoutingConfig(), learn_rates=False))
-        self.members = Members(self.router, health or HealthConfig(backoff_s=16.0, most_backoff_s=1024.0))
+        self.members = Members(self.router)
         self._replicas: dict[str, SamplerReplica] = {}
         self._pool = pool
         self._clock = 0
@@ -59,8 +62,6 @@ class RoutedSampler:
         """Session -> its tokens after its last answer."""
         self._asked: dict[str, str] = {}
         """Request -> the replica that has it."""
-        self._staged: dict[PolicyVersion, set[str]] = {}
-        self._current: PolicyVersion | None = None
         for name, replica in replicas.items():
             self.join(name, replica)
 
@@ -69,11 +70,10 @@ class RoutedSampler:
         self._replicas[name] = replica
         current = replica.current()
         self.members.join(name, self._pool, str(current) if current is not None else None)
-        self._current = current or self._current
 
-    def leave(self, name: str) -> None:
-        """Takes a replica out: what it has in flight ends there, its sessions go elsewhere."""
-        self.members.leave(name)
+    def serves(self, name: str, version: PolicyVersion | None) -> None:
+        """From now on a replica serves this version; None: nothing, so that its sessions go elsewhere."""
+        self.members.answered(name, self._clock, None if version is None else str(version))
 
     # ---- Sampler --------------------------------------------------------------------------------
 
@@ -102,7 +102,6 @@ class RoutedSampler:
         """See Sampler.stream."""
         failed: dict[str, SamplerError] = {}
         while True:
-            self._look()
             try:
                 name = self.router.begin(self._ask(request), self._now(), failed)
             except NoReplicaError:
@@ -151,80 +150,11 @@ class RoutedSampler:
         if name is not None:
             self._replicas[name].abort(request_id)
 
-    # ---- WeightSink -----------------------------------------------------------------------------
-
-    async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage: on every replica. Raises WeightUpdateError where none could take it."""
-        names = list(self.members.members)
-        results = await asyncio.gather(
-            *(self._replicas[name].stage(manifest) for name in names), return_exceptions=True
-        )
-        causes: dict[str, BaseException] = {}
-        for name, result in zip(names, results, strict=True):
-            if isinstance(result, BaseException):
-                if not isinstance(result, InfrastructureError):
-                    raise result
-                causes[name] = result
-        if len(causes) == len(names):
-            raise WeightUpdateError(
-                "no replica could stage the version",
-                field="version",
-                received=f"{manifest.version}: {next(iter(causes.values()), 'no replicas')}",
-            )
-        self._staged = {manifest.version: {name for name in names if name not in causes}}
-
-    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate. A replica that did not stage the version, or cannot put it into service,
-        serves nothing until it has one.
-
-        Raises WeightUpdateError for a version that was not staged, and where no replica could serve it.
-        """
-        staged = self._staged.pop(version, None)
-        if staged is None:
-            raise WeightUpdateError("version is not staged", field="version", received=str(version))
-        replicas = {name: self._replicas[name] for name in self.members.members if name in staged}
-        served: set[str] = set()
-        cause: InfrastructureError | None = None
-        try:
-            for name, replica in replicas.items():
-                try:
-                    await replica.activate(version, kv)
-                except InfrastructureError as error:
-                    cause = error
-                else:
-                    served.add(name)
-                    self.members.answered(name, self._clock, str(version))
-        finally:  # even where it was cancelled: no two versions stay in service
-            if served:
-                self._current = version
-                for name in self.members.members.keys() - served:
-                    self.members.answered(name, self._clock, None)
-        if not served:
-            raise WeightUpdateError(
-                "no replica could serve the version", field="version", received=f"{version}: {cause}"
-            )
-
-    def current(self) -> PolicyVersion | None:
-        """See WeightSink.current: the version that was activated last."""
-        return self._current
-
     # ---- the books ------------------------------------------------------------------------------
 
     def _now(self) -> int:
         self._clock += 1
         return self._clock
-
-    def _look(self) -> None:
-        """Tries ejected replicas again, and forgets those that have left."""
-        for name in self.members.sweep():
-            gone = self._replicas.pop(name)
-            for session in [session for session, home in self._open.items() if home == name]:
-                del self._open[session]
-                gone.close(session)
-        for name in self.members.due(self._clock):
-            current = self._replicas[name].current()
-            if current is not None and current == self._current:
-                self.members.answered(name, self._clock, str(current))
 
     def _settle(self, session_id: str, name: str, beside: str | None = None) -> None:
         """Opens a session where its next request goes, and closes it where it was."""

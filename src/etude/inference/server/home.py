@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from etude.errors import WeightUpdateError
 from etude.inference.server.errors import LoanConflictError
 from etude.protocols import KvPolicy, WeightSink
 from etude.records import PolicyVersion, WeightManifest
+from etude.weights import check_staged
 
 _log = logging.getLogger("etude.inference.server")
 T = TypeVar("T")
@@ -71,13 +71,7 @@ class HomeWeights:
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. While the replica is lent: what it will come home to."""
-        staged = self._next
-        if staged is None or staged.version != version:
-            raise WeightUpdateError(
-                "version is not staged",
-                field="version",
-                received=f"{version}; staged {staged.version if staged else None}",
-            )
+        staged = check_staged(version, self._next)
         tensors: Mapping[str, Tensor] | None = None
         while True:
             if self.is_away and tensors is None:

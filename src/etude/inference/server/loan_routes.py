@@ -36,6 +36,7 @@ _BINARY = "application/octet-stream"
 _FAILED = 422
 """With an error of the engine's in the body, which the client raises as it is."""
 FAILED = answering("application/json", status=_FAILED)
+_Work = Callable[[Request, LoanDesk, Loan], Awaitable[Response]]
 
 
 # ---- the owner's --------------------------------------------------------------------------------
@@ -44,42 +45,33 @@ FAILED = answering("application/json", status=_FAILED)
 @router.post("/admin/loan", tags=["admin"], status_code=201, openapi_extra=described(body="application/json"))
 async def lend(request: Request) -> Response:
     """Lends the replica."""
-
-    async def work(desk: LoanDesk) -> Response:
-        body = await body_of(request)
-        lease_s = body.get("lease_s", 15.0)
-        if not isinstance(lease_s, int | float) or not (0.1 <= lease_s <= 3600 and math.isfinite(lease_s)):
-            raise wrong("lease_s", lease_s, "seconds from 0.1 to 3600")
-        loan = await desk.lend(text(body.get("borrower"), "borrower"), float(lease_s))
-        return JSONResponse({"id": loan.id, "token": loan.token, **_standing(desk)}, 201)
-
-    return await _owned(request, work)
+    desk = _owned(request)
+    body = await body_of(request)
+    lease_s = body.get("lease_s", 15.0)
+    if not isinstance(lease_s, int | float) or not (0.1 <= lease_s <= 3600 and math.isfinite(lease_s)):
+        raise wrong("lease_s", lease_s, "seconds from 0.1 to 3600")
+    loan = await desk.lend(text(body.get("borrower"), "borrower"), float(lease_s))
+    return JSONResponse({"id": loan.id, "token": loan.token, **_standing(desk)}, 201)
 
 
 @router.get("/admin/loan", tags=["admin"])
 async def standing(request: Request) -> Response:
     """Where the replica stands."""
-
-    async def work(desk: LoanDesk) -> Response:
-        return JSONResponse(_standing(desk))
-
-    return await _owned(request, work)
+    return JSONResponse(_standing(_owned(request)))
 
 
 @router.delete("/admin/loan", tags=["admin"])
 async def recall(request: Request) -> Response:
     """Recalls the replica."""
-
-    async def work(desk: LoanDesk) -> Response:
-        await desk.recall("its owner recalls it")
-        return JSONResponse(_standing(desk))
-
-    return await _owned(request, work)
+    desk = _owned(request)
+    await desk.recall("its owner recalls it")
+    return JSONResponse(_standing(desk))
 
 
-async def _owned(request: Request, work: Callable[[LoanDesk], Awaitable[Response]]) -> Response:
+def _owned(request: Request) -> LoanDesk:
+    """The desk, for an administrator."""
     check_admin(request)
-    return await work(_desk_of(request))
+    return _desk_of(request)
 
 
 def _standing(desk: LoanDesk) -> dict[str, Any]:
@@ -96,129 +88,94 @@ def _standing(desk: LoanDesk) -> dict[str, Any]:
 # ---- the run's ----------------------------------------------------------------------------------
 
 
-@router.post("/loan/begin", tags=["loan"], responses=FAILED, openapi_extra=described(body="application/json"))
-async def begin(request: Request) -> Response:
+def _lent(**options: Any) -> Callable[[_Work], _Work]:
+    """A route of the loan that the request's token opens, named as the function. An error of the engine's
+    goes into the answer. `options`: of the route."""
+
+    def register(work: _Work) -> _Work:
+        async def route(request: Request) -> Response:
+            desk = _desk_of(request)
+            loan = desk.find(bearer_of(request.headers))
+            try:
+                return await work(request, desk, loan)
+            except LoanOverError:
+                raise
+            except EtudeError as error:
+                metrics = state_of(request).metrics
+                metrics.count("etude_serve_requests", endpoint="loan", status=str(_FAILED))
+                return JSONResponse({"error": wire.error_row(error)}, _FAILED)
+
+        route.__name__, route.__doc__ = work.__name__, work.__doc__
+        router.post(f"/loan/{work.__name__}", tags=["loan"], responses=FAILED, **options)(route)
+        return work
+
+    return register
+
+
+@_lent(openapi_extra=described(body="application/json"))
+async def begin(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """The run begins."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        store = text((await body_of(request)).get("store"), "store")
-        return JSONResponse(await desk.begin(loan, store))
-
-    return await _lent(request, work)
+    store = text((await body_of(request)).get("store"), "store")
+    return JSONResponse(await desk.begin(loan, store))
 
 
-@router.post("/loan/stage", tags=["loan"], responses=FAILED, openapi_extra=described(body="application/json"))
-async def stage(request: Request) -> Response:
+@_lent(openapi_extra=described(body="application/json"))
+async def stage(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """Takes a version of the run beside the one in service."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        await desk.stage_rollout(loan, read_manifest((await body_of(request)).get("manifest")))
-        return JSONResponse({})
-
-    return await _lent(request, work)
+    await desk.stage_rollout(loan, read_manifest((await body_of(request)).get("manifest")))
+    return JSONResponse({})
 
 
-@router.post(
-    "/loan/activate", tags=["loan"], responses=FAILED, openapi_extra=described(body="application/json")
-)
-async def activate(request: Request) -> Response:
+@_lent(openapi_extra=described(body="application/json"))
+async def activate(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """Puts a version of the run into service, when the last user has gone."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        body = await body_of(request)
-        version = read_version(body.get("version"))
-        await desk.activate_rollout(loan, version, kv_policy(body.get("kv", "recompute")))
-        return JSONResponse(await _usage(request))
-
-    return await _lent(request, work)
+    body = await body_of(request)
+    version = read_version(body.get("version"))
+    await desk.activate_rollout(loan, version, kv_policy(body.get("kv", "recompute")))
+    return JSONResponse(await _usage(request))
 
 
-@router.post(
-    "/loan/exchange", tags=["loan"], status_code=204, responses=FAILED, openapi_extra=described(body=BYTES)
-)
-async def exchange(request: Request) -> Response:
+@_lent(status_code=204, openapi_extra=described(body=BYTES))
+async def exchange(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """What sessions want of the engine."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        desk.exchange(loan, _client_of(request), wire.unpack_commands(await data_of(request)))
-        return Response(status_code=204)
-
-    return await _lent(request, work)
+    desk.exchange(loan, _client_of(request), wire.unpack_commands(await data_of(request)))
+    return Response(status_code=204)
 
 
-@router.post(
-    "/loan/poll", tags=["loan"], response_class=Binary, responses=FAILED, openapi_extra=described(body=BYTES)
-)
-async def poll(request: Request) -> Response:
+@_lent(response_class=Binary, openapi_extra=described(body=BYTES))
+async def poll(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """What the engine has to tell."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        events = await desk.poll(loan, _client_of(request))
-        return Response(wire.pack_events(events), media_type=_BINARY)
-
-    return await _lent(request, work)
+    events = await desk.poll(loan, _client_of(request))
+    return Response(wire.pack_events(events), media_type=_BINARY)
 
 
-@router.post(
-    "/loan/forget", tags=["loan"], status_code=204, responses=FAILED, openapi_extra=described(body=BYTES)
-)
-async def forget(request: Request) -> Response:
+@_lent(status_code=204, openapi_extra=described(body=BYTES))
+async def forget(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """A client is gone."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        await desk.forget(loan, _client_of(request))
-        return Response(status_code=204)
-
-    return await _lent(request, work)
+    await desk.forget(loan, _client_of(request))
+    return Response(status_code=204)
 
 
-@router.post(
-    "/loan/score", tags=["loan"], response_class=Binary, responses=FAILED, openapi_extra=described(body=BYTES)
-)
-async def score(request: Request) -> Response:
+@_lent(response_class=Binary, openapi_extra=described(body=BYTES))
+async def score(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """Log-probabilities of given tokens."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        tokens, version = wire.unpack_question(await data_of(request))
-        return Response(wire.pack_scores(await desk.score(loan, tokens, version)), media_type=_BINARY)
-
-    return await _lent(request, work)
+    tokens, version = wire.unpack_question(await data_of(request))
+    return Response(wire.pack_scores(await desk.score(loan, tokens, version)), media_type=_BINARY)
 
 
-@router.post("/loan/pulse", tags=["loan"], responses=FAILED)
-async def pulse(request: Request) -> Response:
+@_lent()
+async def pulse(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """Renews the lease."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        desk.renew(loan)
-        return JSONResponse(await _usage(request))
-
-    return await _lent(request, work)
+    desk.renew(loan)
+    return JSONResponse(await _usage(request))
 
 
-@router.post("/loan/end", tags=["loan"], responses=FAILED)
-async def end(request: Request) -> Response:
+@_lent()
+async def end(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """Gives the replica back."""
-
-    async def work(desk: LoanDesk, loan: Loan) -> Response:
-        if desk.loan is loan:
-            await desk.recall(f"{loan.borrower} gives it back")
-        return JSONResponse(_standing(desk))
-
-    return await _lent(request, work)
-
-
-async def _lent(request: Request, work: Callable[[LoanDesk, Loan], Awaitable[Response]]) -> Response:
-    desk = _desk_of(request)
-    loan = desk.find(bearer_of(request.headers))
-    try:
-        return await work(desk, loan)
-    except LoanOverError:
-        raise
-    except EtudeError as error:
-        metrics = state_of(request).metrics
-        metrics.count("etude_serve_requests", endpoint="loan", status=str(_FAILED))
-        return JSONResponse({"error": wire.error_row(error)}, _FAILED)
+    if desk.loan is loan:
+        await desk.recall(f"{loan.borrower} gives it back")
+    return JSONResponse(_standing(desk))
 
 
 def _desk_of(request: Request) -> LoanDesk:

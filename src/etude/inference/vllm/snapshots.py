@@ -50,13 +50,16 @@ class SnapshotDirectory:
     A version's directory appears under its name only when it is whole.
     """
 
-    def __init__(self, root: Path, keep: int = 4, beside: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, root: Path, keep: int = 4, beside: Sequence[Path] = (), field: str = "snapshots"
+    ) -> None:
         """`keep`: versions that stay; at least 3, since one is served, one staged and one to go back to.
-        `beside`: files that are copied into each, such as tokenizer.json."""
+        `beside`: files that are copied into each, such as tokenizer.json. `field`: what errors name as the
+        setting that chose `root`."""
         self._root = root.resolve()
         self._keep = max(keep, 3)
         self._beside = tuple(beside)
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._field = field
 
     def publish(
         self, version: PolicyVersion, write: Callable[[Path], None], probe: Probe | None = None
@@ -66,8 +69,9 @@ class SnapshotDirectory:
 
         Raises StoreError if it cannot be written; nothing half-written is left.
         """
-        sweep(self._root, DRAFTS)
         try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            sweep(self._root, DRAFTS)
             with ScratchDirectory(self._root, DRAFTS) as scratch:
                 draft = scratch / "snapshot"
                 draft.mkdir()
@@ -85,7 +89,10 @@ class SnapshotDirectory:
                     publish_directory(draft, final, keep=lambda: False, sync=False)
         except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in words of its own
             raise StoreError(
-                f"a snapshot cannot be written: {error}", field="snapshots", received=str(self._root)
+                f"a snapshot cannot be written: {error}",
+                field=self._field,
+                received=str(self._root),
+                fix="free some space, or name another directory",
             ) from error
         self._forget_old(final)
         return manifest
