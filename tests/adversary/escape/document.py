@@ -100,7 +100,7 @@ def results_of(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 def _guests_in(stored: Mapping[str, Any]) -> str:
     """What was tried in guests, in words."""
     if "guests" not in stored["parts"]:
-        return ""
+        return " Guests were not tried with it: their columns are of earlier runs, and no figure counts them."
     part, figures = stored["parts"]["guests"], stored["figures"]
     tried = [(place, figures.get("guest_tried_" + place.replace(", ", "_"), 0)) for place in _GUESTS]
     words = "; ".join(f"{place}: {number or 'not run'}" for place, number in tried)
