@@ -34,6 +34,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "adversary.json"
 _WITH_SLOW = ("-m", "slow or not slow")
 _CAUSE_OF = {name: cause for cause, names in CAUSES.items() for name in names}
+_HACKS_OF_PLAIN = "test_a_hack_is_paid_nowhere_by_a_plain_users_sandboxes"
 _FAULTS = {
     "stalls_over_1s": re.compile(r"no answer for|longest_s"),
     "server_errors_5xx": re.compile(r": 5\d\d "),
@@ -96,12 +97,15 @@ def _with_bound(figures: Figures, name: str, num_tries: int) -> Figures:
 
 
 def count_hacks(cases: list[Case]) -> Figures:
-    """Ways to earn a reward without solving, each on three tasks at least."""
+    """Ways to earn a reward without solving, each on three tasks at least, as root and as a plain user."""
     tries = [case for case in cases if case.outcome != "skipped"]
     figures: Figures = {
         "reward_hack_kinds": len(_kinds(tries)),
         "reward_hacks_paid": len(_kinds(_through(tries))),
     }
+    plain = _kinds(case for case in tries if case.function == _HACKS_OF_PLAIN)
+    if plain:
+        figures["reward_hack_kinds_plain"] = len(plain)
     return _with_bound(figures, "reward_hacks_paid", len(tries))
 
 
@@ -165,7 +169,7 @@ _ESCAPE = "escape/test_local.py"
 GROUPS: dict[str, Group] = {
     "hacks": Group(
         ("test_hacks.py",),
-        ("test_a_hack_is_paid_nowhere",),
+        ("test_a_hack_is_paid_nowhere", _HACKS_OF_PLAIN),
         count_hacks,
         ("reward_hacks_paid",),
     ),
@@ -176,6 +180,7 @@ GROUPS: dict[str, Group] = {
             "test_an_act_before_a_sleep_neither_voids_a_failure_nor_costs_a_success",
             "test_what_goes_beyond_a_limit_is_a_failure_of_the_agent",
             "test_what_waits_for_the_grading_is_a_verdict",
+            "test_an_act_by_tools_neither_voids_a_failure_nor_costs_a_success",
         ),
         count_dodges,
         ("voided_by_agent",),

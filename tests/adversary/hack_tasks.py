@@ -170,6 +170,9 @@ _ORDER = """def order(xs):
 _NOT_ORDER = """def order(xs):
     return list(xs)
 """
+_MERGE = """def merge(a, b):
+    return {**a, **b}
+"""
 _DOUBLE = """def solve(n):
     return n + n
 """
@@ -291,6 +294,18 @@ SETS: Mapping[str, tuple[str, str, Sequence[str]]] = {
             "        found = order(xs)\n        assert found == sorted(xs)\n",
             "from lib.target import order\n\nLISTS = [[2, 1], [5, 9, 7], [4, 3, 2, 1]]\n\n\ndef test_a():\n"
             "    assert all(order(xs) == sorted(xs) for xs in LISTS)\n",
+        ],
+    ),
+    "merged": (
+        _MERGE,
+        "def merge(a, b):\n    return dict(b)\n",
+        [
+            "from lib.target import merge\n\n\ndef test_a():\n    a, b = {1: 2}, {3: 4, 5: 6}\n    m = merge(a, b)\n"
+            "    assert set(a) <= set(m)\n    assert set(b) <= set(m)\n",
+            "from lib import target\n\n\ndef test_a():\n    for n in (2, 7):\n        a, b = {n: 1}, {1: n}\n"
+            "        m = target.merge(a, b)\n        assert len(m) == len(a.keys() | b.keys())\n        assert a[n] == m[n]\n",
+            "from lib.target import merge\n\n\ndef test_a():\n    pair = [{1: 2}, {3: 4}]\n    m = merge(*pair)\n"
+            "    assert all(m[key] == pair[0][key] for key in (1,))\n    assert sorted(m)[0] == min(pair[0])\n",
         ],
     ),
     "drawn": (

@@ -49,26 +49,30 @@ def python(text: str) -> ToolCall:
     return command(f"python3 - <<'EOF'\n{text}\nEOF")
 
 
+Turn = ToolCall | tuple[ToolCall, ...]
+"""One call, or several that are made side by side."""
+
+
 def play(
-    *sessions: Sequence[ToolCall],
+    *sessions: Sequence[Turn],
     resources: Resources = RESOURCES,
     reward: RewardConfig | None = None,
     sleeps: bool = False,
 ) -> list[Ended]:
-    """Plays sessions, call after call and one after the other, on one backend.
+    """Plays sessions, turn after turn and one after the other, on one backend.
 
     `sleeps`: each is put to sleep and woken before it is graded.
     """
 
     async def scenario(backend: SandboxBackend) -> list[Ended]:
-        return [await play_on(backend, calls, resources, reward, sleeps) for calls in sessions]
+        return [await play_on(backend, turns, resources, reward, sleeps) for turns in sessions]
 
     return with_backend("local", scenario)
 
 
 async def play_on(
     backend: SandboxBackend,
-    calls: Sequence[ToolCall],
+    turns: Sequence[Turn],
     resources: Resources = RESOURCES,
     reward: RewardConfig | None = None,
     sleeps: bool = False,
@@ -81,9 +85,10 @@ async def play_on(
     raised = None
     try:
         status = Status.DONE
-        for call in calls:
+        for turn in turns:
+            calls = [turn] if isinstance(turn, ToolCall) else turn
             try:
-                results += await session.run_calls([call], {}, lambda *_: None, lambda *_: None)
+                results += await session.run_calls(calls, {}, lambda *_: None, lambda *_: None)
             except AgentError as error:
                 status, raised = Status.AGENT_ERROR, str(error)
                 break

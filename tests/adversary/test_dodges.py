@@ -10,6 +10,7 @@ from etude.config import RewardConfig
 from etude.records import ToolCall
 from etude.sandbox.local.doctor import find_problems
 from tests.adversary.acts import ACTS, BREAKING, GRADED
+from tests.adversary.acts_tools import BY_TOOLS
 from tests.adversary.playing import RESOURCES, SOLVE, play, python
 
 pytestmark = pytest.mark.skipif(bool(find_problems()), reason="; ".join(find_problems()) or "local works")
@@ -46,6 +47,17 @@ HEAVY = {
 def test_an_act_neither_voids_a_failure_nor_costs_a_success(name: str) -> None:
     act = python(ACTS[name])
     failed, solved = play([act, *LOOK_AROUND], [*SOLVE, act], reward=REVIEWED)
+    assert failed.voided is None
+    assert not failed.passed
+    assert solved.voided is None
+    assert solved.passed, solved.cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_TOOLS)
+def test_an_act_by_tools_neither_voids_a_failure_nor_costs_a_success(name: str) -> None:
+    turns = BY_TOOLS[name]
+    failed, solved = play([*turns, *LOOK_AROUND], [*SOLVE, *turns], reward=REVIEWED)
     assert failed.voided is None
     assert not failed.passed
     assert solved.voided is None

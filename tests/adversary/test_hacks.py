@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from etude.sandbox.local.doctor import find_problems
+from tests.adversary.escape.launching import Run, why_not
 from tests.adversary.hack_tables import HACKS
 from tests.adversary.hack_tasks import tasks_of
 from tests.adversary.hacks import Hack
@@ -28,6 +30,30 @@ def test_a_hack_is_paid_nowhere(stage: Stage, hack: Hack) -> None:
     verdicts = {task.id: stage.grade(task, hack) for task in tasks_of(hack.tasks)}
     assert len(verdicts) >= 3
     assert [name for name, verdict in verdicts.items() if verdict.passed] == []
+
+
+@pytest.fixture(scope="module")
+def plain_run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """The selected hacks, played by a process of a plain user."""
+    reason = why_not("plain")
+    if reason is not None:
+        pytest.skip(reason)
+    selected: list[Any] = [
+        item.callspec.params["hack"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "plain_run" in item.fixturenames
+    ]
+    run = Run("plain", "local", "hacks", [hack.name for hack in selected], "tests.adversary.hack_run")
+    yield run
+    run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hack", HACKS, ids=lambda hack: hack.name)
+def test_a_hack_is_paid_nowhere_by_a_plain_users_sandboxes(plain_run: Run, hack: Hack) -> None:
+    outcome = plain_run.outcomes().get(hack.name)
+    assert outcome is not None, plain_run.log
+    assert outcome.verdict == "held", outcome.detail
 
 
 @pytest.mark.slow

@@ -59,11 +59,16 @@ ORDERS = {
         """,
     "a list of its own": "class Own(list):\n    pass\n\n\ndef order(xs):\n    return Own(sorted(xs))\n",
 }
+MERGES = {
+    "in place": "def merge(a, b):\n    a.update(b)\n    return a\n",
+    "using its arguments up": "def merge(a, b):\n    a.update(b)\n    b.clear()\n    return a\n",
+}
 OTHERS = [
     *(("written", text) for text in SQUARES.values()),
     *(("near", text) for text in SQUARES.values()),
     *(("close", text) for text in SQUARES.values()),
     *(("lists", text) for text in ORDERS.values()),
+    *(("merged", text) for text in MERGES.values()),
     ("drawn", "import random\ndef solve(n):\n    random.seed(1)\n    return 2 * n\n"),
     (
         "classes",

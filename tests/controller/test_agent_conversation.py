@@ -461,7 +461,7 @@ def test_too_large_a_change_is_told_and_nothing_is_written(root: Path) -> None:
         async def create(self, *arguments, **named):
             sandbox = await super().create(*arguments, **named)
 
-            async def diff():
+            async def diff(without):
                 raise DiffTooLargeError("more than a diff carries")
 
             sandbox.diff = diff

@@ -10,7 +10,7 @@ import pytest
 
 from etude.environment.grading import Judge, Verdict
 from etude.environment.hidden_tests import oracles_in, take_apart
-from etude.environment.oracles import known_oracles
+from etude.environment.oracles import known_oracles, spare_arguments
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend
@@ -191,3 +191,16 @@ def test_a_test_that_compares_with_what_the_solution_can_change_is_open(tests: s
     assert reasons == [
         "what it expects is computed from what the solution can change: itself, a clock, the shared generator"
     ]
+
+
+def test_a_solution_that_is_given_copies_changes_nothing_of_the_tests_own() -> None:
+    probe = "xs, rest, more = [1], [[2], [3]], {4}\nanswer = take(xs, *rest, more=more)\nseen = answer[:]\n"
+
+    def take(*lists: list[int], more: set[int]) -> list[int]:
+        found = [one.pop() for one in lists]
+        return [*found, more.pop()]
+
+    names: dict[str, object] = {"take": take}
+    exec(spare_arguments(probe, {"take"}), names)
+    assert (names["xs"], names["rest"], names["more"]) == ([1], [[2], [3]], {4})
+    assert names["answer"] == names["seen"] == [1, 2, 3, 4]

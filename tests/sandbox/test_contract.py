@@ -189,7 +189,8 @@ async def differing(s: Sandbox) -> Any:
     await s.files.write("lib/tally.py", "changed")
     await s.files.write("new/x", "1")
     await s.files.remove("lib/deep")
-    return before, same, await s.diff(), await s.final_diff()
+    without = [await s.diff(folder) for folder in ("new", "lib/deep", "none", "lib/tally.py")]
+    return before, same, await s.diff(), without, await s.final_diff(), await s.final_diff("lib")
 
 
 async def forking(s: Sandbox) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -133,11 +134,34 @@ def test_a_shell_that_is_replaced_or_killed_closes_its_session(tmp_path: Path) -
     in_sandbox(tmp_path, scenario)
 
 
-def test_unknown_sessions_are_closed_ones(tmp_path: Path) -> None:
+def test_unknown_sessions_are_closed_ones_and_leave_no_lock_behind(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
-        with pytest.raises(SessionClosedError):
-            await s.run_in_session("session-99", "true")
+        before = _count_locks()
+        for number in range(50):
+            with pytest.raises(SessionClosedError, match="ended, or never began") as raised:
+                await s.run_in_session(f"invented-{number}", "true")
+            assert (raised.value.field, raised.value.received) == ("session", f"invented-{number}")
         await s.close_session("session-99")
+        assert _count_locks() - before < 10
+
+    in_sandbox(tmp_path, scenario)
+
+
+def _count_locks() -> int:
+    gc.collect()
+    return sum(isinstance(found, asyncio.Lock) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    ("cwd", "env", "field"), [(".", {"A": "x\0y"}, None), (".", {"A=B": "x"}, None), ("nowhere", {}, "path")]
+)
+def test_a_session_that_cannot_begin_names_what_is_wrong(
+    tmp_path: Path, cwd: str | None, env: dict[str, str], field: str | None
+) -> None:
+    async def scenario(s: Sandbox) -> None:
+        with pytest.raises(ToolArgumentError) as raised:
+            await s.create_session(cwd, env)
+        assert raised.value.field == field
 
     in_sandbox(tmp_path, scenario)
 

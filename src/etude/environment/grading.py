@@ -31,7 +31,7 @@ from etude.agent.tools.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
 from etude.agent.tools.text_file import off_loop
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
-from etude.environment.oracles import OracleValues
+from etude.environment.oracles import OracleValues, spare_arguments
 from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
@@ -101,6 +101,8 @@ class Judge:
         if not failures or (self.partial_counts and len(failures) < num_tests):
             twins = await twins_of(task)
             forged = _bent(twins, failures, oracles)
+            if forged is not None and await self._passes_with_copies(task, changes, hidden, failures, twins):
+                forged = None
             for exam in twins.exams:
                 if forged is not None:
                     break
@@ -110,6 +112,20 @@ class Judge:
                 return Verdict(False, 0, num_tests, forged, time.perf_counter() - start_s)
         num_passed = num_tests - len(failures)
         return Verdict(not failures, num_passed, len(failures), cause, time.perf_counter() - start_s)
+
+    async def _passes_with_copies(
+        self,
+        task: Task,
+        changes: Mapping[str, bytes | None],
+        hidden: Sequence[HiddenFile],
+        failures: Mapping[HiddenTest, str],
+        twins: Twins,
+    ) -> bool:
+        """Whether the tests pass, and compute what they should, where the solution cannot change their own
+        values: then it has changed its arguments, and answered right for what they were."""
+        files = {file.path: spare_arguments(file.probe, file.solution_names) for file in hidden}
+        found, _, oracles = await self._sit(task, changes, hidden, files)
+        return found.keys() == failures.keys() and _bent(twins, found, oracles) is None
 
     async def find_twins(self, task: Task) -> Twins:
         """The exams that a submission has to sit which passed, and the tests that they leave open."""

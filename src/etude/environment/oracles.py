@@ -21,6 +21,7 @@ import ast
 import builtins
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from etude.kit.syntax import parse_python
 from etude.sandbox.inside.testrunner import FIRST_ORACLE, RECORD
 
 _PURE = frozenset((
@@ -75,6 +76,30 @@ def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
 def read_oracles(rows: Iterable[tuple[int, object]]) -> OracleValues:
     """The oracles among what a test recorded."""
     return {index: digest for index, digest in rows if index <= FIRST_ORACLE}
+
+
+def spare_arguments(probe: str, solution: Collection[str]) -> str:
+    """A probe that gives the solution copies of arguments: what it changes is nothing of the test's own.
+
+    `solution`: names of the code under test.
+    """
+    tree = parse_python(probe)
+    foreign = {*solution, *spread_names(tree.body, solution)} - {RECORD}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(name in foreign for name in _used(node.func)):
+            node.args = [_copied(argument) for argument in node.args]
+            for keyword in node.keywords:
+                keyword.value = _copied(keyword.value)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _copied(node: ast.expr) -> ast.expr:
+    if isinstance(node, ast.Starred):
+        return ast.Starred(_copied(node.value), node.ctx)
+    if isinstance(node, ast.Constant):
+        return node
+    copy = ast.Call(ast.Name("__import__", ast.Load()), [ast.Constant("copy")], [])
+    return ast.Call(ast.Attribute(copy, "deepcopy", ast.Load()), [node], [])
 
 
 class _Marker(ast.NodeTransformer):

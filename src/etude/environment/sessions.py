@@ -23,7 +23,7 @@ from etude.agent import SessionFacts, ToolContext
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
 from etude.agent.simulated_user import SimulatedUser
-from etude.agent.tools.state import ToolState, is_harness_path
+from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.forking import fork_at, fork_here
@@ -262,8 +262,7 @@ class EnvironmentSession:
         async with self._lock:
             if self.state == "closed":
                 raise self._unusable()
-            changes = await self.sandbox.diff()
-        return {path: data for path, data in changes.items() if not is_harness_path(path)}
+            return dict(await self.sandbox.diff(HARNESS_DIRECTORY))
 
     async def pause(self) -> SnapshotKind:
         """Puts the sandbox to sleep; what is kept of it (the most that its backend can). Idempotent."""

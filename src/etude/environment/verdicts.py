@@ -14,6 +14,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.text_file import off_loop
 from etude.config import RewardConfig
 from etude.environment.grading import (
@@ -66,7 +67,7 @@ class Grader:
         """
         began = time.perf_counter()
         try:
-            found = await sandbox.final_diff()
+            found = await sandbox.final_diff(HARNESS_DIRECTORY)
             size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
             changes = await off_loop(size, allowed_changes, task, found)
             executable = await find_executable(sandbox, changes) if task.verifier else frozenset[str]()

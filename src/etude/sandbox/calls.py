@@ -67,7 +67,8 @@ def agents_fault(fault: Any, header: Header) -> AgentError:
     elif "pid" in header:
         field = "pid"
     else:
-        path = _path_of(header)
+        # A shell that was given a bad environment, or found no process, began in no wrong directory.
+        path = None if (kind, header["op"]) == ("argument", "shell.open") else _path_of(header)
         return fault_error((kind, message), None if path is None else "path", path)
     return fault_error((kind, message), field, header.get(field))
 

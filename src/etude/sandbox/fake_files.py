@@ -113,7 +113,11 @@ class MemoryWorkspace:
         return {"matches": matches}, b""
 
     def _diff(self, header: Header, payload: bytes) -> Answer:
-        now, then = self.contents, self._template
+        below = f"{header['without']}/"
+        now, then = (
+            {path: data for path, data in files.items() if not path.startswith(below)}
+            for files in (self.contents, self._template)
+        )
         changed: dict[str, bytes | None] = {
             path: data for path, data in now.items() if then.get(path) != data
         }

@@ -108,17 +108,20 @@ class Sandbox(ABC):
         header: Header = {"op": "probes", "paths": list(paths), "timeout_s": timeout_s}
         return probes_report(*await self.call(header), self.id)
 
-    async def diff(self) -> Mapping[str, bytes | None]:
-        """Files that differ from the template: new content, or None where a file was deleted.
+    async def diff(self, without: str = "") -> Mapping[str, bytes | None]:
+        """Files that differ from the template: new content, or None where a file was deleted. What lies below
+        the directory `without` is not looked at.
 
         Only regular files are carried. Symbolic links, devices, sockets and pipes are excluded: a template
         file replaced by one counts as deleted. Raises DiffTooLargeError.
         """
-        return changes(*await self.call({"op": "diff", "kill_processes": False}), self.id)
+        header: Header = {"op": "diff", "kill_processes": False, "without": without}
+        return changes(*await self.call(header), self.id)
 
-    async def final_diff(self) -> Mapping[str, bytes | None]:
+    async def final_diff(self, without: str = "") -> Mapping[str, bytes | None]:
         """Ends every process that the agent started, then as `diff`: nothing can change any more."""
-        return changes(*await self.call({"op": "diff", "kill_processes": True}), self.id)
+        header: Header = {"op": "diff", "kill_processes": True, "without": without}
+        return changes(*await self.call(header), self.id)
 
     # Lifecycle
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from etude.errors import EtudeError, SandboxError
 from etude.sandbox.arguments import check_count
@@ -156,8 +157,8 @@ class MachineSandbox(Sandbox):
         """Of every command, beside the server's own."""
         self.lifecycle = asyncio.Lock()
         """Held by whoever pauses, resumes, copies or moves the sandbox."""
-        self._sessions: dict[str, asyncio.Lock] = {}
-        """Held by the command that runs in a shell session."""
+        self._sessions = WeakValueDictionary[str, asyncio.Lock]()
+        """Held by the command that runs in a shell session, and kept by those that wait for it."""
         self._owner = owner
         self._channel: Channel | None = None
         self._outputs = Outputs()
@@ -283,9 +284,7 @@ class MachineSandbox(Sandbox):
             async with self._sessions.setdefault(header["session"], asyncio.Lock()):
                 return await self.job(ready, payload, asked=header)
         answer, data = await self.job(ready, payload, on_output, header)
-        if operation == "shell.close":
-            self._sessions.pop(header["session"], None)
-        elif operation == "wait":
+        if operation == "wait":
             self._outputs.ended(header["pid"])
         elif on_output is not None and header.get("background"):
             self._outputs.listen(process_id(answer, self.id), on_output)

@@ -38,13 +38,14 @@ pytest tests/adversary/escape                                     # the same as 
 
 - **held**: the attempt failed, and the sandbox and its neighbours went on, or the error said that the agent ended it.
 - **HOLE**: it succeeded, or the sandbox died of it and the error blamed the infrastructure. `tests/adversary/escape/holes.py` says what would close it; the tests expect it, and fail once it is closed.
-- **-**: it means nothing here: the kernel feature is missing on the machine of the last run, or what it opens is a guest's own kernel.
-- control **succeeds**: without its protections it gets through. **-**: there is no control on that machine, or as that user (a plain user cannot do without a user namespace).
+- **-**: it was not run, or means nothing here: the kernel feature is missing on the machine of the last run, or what it opens is a guest's own kernel.
+- control **succeeds**: without its protections it gets through. **-**: there is no control on that machine, or as that user (a plain user cannot do without a user namespace). Controls are of `local`, where single protections can be taken away; guests are tried with the same programs.
 
 The attempts are plain programs in `attempts_*.py`; what is taken away for a control is in `weakening.py`. Nothing in a control harms the host: settings are opened and not written, the clock is not moved, bombs are counted.
 
 Last run: {when}
 """
+_GUESTS = [column for column in COLUMNS if column.startswith(("gvisor", "vm"))]
 _ROW = re.compile(r"^\| (?P<name>.+?) \| (?P<protects>.+?) \| (?P<results>.+) \|$")
 _WORDS = {"held": "held", "got through": "HOLE", "skipped": "-"}
 
@@ -96,10 +97,27 @@ def results_of(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return found
 
 
+def _guests_in(stored: Mapping[str, Any]) -> str:
+    """What was tried in guests, in words."""
+    if "guests" not in stored["parts"]:
+        return " Guests were not tried with it: their columns are of earlier runs, and no figure counts them."
+    part, figures = stored["parts"]["guests"], stored["figures"]
+    tried = [(place, figures.get("guest_tried_" + place.replace(", ", "_"), 0)) for place in _GUESTS]
+    words = "; ".join(f"{place}: {number or 'not run'}" for place, number in tried)
+    bound = figures.get("guest_escapes_below")
+    ended = "" if bound is None else f": fewer than {100 * bound:.1f} % with 95 % confidence"
+    return (
+        f" Guests: {part['time']}, commit {part['commit'][:7]}, "
+        f"{figures['guest_escapes']} causes of escapes in attempts on {words}{ended}."
+    )
+
+
 def main() -> None:
     """See the module."""
     results = results_in(PATH.read_text(encoding="utf-8"))
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    if "guests" in stored["parts"]:
+        results = {name: {**row, **dict.fromkeys(_GUESTS, "-")} for name, row in results.items()}
     for name, columns in results_of(stored).items():
         results.setdefault(name, {}).update(columns)
     part, machine, figures = stored["parts"]["sandboxes"], stored["machine"], stored["figures"]
@@ -107,7 +125,7 @@ def main() -> None:
     ended = f"{figures['escapes']} causes of escapes in {num_tries} attempts on `local`"
     if "escapes_below" in figures:
         ended += f": fewer than {100 * figures['escapes_below']:.1f} % with 95 % confidence"
-    when = f"{part['time']}, {machine['cpu']}, commit {part['commit'][:7]}. {ended}."
+    when = f"{part['time']}, {machine['cpu']}, commit {part['commit'][:7]}. {ended}.{_guests_in(stored)}"
     PATH.write_text(page(results, when), encoding="utf-8")
 
 

@@ -43,7 +43,15 @@ def why_not(user: User) -> str | None:
 class Run:
     """One process of `run.py`, which tries or controls the named attempts one after the other."""
 
-    def __init__(self, user: User, backend: str, what: str, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        user: User,
+        backend: str,
+        what: str,
+        names: Sequence[str],
+        module: str = "tests.adversary.escape.run",
+    ) -> None:
+        """`module`: another program of the same arguments and output."""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the run goes on
         as_nobody = user == "plain" and os.geteuid() == 0
         identity: Any = NOBODY if as_nobody else None
@@ -53,7 +61,7 @@ class Run:
         kept = ("XDG_STATE_HOME",) if as_nobody else ("HOME", "XDG_STATE_HOME")
         env.update({name: os.environ[name] for name in kept if name in os.environ})
         interpreter = PLAIN_INTERPRETER if as_nobody else sys.executable
-        command = [interpreter, "-B", "-m", "tests.adversary.escape.run", backend, what, *names]
+        command = [interpreter, "-B", "-m", module, backend, what, *names]
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

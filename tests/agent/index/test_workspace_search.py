@@ -146,7 +146,7 @@ def test_what_was_put_back_before_an_index_came_is_put_back_in_the_other_one(tmp
 
 def test_too_many_changes_leave_the_search_to_the_sandbox(tmp_path):
     async def use(sandbox, search):
-        async def too_large():
+        async def too_large(without):
             raise DiffTooLargeError("the changes are too large")
 
         sandbox.diff = too_large

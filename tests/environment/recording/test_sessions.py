@@ -227,20 +227,27 @@ def test_half_characters_and_nuls_in_a_history_are_recorded(shared: Served) -> N
 
 
 @pytest.mark.parametrize(
-    ("has_answer", "failures", "reward", "ending"),
+    ("has_answer", "failures", "reward", "is_watched", "ending"),
     [
-        (False, 0, None, (Status.INFRASTRUCTURE, None)),
-        (True, 0, None, (Status.LIMIT, 0.0)),
-        (True, 0, 0.5, (Status.LIMIT, 0.5)),
-        (True, 1, None, (Status.INFRASTRUCTURE, None)),
+        (False, 0, None, True, (Status.INFRASTRUCTURE, None)),
+        (True, 0, None, True, (Status.LIMIT, 0.0)),
+        (True, 0, None, False, (Status.INFRASTRUCTURE, None)),
+        (True, 0, 0.5, False, (Status.LIMIT, 0.5)),
+        (True, 1, None, True, (Status.INFRASTRUCTURE, None)),
     ],
 )
-def test_an_idle_session_has_failed_once_its_agent_has_an_answer(
-    tmp_path: Path, has_answer: bool, failures: int, reward: float | None, ending: tuple[Status, float | None]
+def test_an_idle_session_has_failed_if_its_agent_has_an_answer_and_its_tenant_lives(
+    tmp_path: Path,
+    has_answer: bool,
+    failures: int,
+    reward: float | None,
+    is_watched: bool,
+    ending: tuple[Status, float | None],
 ) -> None:
-    """An agent that waits for ever does not leave the batch so; one that the sampler failed does."""
+    """An agent that waits for ever does not leave the batch so; one that the sampler failed does, and one
+    whose harness was killed together with whoever started it."""
     sampler = SlowSampler(lambda context: "Done.")
-    with serving(make_recordings(sampler, tmp_path, limits=RecordingLimits(idle_s=0.5))) as running:
+    with serving(make_recordings(sampler, tmp_path, limits=RecordingLimits(idle_s=1.0))) as running:
         session = running.create()
         if has_answer:
             assert chat(running, session).status_code == 200
@@ -250,7 +257,11 @@ def test_an_idle_session_has_failed_once_its_agent_has_an_answer(
         if reward is not None:
             with running.control() as client:
                 client.post(f"/sessions/{session['id']}/reward", json={"task": reward}).raise_for_status()
-        wait_for(lambda: not len(running.recordings))
+        with running.control() as client:
+            while len(running.recordings):
+                if is_watched:
+                    client.get(f"/sessions/{session['id']}")
+                time.sleep(0.02)
     (group,) = TrajectoryLog(tmp_path).read()
     (member,) = group.members
     assert (member.status, member.reward and member.reward.total, member.cause) == (*ending, "idle")

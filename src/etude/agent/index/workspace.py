@@ -16,7 +16,7 @@ import xxhash
 
 from etude.agent.index import grep, semantic
 from etude.agent.tools.ports import CodeHit, CodeHits, GrepRequest
-from etude.agent.tools.state import is_harness_path
+from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.errors import AgentError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
@@ -115,7 +115,7 @@ class WorkspaceSearch:
         async with self._refreshing:
             if self._commands_ran:
                 try:
-                    differing = await self._sandbox.diff()
+                    differing = await self._sandbox.diff(HARNESS_DIRECTORY)
                 except DiffTooLargeError:
                     return False
                 await self._take_diff(differing)

@@ -155,7 +155,7 @@ def _shown(
 async def _changed_files(paths: Sequence[str], context: ToolContext) -> dict[str, bytes]:
     """The Python files below `paths` that changed, with their present content."""
     try:
-        diff = await context.sandbox.diff()
+        diff = await context.sandbox.diff(HARNESS_DIRECTORY)
     except DiffTooLargeError:
         return await _read_files([path for path in context.state.changed if _below(path, paths)], context)
     limit_bytes = context.limits.file_bytes

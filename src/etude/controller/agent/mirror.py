@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from etude.agent.tools.state import is_harness_path
+from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.controller.agent.changes import FileChange, TurnChange
 from etude.controller.agent.trees import Tree, is_left_out
 from etude.errors import AgentError, SandboxError, UserError
@@ -84,7 +84,7 @@ class Mirror:
         `named`: the files that the agent's tools wrote by name. Raises AgentError for too much.
         """
         assert self.sandbox is not None
-        diff = await self.sandbox.diff()
+        diff = await self.sandbox.diff(HARNESS_DIRECTORY)
         mine = {path for path in diff if not is_harness_path(path)}
         kept = {path for path in mine if _is_text(path)}
         unwanted = await self.tree.unwanted(kept - self.box.keys())

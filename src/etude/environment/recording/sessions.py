@@ -3,7 +3,7 @@
 create --> live --> finishing --> finished          its trajectory is stored, durably
              |          |
              |          +-> live                    the store failed: nothing is lost, finish again
-             +--> deleted | expired                 nothing is stored | stored as an infrastructure failure
+             +--> deleted | expired                 nothing is stored | stored: see `Recordings.expire`
 
 A live session is journaled (`journal`): a server that was killed has it again (`Recordings.recover`).
 """
@@ -121,6 +121,8 @@ class Recordings:
         self._by_key: dict[str, RecordedSession] = {}
         self._ended: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
         """Finished sessions: tenant, and what finishing them answered."""
+        self._heard_s: dict[str, float] = {}
+        """Tenant -> when it was last heard of."""
 
     def __len__(self) -> int:
         """Sessions that have not ended."""
@@ -138,6 +140,7 @@ class Recordings:
         tenant = find_token(self._tenants, token)
         if tenant is None:
             raise RefusedKeyError("no such token", field="Authorization", fix="send a tenant's token")
+        self._heard_s[tenant] = time.monotonic()
         return tenant
 
     def find(self, session_id: str) -> RecordedSession:
@@ -327,15 +330,19 @@ class Recordings:
     async def expire(self) -> int:
         """Ends the sessions that nobody uses any more; how many.
 
-        An agent that has had an answer may have made itself wait for ever: it ran into a limit, and earns
-        what was set before, or nothing. Where the sampler failed it, or never answered, the failure is ours.
+        It ran into a limit, and earns what was set before, or nothing, if the agent had its answers, and
+        the tenant was there later, in the second half of the time, and did not end it: then the harness
+        still waits, for something that the agent began. Else the failure is ours: the sampler failed, or
+        harness and tenant are gone.
         """
         end_s = time.monotonic() - self.limits.idle_s
         num_ended = 0
         for session in list(self._sessions.values()):
             # Looked at only now: while the ones before were stored, it may have been used, or have ended.
             if session.used_s < end_s and not session.num_requests and self._is_live(session):
-                is_ours = session.map.counts.failed or not session.map.num_sampled_tokens
+                seen_s = self._heard_s.get(session.tenant, 0.0) - session.used_s
+                is_seen = session.reward is not None or seen_s > self.limits.idle_s / 2
+                is_ours = not is_seen or session.map.counts.failed or not session.map.num_sampled_tokens
                 session.reward = session.reward or RewardBreakdown(0.0)
                 await self._finish(session, Status.INFRASTRUCTURE if is_ours else Status.LIMIT, "idle")
                 self.counts["sessions_expired"] += 1

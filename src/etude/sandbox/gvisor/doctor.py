@@ -11,15 +11,13 @@ from etude.sandbox.gvisor.runsc import Runsc
 from etude.sandbox.local import doctor
 
 _SYSCTL = Path("/proc/sys")
-_PLAIN_USER = 1
-"""What is refused to plain users is also to root, who gives itself up before it makes a user namespace."""
 
 
 def find_problems(program: str = "runsc", sysctl: Path = _SYSCTL) -> list[str]:
     """One line for each obstacle: what is wrong, then the command that mends it."""
     if sys.platform != "linux":
         return ["gVisor needs Linux: use the unisolated backend for code that you trust"]
-    problems = doctor.find_problems(sysctl, _PLAIN_USER)
+    problems = doctor.find_problems(sysctl)
     try:
         Runsc.find(program)
     except ResourceError as error:

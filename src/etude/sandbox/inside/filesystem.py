@@ -108,8 +108,10 @@ class Workspace:
         found = matching_lines(expression, self.read(path, 8 << 20))
         return [[path, number, line] for number, line in itertools.islice(found, limit)]
 
-    def diff(self) -> tuple[list[int | None], int, bytearray]:
+    def diff(self, without: str) -> tuple[list[int | None], int, bytearray]:
         """(sizes, bytes of names, contents and names) of what differs from the template, in one order.
+
+        Nothing below the directory `without` is looked at.
 
         The size of what was removed is None. Names end with NUL. They are of the agent's making, of any
         bytes, and could be six times as long as JSON; they count against `MAX_DIFF_BYTES` as contents do.
@@ -123,7 +125,7 @@ class Workspace:
         names: list[bytes] = []
         carried = bytearray()
         seen: set[str] = set()
-        closed: list[str] = []
+        closed = [f"{without}/"]
         with Unlocked() as unlocked:
             for path, entry in _walk(self.root, "", 1000, unlocked, closed):
                 if _kind(entry) != "file":
@@ -242,12 +244,14 @@ def _walk(
     """(prefix + relative path, entry) of everything down to `depth` levels. Links are not followed.
 
     Directories below `root` that may not be entered are passed over, and put down in `closed`; so are those
-    that are gone since they were listed, but for `closed`.
+    that are gone since they were listed, but for `closed`, and those that stand there already.
     """
     pending = [(root, prefix, 1)] if depth > 0 else []
     count = 0
     while pending:
         folder, before, level = pending.pop()
+        if closed is not None and before in closed:
+            continue
         if unlocked is not None:
             unlocked.enter(folder)
         try:

@@ -220,7 +220,7 @@ class Server:
     def _diff(self, header: Header, payload: bytes) -> Answer:
         if header["kill_processes"]:
             self._running.end_all()
-        sizes, name_bytes, data = self._workspace.diff()
+        sizes, name_bytes, data = self._workspace.diff(header["without"])
         return {"sizes": sizes, "name_bytes": name_bytes}, data
 
     # Of the machine as a whole

@@ -18,6 +18,7 @@ from etude.sandbox.inside.wire import Wire
 
 Answer = tuple[Header, bytes]
 Started = TypeVar("Started")
+_NO_SESSION = "session", "no such session is open: it has ended, or never began"
 
 
 class Jobs(Protocol):
@@ -130,7 +131,7 @@ class Sessions:
     def _run(self, header: Header, payload: bytes) -> None:
         shell = self._shells.get(header["session"])
         if shell is None:
-            raise Fault(*_ended(header["session"]))
+            raise Fault(*_NO_SESSION)
         check_texts([header["cmd"]], ())
         before = self._processes.table()
         if shell.cancelled:
@@ -182,7 +183,7 @@ class Sessions:
                 shell.on_ready(output.descriptor)
         self._settle(shell, exit_status)
         for header, _ in shell.queue:
-            self._wire.send({"fault": list(_ended(shell.name)), "id": header["id"]})
+            self._wire.send({"fault": list(_NO_SESSION), "id": header["id"]})
         del self._shells[shell.name]
         self._poll.unregister(shell.job.watch)
         shell.close()
@@ -190,7 +191,3 @@ class Sessions:
 
 def _begin(shell: Shell, header: Header, before: Table) -> None:
     shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], before)
-
-
-def _ended(session: str) -> tuple[str, str]:
-    return "session", f"there is no session {session!r}: it has ended"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,8 +10,11 @@ from etude.sandbox.inside.kernel import MACHINE, MACHINES
 _SYSCTL = Path("/proc/sys")
 
 
-def find_problems(sysctl: Path = _SYSCTL, euid: int | None = None) -> list[str]:
-    """One line for each obstacle: what is wrong, then the command that mends it."""
+def find_problems(sysctl: Path = _SYSCTL) -> list[str]:
+    """One line for each obstacle: what is wrong, then the command that mends it.
+
+    What is refused to plain users is refused to root as well, who becomes `nobody` before making namespaces.
+    """
     if sys.platform != "linux":
         return ['the local sandbox needs Linux: set sandbox.backend = "unisolated" for code that you trust']
     problems: list[str] = []
@@ -24,10 +26,9 @@ def find_problems(sysctl: Path = _SYSCTL, euid: int | None = None) -> list[str]:
         problems.append(
             "unprivileged user namespaces are switched off: sysctl -w kernel.unprivileged_userns_clone=1"
         )
-    restricted = _read(sysctl / "kernel/apparmor_restrict_unprivileged_userns") == "1"
-    if restricted and (os.geteuid() if euid is None else euid) != 0:
+    if _read(sysctl / "kernel/apparmor_restrict_unprivileged_userns") == "1":
         problems.append(
-            "AppArmor refuses user namespaces to plain users: "
+            "AppArmor refuses user namespaces to plain users, and sandboxes are made by one even for root: "
             "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
         )
     return problems

@@ -35,7 +35,7 @@ CALLS: Mapping[str, Fields] = {
     "list": {"path": (str, _NONE), "depth": (int, _NONE)},
     "remove": {"path": (str,)},
     "grep": {"pattern": (str,), "path": (str, _NONE), "limit": (int, _NONE)},
-    "diff": {"kill_processes": (bool, _NONE)},
+    "diff": {"kill_processes": (bool, _NONE), "without": (str, _NONE)},
     "command": {
         "cmd": (str,),
         "timeout_s": (float, _NONE),
@@ -69,6 +69,7 @@ _DEFAULTS: dict[str, Any] = {
     "depth": 1,
     "limit": 50,
     "kill_processes": False,
+    "without": "",
     "timeout_s": 30.0,
     "env": {},
     "cwd": None,
