@@ -14,25 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.bases import HOST
-from etude.sandbox.images.builder import Builder
-from etude.sandbox.images.stage import finished
+from etude.sandbox.images.building import BuildOptions, build_image
+from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.template import Template
 
 
-async def template_from_environment(directory: Path, builder: Builder) -> Template:
+async def template_from_environment(
+    directory: Path, store: ImageStore, options: BuildOptions | None = None
+) -> Template:
     """The template whose image is the task's environment; its files are part of the image.
 
     `directory` is the task's or its `environment/`. A Dockerfile comes first, else `docker_image`: an image
     of the store, a base that is made on demand, or `host`. Raises TemplateError if neither is there, and as
-    `Builder.build` does.
+    `build_image` does.
     """
     environment = directory if directory.name == "environment" else directory / "environment"
     task = environment.parent
     name = f"harbor/{task.resolve().name}"
     if (environment / "Dockerfile").is_file():
-        build = await builder.build(environment, name)
-        return Template({}, name, build.image)
+        return Template({}, name, await build_image(environment, name, store, options=options))
     wanted = await asyncio.to_thread(_docker_image, task / "task.toml")
     if wanted is None:
         raise TemplateError(
@@ -41,8 +43,7 @@ async def template_from_environment(directory: Path, builder: Builder) -> Templa
         )  # fmt: skip
     if wanted == HOST:
         return Template({}, name)
-    image = await builder.base(wanted)
-    return Template({}, name, finished(image, image.name))
+    return Template({}, name, await find_base(wanted, store, options.bases if options else None))
 
 
 def _docker_image(path: Path) -> str | None:
