@@ -154,6 +154,7 @@ def test_the_doctor_finds_a_backend_that_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 @pytest.mark.skipif(os.geteuid() != 0, reason="layers made by root belong to nobody")
 @pytest.mark.skipif(shutil.which("buildah") is None, reason="buildah is not installed")
 def test_an_image_is_built_from_scratch_listed_exported_and_taken_in_again(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import BaseFile, find_base, full_name
+from etude.sandbox.images.buildah import find_ids
 from etude.sandbox.images.building import (
     BUILDAH,
     BuildOptions,
@@ -179,6 +179,10 @@ def tiny() -> bytes:
 def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("buildah") is None:
         pytest.skip("buildah is not installed")
+    try:
+        find_ids()
+    except ResourceError as error:
+        pytest.skip(str(error))
     made = Layout()
     return made.index(made.image(tiny(), config={"Env": ["PATH=/bin", "A=b"]})).write(
         tmp_path_factory.mktemp("tiny")
@@ -231,6 +235,7 @@ RUN id -u >/tmp/own 2>/dev/null || true
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 def test_a_dockerfile_with_stages_is_built_apart_from_the_host_and_once(
     builds: Builds, tmp_path: Path
 ) -> None:
@@ -263,6 +268,7 @@ def test_a_dockerfile_with_stages_is_built_apart_from_the_host_and_once(
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 def test_what_does_not_build_says_why_and_leaves_the_next_build_as_it_was(
     builds: Builds, tmp_path: Path
 ) -> None:
@@ -284,6 +290,7 @@ def test_what_does_not_build_says_why_and_leaves_the_next_build_as_it_was(
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 def test_a_build_that_takes_too_long_is_ended_with_all_that_it_began(builds: Builds) -> None:
     builds.build(f"FROM {BASE}\nRUN true\n")
     began_s = time.monotonic()
@@ -299,11 +306,14 @@ def test_a_build_that_takes_too_long_is_ended_with_all_that_it_began(builds: Bui
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 def test_a_base_that_changes_is_taken_anew(builds: Builds, tmp_path: Path) -> None:
     dockerfile = f"FROM {BASE}\nCOPY hello /x\n"
     assert "A" in builds.build(dockerfile).env
     changed = Layout()
-    changed.index(changed.image(tiny(), config={"Env": ["PATH=/bin", "C=d"]})).write(tmp_path / "changed")
+    settings = {"Env": ["PATH=/bin", "C=d"]}
+    history = [{"created": "2021-01-01T00:00:00Z", "created_by": "another test"}]
+    changed.index(changed.image(tiny(), config=settings, history=history)).write(tmp_path / "changed")
     again = builds.build(dockerfile, {"bases": {BASE: f"oci:{tmp_path / 'changed'}"}})
     assert dict(again.env) == {"PATH": "/bin", "C": "d"}
     with pytest.raises(TemplateError, match="no such base image"):
@@ -311,16 +321,20 @@ def test_a_base_that_changes_is_taken_anew(builds: Builds, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="layers of another owner")
+@pytest.mark.foreign
 def test_an_image_of_the_store_is_a_base_whose_layers_are_kept_once(builds: Builds) -> None:
     layer = builds.store.layers.add_tar(io.BytesIO(tiny()))
     builds.store.save(Image("mine:1", (layer,), {"PATH": "/bin"}, "/"))
-    image = builds.build("FROM mine:1\nRUN echo 1 >/one\n", {"bases": {}})
+    dockerfile = "FROM mine:1\nRUN echo 1 >/one\n"
+    image = builds.build(dockerfile, {"bases": {}})
     assert image.layers[0] == layer
     assert len(builds.store.layers.list()) == len(image.layers)
+    builds.store.save(Image("mine:1", (layer,), {"PATH": "/bin", "E": "f"}, "/"))
+    assert builds.build(dockerfile, {"bases": {}}).env["E"] == "f"
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 def test_the_environment_of_a_harbor_task_is_built(builds: Builds, tmp_path: Path) -> None:
     files = {"Dockerfile": f"FROM {BASE}\nWORKDIR /app\nCOPY src/ /app/\n", "src/lib/a.py": "a = 1"}
     write_tree(tmp_path / "task/environment", files)

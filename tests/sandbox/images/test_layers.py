@@ -25,6 +25,7 @@ from etude.sandbox.errors import TemplateError
 from etude.sandbox.images import layers
 from etude.sandbox.images.extract import OPAQUE_XATTR
 from etude.sandbox.images.layers import LayerStore, default_owner
+from etude.sandbox.images.pack import pack_directory
 from tests.sandbox.images.image_builders import (
     Row,
     add,
@@ -445,6 +446,12 @@ def test_overlayfs_mounts_the_layers_as_a_user_would(store: LayerStore, tmp_path
     )
     found = in_overlay(tmp_path, [upper, lower], "find . -type f | sort")
     assert found.split() == ["./etc/kept", "./var/new"]
+
+
+def test_a_directory_with_what_no_layer_holds_is_not_packed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TemplateError, match="pipe"):
+        pack_directory(os.fsencode(tmp_path), io.BytesIO())
 
 
 def test_directories_that_no_entry_names_count_too(store: LayerStore) -> None:

@@ -49,6 +49,12 @@ def simple(**options: Any) -> Layout:
     return layout.index(layout.image(LAYER, UPPER, **options))
 
 
+def archive(path: Path) -> list[tuple[str, bytes]]:
+    """Names and contents of a tar archive's files."""
+    with tarfile.open(path) as tar:
+        return [(row.name, tar.extractfile(row).read()) for row in tar if row.isfile()]  # type: ignore[union-attr]
+
+
 def check(store: ImageStore, image: Image) -> None:
     assert image == store.load(image.name)
     assert image.layers == (digest_of(LAYER), digest_of(UPPER))
@@ -240,6 +246,19 @@ def test_an_exported_image_comes_back_equal(store: ImageStore, tmp_path: Path) -
     # Packed layers are packed to equal bytes again, wherever that is.
     assert export_image(again, other, tmp_path / "out2.tar") == digest
     assert (tmp_path / "out.tar").read_bytes() == (tmp_path / "out2.tar").read_bytes()
+
+
+def test_what_was_exported_is_known_when_it_comes_back_whatever_its_layers_were_packed_by(
+    store: ImageStore, tmp_path: Path
+) -> None:
+    unsorted = tar_bytes(file_member("b", b"1"), file_member("a", b"2"))
+    layout = Layout()
+    image = import_image(layout.index(layout.image(unsorted)).write(tmp_path / "in"), store, "x")
+    export_image(image, store, tmp_path / "out.tar")
+    config = json.loads(next(data for name, data in archive(tmp_path / "out.tar") if b"diff_ids" in data))
+    assert config["rootfs"]["diff_ids"] != list(image.layers)
+    assert import_image(tmp_path / "out.tar", store, "y").layers == image.layers
+    assert store.layers.list() == list(image.layers)
 
 
 def test_an_export_that_fails_leaves_no_file(store: ImageStore, tmp_path: Path) -> None:

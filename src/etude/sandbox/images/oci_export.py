@@ -77,9 +77,9 @@ def _config(image: Image, diff_ids: list[str]) -> dict[str, Any]:
             "User": image.user,
         },
         "rootfs": {"type": "layers", "diff_ids": diff_ids},
-        # buildah builds on no image whose history names fewer layers than it has, and reuses nothing that was
-        # built on one without times.
-        "history": [{"created": _CREATED, "created_by": "etude"}] * len(diff_ids),
+        # buildah builds on no image whose history names fewer layers than it has. It reuses what was built on
+        # one of equal history and layers, whatever else has changed, and nothing where there are no times.
+        "history": [{"created": _CREATED, "created_by": f"etude {image.digest}"}] * len(diff_ids),
     }
 
 
