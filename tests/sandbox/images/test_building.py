@@ -275,6 +275,8 @@ def test_what_does_not_build_says_why_and_leaves_the_next_build_as_it_was(
     with pytest.raises(TemplateError, match=r"(?s)not today.*exit status 3") as caught:
         builds.build(f"FROM {BASE}\nRUN echo not today >&2; exit 3\n")
     assert caught.value.received == "RUN echo not today >&2; exit 3"
+    with pytest.raises(TemplateError, match="exit status 121"):
+        builds.build(f"FROM {BASE}\nRUN exit 121\n")
     with pytest.raises(TemplateError, match=r"no such base image.*'nowhere:7'"):
         builds.build("FROM nowhere:7\n")
     # The end of a known name is none: buildah itself would take it for the whole.

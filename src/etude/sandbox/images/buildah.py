@@ -24,7 +24,7 @@ from pathlib import Path
 
 from etude.errors import ResourceError
 from etude.kit.leftovers import ScratchDirectory, sweep
-from etude.sandbox.inside.enclosure import FAILED, PLACE
+from etude.sandbox.inside.enclosure import FAILED, PLACE, REASON
 from etude.sandbox.inside.ids import Spare
 from etude.sandbox.local.host_ids import BUILD_IDS, find_host_ids
 from etude.sandbox.network.environment import proxy_environment
@@ -68,7 +68,7 @@ class Buildah:
         Raises ResourceError if there can be no namespaces.
         """
         status, output = await self.enclose(["buildah", *self._settings(), *words], on_line)
-        if status == FAILED:
+        if status == FAILED and output.startswith(REASON):
             raise ResourceError(
                 f"buildah cannot be kept apart from the host: {output.strip()}", field="image",
                 fix="run `etude sandbox doctor`: builds need the namespaces that the backend `local` needs",
@@ -88,9 +88,8 @@ class Buildah:
 
     async def tidy(self) -> None:
         """Removes what killed builds left; for the one that holds the lock alone."""
-        if any(
-            path.stat().st_size > len("[]") for path in self.root.glob("storage/*-containers/containers.json")
-        ):
+        lists = self.root.glob("storage/*-containers/containers.json")
+        if any(path.stat().st_size > len("[]") for path in lists):
             await self.run("rm", "--all")
 
     async def remove_storage(self) -> None:

@@ -20,8 +20,8 @@ from etude.sandbox.inside import kernel
 from etude.sandbox.inside.forward import PORT
 from etude.sandbox.inside.ids import Spare
 
-FAILED = 121
-"""Exit status where the namespaces could not be made."""
+FAILED, REASON = 121, "no namespaces: "
+"""Exit status where the namespaces could not be made, and what the output then begins with."""
 PLACE = "/tmp"
 """Where the program sees its directory."""
 _FLAGS = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
@@ -116,5 +116,5 @@ def _failing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"no namespaces: {error}", file=sys.stderr, flush=True)
+        print(f"{REASON}{error}", file=sys.stderr, flush=True)
         os._exit(FAILED)
