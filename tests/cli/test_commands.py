@@ -275,6 +275,7 @@ def test_the_doctor_tells_what_more_there_could_be(monkeypatch: pytest.MonkeyPat
     assert found["mcp"]["present"] and not found["mcp"]["fix"]
     assert "pip install 'ray" in found["ray"]["fix"]
     assert not found["C compiler"]["present"] and "gcc" in found["C compiler"]["fix"]
+    assert not found["buildah"]["present"] and "apt-get install buildah" in found["buildah"]["fix"]
     assert {part["kind"] for part in found.values()} == {"package", "program", "sandbox"}
     text = etude("doctor").stdout
     assert all(part["adds"] in text and part["fix"] in text for part in found.values())

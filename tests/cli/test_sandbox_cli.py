@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -153,7 +154,9 @@ def test_the_doctor_finds_a_backend_that_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 @pytest.mark.skipif(os.geteuid() != 0, reason="layers made by root belong to nobody")
+@pytest.mark.skipif(shutil.which("buildah") is None, reason="buildah is not installed")
 def test_an_image_is_built_from_scratch_listed_exported_and_taken_in_again(tmp_path: Path) -> None:
     context, state = tmp_path / "context", ("--state", str(tmp_path / "state"))
     context.mkdir()
@@ -171,4 +174,9 @@ def test_an_image_is_built_from_scratch_listed_exported_and_taken_in_again(tmp_p
     assert etude("image", "list", *state).split() == ["again", "mine"]
     etude("image", "remove", "again", *state)
     (context / "Dockerfile").write_text("FROM scratch\nFETCH x\n")
-    assert "line 2" in etude("image", "build", str(context), *state, code=2)
+    assert "FETCH" in etude("image", "build", str(context), *state, code=2)
+    assert "--base NAME=VALUE" in etude("image", "build", str(context), "--base", "x", *state, code=2)
+    assert (tmp_path / "state/images/buildah/storage").exists()
+    etude("image", "prune", *state)
+    assert not (tmp_path / "state/images/buildah/storage").exists()
+    assert etude("image", "list", *state).split() == ["mine"]

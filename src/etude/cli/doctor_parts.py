@@ -35,6 +35,7 @@ PACKAGES = {
 PROGRAMS = {
     "ripgrep": ("rg", "instant grep in the agent's code index", install_command("ripgrep")),
     "ruff": ("ruff", "lints of Python, for the agent and as a part of the reward", install_command("ruff")),
+    "buildah": ("buildah", "images from Dockerfiles: etude sandbox image build", "apt-get install buildah"),
 }
 """By name: the program, what it adds, and how it is installed."""
 SANDBOXES = {

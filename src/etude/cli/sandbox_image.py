@@ -25,26 +25,76 @@ def build_command(
         typer.Argument(help="Directory with a Dockerfile. Default: build the guest image."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the image. Default: that of DIRECTORY.")] = None,
+    file: Annotated[str, typer.Option(help="The Dockerfile's path in DIRECTORY.")] = "Dockerfile",
+    build_arg: Annotated[
+        list[str] | None,
+        typer.Option("--build-arg", metavar="NAME=VALUE", help="Value of an ARG. Repeatable."),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Stage to build. Default: the last.")] = None,
+    base: Annotated[
+        list[str] | None,
+        typer.Option("--base", metavar="NAME=PLACE", help="Where a base image lies, such as oci:DIRECTORY."),
+    ] = None,
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--volume", metavar="HOST:INSIDE", help="Show a file to RUN, and keep it out of the image."
+        ),
+    ] = None,
     allow: AllowOption = None,
     allow_private: Annotated[
         list[str] | None,
         typer.Option("--allow-private", metavar="IP:PORT", help="Allow private addresses, too."),
     ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for the build.")] = 1800,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run every instruction again.")] = False,
     state: StateOption = None,
 ) -> None:
-    """Build an image from a Dockerfile, with each RUN in a sandbox.
+    """Build an image from a Dockerfile, by buildah, without rights to this machine.
 
     Without a directory it builds the guest image of the vm backend from Debian packages.
     """
+    from etude.sandbox.images.building import BuildOptions, build_image
     from etude.sandbox.machine_backend import default_state_directory
+    from etude.sandbox.types import Network
 
-    root = state or default_state_directory()
     if context is None:
-        typer.echo(run(_build_guest(root)))
+        typer.echo(run(_build_guest(state or default_state_directory())))
         return
     if not context.is_dir():
         raise UserError("is not a directory", field="CONTEXT", received=str(context), fix="name a directory")
-    typer.echo(run(_build_image(context, name or context.resolve().name, allow, allow_private, root)))
+    hosts = (word.rpartition(":") for word in volume or ())
+    options = BuildOptions(
+        bases=_pairs("--base", base),
+        network=Network(tuple(allow or ())),
+        allow_private=tuple(allow_private or ()),
+        volumes={inside: Path(host) for host, _, inside in hosts},
+        deadline_s=timeout_s,
+        fresh=fresh,
+    )
+    say = error_console()
+    image = run(
+        build_image(
+            context,
+            name or context.resolve().name,
+            _store(state),
+            dockerfile=file,
+            args=_pairs("--build-arg", build_arg),
+            target=target,
+            options=options,
+            on_line=lambda line: say.print(line, markup=False, highlight=False),
+        )
+    )
+    typer.echo(image.digest)
+
+
+@image_app.command("prune")
+def prune_command(state: StateOption = None) -> None:
+    """Remove what builds left to make others faster. The images stay."""
+    from etude.sandbox.images.buildah import remove_storage
+    from etude.sandbox.images.building import BUILDAH
+
+    run(remove_storage(_store(state).layers.root / BUILDAH))
 
 
 @image_app.command("list")
@@ -107,29 +157,12 @@ async def _build_guest(state: Path) -> str:
     return image.digest
 
 
-async def _build_image(
-    context: Path, name: str, allow: list[str] | None, allow_private: list[str] | None, state: Path
-) -> str:
-    from etude.sandbox.backends import IMAGES
-    from etude.sandbox.images.bases import DebianBases
-    from etude.sandbox.images.builder import Builder
-    from etude.sandbox.images.image_store import ImageStore
-    from etude.sandbox.local.backend import LocalBackend
-    from etude.sandbox.local.runner import SandboxRunner
-    from etude.sandbox.types import Network
-
-    store = ImageStore(state / IMAGES)
-    backend = LocalBackend(state, state / IMAGES)
-    backend.allow_private = tuple(allow_private or ())
-    say = error_console()
-    try:
-        runner = SandboxRunner(backend, network=Network(tuple(allow or ())))
-        builder = Builder(
-            store, runner, DebianBases(store), on_step=lambda step: say.print(step, markup=False)
-        )
-        build = await builder.build(context, name)
-    finally:
-        await backend.close()
-    for note in build.notes:
-        say.print(f"note: {note}", markup=False)
-    return build.image.digest
+def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
+    """NAME=VALUE words. Raises UserError."""
+    pairs = [word.partition("=") for word in words or ()]
+    for key, equals, value in pairs:
+        if not key or not equals:
+            raise UserError(
+                "is no NAME=VALUE", field=option, received=key + value, fix=f"{option} NAME=VALUE"
+            )
+    return {key: value for key, _, value in pairs}

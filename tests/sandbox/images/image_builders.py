@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
+import json
+import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from etude.sandbox.images.extract import is_whiteout
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.layers import LayerStore
+from etude.sandbox.images.oci import CONFIGS, LAYERS, MANIFESTS, architecture
+from etude.sandbox.images.tar import Entry, TarWriter
 from etude.sandbox.template import Image
 
 Row = tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]
@@ -77,11 +85,91 @@ def write_tree(root: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 def read_image(store: ImageStore, image: Image, path: str) -> bytes | None:
-    """A file of an image; None if there is none."""
-    found = store.view(image).find(path)
-    return None if found is None else Path(found.path.decode()).read_bytes()
+    """A file of an image; None if there is none. Links and opaque directories are not looked through."""
+    for layer in reversed(store.paths(image)):
+        file = layer / path.lstrip("/")
+        if file.is_file():
+            return file.read_bytes()
+        for place in (file, *file.parents):
+            if place.is_relative_to(layer) and os.path.lexists(place) and is_whiteout(place.lstat()):
+                return None
+    return None
+
+
+def layer_bytes(changes: Mapping[str, bytes | None]) -> bytes:
+    """An OCI layer that makes these changes; None: the file is deleted."""
+    target = io.BytesIO()
+    writer = TarWriter(target)
+    for name, data in sorted(changes.items()):
+        if data is None:
+            folder, slash, last = name.rpartition("/")
+            writer.add(Entry(f"{folder}{slash}.wh.{last}".encode(), "file"))
+        else:
+            writer.add(Entry(name.encode(), "file", 0o644, 0, len(data)), io.BytesIO(data))
+    writer.close()
+    return target.getvalue()
 
 
 def leftovers(store: LayerStore) -> list[str]:
     """What lies in the store's folder for temporary files."""
     return [path.name for path in (store.root / "tmp").iterdir()]
+
+
+def digest_of(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+class Layout:
+    """An OCI layout in the making; `files` is what it will hold."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {"oci-layout": b'{"imageLayoutVersion": "1.0.0"}'}
+
+    def blob(self, data: bytes, media_type: str) -> dict[str, Any]:
+        digest = digest_of(data)
+        self.files[f"blobs/sha256/{digest[7:]}"] = data
+        return {"mediaType": media_type, "digest": digest, "size": len(data)}
+
+    def document(self, value: object, media_type: str) -> dict[str, Any]:
+        return self.blob(json.dumps(value).encode(), media_type)
+
+    def image(
+        self, *layers: bytes, compress: Callable[[bytes], bytes] = bytes, kind: str = LAYERS[0], **config: Any
+    ) -> dict[str, Any]:
+        whole = {
+            "architecture": architecture(),
+            "os": "linux",
+            "config": {"Env": ["A=b=c"], "WorkingDir": "/app", "User": "me"},
+            "rootfs": {"type": "layers", "diff_ids": [digest_of(layer) for layer in layers]},
+            "history": [{"created": "2020-02-02T02:02:02Z", "created_by": "a test"} for _ in layers],
+            **config,
+        }
+        rows = [self.blob(compress(layer), kind) for layer in layers]
+        manifest = {"schemaVersion": 2, "config": self.document(whole, CONFIGS[0]), "layers": rows}
+        return self.document(manifest, MANIFESTS[0])
+
+    def index(self, *manifests: dict[str, Any]) -> Layout:
+        self.files["index.json"] = json.dumps({"schemaVersion": 2, "manifests": manifests}).encode()
+        return self
+
+    def write(self, folder: Path) -> Path:
+        for name, data in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+        return folder
+
+    def pack(self, path: Path, compress: Callable[[bytes], bytes] = bytes) -> Path:
+        path.write_bytes(
+            compress(tar_bytes(*(file_member(f"./{name}", data) for name, data in self.files.items())))
+        )
+        return path
+
+
+def is_running(*argv: str) -> bool:
+    """Whether any process of this machine has this command line."""
+    wanted = "\0".join([*argv, ""]).encode()
+    found = False
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found = found or path.read_bytes() == wanted
+    return found

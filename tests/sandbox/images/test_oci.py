@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import tarfile
 from collections.abc import Callable
@@ -15,12 +14,20 @@ import zstandard
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.images.oci import CONFIGS, DOCKER, INDEXES, LAYERS, MANIFESTS, OCI, import_image
+from etude.sandbox.images.oci import (
+    DOCKER,
+    INDEXES,
+    LAYERS,
+    OCI,
+    architecture,
+    import_image,
+)
 from etude.sandbox.images.oci_export import export_image
-from etude.sandbox.images.stage import architecture
 from etude.sandbox.template import Image
 from tests.sandbox.images.image_builders import (
+    Layout,
     add_files,
+    digest_of,
     file_member,
     leftovers,
     member,
@@ -37,58 +44,15 @@ def store(tmp_path: Path) -> ImageStore:
     return ImageStore(tmp_path / "store")
 
 
-def digest_of(data: bytes) -> str:
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
-
-
-class Layout:
-    """An OCI layout in the making; `files` is what it will hold."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {"oci-layout": b'{"imageLayoutVersion": "1.0.0"}'}
-
-    def blob(self, data: bytes, media_type: str) -> dict[str, Any]:
-        digest = digest_of(data)
-        self.files[f"blobs/sha256/{digest[7:]}"] = data
-        return {"mediaType": media_type, "digest": digest, "size": len(data)}
-
-    def document(self, value: object, media_type: str) -> dict[str, Any]:
-        return self.blob(json.dumps(value).encode(), media_type)
-
-    def image(
-        self, *layers: bytes, compress: Callable[[bytes], bytes] = bytes, kind: str = LAYERS[0], **config: Any
-    ) -> dict[str, Any]:
-        whole = {
-            "architecture": architecture(),
-            "os": "linux",
-            "config": {"Env": ["A=b=c"], "WorkingDir": "/app", "User": "me"},
-            "rootfs": {"type": "layers", "diff_ids": [digest_of(layer) for layer in layers]},
-            **config,
-        }
-        rows = [self.blob(compress(layer), kind) for layer in layers]
-        manifest = {"schemaVersion": 2, "config": self.document(whole, CONFIGS[0]), "layers": rows}
-        return self.document(manifest, MANIFESTS[0])
-
-    def index(self, *manifests: dict[str, Any]) -> Layout:
-        self.files["index.json"] = json.dumps({"schemaVersion": 2, "manifests": manifests}).encode()
-        return self
-
-    def write(self, folder: Path) -> Path:
-        for name, data in self.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(data)
-        return folder
-
-    def pack(self, path: Path, compress: Callable[[bytes], bytes] = bytes) -> Path:
-        path.write_bytes(
-            compress(tar_bytes(*(file_member(f"./{name}", data) for name, data in self.files.items())))
-        )
-        return path
-
-
 def simple(**options: Any) -> Layout:
     layout = Layout()
     return layout.index(layout.image(LAYER, UPPER, **options))
+
+
+def archive(path: Path) -> list[tuple[str, bytes]]:
+    """Names and contents of a tar archive's files."""
+    with tarfile.open(path) as tar:
+        return [(row.name, tar.extractfile(row).read()) for row in tar if row.isfile()]  # type: ignore[union-attr]
 
 
 def check(store: ImageStore, image: Image) -> None:
@@ -282,6 +246,19 @@ def test_an_exported_image_comes_back_equal(store: ImageStore, tmp_path: Path) -
     # Packed layers are packed to equal bytes again, wherever that is.
     assert export_image(again, other, tmp_path / "out2.tar") == digest
     assert (tmp_path / "out.tar").read_bytes() == (tmp_path / "out2.tar").read_bytes()
+
+
+def test_what_was_exported_is_known_when_it_comes_back_whatever_its_layers_were_packed_by(
+    store: ImageStore, tmp_path: Path
+) -> None:
+    unsorted = tar_bytes(file_member("b", b"1"), file_member("a", b"2"))
+    layout = Layout()
+    image = import_image(layout.index(layout.image(unsorted)).write(tmp_path / "in"), store, "x")
+    export_image(image, store, tmp_path / "out.tar")
+    config = json.loads(next(data for name, data in archive(tmp_path / "out.tar") if b"diff_ids" in data))
+    assert config["rootfs"]["diff_ids"] != list(image.layers)
+    assert import_image(tmp_path / "out.tar", store, "y").layers == image.layers
+    assert store.layers.list() == list(image.layers)
 
 
 def test_an_export_that_fails_leaves_no_file(store: ImageStore, tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.images.sources import EPOCH_S
-from etude.sandbox.images.stage import DEFAULT_PATH
 from etude.sandbox.template import Image
 
 BUILD_TIMEOUT_S = 900.0
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+EPOCH_S = 946684800
+"""Time of all files: 2000-01-01. Not 1970, because zip archives (and so Python wheels) begin at 1980."""
 _TAIL_CHARS = 1500
 # What sources.list says; CODENAME would need package lists that were fetched, and are not being replaced.
 _REPOSITORY_FORMAT = "$(RELEASE)|$(COMPONENT)|$(REPO_URI)"

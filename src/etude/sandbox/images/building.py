@@ -1,46 +1,307 @@
-"""Images built from Dockerfiles."""
+"""Images from Dockerfiles, built by `buildah`: each RUN without rights to the host, and without its network.
+
+What FROM names comes from a map (`bases`), else from the store, else from Debian's packages. buildah is asked
+for the build; where it lacks a base it says so, is given that, and is asked again. It keeps what each
+instruction made, so that equal beginnings are built once.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import contextlib
+import json
+import re
+import uuid
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from etude.kit.durable import write_json
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.base_sources import find_base
-from etude.sandbox.images.bases import DebianBases
-from etude.sandbox.images.builder import Builder
-from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.local.backend import LocalBackend
-from etude.sandbox.local.runner import SandboxRunner
+from etude.sandbox.images.base_sources import BaseFile, find_in_store, find_stored, full_name
+from etude.sandbox.images.buildah import Buildah, OnLine, open_buildah
+from etude.sandbox.images.image_store import ImageStore, check_name
+from etude.sandbox.images.oci import architecture, import_image
+from etude.sandbox.images.oci_export import export_image
+from etude.sandbox.network.log import RequestLog
+from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.template import Image
+from etude.sandbox.types import NO_NETWORK, Network
+
+DEADLINE_S = 1800.0
+BUILDAH = "buildah"
+"""The directory of a store where buildah keeps what it made."""
+_TAIL_CHARS = 2000
+_BUD = ("bud", "--layers", "--isolation=chroot", "--format=docker", "--pull-never")
+_LIMITS = "nofile=1024:4096"
+"""The program's own default is more than some machines let anybody have."""
+_LACKS = re.compile(
+    r"creating build container: (?P<base>\S+): image not known"
+    r"|COPY --from=(?P<source>\S+): no stage or image found"
+)
+_START = re.compile(r"STEP \d+/\d+: FROM (\S+)(?: AS (\S+))?", re.IGNORECASE)
+_STEP = re.compile(r'building at STEP "(.*?)": ', re.DOTALL)
+_LOG = re.compile(r"^(Getting image source|Copying |Writing manifest|Storing sign).*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What holds for all builds of a store."""
+    """What all builds of a set have in common."""
 
-    bases: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Name in FROM -> `oci:DIR`, `oci-archive:FILE`, `docker-archive:FILE`, or an image of the store."""
-    deadline_s: float = 900.0
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """What FROM and COPY --from name -> where that lies: `oci:DIRECTORY[:TAG]`, `oci-archive:FILE`,
+    `docker-archive:FILE`, or the name of an image of the store."""
+    network: Network = NO_NETWORK
+    """What RUN may reach, through the egress proxy."""
+    allow_private: tuple[str, ...] = ()
+    """Exact `IP:port` that it may reach although they are private."""
+    volumes: Mapping[str, Path] = field(default_factory=dict)
+    """Path inside -> file or directory of the host, shown to RUN read-only and part of no layer:
+    certificates, settings of package managers."""
+    deadline_s: float = DEADLINE_S
+    """For one build, bases included."""
+    fresh: bool = False
+    """Whether every instruction runs again."""
 
 
 async def build_image(
-    context: Path, name: str, store: ImageStore, *, options: BuildOptions = BuildOptions()
+    context: Path,
+    name: str,
+    store: ImageStore,
+    *,
+    dockerfile: str = "Dockerfile",
+    args: Mapping[str, str] | None = None,
+    target: str | None = None,
+    options: BuildOptions | None = None,
+    on_line: OnLine | None = None,
 ) -> Image:
-    """Builds the Dockerfile of a directory. Raises TemplateError for what it or its bases get wrong."""
-    for base in options.bases:
-        await find_base(base, store, options.bases)
+    """Builds the Dockerfile of the directory `context`, and keeps the image in the store under `name`.
+
+    `dockerfile`: its path in `context`; `args`: values of ARGs; `target`: a stage (default: the last).
+    `on_line` is called with each line that buildah writes. Raises TemplateError for an instruction that fails
+    (with the end of its output), a missing base, an image for another machine, a build that takes too long;
+    ResourceError where buildah is missing or cannot run.
+    """
+    check_name(name)
+    options = options or BuildOptions()
+    _check_files(context, dockerfile, options)
     root = store.layers.root
-    backend = LocalBackend(root.parent, root)
     try:
-        builder = Builder(store, SandboxRunner(backend), DebianBases(store), options.deadline_s)
-        async with asyncio.timeout(options.deadline_s):
-            return (await builder.build(context, name)).image
+        with _proxy(options, root, name) as proxy:
+            async with asyncio.timeout(options.deadline_s), open_buildah(root / BUILDAH, proxy) as buildah:
+                build = _Build(buildah, store, options, dockerfile)
+                words = await asyncio.to_thread(build.make_words, context, args or {}, target)
+                return await build.run(words, name, on_line)
     except TimeoutError as error:
         raise TemplateError(
-            "takes too long to build", field="Dockerfile", received=f"{options.deadline_s:g} s"
-        ) from error
-    finally:
-        await backend.close()
+            f"the build took longer than {options.deadline_s:g} s and was ended", field=dockerfile,
+            received=str(context), fix="make the build shorter, or allow it more time",
+        ) from error  # fmt: skip
+
+
+@contextlib.contextmanager
+def _proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressProxy | None]:
+    """The way out of a build's network; None: there is none."""
+    allow, private = options.network.allow, options.allow_private
+    if not allow:
+        yield None
+        return
+    with contextlib.closing(RequestLog.to_file(root / "network.jsonl")) as log:
+        yield EgressProxy(allow, log, f"build of {name}", allow_private=private)
+
+
+class _Build:
+    """One build."""
+
+    def __init__(self, buildah: Buildah, store: ImageStore, options: BuildOptions, dockerfile: str) -> None:
+        self.buildah = buildah
+        self.store = store
+        self.options = options
+        self.dockerfile = dockerfile
+        self._names = buildah.root / "names.json"
+        self._result = buildah.work / "id"
+
+    def make_words(self, context: Path, args: Mapping[str, str], target: str | None) -> list[str]:
+        """Gives buildah its files; what it is asked. Raises TemplateError. Blocks."""
+        inside = self.buildah.inside
+        try:
+            folder = self.buildah.give(context, "context")
+            volumes = {
+                path: self.buildah.give(source, f"volumes/{number}/{source.name}")
+                for number, (path, source) in enumerate(sorted(self.options.volumes.items()))
+            }
+        except OSError as error:  # shutil's own carries one row for each file
+            raise TemplateError(
+                f"cannot be read: {str(error)[:500]}", field="context", received=str(context)
+            ) from error
+        return bud_words(
+            inside(folder),
+            self.dockerfile,
+            inside(self._result),
+            {path: inside(source) for path, source in volumes.items()},
+            args,
+            ["--no-cache"] * self.options.fresh + ([f"--target={target}"] if target else []),
+        )
+
+    async def run(self, words: list[str], name: str, on_line: OnLine | None) -> Image:
+        """Builds, giving buildah the bases that it lacks, and takes the image into the store."""
+        await self._forget_changed()
+        given: set[str] = set()
+        while True:
+            starts: list[str] = []
+
+            def read(line: str, starts: list[str] = starts) -> None:
+                starts += [line] if _START.search(line) else []
+                if on_line is not None:
+                    on_line(line)
+
+            status, output = await self.buildah.run(*words, on_line=read)
+            lacks = find_missing(starts, output, await asyncio.to_thread(self._noted)) - given
+            if not lacks and status:
+                raise explain_failure(self.dockerfile, output, status)
+            if not lacks:
+                break
+            for base in sorted(lacks):
+                await self._give_base(base)
+            given |= lacks
+        image_id = (await asyncio.to_thread(self._result.read_text)).strip().removeprefix("sha256:")
+        return await self._take(image_id, name)
+
+    async def _take(self, image_id: str, name: str) -> Image:
+        """Takes what was built into the store, unless it is there from an equal build."""
+        record = await asyncio.to_thread(self.store.recall, image_id)
+        if record is not None:
+            image = Image(name, tuple(record["layers"]), record["env"], record["workdir"], record["user"])
+            if all(map(self.store.layers.has, image.layers)):
+                await asyncio.to_thread(self.store.save, image)
+                return image
+        result = self.buildah.work / "result"
+        place = f"oci:{self.buildah.inside(result)}"
+        await self._ask("push", "--quiet", "--disable-compression", image_id, place)
+        image = await asyncio.to_thread(import_image, result, self.store, name)
+        kept = ("layers", "env", "workdir", "user")
+        await asyncio.to_thread(self.store.note, image_id, {key: getattr(image, key) for key in kept})
+        return image
+
+    async def _give_base(self, name: str) -> None:
+        """Gives buildah what FROM names. Raises TemplateError if it cannot be had."""
+        place = f"base-{uuid.uuid4().hex}"
+        file = BaseFile.find(self.options.bases.get(name))
+        if file is not None:
+            given = await asyncio.to_thread(self.buildah.give, file.path, place)
+            transport, mark, tag = file.transport, file.mark(), file.tag
+        else:
+            image = await find_in_store(self.options.bases.get(name, name), self.store)
+            given = self.buildah.work / place
+            await asyncio.to_thread(export_image, replace(image, name="base"), self.store, given)
+            await asyncio.to_thread(given.chmod, 0o644)
+            transport, mark, tag = "oci-archive", image.digest, ""
+        source = f"{transport}:{self.buildah.inside(given)}" + (f":{tag}" if tag else "")
+        image_id = (await self._ask("pull", "--quiet", source, base=name)).split()[-1]
+        shown = await self._ask("inspect", "--type=image", "--format={{.OCIv1.Architecture}}", image_id)
+        machine = shown.strip()
+        if machine != architecture():
+            raise TemplateError(
+                f"the base image is for {machine}, and this machine is {architecture()}",
+                field="images.bases", received=name, fix=f"give one for linux/{architecture()}",
+            )  # fmt: skip
+        await self._ask("tag", image_id, full_name(name), base=name)
+        await asyncio.to_thread(self._note, {name: mark})
+
+    async def _forget_changed(self) -> None:
+        """Takes away the names of bases that are not what they were when buildah was given them."""
+        for name, mark in (await asyncio.to_thread(self._noted)).items():
+            if await asyncio.to_thread(self._mark, name) != mark:
+                await self.buildah.run("rmi", "--force", full_name(name))
+                await asyncio.to_thread(self._note, {name: None})
+
+    def _mark(self, name: str) -> str | None:
+        try:
+            file = BaseFile.find(self.options.bases.get(name))
+            if file is not None:
+                return file.mark()
+            image = find_stored(self.options.bases.get(name, name), self.store)
+            return None if image is None else image.digest
+        except TemplateError:
+            return None
+
+    def _noted(self) -> dict[str, str]:
+        try:
+            return json.loads(self._names.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def _note(self, changes: Mapping[str, str | None]) -> None:
+        marks = {**self._noted(), **changes}
+        write_json(self._names, {name: mark for name, mark in marks.items() if mark is not None})
+
+    async def _ask(self, *words: str, base: str | None = None) -> str:
+        """Runs a command that must succeed. Raises TemplateError."""
+        status, output = await self.buildah.run(*words)
+        if status:
+            raise TemplateError(
+                f"buildah {words[0]} fails: {_tail(output)}", field="images.bases" if base else "image",
+                received=base, fix=f"see that the image is whole, and for linux/{architecture()}",
+            )  # fmt: skip
+        return output
+
+
+def bud_words(
+    context: str,
+    dockerfile: str,
+    result: str,
+    volumes: Mapping[str, str],
+    args: Mapping[str, str],
+    more: Sequence[str] = (),
+) -> list[str]:
+    """What buildah is asked; all paths as it sees them, `volumes` by their place in the image.
+
+    `result`: the file for the image's id.
+    """
+    words = [*_BUD, f"--ulimit={_LIMITS}", f"--iidfile={result}", f"--file={context}/{dockerfile}", *more]
+    words += [f"--build-arg={key}={value}" for key, value in sorted(args.items())]
+    words += [f"--volume={source}:{path}:ro" for path, source in sorted(volumes.items())]
+    return [*words, context]
+
+
+def find_missing(starts: Sequence[str], output: str, had: Container[str]) -> set[str]:
+    """Bases that a build wants and `had` lacks: those that buildah misses, and those in whose place it took
+    an image whose name merely ends so. `starts`: the lines of FROM in what it wrote."""
+    missing = {name for found in _LACKS.finditer(output) for name in found.groups() if name}
+    stages = {"scratch"}
+    for line in starts:
+        for name, stage in _START.findall(line):
+            if name.lower() not in stages and name not in had:
+                missing.add(name)
+            stages.add(stage.lower())
+    return missing
+
+
+def _check_files(context: Path, dockerfile: str, options: BuildOptions) -> None:
+    """Raises TemplateError for what is not there."""
+    if not (context / dockerfile).is_file():
+        raise TemplateError(
+            "no such Dockerfile", field="context", received=str(context / dockerfile),
+            fix="name a directory that holds one, and its path there",
+        )  # fmt: skip
+    for path, source in options.volumes.items():
+        if not source.exists() or not path.startswith("/") or ":" in path:
+            raise TemplateError(
+                "no such file, or no absolute path inside", field="volumes", received=f"{source}:{path}",
+                fix="HOST:INSIDE, for example /etc/pip.conf:/etc/pip.conf",
+            )  # fmt: skip
+
+
+def explain_failure(dockerfile: str, output: str, status: int) -> TemplateError:
+    """What a build that failed says."""
+    lacks = _LACKS.search(output)
+    step = _STEP.findall(output)
+    received = step[-1][:500] if step else lacks[0] if lacks else f"exit status {status}"
+    return TemplateError(
+        f"the build failed; its output ends with: {_tail(output)}", field=dockerfile, received=received,
+        fix="correct the instruction; what it needs must be in the base image, or be allowed (--allow HOST)",
+    )  # fmt: skip
+
+
+def _tail(output: str) -> str:
+    return _LOG.sub("", output)[-_TAIL_CHARS:].strip() or "(nothing)"

@@ -1,7 +1,8 @@
 """Named images: which layers make a root file system, and how programs run in it.
 
 ROOT/images/<quoted name>.json   written atomically, with the image's digest
-ROOT/cache/<key>.json            what a build step made, see `builder`
+ROOT/cache/<id>.json             which layers an image of buildah's is
+ROOT/buildah/                    see `buildah`
 ROOT/layers/, ROOT/tmp/          see `layers`
 """
 
@@ -17,7 +18,6 @@ from typing import Any
 from etude.kit.durable import write_json
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.layers import LayerStore
-from etude.sandbox.images.view import ImageView
 from etude.sandbox.template import Image
 
 _VERSION = 1
@@ -90,12 +90,8 @@ class ImageStore:
         """The directories of an image's layers, lowest first (overlayfs wants them highest first)."""
         return [self.layers.path(digest) for digest in image.layers]
 
-    def view(self, image: Image) -> ImageView:
-        """The image's files."""
-        return ImageView(self.paths(image))
-
     def recall(self, key: str) -> dict[str, Any] | None:
-        """What a build step left under `key` (64 hex digits); None if nothing, or if it does not parse."""
+        """What `note` kept under `key` (64 hex digits); None if nothing, or if it does not parse."""
         assert _KEY.match(key), key
         try:
             record = json.loads((self._cache / f"{key}.json").read_bytes())
@@ -104,7 +100,7 @@ class ImageStore:
         return record if isinstance(record, dict) else None
 
     def note(self, key: str, record: Mapping[str, Any]) -> None:
-        """Keeps what a build step made under `key`."""
+        """Keeps what became of the image that buildah made, under its id."""
         assert _KEY.match(key), key
         write_json(self._cache / f"{key}.json", dict(record))
 

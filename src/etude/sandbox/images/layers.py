@@ -125,6 +125,12 @@ class LayerStore:
             return False
         return True
 
+    def find(self, digest: str) -> str | None:
+        """The layer that came from the archive of this digest, or that `export_tar` writes as it."""
+        if self.has(digest):
+            return digest
+        return next((own for own in self.list() if self.info(own).packed_digest == digest), None)
+
     def info(self, digest: str) -> LayerInfo:
         """What is known of a layer. Raises TemplateError if it is missing, torn or of another owner."""
         folder = self._folder(digest)

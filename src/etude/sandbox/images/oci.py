@@ -7,6 +7,7 @@ digests (`diff_ids`) too. A name in the archive is never used as a path on this 
 from __future__ import annotations
 
 import json
+import platform
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.blobs import Blobs, blob_name, open_blobs, read_document
 from etude.sandbox.images.image_store import ImageStore, check_name
 from etude.sandbox.images.layers import MAX_LAYER_BYTES
-from etude.sandbox.images.stage import architecture
 from etude.sandbox.images.streams import DigestReader
 from etude.sandbox.paths import WORKSPACE
 from etude.sandbox.template import Image
@@ -35,6 +35,8 @@ _NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 _MAX_INDEX_DEPTH = 4
 _MAX_MANIFESTS = 1000
 _MAX_LAYERS = 512
+
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 Document = Mapping[str, Any]
 
@@ -54,6 +56,11 @@ class _Layer:
     part: str
     digest: str | None
     """Of the part as it lies there; None if nothing states it."""
+
+
+def architecture() -> str:
+    """This machine's architecture in OCI's words."""
+    return _MACHINES.get(platform.machine(), platform.machine())
 
 
 def import_image(
@@ -84,9 +91,11 @@ def import_image(
                 fix="it must hold index.json or manifest.json",
             )
         diff_ids = _diff_ids(config, len(layers), machine or architecture())
-        for layer, diff_id in zip(layers, diff_ids, strict=True):
+        found = [
             _import_layer(blobs, store, layer, diff_id, limit_bytes)
-    image = _image(config, diff_ids, name)
+            for layer, diff_id in zip(layers, diff_ids, strict=True)
+        ]
+    image = _image(config, found, name)
     store.save(image)
     return image
 
@@ -168,9 +177,11 @@ def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[_L
     return _object(data, name), [_Layer(part, None) for part in parts]
 
 
-def _import_layer(blobs: Blobs, store: ImageStore, layer: _Layer, diff_id: str, limit_bytes: int) -> None:
-    if store.layers.has(diff_id):
-        return
+def _import_layer(blobs: Blobs, store: ImageStore, layer: _Layer, diff_id: str, limit_bytes: int) -> str:
+    """Imports a layer unless the store has it, if only as one that was exported; its digest there."""
+    found = store.layers.find(diff_id)
+    if found is not None:
+        return found
     with blobs.open(layer.part) as stream:
         packed = DigestReader(stream, layer.part, limit_bytes)
         store.layers.add_tar(packed, diff_id, limit_bytes, name=layer.part)
@@ -180,6 +191,7 @@ def _import_layer(blobs: Blobs, store: ImageStore, layer: _Layer, diff_id: str, 
             "the content is not what its digest says", field=layer.part, received=layer.digest,
             fix="make or download the image again",
         )  # fmt: skip
+    return diff_id
 
 
 def _diff_ids(config: Document, num_layers: int, machine: str) -> list[str]:
@@ -199,7 +211,7 @@ def _diff_ids(config: Document, num_layers: int, machine: str) -> list[str]:
     return diff_ids
 
 
-def _image(config: Document, diff_ids: list[str], name: str) -> Image:
+def _image(config: Document, layers: list[str], name: str) -> Image:
     settings = config.get("config") or {}
     if not isinstance(settings, dict):
         raise _broken("configuration", "config")
@@ -220,7 +232,7 @@ def _image(config: Document, diff_ids: list[str], name: str) -> Image:
         raise _broken("configuration", "WorkingDir or User")
     # As with built images: the root directory is no workspace.
     workdir = posixpath.normpath(workdir).replace("//", "/")
-    return Image(name, tuple(diff_ids), env, WORKSPACE if workdir == "/" else workdir, user)
+    return Image(name, tuple(layers), env, WORKSPACE if workdir == "/" else workdir, user)
 
 
 def _linked(blobs: Blobs, descriptor: Document, kinds: tuple[str, ...]) -> Document:

@@ -21,14 +21,10 @@ Packed = tuple[Entry, bytes | None]
 """An entry and the path of its data."""
 
 
-def pack_directory(root: bytes, target: Writable, skip_special: bool = False) -> None:
-    """Writes the layer that lies in `root` as an archive. Blocks. Raises TemplateError, OSError.
-
-    `root` may be the upper directory of an overlay that is no longer mounted: so a sandbox's changes become
-    a layer. `skip_special` then leaves out sockets, pipes and devices, which are errors otherwise.
-    """
+def pack_directory(root: bytes, target: Writable) -> None:
+    """Writes the layer that lies in `root` as an archive. Blocks. Raises TemplateError, OSError."""
     writer = TarWriter(target)
-    for entry, path in walk(root, skip_special):
+    for entry, path in walk(root):
         if path is None:
             writer.add(entry)
         else:
@@ -37,7 +33,7 @@ def pack_directory(root: bytes, target: Writable, skip_special: bool = False) ->
     writer.close()
 
 
-def walk(root: bytes, skip_special: bool = False) -> Iterator[Packed]:
+def walk(root: bytes) -> Iterator[Packed]:
     """Entries of a layer's directory, parents first, each directory's names sorted."""
     seen: dict[tuple[int, int], bytes] = {}
     pending: list[tuple[bytes, bytes]] = [(b"", root)]
@@ -46,8 +42,6 @@ def walk(root: bytes, skip_special: bool = False) -> Iterator[Packed]:
         status = os.lstat(path)
         if name.rpartition(b"/")[2].startswith(WHITEOUT_PREFIX):
             raise foreign(name, "a name that only whiteouts may have")
-        if skip_special and _is_special(status):
-            continue
         yield from _entries(name, path, status, seen)
         if stat.S_ISDIR(status.st_mode):
             below = sorted(os.listdir(path), reverse=True)
@@ -78,11 +72,6 @@ def _entries(
         if status.st_nlink > 1:
             seen[identity] = name
         yield Entry(name, "file", mode, mtime_s, status.st_size), path
-
-
-def _is_special(status: os.stat_result) -> bool:
-    kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
-    return not is_whiteout(status) and not any(is_kind(status.st_mode) for is_kind in kinds)
 
 
 def open_data(path: bytes) -> BinaryIO:

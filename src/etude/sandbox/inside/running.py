@@ -166,9 +166,7 @@ class Running:
 
     def _command(self, header: Header, payload: bytes) -> Answer | None:
         background = bool(header.get("background"))
-        env = header["env"]
-        if not header.get("exact_env"):
-            env = self._settings.environment(self._root, env)
+        env = self._settings.environment(self._root, header["env"])
         cwd = os.path.join(self._root, header["cwd"])
         argv = header.get("argv")
         check_texts([*(argv or [header["cmd"]]), *env.values(), header["cwd"]], env)

@@ -175,15 +175,6 @@ class ForkServerBackend(MachineBackend):
         finally:
             self._release_layers(layers)
 
-    async def save_root(self, sandbox: MachineSandbox, target: Path) -> None:
-        """Writes what a sandbox with an image has changed below its root as an OCI layer (a tar file)."""
-        async with sandbox.lifecycle:
-            layers = await self._save_layer(sandbox)
-        try:
-            await self._ask("pack", layers[0], target, "root")
-        finally:
-            self._release_layers(layers)
-
     async def close(self) -> None:
         """See SandboxBackend.close."""
         try:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from etude.sandbox.inside.ids import BLOCK, Spare
 
-_FIRST, _LAST = 0x7000_0000, 0x7FFD_FFFF
+_FIRST, _LAST = 0x7000_0000, 0x7FFC_FFFF
 """Which the list of systemd (UIDS-GIDS) leaves to nobody."""
+BUILD_IDS = _LAST + 1
+"""First of 65,536 more, which the users of image builds are."""
 _KERNEL = (6, 3)
 """The first that shows a tmpfs as another user's."""
 _MAPS = ("uid_map", "gid_map")
