@@ -144,9 +144,9 @@ def test_a_file_that_changes_under_an_edit_is_kept_back(root: Path) -> None:
             sandbox = await super().create(*arguments, **named)
             diff = sandbox.diff
 
-            async def late():
+            async def late(without):
                 (root / "repo" / "lib" / "tally.py").write_text("mine\n")
-                return await diff()
+                return await diff(without)
 
             sandbox.diff = late
             return sandbox

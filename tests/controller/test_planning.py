@@ -79,7 +79,7 @@ def test_what_is_kept_is_about_what_a_real_step_keeps() -> None:
 
     import numpy as np
 
-    batch = PackedSequences.pack([np.zeros(64, dtype=np.int32)] * 8)
+    batch = PackedSequences.pack([np.full(64, token, dtype=np.int32) for token in range(8)])
     targets = torch.tensor([row for row in range(512) if row % 64])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = packed_logprobs(model, batch, targets)

@@ -85,7 +85,7 @@ if [ -f greeting.txt ]; then echo "1.$(date +%N)"; else echo 0; fi > /logs/verif
         "silent": "doing nothing earns no reward, not 0",
         "slow": "timeout: solution/solve.sh did not end within 0.5 s",
         "refused": "task.toml: environment.gpus: is not supported; received 1",
-        "no-image": "no such image",
+        "no-image": "no such base image",
     }
     found = {name: one.report.reason or "" for name, one in reports(tasks).items()}
     assert {name: reason for name, reason in found.items() if expected[name] not in reason} == {}

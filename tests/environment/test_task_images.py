@@ -67,7 +67,7 @@ def test_a_name_in_the_map_is_an_image_of_the_store_once_it_was_imported(
 
 def test_an_image_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     task = read_harbor(write_task(tmp_path / "task", image="nobody/has-it:1"))
-    with pytest.raises(TemplateError, match="no such image"):
+    with pytest.raises(TemplateError, match="no such base image"):
         find(task, {})
     with pytest.raises(TaskError, match="runs none of a task's"):
         find(task, {}, "vm")

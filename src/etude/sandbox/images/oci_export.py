@@ -68,7 +68,7 @@ def _write(image: Image, store: ImageStore, scratch: Path, file: BinaryIO) -> st
 
 
 def _config(image: Image, diff_ids: list[str]) -> dict[str, Any]:
-    return {
+    config = {
         "architecture": architecture(),
         "os": "linux",
         "config": {
@@ -77,10 +77,11 @@ def _config(image: Image, diff_ids: list[str]) -> dict[str, Any]:
             "User": image.user,
         },
         "rootfs": {"type": "layers", "diff_ids": diff_ids},
-        # buildah builds on no image whose history names fewer layers than it has. It reuses what was built on
-        # one of equal history and layers, whatever else has changed, and nothing where there are no times.
-        "history": [{"created": _CREATED, "created_by": f"etude {image.digest}"}] * len(diff_ids),
     }
+    # buildah builds on no image whose history names fewer layers than it has. It reuses what was built on one
+    # of equal history and layers, whatever else has changed, and nothing where there are no times.
+    step = {"created": _CREATED, "created_by": f"etude {hashlib.sha256(_encoded(config)).hexdigest()}"}
+    return config | {"history": [step] * len(diff_ids)}
 
 
 def _add_json(writer: TarWriter, media_type: str, value: Mapping[str, Any]) -> dict[str, Any]:
