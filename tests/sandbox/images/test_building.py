@@ -297,6 +297,11 @@ LEAVE = """RUN perl -e 'mkdir "x"; chroot "x" or exit 7; chdir ".." for 1..64; c
 """
 
 
+LOOK = """RUN cat /proc/self/status >/status; ls -d /proc/[0-9]*/root/tmp/work >/ways 2>/dev/null; \\
+  for one in /proc/self/fd/*; do if [ -d $one ]; then echo $one >>/ways; fi; done
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.foreign
 @pytest.mark.skipif(shutil.which("perl") is None, reason="perl is not installed")
@@ -307,7 +312,10 @@ def test_an_instruction_cannot_leave_its_root_and_lay_a_trap_for_the_next_build(
     write_tree(victim, {"folder/file": "kept\n"})
     with pytest.raises(TemplateError, match="exit status 7"):
         builds.build(f"FROM {BASE}\n{LEAVE.format(victim=victim)}")
-    builds.build(f"FROM {BASE}\nCOPY hello /x\n")
+    image = builds.build(f"FROM {BASE}\n{LOOK}")
+    (bounds,) = re.findall(r"CapBnd:\s*(\w+)", builds.read(image, "/status"))
+    assert not int(bounds, 16) >> 18 & 1, "nor by a file that would give the right back"
+    assert builds.read(image, "/ways") == ""
     assert (victim / "folder/file").read_text() == "kept\n"
     assert {path.stat().st_uid for path in (victim, victim / "folder")} == {os.geteuid()}
 
