@@ -116,7 +116,7 @@ def test_an_image_of_an_engine_is_the_one_that_had_the_name_when_it_was_looked_f
     task = read_harbor(write_task(tmp_path / "task", image="theirs:1"))
     found: list[Task] = []
     for one in ("1" * 64, "2" * 64):
-        (tmp_path / "shown").write_text(json.dumps({"Id": one, "Config": {"Env": ["A=b"]}}))
+        (tmp_path / "shown").write_text(json.dumps([{"Id": one, "Config": {"Env": ["A=b"]}}]))
         found.append(find(task, {}, "podman"))
         machine = found[-1].machine
         assert machine is not None and machine.image is not None

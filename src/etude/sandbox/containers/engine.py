@@ -107,7 +107,7 @@ class Engine:
         Raises TemplateError if it has none of that name.
         """
         try:
-            shown = await self.run("image", "inspect", "--format", "{{json .}}", reference)
+            shown = await self.run("image", "inspect", reference)
         except EngineError as error:
             if not error.says(_MISSING):
                 raise
@@ -117,7 +117,7 @@ class Engine:
                 received=reference,
                 fix=f"make it there: `{self.program} pull`, `{self.program} load` or `{self.program} build`",
             ) from error
-        return json.loads(shown)
+        return json.loads(shown)[0]
 
     async def commit(self, container: str, image: str) -> None:
         """Makes an image of the container's files, which stands still meanwhile."""
