@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 from etude.config import RunConfig
+from etude.config.images import ImagesConfig
 from etude.controller.task_sets import check_task_set
+from etude.environment import task_images
 from etude.environment.origins import task_template
 from etude.environment.task_images import TaskImages
 from etude.errors import TaskError
 from etude.records import Task
 from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.building import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.oci_export import export_image
 from etude.sandbox.template import Image
+from etude.sandbox.types import Network
 from etude.tasks.harbor import read_harbor
 from tests.sandbox.containers.python_image import ensure_image, podman
 from tests.sandbox.images.image_builders import add_files
@@ -48,7 +53,7 @@ def archive(tmp_path: Path) -> Path:
 
 
 def find(task: Task, bases: dict[str, str], backend: str = "local") -> Task:
-    return asyncio.run(TaskImages(backend, bases).find(task))
+    return asyncio.run(TaskImages(backend, ImagesConfig(bases=bases)).find(task))
 
 
 def test_a_name_in_the_map_is_an_image_of_the_store_once_it_was_imported(
@@ -72,6 +77,51 @@ def test_an_image_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="runs none of a task's"):
         find(task, {}, "vm")
     assert find(read_harbor(write_task(tmp_path / "host")), {}, "vm").machine is not None
+
+
+def test_a_dockerfile_gets_the_network_and_files_that_the_configuration_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[BuildOptions] = []
+
+    async def note(*_: object, options: BuildOptions) -> Image:
+        given.append(options)
+        return Image("x", ("layer",))
+
+    monkeypatch.setattr(task_images, "build_image", note)
+    write_task(tmp_path / "task", files={"environment/Dockerfile": DOCKERFILE})
+    (tmp_path / "task/task.toml").write_text("[environment]\nbuild_timeout_sec = 77\n")
+    volumes = {"/etc/pip.conf": "/srv/pip.conf"}
+    settings = {"bases": {BASE: "oci:/a"}, "allow": ["pypi.org"], "volumes": volumes}
+    images = TaskImages("local", ImagesConfig.model_validate(settings))
+    asyncio.run(images.find(read_harbor(tmp_path / "task")))
+    assert given == [
+        BuildOptions(
+            {BASE: "oci:/a"},
+            Network(("pypi.org",)),
+            volumes={"/etc/pip.conf": Path("/srv/pip.conf")},
+            deadline_s=77.0,
+        )
+    ]
+
+
+def test_an_image_of_an_engine_is_the_one_that_had_the_name_when_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin/podman"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/shown\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    task = read_harbor(write_task(tmp_path / "task", image="theirs:1"))
+    found: list[Task] = []
+    for one in ("1" * 64, "2" * 64):
+        (tmp_path / "shown").write_text(json.dumps([{"Id": one, "Config": {"Env": ["A=b"]}}]))
+        found.append(find(task, {}, "podman"))
+        machine = found[-1].machine
+        assert machine is not None and machine.image is not None
+        assert (machine.image.name, machine.image.env) == (one, {"A": "b"})
+    assert found[0] != found[1]
 
 
 def seeded_task(directory: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +50,21 @@ def test_a_directory_that_somebody_sweeps_as_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Path] = []
-    mkdtemp = tempfile.mkdtemp
+    mkdir = Path.mkdir
 
-    def make_and_lose(**named: Any) -> str:
-        path = mkdtemp(**named)
-        made.append(Path(path))
+    def make_and_lose(path: Path, **named: Any) -> None:
+        mkdir(path, **named)
+        made.append(path)
         if len(made) == 1:
             sweep(tmp_path, "etude-")
-        return path
 
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    monkeypatch.setattr(Path, "mkdir", make_and_lose)
     with ScratchDirectory(tmp_path, "etude-") as path:
         assert path.is_dir() and made == [made[0], path] and not made[0].exists()
+
+
+def test_a_name_is_letters_and_digits_for_programs_that_make_names_of_paths(tmp_path: Path) -> None:
+    for _ in range(100):
+        with ScratchDirectory(tmp_path) as path:
+            assert path.name.isalnum()
+            assert path.stat().st_mode & 0o777 == 0o700

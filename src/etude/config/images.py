@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from pydantic import Field, field_validator
 
@@ -16,6 +17,13 @@ class ImagesConfig(Section):
     """Images by the names that tasks and Dockerfiles use: `"ubuntu:24.04" = "oci:DIR"`, an OCI layout,
     `oci-archive:FILE` or `docker-archive:FILE`. Nothing is fetched from a registry: a task whose image is
     neither here, nor among those of `etude sandbox image list`, nor made of Debian's packages is left out."""
+
+    allow: list[str] = Field(default_factory=list[str])
+    """Hosts that RUN of a task's Dockerfile may reach, by the proxy that `http_proxy` names: `host`,
+    `host:port` or `*.domain:port`. Empty: none."""
+    volumes: dict[str, Path] = Field(default_factory=dict[str, Path])
+    """Files and directories of the host that RUN of a task's Dockerfile sees, read-only and in no layer:
+    `INSIDE = "HOST"`, as in `"/etc/pip.conf" = "/etc/pip.conf"`."""
 
     @field_validator("bases")
     @classmethod

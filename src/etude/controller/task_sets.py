@@ -113,7 +113,7 @@ def _run(work: Coroutine[Any, Any, Done]) -> Done:
 async def _check(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
     state, settings = default_state_directory(), config.sandbox
     is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
-    images = TaskImages("a server" if is_elsewhere else settings.backend, config.images.bases)
+    images = TaskImages("a server" if is_elsewhere else settings.backend, config.images)
     rows: list[CheckedTask] = []
     for path in find_directories(directory, field):
         try:

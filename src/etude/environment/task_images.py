@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+from etude.config.images import ImagesConfig
 from etude.errors import TaskError
 from etude.records import Task, TaskImage
 from etude.sandbox.backends import ENGINES, IMAGES
@@ -23,6 +23,7 @@ from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.oci_export import export_image
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.template import Image
+from etude.sandbox.types import Network
 
 _BACKENDS = ("local", *ENGINES)
 
@@ -30,11 +31,15 @@ _BACKENDS = ("local", *ENGINES)
 class TaskImages:
     """Finds images for the tasks of one set. Equal ones are found once."""
 
-    def __init__(self, backend: str, bases: Mapping[str, str] | None = None) -> None:
-        """`backend`: name of the backend that runs them (`sandbox.backend`); `bases`: see `images.bases`."""
+    def __init__(self, backend: str, settings: ImagesConfig | None = None) -> None:
+        """`backend`: name of the backend that runs them (`sandbox.backend`)."""
+        settings = settings or ImagesConfig()
         self._backend = backend
         self._engine = backend.partition(":")[0]
-        self._bases = dict(bases or {})
+        self._bases = settings.bases
+        self._options = BuildOptions(
+            settings.bases, network=Network(tuple(settings.allow)), volumes=settings.volumes
+        )
         self._found: dict[str, TaskImage] = {}
 
     async def find(self, task: Task) -> Task:
@@ -65,7 +70,7 @@ class TaskImages:
             image = await find_base(name, store, self._bases)
         else:
             assert task.directory is not None, "read from there"
-            options = BuildOptions(bases=self._bases, deadline_s=build_timeout_s)
+            options = replace(self._options, deadline_s=build_timeout_s)
             context = Path(task.directory) / "environment"
             image = await build_image(context, _image_name(context), store, options=options)
         if self._engine not in ENGINES:
@@ -75,6 +80,7 @@ class TaskImages:
     async def _image_of_engine(self, name: str) -> TaskImage:
         from etude.sandbox.containers.backend import ContainerBackend
 
+        # Under its id: what the engine calls so later may be another one.
         image = await ContainerBackend(self._engine).image(name)
         return TaskImage(image.name, (), dict(image.env), image.workdir, image.user)
 

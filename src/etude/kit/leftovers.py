@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from functools import cache
 from pathlib import Path
 
@@ -69,10 +69,12 @@ def sweep(root: Path, prefix: str = "") -> None:
 
 def _locked_directory(root: Path, prefix: str) -> tuple[Path, int | None]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        # Letters and digits: some programs make names of paths.
+        path = root / f"{prefix}{uuid.uuid4().hex}"
+        path.mkdir(mode=0o700)
         try:
             lock = _open(path)
-        except FileNotFoundError:  # swept by another process since mkdtemp
+        except FileNotFoundError:  # swept by another process since it was made
             continue
         with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
             fcntl.flock(lock, fcntl.LOCK_EX)

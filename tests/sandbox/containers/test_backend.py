@@ -234,6 +234,8 @@ def test_an_engine_s_image_brings_its_environment_and_directory(tmp_path: Path) 
 
     async def scenario(backend: ContainerBackend) -> None:
         image = await backend.image("localhost/etude-tests:own")
+        shown = podman("image", "inspect", "--format={{.Id}}", "localhost/etude-tests:own")
+        assert image.name == shown.strip()
         s = await backend.create(Template(FILES, image=replace(image, env={**image.env, "MORE": "1"})))
         assert (await s.commands.run("pwd; echo $COLOUR $MORE")).stdout == "/project\ngreen 1\n"
         assert await s.diff() == {}, "what the image has in its directory stays, and is no change"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -88,6 +89,7 @@ def test_a_failure_shows_the_instruction_and_the_end_of_its_output() -> None:
     )
     error = explain_failure("Dockerfile", output, 3)
     assert error.received == "RUN make all"
+    assert "--allow HOST" in (error.fix or "") and "images.allow" in (error.fix or "")
     assert "no such thing\nError" in error.message
     assert len(error.message) < 2200
 
@@ -164,8 +166,8 @@ def test_a_machine_without_buildah_says_what_to_install(
 
 def tiny() -> bytes:
     """A layer with this machine's shell and a few programs, and the libraries that they need."""
-    programs = ("sh", "ls", "cat", "id", "sleep", "setsid", "touch")
-    found = [Path(shutil.which(name) or "") for name in programs]
+    programs = ("sh", "ls", "cat", "id", "sleep", "setsid", "touch", "perl")
+    found = [Path(path) for name in programs if (path := shutil.which(name))]
     listed = subprocess.run(["ldd", *map(str, found)], capture_output=True, text=True, check=True).stdout
     libraries = {word for word in listed.split() if word.startswith("/") and not word.endswith(":")}
     rows = [file_member(f"bin/{path.name}", path.read_bytes(), 0o755) for path in found]
@@ -288,6 +290,34 @@ def test_what_does_not_build_says_why_and_leaves_the_next_build_as_it_was(
     with pytest.raises(TemplateError, match="is for s390x, and this machine is"):
         builds.build("FROM other:1\n", {"bases": {"other:1": f"oci:{tmp_path / 'foreign'}"}})
     assert builds.build(f"FROM {BASE}\nCOPY hello /x\n").layers
+
+
+LEAVE = """RUN perl -e 'mkdir "x"; chroot "x" or exit 7; chdir ".." for 1..64; chroot "." or exit 8; \\
+  rename "/tmp/work", "/tmp/w" or exit 9; symlink "{victim}", "/tmp/work" or exit 10;'
+"""
+
+
+LOOK = """RUN cat /proc/self/status >/status; ls -d /proc/[0-9]*/root/tmp/work >/ways 2>/dev/null; \\
+  for one in /proc/self/fd/*; do if [ -d $one ]; then echo $one >>/ways; fi; done
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+@pytest.mark.skipif(shutil.which("perl") is None, reason="perl is not installed")
+def test_an_instruction_cannot_leave_its_root_and_lay_a_trap_for_the_next_build(
+    builds: Builds, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    write_tree(victim, {"folder/file": "kept\n"})
+    with pytest.raises(TemplateError, match="exit status 7"):
+        builds.build(f"FROM {BASE}\n{LEAVE.format(victim=victim)}")
+    image = builds.build(f"FROM {BASE}\n{LOOK}")
+    (bounds,) = re.findall(r"CapBnd:\s*(\w+)", builds.read(image, "/status"))
+    assert not int(bounds, 16) >> 18 & 1, "nor by a file that would give the right back"
+    assert builds.read(image, "/ways") == ""
+    assert (victim / "folder/file").read_text() == "kept\n"
+    assert {path.stat().st_uid for path in (victim, victim / "folder")} == {os.geteuid()}
 
 
 @pytest.mark.slow

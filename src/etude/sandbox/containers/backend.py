@@ -96,11 +96,15 @@ class ContainerBackend(MachineBackend):
         )
 
     async def image(self, reference: str) -> Image:
-        """An image of the engine, for use in a template. Raises TemplateError if the engine has none."""
-        config = await self.engine.image(reference)
+        """An image of the engine, for use in a template, under its id: the image that `reference` names now.
+
+        Raises TemplateError if the engine has none.
+        """
+        shown = await self.engine.image(reference)
+        config = shown.get("Config") or {}
         workdir = config.get("WorkingDir") or ""
         workspace = workdir if workdir.strip("/") else Image("", ()).workdir
-        return Image(reference, (), _variables(config.get("Env")), workspace, config.get("User") or "root")
+        return Image(shown["Id"], (), _variables(config.get("Env")), workspace, config.get("User") or "root")
 
     def doctor(self) -> list[str]:
         """See SandboxBackend.doctor. Asks the engine for a sign of life."""
@@ -211,7 +215,8 @@ class ContainerBackend(MachineBackend):
         try:
             with theirs:
                 # The server does not hand its own environment on to commands.
-                sandbox.environment |= _variables((await self.engine.image(image)).get("Env"))
+                config = (await self.engine.image(image)).get("Config") or {}
+                sandbox.environment |= _variables(config.get("Env"))
                 if spec.template.image is not None:
                     sandbox.environment |= spec.template.image.env
                 workspace, setup = spec.template.workspace, self._setup_for(spec)

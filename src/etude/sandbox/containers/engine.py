@@ -102,12 +102,12 @@ class Engine:
         return values
 
     async def image(self, reference: str) -> dict[str, Any]:
-        """The configuration (`Env`, `WorkingDir`, `User`) of an image that the engine has.
+        """What the engine says of an image: its `Id`, and `Config` with `Env`, `WorkingDir`, `User`.
 
         Raises TemplateError if it has none of that name.
         """
         try:
-            shown = await self.run("image", "inspect", "--format", "{{json .Config}}", reference)
+            shown = await self.run("image", "inspect", reference)
         except EngineError as error:
             if not error.says(_MISSING):
                 raise
@@ -117,7 +117,7 @@ class Engine:
                 received=reference,
                 fix=f"make it there: `{self.program} pull`, `{self.program} load` or `{self.program} build`",
             ) from error
-        return json.loads(shown) or {}
+        return json.loads(shown)[0]
 
     async def commit(self, container: str, image: str) -> None:
         """Makes an image of the container's files, which stands still meanwhile."""

@@ -67,10 +67,11 @@ async def find_in_store(name: str, store: ImageStore) -> Image:
 
     Raises TemplateError if there is none, ResourceError if it cannot be made.
     """
+    stored = await asyncio.to_thread(find_stored, name, store)
+    if stored is not None:
+        return stored
     debian = DebianBases(store)
     for candidate in _candidates(name):
-        if await asyncio.to_thread(store.has, candidate):
-            return await asyncio.to_thread(store.load, candidate)
         image = await debian.image(candidate)
         if image is not None:
             return image

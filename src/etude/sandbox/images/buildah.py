@@ -1,11 +1,15 @@
 """Runs the program `buildah`, enclosed: as root of namespaces of its own, a user without rights to the host.
 
-    ROOT/storage/     what buildah keeps between builds: base images, and what each instruction made
-    ROOT/names.json   name -> what buildah has under it, as `Base.mark`
-    ROOT/work/<any>/  one build each: its context, its result; goes with the build, or with its process
-    ROOT/lock         shared by builds; held alone by what tidies up
+    ROOT/storage/         what buildah keeps between builds: base images, and what each instruction made
+    ROOT/names.json       name -> what buildah has under it, as `BaseFile.mark`
+    ROOT/work/<any>/      one build each; goes with the build, or with its process
+    ROOT/work/<any>/own/  its home, its result
+    ROOT/work/<any>/<any> what it is given: its context, bases
+    ROOT/lock             shared by builds; held alone by what tidies up
 
-The program sees ROOT as `/tmp`. Any number of builds, of several processes, may share one ROOT.
+The program sees ROOT as `/tmp`. `storage`, `own` and the files that it is given belong to root inside; the
+directories that lead there belong to root of the host, so that nothing inside can put a link in their place.
+Any number of builds, of several processes, may share one ROOT.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +31,7 @@ from etude.errors import ResourceError
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.inside.enclosure import FAILED, PLACE, REASON
 from etude.sandbox.inside.ids import Spare
-from etude.sandbox.local.host_ids import BUILD_IDS, find_host_ids
+from etude.sandbox.local.host_ids import BUILD_IDS
 from etude.sandbox.network.environment import proxy_environment
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.network.streams import AsyncioStream
@@ -52,14 +57,20 @@ class Buildah:
     """One build's use of buildah: its directory `work`, and what buildah keeps for all."""
 
     def __init__(self, root: Path, work: Path, ids: Spare, proxy: EgressProxy | None) -> None:
+        """`work`: new and empty. Raises OSError."""
         self.root = root
-        self.work = work
-        """For files that go in and come out."""
+        self.own = work / "own"
+        """What the program may write in; what lies there may be anything."""
+        self._work = work
         self._ids = ids
         self._proxy = proxy
+        (work / _REGISTRIES).write_text('unqualified-search-registries = ["docker.io"]\n')
+        self.own.mkdir(mode=0o700)
+        self._own(self.own)
+        work.chmod(0o711)
 
     def inside(self, path: Path) -> str:
-        """Where buildah sees a file of `work`."""
+        """Where buildah sees a file of its root."""
         return f"{PLACE}/{path.relative_to(self.root)}"
 
     async def run(self, *words: str, on_line: OnLine | None = None) -> tuple[int, str]:
@@ -75,15 +86,28 @@ class Buildah:
             )  # fmt: skip
         return status, output
 
-    def give(self, source: Path, name: str) -> Path:
+    def give(self, source: Path) -> Path:
         """Copies a file or directory to where buildah may read it. Raises OSError."""
-        target = self.work / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target = self.make_folder() / "given"
         if source.is_dir():
             shutil.copytree(source, target, symlinks=True)
         else:
             shutil.copy2(source, target)
+        return self.open_folder(target)
+
+    def make_folder(self) -> Path:
+        """A new directory for one thing, closed to buildah until `open_folder`. Raises OSError."""
+        folder = self._work / uuid.uuid4().hex
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def open_folder(self, target: Path) -> Path:
+        """Gives away what was put in a folder of `make_folder`, and lets buildah in. Raises OSError."""
+        for folder, folders, files in os.walk(target, topdown=False):
+            for name in (*folders, *files):
+                self._own(Path(folder, name))
         self._own(target)
+        target.parent.chmod(0o711)
         return target
 
     async def tidy(self) -> None:
@@ -92,18 +116,26 @@ class Buildah:
         if any(path.stat().st_size > len("[]") for path in lists):
             await self.run("rm", "--all")
 
-    async def remove_storage(self) -> None:
-        """Removes what buildah keeps, some of it owned by users that only the namespaces have."""
-        await self.enclose(["rm", "-rf", f"{PLACE}/storage", f"{PLACE}/names.json"])
+    async def empty_storage(self) -> None:
+        """Removes what buildah keeps, some of it owned by users that only the namespaces have.
+
+        Raises ResourceError if that fails.
+        """
+        status, output = await self.enclose(["find", f"{PLACE}/storage", "-mindepth", "1", "-delete"])
+        if status:
+            raise ResourceError(
+                f"what buildah keeps cannot be removed: {output.strip()[-500:]}", field="image",
+                received=str(self.root), fix="see what the message names, then run it again",
+            )  # fmt: skip
 
     def _settings(self) -> list[str]:
         """Where its storage lies, and how it reads short names: as Docker does, whatever files say here."""
         places = {
             "root": f"{PLACE}/storage",
-            "runroot": self.inside(self.work / "run"),
-            "registries-conf": self.inside(self.work / _REGISTRIES),
-            "registries-conf-dir": self.inside(self.work / "nothing"),
-            "short-name-alias-conf": self.inside(self.work / "aliases"),
+            "runroot": self.inside(self.own / "run"),
+            "registries-conf": self.inside(self._work / _REGISTRIES),
+            "registries-conf-dir": self.inside(self.own / "nothing"),
+            "short-name-alias-conf": self.inside(self.own / "aliases"),
         }
         return [f"--{key}={value}" for key, value in places.items()]
 
@@ -147,43 +179,28 @@ class Buildah:
             yield
 
     def _environment(self) -> dict[str, str]:
-        home = self.inside(self.work)
+        home = self.inside(self.own)
         proxy = proxy_environment() if self._proxy is not None else {}
         path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
         return {**_ENVIRONMENT, "PATH": path, "HOME": home, "TMPDIR": home, **proxy}
 
     def _own(self, path: Path) -> None:
-        """Makes files the property of root inside."""
-        if os.geteuid() != 0:
-            return
-        owner = (self._ids.first_uid, self._ids.first_gid)
-        os.lchown(path, *owner)
-        for folder, folders, files in os.walk(path):
-            for name in (*folders, *files):
-                os.lchown(Path(folder, name), *owner)
+        """Makes one file, or a link itself, the property of root inside."""
+        os.chown(path, self._ids.first_uid, self._ids.first_gid, follow_symlinks=False)
 
 
 @contextlib.asynccontextmanager
 async def open_buildah(root: Path, proxy: EgressProxy | None = None) -> AsyncIterator[Buildah]:
     """Buildah with its storage at `root`, for one build; `proxy`: the way out of its network.
 
-    Raises ResourceError if buildah is missing, or this machine has no ids for its users.
+    Raises ResourceError if buildah is missing, or this process is not root.
     """
     if shutil.which("buildah") is None:
         raise ResourceError(
             "buildah is not installed", field="image", received="buildah",
             fix="apt-get install buildah, or build the image elsewhere and import it as an OCI archive",
         )  # fmt: skip
-    ids = find_ids()
-    works = root / "work"
-    works.mkdir(parents=True, exist_ok=True)
-    sweep(works)
-    with ScratchDirectory(works) as work, _lock(root) as lock:
-        if os.geteuid() == 0:
-            for folder in (root, works, work):
-                os.chown(folder, ids.first_uid, ids.first_gid)
-        (work / _REGISTRIES).write_text('unqualified-search-registries = ["docker.io"]\n')
-        buildah = Buildah(root, work, ids, proxy)
+    with open_root(root, proxy) as (buildah, lock):
         if lock.alone:
             await buildah.tidy()
         await asyncio.to_thread(lock.share)
@@ -191,16 +208,58 @@ async def open_buildah(root: Path, proxy: EgressProxy | None = None) -> AsyncIte
 
 
 async def remove_storage(root: Path) -> None:
-    """Removes what buildah keeps to be faster. Raises ResourceError while something is being built."""
+    """Removes what buildah keeps to be faster.
+
+    Raises ResourceError while something is being built, and if it cannot be removed.
+    """
     if not (root / "storage").exists():
         return
-    with _lock(root) as lock, ScratchDirectory(root / "work") as work:
+    with open_root(root) as (buildah, lock):
         if not lock.alone:
             raise ResourceError("images are being built", field="image", fix="wait until they are")
-        await Buildah(root, work, find_ids(), None).remove_storage()
+        await buildah.empty_storage()
+        (root / "names.json").unlink(missing_ok=True)
+        (root / "storage").rmdir()
 
 
-class _Lock:
+@contextlib.contextmanager
+def open_root(root: Path, proxy: EgressProxy | None = None) -> Iterator[tuple[Buildah, Lock]]:
+    """A directory for one use of `root`, and the lock on `root`: nobody else's, if nobody else is there.
+
+    Raises ResourceError if this process is not root, or a link lies where a directory must.
+    """
+    ids = find_ids()
+    works = root / "work"
+    root.parent.mkdir(parents=True, exist_ok=True)
+    for folder, uid, gid, mode in (
+        (root, 0, 0, 0o711),
+        (works, 0, 0, 0o711),
+        (root / "storage", ids.first_uid, ids.first_gid, 0o700),
+    ):
+        _make_directory(folder, uid, gid, mode)
+    sweep(works)
+    with ScratchDirectory(works) as work:
+        descriptor = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            yield Buildah(root, work, ids, proxy), Lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _make_directory(path: Path, uid: int, gid: int, mode: int) -> None:
+    """Makes a directory, or makes it the property of a user. Raises ResourceError for anything else there."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if path.is_symlink() or not path.is_dir():
+        raise ResourceError(
+            "a link or file lies where builds need a directory", field="image", received=str(path),
+            fix="see who made it, and remove it",
+        )  # fmt: skip
+    os.chown(path, uid, gid, follow_symlinks=False)
+    path.chmod(mode)
+
+
+class Lock:
     """A lock on a storage: held alone, or shared by builds."""
 
     def __init__(self, descriptor: int) -> None:
@@ -216,26 +275,17 @@ class _Lock:
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
 
-@contextlib.contextmanager
-def _lock(root: Path) -> Iterator[_Lock]:
-    descriptor = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        yield _Lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def find_ids() -> Spare:
-    """65,536 ids for the users of builds, the same each time: what they leave belongs to them."""
+    """65,536 ids for the users of builds, the same each time: what they leave belongs to them.
+
+    Raises ResourceError for a plain user, as whom root of the builds would have to act.
+    """
     if os.geteuid() == 0:
         return Spare(BUILD_IDS, BUILD_IDS, NUM_IDS)
-    found = find_host_ids()
-    if found.spare is None:
-        raise ResourceError(
-            f"there are no users for builds: {found.reason}", field="image", received=os.geteuid(),
-            fix="see to that, or build as root",
-        )  # fmt: skip
-    return found.spare
+    raise ResourceError(
+        "only root can build images from Dockerfiles", field="image", received=os.geteuid(),
+        fix="build as root, or build elsewhere and import an OCI archive",
+    )  # fmt: skip
 
 
 async def _read(stream: asyncio.StreamReader, on_line: OnLine | None) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
-import uuid
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,15 @@ DEADLINE_S = 1800.0
 BUILDAH = "buildah"
 """The directory of a store where buildah keeps what it made."""
 _TAIL_CHARS = 2000
-_BUD = ("bud", "--layers", "--isolation=chroot", "--format=docker", "--pull-never")
+_BUD = (
+    "bud",
+    "--layers",
+    "--isolation=chroot",
+    "--format=docker",
+    "--pull-never",
+    "--cap-drop=CAP_SYS_CHROOT",
+)
+"""Who may change the root leaves the one that `chroot` gave."""
 _LIMITS = "nofile=1024:4096"
 """The program's own default is more than some machines let anybody have."""
 _LACKS = re.compile(
@@ -119,17 +127,14 @@ class _Build:
         self.options = options
         self.dockerfile = dockerfile
         self._names = buildah.root / "names.json"
-        self._result = buildah.work / "id"
+        self._result = buildah.own / "id"
 
     def make_words(self, context: Path, args: Mapping[str, str], target: str | None) -> list[str]:
         """Gives buildah its files; what it is asked. Raises TemplateError. Blocks."""
         inside = self.buildah.inside
         try:
-            folder = self.buildah.give(context, "context")
-            volumes = {
-                path: self.buildah.give(source, f"volumes/{number}/{source.name}")
-                for number, (path, source) in enumerate(sorted(self.options.volumes.items()))
-            }
+            folder = self.buildah.give(context)
+            volumes = {path: self.buildah.give(source) for path, source in self.options.volumes.items()}
         except OSError as error:  # shutil's own carries one row for each file
             raise TemplateError(
                 f"cannot be read: {str(error)[:500]}", field="context", received=str(context)
@@ -164,7 +169,7 @@ class _Build:
             for base in sorted(lacks):
                 await self._give_base(base)
             given |= lacks
-        image_id = (await asyncio.to_thread(self._result.read_text)).strip().removeprefix("sha256:")
+        image_id = (await asyncio.to_thread(_read_own, self._result)).strip().removeprefix("sha256:")
         return await self._take(image_id, name)
 
     async def _take(self, image_id: str, name: str) -> Image:
@@ -175,7 +180,7 @@ class _Build:
             if all(map(self.store.layers.has, image.layers)):
                 await asyncio.to_thread(self.store.save, image)
                 return image
-        result = self.buildah.work / "result"
+        result = self.buildah.own / "result"
         place = f"oci:{self.buildah.inside(result)}"
         await self._ask("push", "--quiet", "--disable-compression", image_id, place)
         image = await asyncio.to_thread(import_image, result, self.store, name)
@@ -185,16 +190,15 @@ class _Build:
 
     async def _give_base(self, name: str) -> None:
         """Gives buildah what FROM names. Raises TemplateError if it cannot be had."""
-        place = f"base-{uuid.uuid4().hex}"
         file = BaseFile.find(self.options.bases.get(name))
         if file is not None:
-            given = await asyncio.to_thread(self.buildah.give, file.path, place)
+            given = await asyncio.to_thread(self.buildah.give, file.path)
             transport, mark, tag = file.transport, file.mark(), file.tag
         else:
             image = await find_in_store(self.options.bases.get(name, name), self.store)
-            given = self.buildah.work / place
+            given = self.buildah.make_folder() / "given"
             await asyncio.to_thread(export_image, replace(image, name="base"), self.store, given)
-            await asyncio.to_thread(given.chmod, 0o644)
+            self.buildah.open_folder(given)
             transport, mark, tag = "oci-archive", image.digest, ""
         source = f"{transport}:{self.buildah.inside(given)}" + (f":{tag}" if tag else "")
         image_id = (await self._ask("pull", "--quiet", source, base=name)).split()[-1]
@@ -244,6 +248,12 @@ class _Build:
                 received=base, fix=f"see that the image is whole, and for linux/{architecture()}",
             )  # fmt: skip
         return output
+
+
+def _read_own(path: Path) -> str:
+    """A short file from a directory of others, which may hold a link instead. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        return file.read(100)
 
 
 def bud_words(
@@ -299,7 +309,8 @@ def explain_failure(dockerfile: str, output: str, status: int) -> TemplateError:
     received = step[-1][:500] if step else lacks[0] if lacks else f"exit status {status}"
     return TemplateError(
         f"the build failed; its output ends with: {_tail(output)}", field=dockerfile, received=received,
-        fix="correct the instruction; what it needs must be in the base image, or be allowed (--allow HOST)",
+        fix="correct the instruction; what it needs must be in the base image, or its host be allowed: by "
+        "`--allow HOST` of `etude sandbox image build`, for tasks by `images.allow` of the configuration",
     )  # fmt: skip
 
 

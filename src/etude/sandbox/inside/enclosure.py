@@ -1,11 +1,11 @@
 """Runs one program as root of namespaces of its own: users, mounts, processes, network, names.
 
-    LINE DIRECTORY FIRST_UID FIRST_GID NUM [NEWUIDMAP NEWGIDMAP] -- PROGRAM [ARGUMENT...]
+    LINE DIRECTORY FIRST_UID FIRST_GID NUM -- PROGRAM [ARGUMENT...]
 
-To the host the program and all that it starts are users without rights. They see the host's files, where
-those users may read them, `DIRECTORY` in place of `/tmp`, and no network but their own loopback. A socket
-that listens there is sent through the descriptor `LINE`. When the program ends, or this process is killed,
-the kernel kills whatever it left.
+It is started by root. To the host the program and all that it starts are users without rights. They see the
+host's files, where those users may read them, `DIRECTORY` in place of `/tmp`, and no network but their own
+loopback. A socket that listens there is sent through the descriptor `LINE`. When the program ends, or this
+process is killed, the kernel kills whatever it left.
 """
 
 from __future__ import annotations
@@ -38,41 +38,35 @@ def main(words: Sequence[str]) -> None:
     if pid == 0:
         with _failing():
             ours.close()
-            _enter(directory, theirs, bool(spare.programs))
+            _enter(directory, theirs)
             _start(command, line)
     theirs.close()
     with _failing():
         if ours.recv(1):
-            _map(spare, pid)
+            # Root there is the first.
+            kernel.map_ids(pid, f"0 {spare.first_uid} {spare.num}", f"0 {spare.first_gid} {spare.num}")
             ours.send(b"x")
     ours.close()
     os.close(line)
     os._exit(_wait(pid))
 
 
-def _enter(directory: str, line: socket.socket, as_user: bool) -> None:
+def _enter(directory: str, line: socket.socket) -> None:
     """Moves this process into its namespaces, as their root. Raises OSError."""
     kernel.die_with_parent()
-    if not as_user:
-        # With the host's rights: nobody else may enter some of the directories above.
-        kernel.unshare(kernel.NEWNS)
-        _mount(directory)
+    # With the host's rights: nobody else may enter some of the directories above.
+    kernel.unshare(kernel.NEWNS)
+    kernel.mount("", "/", flags=kernel.MS_PRIVATE | kernel.MS_REC)
+    kernel.mount(directory, PLACE, flags=kernel.MS_BIND)
     kernel.unshare(_FLAGS)
     line.send(b"x")
     if not line.recv(1):
         os._exit(FAILED)
-    if as_user:
-        _mount(directory)
     os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     kernel.die_with_parent()
     kernel.raise_loopback()
-
-
-def _mount(directory: str) -> None:
-    kernel.mount("", "/", flags=kernel.MS_PRIVATE | kernel.MS_REC)
-    kernel.mount(directory, PLACE, flags=kernel.MS_BIND)
 
 
 def _start(command: list[str], line: int) -> None:
@@ -85,24 +79,11 @@ def _start(command: list[str], line: int) -> None:
         os._exit(_wait(pid))
     kernel.die_with_parent()
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    os.execvp(command[0], command)
-
-
-def _map(spare: Spare, pid: int) -> None:
-    """Gives the namespace of a process its ids: root there is the first. Raises OSError."""
-    for name, first, own, program in zip(
-        ("uid_map", "gid_map"),
-        (spare.first_uid, spare.first_gid),
-        (os.getuid(), os.getgid()),
-        spare.programs or ("", ""),
-        strict=True,
-    ):
-        if not program:
-            kernel.write_file(f"/proc/{pid}/{name}", f"0 {first} {spare.num}")
-            continue
-        rows = ["0", str(own), "1", "1", str(first), str(spare.num)]
-        if os.spawnv(os.P_WAIT, program, [program, str(pid), *rows]):
-            raise OSError(f"{program} maps no ids")
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
 
 
 def _wait(pid: int) -> int:
