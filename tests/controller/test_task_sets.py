@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -225,7 +225,8 @@ def test_an_interrupt_ends_a_check_at_once(tmp_path: Path, monkeypatch: pytest.M
 
     async def check(*_: Any) -> list[TaskReport]:
         try:
-            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.3)  # the other thread waits by then
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             await asyncio.sleep(20)
             return []
         except asyncio.CancelledError:

@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -105,22 +106,25 @@ def read_with_images(directories: Sequence[Path], backend: str, host_env: Sequen
 
 def _run(work: Coroutine[Any, Any, Done]) -> Done:
     """Runs something to its end, also where an event loop waits for its caller. An interrupt cancels it."""
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Future[Done]]] = Future()
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Done]]] = []
+    interrupted = threading.Event()
 
     async def run() -> Done:
         working = asyncio.ensure_future(work)
-        begun.set_result((asyncio.get_running_loop(), working))
+        begun.append((asyncio.get_running_loop(), working))
+        if interrupted.is_set():
+            working.cancel()
         return await working
 
     with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(asyncio.run, run())
         try:
-            return ending.result()
-        finally:
-            if not ending.done():
-                loop, working = begun.result()
-                with contextlib.suppress(RuntimeError):  # the loop has ended since
+            return pool.submit(asyncio.run, run()).result()
+        except BaseException:
+            interrupted.set()
+            for loop, working in begun:
+                with contextlib.suppress(RuntimeError):  # it failed by itself, and its loop is closed
                     loop.call_soon_threadsafe(working.cancel)
+            raise
 
 
 async def _check(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
