@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import signal
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +15,14 @@ from typing import Any
 import pytest
 
 from etude.config import RunConfig
+from etude.controller import task_sets
 from etude.controller.families import open_family
 from etude.controller.task_sets import CheckedTask, check_task_set, load_task_set
+from etude.environment.checking import TaskReport
+from etude.environment.task_images import TaskImages
 from etude.errors import TaskError
+from etude.records import Task
+from etude.sandbox.containers.engine import EngineError
 from etude.sandbox.local.doctor import find_problems
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.harbor import write_harbor
@@ -164,3 +174,66 @@ def test_the_command_lists_what_fails_and_what_is_forgeable(tmp_path: Path) -> N
         "script": True,
     }
     assert set(rows["broken"]) == {"name", "verified", "id", "reason", "forgeable", "duration_s"}
+
+
+def test_a_failure_is_checked_again_and_a_pass_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_task(tmp_path / "tasks/one")
+    reasons = ["timeout: tests/test.sh did not end within 600 s", None]
+
+    async def check(tasks: Sequence[Task], *_: Any) -> list[TaskReport]:
+        return [TaskReport(task.id, reasons.pop(0)) for task in tasks]
+
+    monkeypatch.setattr(task_sets, "check_tasks", check)
+    found = [reports(tmp_path / "tasks", "unisolated")["one"].report.reason for _ in range(3)]
+    assert found == ["timeout: tests/test.sh did not end within 600 s", None, None]
+
+
+def test_a_task_that_cannot_be_read_or_whose_image_fails_is_left_out_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("circle", "engine", "locked"):
+        write_task(tmp_path / "tasks" / name)
+    write_harbor(replace(TARGET, id="right"), tmp_path / "tasks/right")
+    (tmp_path / "tasks/circle/tests/a").symlink_to("a")
+    (tmp_path / "tasks/locked/tests/secret").write_text("")
+    read_bytes, find = Path.read_bytes, TaskImages.find
+
+    def read(path: Path) -> bytes:
+        if path.name == "secret":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_bytes(path)
+
+    async def find_or_fail(self: TaskImages, task: Task) -> Task:
+        if task.id == "engine":
+            raise EngineError("does not answer")
+        return await find(self, task)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(TaskImages, "find", find_or_fail)
+    found = {name: one.report.reason or "" for name, one in reports(tmp_path / "tasks", "unisolated").items()}
+    assert found["right"] == ""
+    assert "tests/a: is a link" in found["circle"]
+    assert "tests/secret: cannot be read: Permission denied" in found["locked"]
+    assert "does not answer" in found["engine"]
+
+
+def test_an_interrupt_ends_a_check_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_task(tmp_path / "tasks/one")
+    ends: list[str] = []
+
+    async def check(*_: Any) -> list[TaskReport]:
+        try:
+            await asyncio.sleep(0.3)  # the other thread waits by then
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await asyncio.sleep(20)
+            return []
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    monkeypatch.setattr(task_sets, "check_tasks", check)
+    with pytest.raises(KeyboardInterrupt):
+        reports(tmp_path / "tasks", "unisolated")
+    assert ends == ["cancelled"]

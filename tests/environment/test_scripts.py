@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +22,7 @@ from etude.environment.server.host import SessionHost
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.environment.wire import task_document, task_of
-from etude.errors import UserError
+from etude.errors import SandboxError, TaskError, UserError
 from etude.records import Task, ToolCall, ToolErrorClass, ToolResult
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
@@ -41,6 +44,44 @@ async def play(backend: SandboxBackend, task: Task, command: str | None = None) 
     else:
         await sandbox.commands.run(command)
     return await Grader(backend).grade(task, sandbox)
+
+
+class ChangedCommands(LocalBackend):
+    """Has an image's environment in every command, and changes what some of them end with."""
+
+    def __init__(
+        self,
+        env: Mapping[str, str] | None = None,
+        change: Callable[[str, CommandResult], CommandResult] = lambda _, result: result,
+        directory: str = ".",
+    ) -> None:
+        """`directory`: the working directory of every command."""
+        super().__init__()
+        self._env, self._change = dict(env or {}), change
+        self._enter = f"mkdir -p {directory} && cd {directory}\n" if directory != "." else ""
+
+    async def create(self, *arguments: Any, **named: Any) -> MachineSandbox:
+        sandbox = await super().create(*arguments, **named)
+        run = sandbox.commands.run
+
+        async def changed(
+            cmd: str, timeout_s: float = 30.0, env: Mapping[str, str] | None = None, *others: Any, **more: Any
+        ) -> CommandResult:
+            result = await run(self._enter + cmd, timeout_s, {**self._env, **(env or {})}, *others, **more)
+            return self._change(cmd, result)
+
+        sandbox.commands.run = changed
+        return sandbox
+
+
+def play_on(backend: LocalBackend, task: Task, command: str) -> Verdict:
+    async def scenario(_: SandboxBackend) -> Verdict:
+        try:
+            return await play(backend, task, command)
+        finally:
+            await backend.close()
+
+    return with_backend("local", scenario)
 
 
 def verdicts(directory: Path, *commands: str | None) -> list[Verdict]:
@@ -157,3 +198,64 @@ def test_the_reward_is_read_when_nothing_runs_that_could_write_it(tmp_path: Path
             await late.close()
 
     assert with_backend("local", scenario).reward == 1.0
+
+
+FORGE = r"""printf '#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n' > /tests/test.sh
+/bin/chmod +x /tests/test.sh"""
+PLANTED = {"head": "echo 1", "readlink": "exit 1", "tar": f"cat > /dev/null; {FORGE}"}
+
+
+@pytest.mark.parametrize("tool", PLANTED)
+def test_a_tool_that_the_agent_planted_on_the_images_path_is_none_of_ours(tmp_path: Path, tool: str) -> None:
+    write_task(tmp_path)
+    plant = f"mkdir bin; cat > bin/{tool} << 'END'\n#!/bin/sh\n{PLANTED[tool]}\nEND\n"
+    plant += f"chmod +x bin/{tool}"
+    path = "/workspace/bin:/usr/bin:/bin"
+    verdict = play_on(ChangedCommands({"PATH": path}), read_harbor(tmp_path), plant)
+    assert (verdict.reward, verdict.cause) == (0.0, "tests/test.sh gave 0")
+
+
+def test_settings_that_the_agent_left_in_its_workspace_are_not_those_of_the_tests(tmp_path: Path) -> None:
+    KINDS["python"](tmp_path, "host")
+    leave = 'there="$(python3 -m site --user-site)"; mkdir -p "$there"; '
+    leave += "echo 'import os; os._exit(0)' > \"$there/usercustomize.py\""
+    (verdict,) = verdicts(tmp_path, leave)
+    assert verdict.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("directory", "said"),
+    [("/tmp", "/tests lies in the working directory"), ("/tmp/tests/app", "directory lies in /tests")],
+)
+def test_the_tests_cannot_be_where_the_agents_changes_are_laid(
+    tmp_path: Path, directory: str, said: str
+) -> None:
+    with pytest.raises(TaskError, match=said):
+        play_on(ChangedCommands(directory=directory), read_harbor(write_task(tmp_path)), "true")
+
+
+@pytest.mark.parametrize(("start", "said"), [("set -e", "unpacking"), ("set --", "making files executable")])
+def test_what_of_ours_took_too_long_is_no_verdict(tmp_path: Path, start: str, said: str) -> None:
+    write_task(tmp_path)
+
+    def change(cmd: str, result: CommandResult) -> CommandResult:
+        return replace(result, exit_code=-9, timed_out=True) if cmd.startswith(start) else result
+
+    with pytest.raises(SandboxError, match=said):
+        play_on(ChangedCommands(change=change), read_harbor(tmp_path), "touch a; chmod +x a")
+
+
+def test_a_task_may_use_every_core_for_as_long_as_it_takes(tmp_path: Path) -> None:
+    task = read_harbor(write_task(tmp_path, toml="[verifier]\ntimeout_sec = 700.5\n"))
+    assert task_resources(task, Resources()).cpu_s == math.ceil(700.5) * (os.cpu_count() or 1)
+
+
+def test_an_archive_is_not_written_out_for_each_verdict(tmp_path: Path) -> None:
+    class Unshown(bytes):
+        def __repr__(self) -> str:
+            raise AssertionError("64 MiB become 256")
+
+    task = read_harbor(write_task(tmp_path))
+    assert task.verifier is not None
+    task = replace(task, verifier=replace(task.verifier, archive=Unshown(task.verifier.archive)))
+    assert play_on(ChangedCommands(), task, "true").reward == 0.0

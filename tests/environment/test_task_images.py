@@ -66,7 +66,7 @@ def test_a_name_in_the_map_is_an_image_of_the_store_once_it_was_imported(
     template = task_template(found, user="1001")
     assert template.image is not None and template.workspace == "/srv"
     assert (len(template.image.layers), template.image.user) == (1, "1001")
-    assert template.image.env == {"A": "2", "B": "3"}
+    assert template.image.env == {"HOME": "/tmp", "A": "2", "B": "3"}
     assert find(task, {}) == found, "of the store, by its name"
 
 

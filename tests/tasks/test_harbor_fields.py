@@ -109,11 +109,71 @@ def test_a_value_that_cannot_be_honoured_is_refused_by_its_field(
     assert caught.value.field is not None and caught.value.field.startswith(f"task.toml: {field}")
 
 
+@pytest.mark.parametrize("value", ["${ETUDE_TESTS_SECRET}", "${ETUDE_TESTS_SECRET:-plain}"])
+@pytest.mark.parametrize("table", ["environment", "verifier", "solution"])
+def test_a_variable_of_this_process_is_read_only_where_the_run_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, value: str
+) -> None:
+    toml = f'{"" if table == "environment" else f"[{table}]"}\nenv = {{ KEY = "{value}" }}\n'
+    monkeypatch.setenv("ETUDE_TESTS_SECRET", "hunter2")
+    with pytest.raises(TaskError) as caught:
+        read_with(tmp_path, toml, image="ubuntu:24.04")
+    assert caught.value.field == f"task.toml: {table}.env.KEY"
+    assert caught.value.fix == 'set tasks.host_env = ["ETUDE_TESTS_SECRET"]'
+    assert value in str(caught.value) and "hunter2" not in str(caught.value)
+    task = read_harbor(tmp_path, ["ETUDE_TESTS_SECRET"])
+    part = {"environment": task.machine, "verifier": task.verifier, "solution": task.solution}[table]
+    assert part is not None and part.env == {"KEY": "hunter2"}
+
+
+@pytest.mark.parametrize(
+    ("toml", "field"),
+    [
+        ('docker_image = "ubuntu:24.04"', "environment.docker_image"),
+        ('workdir = "/app"', "environment.workdir"),
+        ("env = { A = '1' }", "environment.env"),
+        ('network_mode = "public"', "environment.network_mode"),
+        ("allow_internet = true", "environment.allow_internet"),
+        ("colour = 3", "environment.colour"),
+        ("[agent]\nuser = 0", "agent.user"),
+        ('[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.b"]', "verifier.network_mode"),
+        ("[verifier.env]\nA = '1'", "verifier.env"),
+        ("[solution.env]\nA = '1'", "solution.env"),
+    ],
+)
+def test_what_needs_a_script_is_refused_where_values_are_graded(
+    tmp_path: Path, toml: str, field: str
+) -> None:
+    write_task(tmp_path)
+    ours = '[metadata.etude]\ngrading = "values"\n[environment]\n'
+    (tmp_path / "task.toml").write_text(ours + 'memory_mb = 512\nnetwork_mode = "no-network"\n')
+    assert read_harbor(tmp_path).machine is None
+    (tmp_path / "task.toml").write_text(ours + toml + "\n")
+    with pytest.raises(TaskError) as caught:
+        read_harbor(tmp_path)
+    assert caught.value.field == f"task.toml: {field}"
+    if "colour" not in field:
+        assert caught.value.fix == 'set metadata.etude.grading = "test_sh"'
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    (tmp_path / "tests/a").symlink_to("b")
+    (tmp_path / "tests/b").symlink_to("a")
+    with pytest.raises(TaskError, match=r"tests/a: .*or nowhere"):
+        read_harbor(tmp_path)
+
+
 def test_an_unknown_schema_and_unsupported_files_are_refused(tmp_path: Path) -> None:
     (write_task(tmp_path / "a") / "task.toml").write_text('schema_version = "2.0"\n')
     with pytest.raises(TaskError, match="schema_version"):
         read_harbor(tmp_path / "a")
-    for name in ("trajectory.json", "tests/.harborignore", "environment/docker-compose.yaml"):
+    for name in (
+        "trajectory.json",
+        "tests/.harborignore",
+        "environment/data/.harborignore",
+        "environment/docker-compose.yaml",
+    ):
         with pytest.raises(TaskError, match="is not supported"):
             read_with(tmp_path / "b" / name.replace("/", "-"), "", files={name: "x"})
     (write_task(tmp_path / "c") / "task.toml").write_text("")

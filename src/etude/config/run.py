@@ -90,9 +90,12 @@ class TasksConfig(Section):
     check: Literal["leave_out", "stop"] = "leave_out"
     """What becomes of tasks in `directory` whose reference solution does not earn 1, in which doing nothing
     does not earn 0, or whose image cannot be had: they are left out by name, or the run does not start. What
-    was checked is not checked again until it changes. See docs/tasks.md."""
+    passed is not checked again until it changes. See docs/tasks.md."""
     public_hosts: tuple[str, ...] = ()
     """What tasks of a public network reach, as `host:port` or `*.domain:port`; empty: nothing."""
+    host_env: tuple[str, ...] = ()
+    """Variables of this process that tasks in `directory` may read as `${NAME}`. A task that names another
+    one that is set is left out."""
     heldout_directory: str = ""
     """Directory with the tasks for evaluation. Empty: `heldout_share` of the tasks in `directory`, which are
     then not trained on."""

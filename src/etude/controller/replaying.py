@@ -75,7 +75,8 @@ def find_task(stored: Stored, directory: Path | None = None) -> Task:
         task = _made_task(stored)
     else:
         backend = stored.config.sandbox.backend if stored.config is not None else "local"
-        (task,) = read_with_images([directory], backend)
+        host_env = stored.config.tasks.host_env if stored.config is not None else ()
+        (task,) = read_with_images([directory], backend, host_env)
     digest = task_template(task).digest
     if trajectory.image_digest and digest != trajectory.image_digest:
         raise TaskError(

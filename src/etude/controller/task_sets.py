@@ -3,15 +3,17 @@
     DIR/*/task.toml ──read──> tasks ──images──> playable ──check, or an earlier one's report──> verified
                         └─────────────┴──────────────────────────┴──> left out, by name, with the reason
 
-Reports are kept in the state directory by a digest of all that a task is: its files, its image, the backend,
-the version of Étude.
+Reports of verified tasks are kept in the state directory by a digest of all that a task is: its files, its
+image, the backend, the version of Étude. What failed is checked again: a busy machine may be why.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +29,7 @@ from etude.environment.checking import TaskReport, check_tasks
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.task_images import TaskImages
 from etude.environment.wire import task_document
-from etude.errors import TaskError, UserError
+from etude.errors import SandboxError, TaskError, UserError
 from etude.kit.durable import write_json
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend
@@ -51,9 +53,7 @@ class CheckedTask:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON values."""
-        document = asdict(self.report)
-        del document["lasting"]
-        return {"name": self.name, "verified": self.report.reason is None, **document}
+        return {"name": self.name, "verified": self.report.reason is None, **asdict(self.report)}
 
 
 def check_task_set(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
@@ -94,20 +94,37 @@ def load_task_set(directory: Path, field: str, config: RunConfig) -> tuple[list[
     return verified, words
 
 
-def read_with_images(directories: Sequence[Path], backend: str) -> list[Task]:
-    """Tasks with their images, unchecked. Raises TaskError and TemplateError."""
+def read_with_images(directories: Sequence[Path], backend: str, host_env: Sequence[str] = ()) -> list[Task]:
+    """Tasks with their images, unchecked; `host_env` as in `read_harbor`. Raises TaskError, TemplateError."""
     images = TaskImages(backend)
 
     async def read() -> list[Task]:
-        return [await images.find(read_harbor(directory)) for directory in directories]
+        return [await images.find(read_harbor(directory, host_env)) for directory in directories]
 
     return _run(read())
 
 
 def _run(work: Coroutine[Any, Any, Done]) -> Done:
-    """Runs something to its end, also where an event loop waits for its caller."""
+    """Runs something to its end, also where an event loop waits for its caller. An interrupt cancels it."""
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Done]]] = []
+    interrupted = threading.Event()
+
+    async def run() -> Done:
+        working = asyncio.ensure_future(work)
+        begun.append((asyncio.get_running_loop(), working))
+        if interrupted.is_set():
+            working.cancel()
+        return await working
+
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
+        try:
+            return pool.submit(asyncio.run, run()).result()
+        except BaseException:
+            interrupted.set()
+            for loop, working in begun:
+                with contextlib.suppress(RuntimeError):  # it failed by itself, and its loop is closed
+                    loop.call_soon_threadsafe(working.cancel)
+            raise
 
 
 async def _check(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
@@ -117,9 +134,10 @@ async def _check(directory: Path, field: str, config: RunConfig) -> list[Checked
     rows: list[CheckedTask] = []
     for path in find_directories(directory, field):
         try:
-            task = _with_network(read_harbor(path), tuple(config.tasks.public_hosts))
+            task = read_harbor(path, config.tasks.host_env)
+            task = _with_network(task, tuple(config.tasks.public_hosts))
             rows.append(CheckedTask(path.name, await images.find(task), TaskReport(task.id, None)))
-        except UserError as error:
+        except (UserError, SandboxError) as error:
             rows.append(CheckedTask(path.name, None, TaskReport(path.name, str(error))))
     _refuse_twice_named(rows, field)
     limits = EpisodeLimits.from_config(config).sandbox
@@ -130,7 +148,7 @@ async def _check(directory: Path, field: str, config: RunConfig) -> list[Checked
     reports = await _reports([rows[place].task for place in open_rows], config, limits)
     for place, report in zip(open_rows, reports, strict=True):
         known[place] = report
-        if report.lasting:
+        if report.reason is None:
             write_json(_file(state, keys[place]), asdict(report))
     return [replace(row, report=known[place] or row.report) for place, row in enumerate(rows)]
 

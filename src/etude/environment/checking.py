@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.environment.grading import Verdict, allowed_changes
@@ -33,8 +33,6 @@ class TaskReport:
     forgeable: tuple[str, ...] = ()
     """Tests whose verdict an agent could forge, each with the reason."""
     duration_s: float = 0.0
-    lasting: bool = True
-    """Whether another check would find the same: not where our own machinery failed, or lacks something."""
 
 
 async def check_tasks(
@@ -42,24 +40,19 @@ async def check_tasks(
     backend: SandboxBackend,
     limits: Resources | None = None,
     at_once: int = 4,
-    on_report: Callable[[Task, TaskReport], None] | None = None,
 ) -> list[TaskReport]:
     """A report for each task, in order; `at_once` of them are checked at the same time."""
     grader, places = Grader(backend, limits), asyncio.Semaphore(at_once)
 
     async def check(task: Task) -> TaskReport:
         async with places:
-            report = await _check_task(task, grader, backend, limits or Resources())
-        if on_report is not None:
-            on_report(task, report)
-        return report
+            return await _check_task(task, grader, backend, limits or Resources())
 
     return await asyncio.gather(*map(check, tasks))
 
 
 async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> TaskReport:
     began, forgeable = time.perf_counter(), tuple[str, ...]()
-    lasting = True
     try:
         found = (await grader.find_twins(task)).open_tests
         forgeable = tuple(f"{one.test}: {one.reason}" for one in found)
@@ -67,8 +60,8 @@ async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limit
     except (TaskError, AgentError) as error:
         reason = str(error)
     except (SandboxError, UserError) as error:
-        reason, lasting = f"could not be checked: {error}", False
-    return TaskReport(task.id, reason, forgeable, time.perf_counter() - began, lasting)
+        reason = f"could not be checked: {error}"
+    return TaskReport(task.id, reason, forgeable, time.perf_counter() - began)
 
 
 async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import math
+import os
 import tarfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,13 +66,10 @@ def task_template(task: Task, user: str = "") -> Template:
             received=task.id,
             fix="name its directory to `etude tasks check`, which says why not",
         )
-    image = Image(
-        found.name,
-        found.layers,
-        {**found.env, **machine.env},
-        machine.workdir or found.workdir,
-        user or machine.user or found.user,
-    )
+    user = user or machine.user or found.user
+    home = "/root" if user.partition(":")[0] in ("", "root", "0") else "/tmp"
+    env = {"HOME": home, **found.env, **machine.env}  # else the workspace, where the agent's settings lie
+    image = Image(found.name, found.layers, env, machine.workdir or found.workdir, user)
     return Template(task.files, task.id, image)
 
 
@@ -79,7 +77,7 @@ def task_resources(task: Task, given: Resources) -> Resources:
     """What a task's sandboxes may use: what it asks for, else what the run gives.
 
     A machine of its own has at least room for the programs that images are made for: 256 processes, 1 GiB of
-    files, and all the processor time that its time limits leave.
+    files, and all the processor time that its time limits leave on every core.
     """
     machine = task.machine
     if machine is None:
@@ -94,7 +92,7 @@ def task_resources(task: Task, given: Resources) -> Resources:
         cpus=machine.cpus or given.cpus,
         num_processes=max(given.num_processes, 256),
         open_files=max(given.open_files, 1024),
-        cpu_s=max(given.cpu_s, math.ceil(limit_s)),
+        cpu_s=max(given.cpu_s, math.ceil(limit_s) * (os.cpu_count() or 1)),
     )
 
 

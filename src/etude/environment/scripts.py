@@ -2,11 +2,12 @@
 
     agent's sandbox ── every process dead ──> its diff, as far as the task allows
                                                  |
-    pristine image ──> a fresh sandbox + diff + /tests ── test.sh ── every process dead ──> reward file
+    pristine image ──> a fresh sandbox + /tests + diff ── test.sh ── every process dead ──> reward file
 
 What the agent changed in its workspace reaches grading: regular files with their contents, and whether they
 can be executed. Links, and everything outside of the workspace, stay behind. The reward is read once nothing
-runs that could write it.
+runs that could write it, by the image's programs: none of ours come from the workspace, whatever the image's
+PATH says.
 
 Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Such
 tasks are said to be forgeable (`Grader.find_twins`).
@@ -23,7 +24,7 @@ from collections.abc import Collection, Mapping
 
 from etude.environment.grading import Verdict
 from etude.environment.origins import network_to, task_resources, task_template
-from etude.errors import AgentError, TaskError
+from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.errors import (
     PathKindError,
@@ -41,8 +42,19 @@ _MAX_SOLUTION_S = 3600.0
 """Of a reference solution whose task gives the agent no time limit."""
 _REWARD_BYTES = 64 << 10
 _SAID_CHARS = 200
+_OWN_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    **dict.fromkeys(("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV"), ""),
+}
+"""Of our own commands: those of an image may lead into the workspace, where the agent puts what it likes."""
 _UNPACK = """set -e
-for path in /tests /solution /logs; do mkdir -p "$(readlink -f "$path")"; done
+here="$(pwd -P)"
+for path in /tests /solution /logs; do
+    real="$(readlink -f "$path")"
+    case "$real/" in "$here"/*) echo "$path lies in the working directory" >&2; exit 1; esac
+    case "$here/" in "$real"/*) echo "the working directory lies in $path" >&2; exit 1; esac
+    mkdir -p "$real"
+done
 mkdir -p /logs/verifier /logs/agent /logs/artifacts
 rm -f /logs/verifier/reward.txt /logs/verifier/reward.json
 tar -x -o -f - -C {target}
@@ -56,7 +68,12 @@ echo none; tail -c 1000 test-stdout.txt
 _LIST_EXECUTABLE = """while IFS= read -r path; do
     if [ -x "$path" ]; then printf '%s\n' "$path"; fi
 done"""
-_SET_EXECUTABLE = 'while IFS= read -r path; do chmod +x -- "$path"; done'
+_SET_EXECUTABLE = """set --
+while IFS= read -r path; do
+    set -- "$@" "$path"
+    if [ $# = 200 ]; then chmod +x -- "$@"; set --; fi
+done
+if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 
 class RewardError(ValueError):
@@ -82,14 +99,18 @@ async def judge_by_script(
     template, resources = task_template(task, script.user), task_resources(task, given or Resources())
     fresh = await backend.create(template, resources, network_to(script.hosts))
     try:
-        await _lay_over(fresh, changes, executable)
         await _unpack(fresh, task, "/tests", script.archive)
+        await _lay_over(fresh, task, changes, executable)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
-        result = await fresh.commands.run(command, script.timeout_s, script.env)
+        # The workspace is home on the host's programs, and the agent's files would be read as settings.
+        env = {**({} if template.image else {"HOME": "/tmp"}), **script.env}
+        result = await fresh.commands.run(command, script.timeout_s, env)
         if result.timed_out:
             raise RewardError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
         await _end_processes(fresh)
-        told = await fresh.commands.run(_READ_REWARD.format(limit=_REWARD_BYTES), _SETUP_S)
+        told = await fresh.commands.run(_READ_REWARD.format(limit=_REWARD_BYTES), _SETUP_S, _OWN_ENV)
+        if told.timed_out and not told.stdout:
+            raise _too_slow("reading the reward", task)
         reward = _read_reward(told, result)
         passed = reward >= 1.0
         cause = None if passed else f"tests/test.sh gave {reward:g}"
@@ -139,7 +160,11 @@ async def find_executable(sandbox: Sandbox, changes: Mapping[str, bytes | None])
         return frozenset()
     try:
         result = await sandbox.commands.run(
-            _LIST_EXECUTABLE, _SETUP_S, limit_bytes=1 << 24, stdin="".join(f"{path}\n" for path in asked)
+            _LIST_EXECUTABLE,
+            _SETUP_S,
+            _OWN_ENV,
+            limit_bytes=1 << 24,
+            stdin="".join(f"{path}\n" for path in asked),
         )
     except SandboxKilledByAgentError:
         raise
@@ -148,7 +173,9 @@ async def find_executable(sandbox: Sandbox, changes: Mapping[str, bytes | None])
     return frozenset(result.stdout.split("\n")) & set(asked)
 
 
-async def _lay_over(fresh: Sandbox, changes: Mapping[str, bytes | None], executable: Collection[str]) -> None:
+async def _lay_over(
+    fresh: Sandbox, task: Task, changes: Mapping[str, bytes | None], executable: Collection[str]
+) -> None:
     """Makes the agent's changes in a sandbox that is as the agent's was at first."""
     for path in (path for path, data in changes.items() if data is None):
         with contextlib.suppress(PathMissingError, PathKindError):
@@ -165,12 +192,20 @@ async def _lay_over(fresh: Sandbox, changes: Mapping[str, bytes | None], executa
                 await fresh.files.write(path, data)
     names = [f"{path}\n" for path in sorted(executable) if path in entering]
     if names:
-        await fresh.commands.run(_SET_EXECUTABLE, _SETUP_S, stdin="".join(names))
+        result = await fresh.commands.run(_SET_EXECUTABLE, _SETUP_S, _OWN_ENV, stdin="".join(names))
+        if result.timed_out:
+            raise _too_slow("making files executable", task)
 
 
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:
-    """Unpacks a directory of the task's where Harbor has it. Raises TaskError if the image cannot."""
-    result = await sandbox.commands.run(_UNPACK.format(target=shlex.quote(target)), _SETUP_S, stdin=archive)
+    """Unpacks a directory of the task's where Harbor has it.
+
+    Raises TaskError if the image cannot, SandboxError if it was not done in time.
+    """
+    command = _UNPACK.format(target=shlex.quote(target))
+    result = await sandbox.commands.run(command, _SETUP_S, _OWN_ENV, stdin=archive)
+    if result.timed_out:
+        raise _too_slow(f"unpacking {target}", task)
     if result.exit_code != 0:
         raise TaskError(
             f"cannot be unpacked in the task's image: {result.stderr.strip()[:_SAID_CHARS]}",
@@ -178,6 +213,10 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
             received=task.id,
             fix="the image needs sh, tar and coreutils, and a user who may write to /",
         )
+
+
+def _too_slow(what: str, task: Task) -> SandboxError:
+    return SandboxError(f"{what} took more than {_SETUP_S:g} s", field="task", received=task.id)
 
 
 async def _end_processes(sandbox: Sandbox) -> None:

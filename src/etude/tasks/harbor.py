@@ -32,15 +32,21 @@ from etude.errors import TaskError
 from etude.kit.durable import whole_directory
 from etude.records import Task
 from etude.tasks.archives import pack_directory
-from etude.tasks.harbor_fields import check_fields, read_machine, read_solution, read_verifier
+from etude.tasks.harbor_fields import (
+    TaskTable,
+    check_fields,
+    check_graded_by_values,
+    read_machine,
+    read_solution,
+    read_verifier,
+)
 
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
 
 _GRADINGS = ("values", "test_sh")
-_NOT_READ = (".harborignore", "tests/.harborignore", "solution/.harborignore", "trajectory.json",
-             "environment/docker-compose.yaml")  # fmt: skip
-"""Files of Harbor's that change what a task is, and are not honoured."""
+_NOT_READ = ("**/.harborignore", "trajectory.json", "environment/docker-compose.yaml")
+"""Patterns of files of Harbor's that change what a task is, and are not honoured."""
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _DOCKERFILE = f"""FROM python:3.11-slim
 RUN pip install --no-cache-dir pytest
@@ -103,13 +109,26 @@ def write_harbor(task: Task, directory: Path) -> None:
                 target.chmod(0o755)
 
 
-def read_harbor(directory: Path) -> Task:
+def read_harbor(directory: Path, host_env: Sequence[str] = ()) -> Task:
     """Reads a Harbor task directory. Round trip: equal to what was written, but for `directory`.
 
-    Raises TaskError, with the file or key and a fix, for a missing file, broken TOML, a value of the
-    wrong type, a field that is not honoured, a path or link that leads out of the directory, or a file that
-    should be UTF-8 text and is not, by its contents or its name.
+    `host_env`: names of this process's variables that it may read. Raises TaskError, with the file or key and
+    a fix, for a missing file or one that cannot be read, broken TOML, a value of the wrong type, a field that
+    is not honoured, a path or link that leads out of the directory, or a file that should be UTF-8 text and
+    is not, by its contents or its name.
     """
+    try:
+        return _read(directory, host_env)
+    except OSError as error:
+        raise TaskError(
+            f"cannot be read: {error.strerror}",
+            field=str(error.filename),
+            received=str(directory),
+            fix="correct it, or its permissions",
+        ) from error
+
+
+def _read(directory: Path, host_env: Sequence[str]) -> Task:
     table = _parse_toml(_text(directory, "task.toml"))
     metadata = _table(table, "metadata", "metadata")
     ours = _table(metadata, "etude", "metadata.etude")
@@ -131,8 +150,15 @@ def read_harbor(directory: Path) -> Task:
         user_facts=_sentences(ours, "user_facts"),
         directory=str(directory),
     )
+    fields = check_fields(table)
+    for pattern in _NOT_READ:
+        for found in directory.glob(pattern):
+            name = found.relative_to(directory).as_posix()
+            raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
     if grading == "test_sh":
-        return _with_scripts(replace(task, instruction=_without_canary(task.instruction)), table, directory)
+        task = replace(task, instruction=_without_canary(task.instruction))
+        return _with_scripts(task, fields, directory, host_env)
+    check_graded_by_values(fields)
     _text(directory, "tests/test.sh")
     hidden = _tree(directory, "tests/hidden")
     tests = tuple(path for path in hidden if PurePosixPath(path).match("test_*.py"))
@@ -145,13 +171,9 @@ def read_harbor(directory: Path) -> Task:
     )
 
 
-def _with_scripts(task: Task, table: Mapping[str, Any], directory: Path) -> Task:
+def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequence[str]) -> Task:
     """A task that is graded by `tests/test.sh`, on the machine that it asks for."""
-    fields = check_fields(table)
-    for name in _NOT_READ:
-        if (directory / name).exists():
-            raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
-    machine = read_machine(fields)
+    machine = read_machine(fields, host_env)
     if not machine.docker_image and not (directory / "environment/Dockerfile").is_file():
         raise TaskError(
             "names no image, and there is no environment/Dockerfile",
@@ -166,12 +188,12 @@ def _with_scripts(task: Task, table: Mapping[str, Any], directory: Path) -> Task
         )  # fmt: skip
     solution = None
     if (directory / "solution").is_dir():
-        solution = read_solution(fields, pack_directory(directory / "solution", "solve.sh"))
+        solution = read_solution(fields, pack_directory(directory / "solution", "solve.sh"), host_env)
     return replace(
         task,
         files=_tree(directory, "environment/workspace") if machine.is_host else {},
         machine=machine,
-        verifier=read_verifier(fields, pack_directory(directory / "tests", "test.sh")),
+        verifier=read_verifier(fields, pack_directory(directory / "tests", "test.sh"), host_env),
         solution=solution,
     )
 

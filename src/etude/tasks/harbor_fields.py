@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
@@ -38,6 +38,7 @@ _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _SIZE = re.compile(r"([0-9.]+)\s*([GMK])", re.IGNORECASE)
 _KIB_OF = {"G": 1 << 20, "M": 1 << 10, "K": 1}
 _MAX_HOSTS = 256
+_NOT_BY_VALUES = ("docker_image", "workdir", "user", "env", "network_mode", "allowed_hosts", "allow_internet")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 User = str | Annotated[int, Field(ge=0)] | None
@@ -148,15 +149,34 @@ def check_fields(table: Mapping[str, Any]) -> TaskTable:
         raise _refused(path, said, first["input"], fix) from error
 
 
-def read_machine(table: TaskTable) -> TaskMachine:
-    """What the task is played on. Raises TaskError."""
+def check_graded_by_values(table: TaskTable) -> None:
+    """Raises TaskError for a field that a task without an image, users, variables or a network cannot have.
+
+    Its sizes and time limits are read and are what the run gives.
+    """
+    parts = {
+        "environment": table.environment,
+        "agent": table.agent,
+        "verifier": table.verifier,
+        "solution": table.solution,
+    }
+    for name, part in parts.items():
+        for key in _NOT_BY_VALUES:
+            value = getattr(part, key, None)
+            if value is not None and value is not False and value not in ("no-network", [], {}):
+                fix = 'set metadata.etude.grading = "test_sh"'
+                raise _refused(f"{name}.{key}", "is not supported where values are graded", value, fix)
+
+
+def read_machine(table: TaskTable, host_env: Sequence[str] = ()) -> TaskMachine:
+    """What the task is played on. `host_env`: this process's variables that it may read. Raises TaskError."""
     asked, agent = table.environment, table.agent
     return TaskMachine(
         docker_image=asked.docker_image or "",
         build_timeout_s=asked.build_timeout_sec,
         workdir=asked.workdir or "",
         user=_user(agent.user),
-        env=_resolve(asked.env, "environment.env"),
+        env=_resolve(asked.env, "environment.env", host_env),
         cpus=asked.cpus or 0.0,
         memory_bytes=_bytes(asked.memory_mb, asked.memory, "memory"),
         disk_bytes=_bytes(asked.storage_mb, asked.storage, "storage"),
@@ -165,17 +185,17 @@ def read_machine(table: TaskTable) -> TaskMachine:
     )
 
 
-def read_verifier(table: TaskTable, archive: bytes) -> TestScript:
+def read_verifier(table: TaskTable, archive: bytes, host_env: Sequence[str] = ()) -> TestScript:
     """How `tests/test.sh` is run; `archive`: `tests/` as a tar file. Raises TaskError."""
     asked = table.verifier
     hosts = _hosts(table.environment, asked, "verifier")
-    env = _resolve(asked.env, "verifier.env")
+    env = _resolve(asked.env, "verifier.env", host_env)
     return TestScript(archive, asked.timeout_sec, env, _user(asked.user), hosts)
 
 
-def read_solution(table: TaskTable, archive: bytes) -> SolutionScript:
+def read_solution(table: TaskTable, archive: bytes, host_env: Sequence[str] = ()) -> SolutionScript:
     """How `solution/solve.sh` is run; `archive`: `solution/` as a tar file. Raises TaskError."""
-    return SolutionScript(archive, _resolve(table.solution.env, "solution.env"))
+    return SolutionScript(archive, _resolve(table.solution.env, "solution.env", host_env))
 
 
 def _user(user: str | int | None) -> str:
@@ -229,14 +249,25 @@ def _addresses(host: str, field: str) -> tuple[str, str]:
     return f"{plain}:443", f"{plain}:80"
 
 
-def _resolve(env: Mapping[str, str], field: str) -> dict[str, str]:
-    """Variables, with those of this process where a value is `${NAME}` or `${NAME:-default}`."""
+def _resolve(env: Mapping[str, str], field: str, host_env: Sequence[str]) -> dict[str, str]:
+    """Variables, with those of this process where a value is `${NAME}` or `${NAME:-default}`.
+
+    Raises TaskError for one that is set and that `host_env` does not name: it may be anybody's secret.
+    """
     found: dict[str, str] = {}
     for name, value in env.items():
         match = _TEMPLATE.fullmatch(value)
+        if match and match[1] in os.environ and match[1] not in host_env:
+            fix = f'set tasks.host_env = ["{match[1]}"]'
+            raise _refused(f"{field}.{name}", "is a variable of this process", value, fix)
         resolved = os.environ.get(match[1], match[2]) if match else value
         if resolved is None:
-            raise _refused(f"{field}.{name}", "is not among this process's variables", value, "set it")
+            raise _refused(
+                f"{field}.{name}",
+                "is not among this process's variables",
+                value,
+                "set it, and tasks.host_env",
+            )
         if not name or "=" in name or "\0" in name + resolved:
             raise _refused(f"{field}.{name}", "cannot be a variable", value, "correct it")
         found[name] = resolved
