@@ -27,6 +27,7 @@ from etude.inference.ports import free_port
 from etude.records import RewardBreakdown, Status, TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
+from etude.tokens.chat.errors import BadRequestError
 from tests.environment.recording.recording_builders import (
     TOKEN,
     TellingSampler,
@@ -136,6 +137,22 @@ def test_the_same_trajectory_is_not_opened_twice(served: Served) -> None:
     served.create()
     with served.control() as client:
         assert client.post("/sessions", json={"run": "r", "task": "t"}).status_code == 400
+
+
+def test_a_stored_trajectory_is_opened_by_no_session_and_finishing_again_says_the_same(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        recordings = make_recordings(SlowSampler(replies([])), tmp_path)
+        session = recordings.create("team", SPEC)
+        told = await recordings.finish("team", session.id)
+        assert told["stored"] and await recordings.finish("team", session.id) == told
+        for server in (recordings, make_recordings(SlowSampler(replies([])), tmp_path)):
+            with pytest.raises(BadRequestError, match="stored") as caught:
+                server.create("others", SPEC)
+            assert caught.value.field == "trajectory"
+
+    asyncio.run(scenario())
 
 
 def test_finishing_aborts_what_is_being_sampled_and_keeps_it(
@@ -361,6 +378,28 @@ def test_a_store_without_room_loses_nothing(tmp_path: Path) -> None:
             told = client.post(url, json={})
         assert (told.status_code, told.json()["reward"]) == (200, 1.0)
         assert told.json()["sampled_tokens"] == len(answer_tokens("Done."))
+
+
+def test_an_idle_session_that_could_not_be_stored_was_not_rewarded_by_that(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        limits = RecordingLimits(idle_s=0)
+        recordings = make_recordings(SlowSampler(replies([])), tmp_path, limits=limits)
+        session = recordings.create("team", SPEC)
+        append = recordings._log.append
+
+        def fail(groups: Any) -> int:
+            raise StoreError("no space left", field="part")
+
+        recordings._log.append = fail  # type: ignore[method-assign]
+        with pytest.raises(StoreError):
+            await recordings.expire()
+        assert session.state == "live" and session.reward is None
+        recordings._log.append = append  # type: ignore[method-assign]
+        assert await recordings.expire() == 1
+
+    asyncio.run(scenario())
+    (group,) = TrajectoryLog(tmp_path).read()
+    assert group.members[0].status is Status.INFRASTRUCTURE
 
 
 def test_a_session_that_cannot_be_kept_is_not_begun(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
