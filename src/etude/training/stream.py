@@ -83,9 +83,9 @@ class RecordedStream:
         """The next groups, as a step of a run has them: `num_groups` whose verdicts differ, fewer only at the
         log's end, and those of one verdict that lie before the next such group.
 
-        There it waits until nothing has been added for `rl.stream.wait_s`; groups of which members are missing
-        then come as they are. If `stop` holds while it waits, nothing is taken: what was
-        found comes again. Raises StoreError, naming the part, on damage.
+        There it waits until nothing has been added for `rl.stream.wait_s`; groups of which members are
+        missing then come as they are. If `stop` holds while it waits, nothing is taken: what was found comes
+        again. Raises StoreError, naming the part, on damage.
         """
         taken: list[Group] = []
         before = self.state_dict()
