@@ -24,7 +24,7 @@ from etude.environment.recording.server.process import check_address, read_token
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
 from etude.inference.ports import free_port
-from etude.records import RewardBreakdown, Status, TrajectoryId
+from etude.records import RewardBreakdown, SampleRequest, Status, TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.chat.errors import BadRequestError
@@ -38,6 +38,7 @@ from tests.environment.recording.recording_builders import (
 from tests.environment.recording.serving import Served, SlowSampler, serving, wait_for
 
 CHAT = {"messages": [{"role": "user", "content": "Fix it."}]}
+_SINGLE = {"parallel_tool_calls": False}
 
 
 @pytest.fixture
@@ -153,6 +154,34 @@ def test_a_stored_trajectory_is_opened_by_no_session_and_finishing_again_says_th
             assert caught.value.field == "trajectory"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("more", "streaming"), [({}, False), ({"stream": True}, True), ({"stop": ["x"]}, True), (_SINGLE, True)]
+)
+def test_tokens_come_as_they_are_sampled_where_the_answer_is_streamed_or_may_end_early(
+    served: Served,
+    sampler: SlowSampler,
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any],
+    streaming: bool,
+) -> None:
+    asked: list[bool] = []
+    stream = sampler.stream
+
+    def seen(request: SampleRequest) -> Any:
+        asked.append(request.streaming)
+        return stream(request)
+
+    monkeypatch.setattr(sampler, "stream", seen)
+    assert chat(served, served.create(), **more).status_code == 200
+    assert asked == [streaming]
+
+
+def test_what_an_agent_asks_for_in_vain_is_not_checked(served: Served) -> None:
+    ignored = {"temperature": 99, "top_p": "x", "top_k": -7, "min_p": 4}
+    assert chat(served, served.create(), **ignored).status_code == 400
+    assert chat(served, served.create(sampling={"temperature": 1.0}), **ignored).status_code == 200
 
 
 def test_finishing_aborts_what_is_being_sampled_and_keeps_it(
