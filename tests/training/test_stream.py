@@ -308,3 +308,39 @@ def test_a_group_of_which_members_are_missing_comes_at_the_logs_end(tmp_path: Pa
     stream = RecordedStream(log, config)
     assert [[group.id for group in stream.take(1)] for _ in range(4)] == [["g3"], ["g0"], ["g1"], []]
     assert stream.passed == {"no_signal": 1}, "a session alone teaches nothing"
+
+
+def test_a_group_whose_members_still_arrive_is_waited_for(tmp_path: Path, rollouts: Rollouts) -> None:
+    """Each member comes within the time in which nothing must have been added, all of them do not."""
+    members = _apart(group_of(rollouts, 0, (1.0, 0.0, 1.0, 0.0)), expected=4)
+    log = TrajectoryLog(tmp_path)
+    log.append([members.pop()])
+    appended_s = time.monotonic()
+
+    def append() -> bool:
+        nonlocal appended_s
+        if members and time.monotonic() - appended_s > 0.3:
+            TrajectoryLog(tmp_path).append([members.pop()])
+            appended_s = time.monotonic()
+        return False
+
+    stream = stream_over(log, wait_s=0.7)
+    (group,) = stream.take(1, append)
+    assert len(group.members) == 4 and not stream.passed
+
+
+def test_members_of_two_tenants_are_never_joined(tmp_path: Path, rollouts: Rollouts) -> None:
+    log = TrajectoryLog(tmp_path)
+    one, other = (replace(group_of(rollouts, number), id="same") for number in (0, 1))
+    apart = [
+        replace(group, members=(replace(group.members[0], tenant=tenant),))
+        for pair in zip(_apart(one), _apart(other), strict=True)
+        for tenant, group in zip("ab", pair, strict=True)
+    ]
+    for group in apart[:3]:
+        log.append([group])
+    stream = stream_over(log)
+    assert [{member.tenant for member in group.members} for group in stream.take(1)] == [{"a"}]
+    log.append([apart[3]])
+    resumed = stream_over(log, stream.state_dict())
+    assert [{member.tenant for member in group.members} for group in resumed.take(1)] == [{"b"}]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.errors import EtudeError, WeightUpdateError
+from etude.errors import WeightUpdateError
 from etude.records import PolicyVersion
 
 if TYPE_CHECKING:
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("etude.following")
 _POLL_S = 5.0
-_Stamp = tuple[int, str, int]
+_Stamp = tuple[int, str, int, int]
+
+
+class _OtherModelError(WeightUpdateError):
+    """A checkpoint that can never be served here."""
 
 
 @contextlib.asynccontextmanager
 async def following(
-    engine: RunningEngine, directory: Path | None, served: PolicyVersion
+    engine: RunningEngine, directory: Path | None, served: PolicyVersion, loaded: Path | None
 ) -> AsyncIterator[None]:
     """Looks for new weights in `directory` while the block lasts. None: nowhere."""
     from etude.serving.sweeping import sweeping
@@ -33,16 +37,17 @@ async def following(
     if directory is None:
         yield
         return
-    follower = WeightFollower(engine, directory, served)
+    follower = WeightFollower(engine, directory, served, loaded)
     async with sweeping(follower.look, 2 * _POLL_S, _POLL_S):
         yield
 
 
 @dataclass(slots=True, eq=False)
 class WeightFollower:
-    """Puts each new checkpoint of a directory into service, as the next step of the lineage that is served.
+    """Puts each new checkpoint of a directory into service: under the lineage and step that a run gave it, or
+    as the next step of the lineage that is served.
 
-    What the directory holds when it begins is taken for what is served already.
+    So, too, what the directory holds when it begins, unless that is what was loaded.
     """
 
     engine: RunningEngine
@@ -50,28 +55,43 @@ class WeightFollower:
     """A run, whose `latest` and `final` count, or a checkpoint that is replaced."""
     version: PolicyVersion
     """In service."""
-    _seen: _Stamp | None = field(init=False)
+    loaded: Path | None
+    """The checkpoint directory that the engine began with."""
+    _seen: _Stamp | None = field(init=False, default=None)
+    """What is served, or can never be."""
+    _looked: _Stamp | None = field(init=False, default=None)
+    """What the last look found."""
 
     def __post_init__(self) -> None:
-        self._seen = self._newest()
+        found = self._newest()
+        if (
+            found is not None
+            and self.loaded is not None
+            and Path(found[1]).resolve() == self.loaded.resolve()
+        ):
+            self._seen = found
 
     async def look(self) -> None:
-        """Puts the newest checkpoint into service if it is another one. What cannot be used is reported, and
-        the version in service stays."""
-        found = await asyncio.to_thread(self._newest)
-        if found is None or found == self._seen:
-            return
-        self._seen = found
+        """Puts the newest checkpoint into service if it is another one, and no longer written: the look
+        before found it as it is. What fails is reported and tried again, but for another model's; the
+        version in service stays."""
         try:
+            found = await asyncio.to_thread(self._newest)
+            before, self._looked = self._looked, found
+            if found is None or found != before or found == self._seen:
+                return
             await self._serve(Path(found[1]))
-        except EtudeError as error:
+            self._seen = found
+        except _OtherModelError as error:
+            self._seen = self._looked
             _log.error("new weights are not served: %s", error)
+        except Exception as error:  # whatever it is: following goes on
+            _log.error("new weights are not served, and tried again: %s", error)
 
     async def _serve(self, checkpoint: Path) -> None:
         from etude.weights import describe_tensors
 
-        version = replace(self.version, step=self.version.step + 1, digest="")
-        tensors = await asyncio.to_thread(self._load, checkpoint)
+        version, tensors = await asyncio.to_thread(self._load, checkpoint)
         manifest = await asyncio.to_thread(describe_tensors, version, tensors, f"file:{checkpoint}")
         weights, service = self.engine.weights, self.engine.service
         weights.hold(manifest.version, tensors)
@@ -83,29 +103,34 @@ class WeightFollower:
         self.version = manifest.version
         _log.warning("%s is served, from %s", manifest.version, checkpoint)
 
-    def _load(self, checkpoint: Path) -> Mapping[str, Tensor]:
+    def _load(self, checkpoint: Path) -> tuple[PolicyVersion, Mapping[str, Tensor]]:
         from etude.model import LanguageModel
         from etude.model.huggingface import load_model
         from etude.training.checkpoints import load_checkpoint
         from etude.training.checkpoints.files import DIGESTS
 
         is_run = (checkpoint / DIGESTS).is_file()
-        model = load_checkpoint(checkpoint)[0] if is_run else load_model(checkpoint)
+        model, state = load_checkpoint(checkpoint) if is_run else (load_model(checkpoint), None)
         if not isinstance(model, LanguageModel) or model.config != self.engine.config:
-            raise WeightUpdateError(
+            raise _OtherModelError(
                 "a checkpoint of another model",
                 field="--follow",
                 received=str(checkpoint),
                 fix="serve it afresh",
             )
-        return dict(model.named_parameters())
+        version = replace(self.version, step=self.version.step + 1, digest="")
+        if state is not None and "lineage" in state and "step" in state:
+            version = replace(version, lineage=str(state["lineage"]), step=int(state["step"]))
+        return version, dict(model.named_parameters())
 
     def _newest(self) -> _Stamp | None:
-        """When the newest checkpoint was written, where it lies, and which file it is."""
+        """When the newest checkpoint was last written to, where it lies, its bytes, and which file it is."""
         places = (self.directory, *(self.directory / "checkpoints" / name for name in ("latest", "final")))
         stamps: list[_Stamp] = []
         for place in places:
             with contextlib.suppress(OSError):  # being replaced: the next look finds it
-                found = (place / "config.json").stat()
-                stamps.append((found.st_mtime_ns, str(place), found.st_ino))
+                config = (place / "config.json").stat()
+                files = [config, *(file.stat() for file in place.glob("*.safetensors*"))]
+                newest_ns, size = max(one.st_mtime_ns for one in files), sum(one.st_size for one in files)
+                stamps.append((newest_ns, str(place), size, config.st_ino))
         return max(stamps, default=None)

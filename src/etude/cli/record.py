@@ -139,5 +139,5 @@ class _Recording:
             service = engine.service
             recordings = Recordings(service, shelf, self.store, self.tenants, self.limits)
             note = f"it samples from {self.version} and stores trajectories in {self.store}"
-            async with following(engine, self.follow, engine.manifest.version):
+            async with following(engine, self.follow, engine.manifest.version, self.opened.directory):
                 await serve(recordings, note=note, **serving)

@@ -4,7 +4,7 @@
        |                                 |
        +- error: its own status          +- error: an event of its own, the last
 
-A client that leaves ends the work.
+A client that leaves, or stops reading, ends the work.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from etude.kit.tasks import end_tasks
-from etude.serving.application import CLIENT_LEFT, until_gone
+from etude.serving.application import CLIENT_LEFT, STALL_S, until_gone
 from etude.serving.errors import ErrorAnswer
 
 
@@ -69,28 +69,40 @@ class EventStream(Response):
                 first = await anext(pieces)
             except Exception as error:  # nothing was sent yet: clients try again by the status
                 return await self._refuse(send, error)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _push(send, first)
+            await _push(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _push(send, _body(first))
             try:
                 async for piece in pieces:
-                    await _push(send, piece)
-            except OSError:
+                    await _push(send, _body(piece))
+            except _ClientLeftError:
                 raise
             except Exception as error:
-                await _push(send, self._sending.error_event(self._sending.describe(error)[1]))
-        except OSError:
+                await _push(send, _body(self._sending.error_event(self._sending.describe(error)[1])))
+            await _push(send, _body(b"", more=False))
+        except _ClientLeftError:
             return CLIENT_LEFT
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
         return 200
 
     async def _refuse(self, send: Send, error: Exception) -> int:
         status, document, headers = self._sending.describe(error)
         listed = [(b"content-type", b"application/json")]
         listed += [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": listed})
-        await send({"type": "http.response.body", "body": json.dumps(document).encode()})
+        await _push(send, {"type": "http.response.start", "status": status, "headers": listed})
+        await _push(send, _body(json.dumps(document).encode(), more=False))
         return status
 
 
-async def _push(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+class _ClientLeftError(Exception):
+    """The client cannot be sent to, or has read nothing for `STALL_S`."""
+
+
+def _body(data: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def _push(send: Send, message: Message) -> None:
+    try:
+        async with asyncio.timeout(STALL_S):
+            await send(message)
+    except OSError as error:  # TimeoutError is one
+        raise _ClientLeftError from error

@@ -73,7 +73,9 @@ class RecordedStream:
         self._prompts: set[str] = set()
         self._loaded: tuple[str, list[Group]] = ("", [])
         self._waiting: dict[str, list[tuple[str, int, Group]]] = {}
-        """By group: its members so far, each with its part and place there."""
+        """By tenant and group: its members so far, each with its part and place there."""
+        self._quiet_since_s: float | None = None
+        """Since when the log has been seen to end where it does; monotonic."""
         if state is not None:
             self._restore(state)
 
@@ -81,23 +83,24 @@ class RecordedStream:
         """The next groups, as a step of a run has them: `num_groups` whose verdicts differ, fewer only at the
         log's end, and those of one verdict that lie before the next such group.
 
-        There it waits for up to `rl.stream.wait_s` for what another process may still append; groups of which
-        members are missing then come as they are. If `stop` holds while it waits, nothing is taken: what was
-        found comes again. Raises StoreError, naming the part, on damage.
+        There it waits until nothing has been added for `rl.stream.wait_s`; groups of which members are
+        missing then come as they are. If `stop` holds while it waits, nothing is taken: what was found comes
+        again. Raises StoreError, naming the part, on damage.
         """
         taken: list[Group] = []
         before = self.state_dict()
-        deadline_s: float | None = None
         num_task = 0
         while True:
             mark = self._part, self._group, dict(self._waiting)
             group = self._next()
+            if mark[:2] != (self._part, self._group):
+                self._quiet_since_s = None
             if group is None:
                 if num_task == num_groups:
                     break
-                if deadline_s is None:  # the log ends here: what was read up to here took time, too
-                    deadline_s = time.monotonic() + self._config.stream.wait_s
-                if time.monotonic() < deadline_s:
+                now_s = time.monotonic()  # what was read up to here took time, too
+                self._quiet_since_s = now_s if self._quiet_since_s is None else self._quiet_since_s
+                if now_s < self._quiet_since_s + self._config.stream.wait_s:
                     if stop():
                         self._restore(before)
                         return []
@@ -106,8 +109,6 @@ class RecordedStream:
                 if not self._waiting:
                     break
                 group = _joined([one for _, _, one in self._waiting.pop(next(iter(self._waiting)))])
-            else:
-                deadline_s = None
             reason = self._reason(group)
             if reason is not None:
                 self.passed[reason] += 1
@@ -152,7 +153,7 @@ class RecordedStream:
         self._waiting = {}
         for part, place in waiting:
             group = self._log.read_part(part)[place]
-            self._waiting.setdefault(group.id, []).append((part, place, group))
+            self._waiting.setdefault(_joint(group), []).append((part, place, group))
 
     def _next(self) -> Group | None:
         """The group at the cursor, which moves on; None at the log's end. Members that were stored alone come
@@ -164,10 +165,10 @@ class RecordedStream:
                 self._group += 1
                 if len(group.members) != 1 or group.expected == 1:
                     return group
-                held = [*self._waiting.pop(group.id, []), (self._part, self._group - 1, group)]
+                held = [*self._waiting.pop(_joint(group), []), (self._part, self._group - 1, group)]
                 if len(held) == group.expected:
                     return _joined([one for _, _, one in held])
-                self._waiting[group.id] = held
+                self._waiting[_joint(group)] = held
                 continue
             following = [name for name in self._log.part_names() if name > self._part]
             if not following:
@@ -193,6 +194,11 @@ class RecordedStream:
         if not stream.repeat_prompts and prompt_digest(group) in self._prompts:
             return Passed.REPEATED
         return None
+
+
+def _joint(group: Group) -> str:
+    """What the members of one group have in common that were stored alone: tenants choose ids freely."""
+    return f"{group.members[0].tenant}\n{group.id}"
 
 
 def _joined(groups: Sequence[Group]) -> Group:

@@ -24,9 +24,10 @@ from etude.environment.recording.server.process import check_address, read_token
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
 from etude.inference.ports import free_port
-from etude.records import RewardBreakdown, Status, TrajectoryId
+from etude.records import RewardBreakdown, SampleRequest, Status, TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
+from etude.tokens.chat.errors import BadRequestError
 from tests.environment.recording.recording_builders import (
     TOKEN,
     TellingSampler,
@@ -37,6 +38,7 @@ from tests.environment.recording.recording_builders import (
 from tests.environment.recording.serving import Served, SlowSampler, serving, wait_for
 
 CHAT = {"messages": [{"role": "user", "content": "Fix it."}]}
+_SINGLE = {"parallel_tool_calls": False}
 
 
 @pytest.fixture
@@ -136,6 +138,50 @@ def test_the_same_trajectory_is_not_opened_twice(served: Served) -> None:
     served.create()
     with served.control() as client:
         assert client.post("/sessions", json={"run": "r", "task": "t"}).status_code == 400
+
+
+def test_a_stored_trajectory_is_opened_by_no_session_and_finishing_again_says_the_same(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        recordings = make_recordings(SlowSampler(replies([])), tmp_path)
+        session = recordings.create("team", SPEC)
+        told = await recordings.finish("team", session.id)
+        assert told["stored"] and await recordings.finish("team", session.id) == told
+        for server in (recordings, make_recordings(SlowSampler(replies([])), tmp_path)):
+            with pytest.raises(BadRequestError, match="stored") as caught:
+                server.create("others", SPEC)
+            assert caught.value.field == "trajectory"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("more", "streaming"), [({}, False), ({"stream": True}, True), ({"stop": ["x"]}, True), (_SINGLE, True)]
+)
+def test_tokens_come_as_they_are_sampled_where_the_answer_is_streamed_or_may_end_early(
+    served: Served,
+    sampler: SlowSampler,
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any],
+    streaming: bool,
+) -> None:
+    asked: list[bool] = []
+    stream = sampler.stream
+
+    def seen(request: SampleRequest) -> Any:
+        asked.append(request.streaming)
+        return stream(request)
+
+    monkeypatch.setattr(sampler, "stream", seen)
+    assert chat(served, served.create(), **more).status_code == 200
+    assert asked == [streaming]
+
+
+def test_what_an_agent_asks_for_in_vain_is_not_checked(served: Served) -> None:
+    ignored = {"temperature": 99, "top_p": "x", "top_k": -7, "min_p": 4}
+    assert chat(served, served.create(), **ignored).status_code == 400
+    assert chat(served, served.create(sampling={"temperature": 1.0}), **ignored).status_code == 200
 
 
 def test_finishing_aborts_what_is_being_sampled_and_keeps_it(
@@ -361,6 +407,28 @@ def test_a_store_without_room_loses_nothing(tmp_path: Path) -> None:
             told = client.post(url, json={})
         assert (told.status_code, told.json()["reward"]) == (200, 1.0)
         assert told.json()["sampled_tokens"] == len(answer_tokens("Done."))
+
+
+def test_an_idle_session_that_could_not_be_stored_was_not_rewarded_by_that(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        limits = RecordingLimits(idle_s=0)
+        recordings = make_recordings(SlowSampler(replies([])), tmp_path, limits=limits)
+        session = recordings.create("team", SPEC)
+        append = recordings._log.append
+
+        def fail(groups: Any) -> int:
+            raise StoreError("no space left", field="part")
+
+        recordings._log.append = fail  # type: ignore[method-assign]
+        with pytest.raises(StoreError):
+            await recordings.expire()
+        assert session.state == "live" and session.reward is None
+        recordings._log.append = append  # type: ignore[method-assign]
+        assert await recordings.expire() == 1
+
+    asyncio.run(scenario())
+    (group,) = TrajectoryLog(tmp_path).read()
+    assert group.members[0].status is Status.INFRASTRUCTURE
 
 
 def test_a_session_that_cannot_be_kept_is_not_begun(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,3 +301,23 @@ def test_a_long_conversation_is_read_in_a_thread_as_a_short_one_is(
     with pytest.raises(openai.BadRequestError) as caught:
         ask(served, messages=long)
     assert caught.value.code == "context_length_exceeded" and not sampler.requests
+
+
+def test_tokens_are_counted_of_the_prompt_that_the_same_key_would_have(
+    served: Served, sampler: PlayedSampler
+) -> None:
+    sampler.answers = replies(["<think>\nsecret\n</think>\n\nDone.", "x"])
+    ask(served)
+    turns = [MESSAGES[1], {"role": "assistant", "content": "Done."}, MESSAGES[1]]
+    history: dict[str, dict[str, Any]] = {
+        "/tokenize": {"messages": [MESSAGES[0], *turns]},
+        "/v1/messages/count_tokens": {"system": MESSAGES[0]["content"], "messages": turns},
+    }
+    with served.http() as client:
+        told = [
+            client.post(path, json={"model": MODEL, **body}).raise_for_status().json()
+            for path, body in history.items()
+        ]
+    ask(served, messages=[MESSAGES[0], *turns])
+    length = len(sampler.requests[-1].suffix)
+    assert [one.get("count", one.get("input_tokens")) for one in told] == [length, length]

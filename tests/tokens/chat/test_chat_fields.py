@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.tokens.chat.client_tools import client_tool
+from etude.tokens.chat.dialects import DIALECTS
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import parse_body
 
@@ -68,3 +69,45 @@ def test_a_body_that_nests_too_deep_is_refused() -> None:
 def test_a_body_that_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(BadRequestError):
         parse_body(data)
+
+
+ASKED = {
+    "messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
+    "responses": {"input": "x"},
+}
+TOOL = {"type": "function", "name": "f", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "more", "field", "passes"),
+    [
+        ("messages", {"output_config": {"effort": "high"}}, "output_config.effort", True),
+        ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", False),
+        ("responses", {"text": {"verbosity": "low"}}, "text.verbosity", True),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format", False),
+        ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary", True),
+        ("responses", {"tools": [{**TOOL, "strict": True}]}, "tools[0].strict", True),
+        ("responses", {"metadata": {"a": 1}}, "metadata", True),
+        ("responses", {"metadata": {"a": "x" * 513}}, "metadata", True),
+        ("responses", {"metadata": {str(n): "x" for n in range(17)}}, "metadata", True),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_by_name_and_passed_over_for_agents_where_it_may_be(
+    dialect: str, more: dict[str, Any], field: str, passes: bool
+) -> None:
+    read = next(one.read for one in DIALECTS if one.name == dialect)
+    body = {**ASKED[dialect], **more}
+    with pytest.raises(BadRequestError) as caught:
+        read(body)
+    assert caught.value.field == field
+    if passes:
+        assert read(body, "", strict=False)
+    else:
+        with pytest.raises(BadRequestError, match="not supported"):
+            read(body, "", strict=False)
+
+
+def test_options_that_ask_for_nothing_are_taken() -> None:
+    read = next(one.read for one in DIALECTS if one.name == "responses")
+    neutral = {"text": {"format": {"type": "text"}, "verbosity": None}, "reasoning": {"effort": None}}
+    assert read({**ASKED["responses"], **neutral, "metadata": {"a": "x" * 512}})

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
 
@@ -39,6 +39,8 @@ class Ask:
     params: SamplingParams
     rules: ReadingRules = field(default_factory=ReadingRules)
     seed: int | None = None
+    stream: bool = False
+    """Whether whoever asks is shown the answer as it is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ class AnswerService:
             prefix_digest=branch.prefix_digest,
             pool=self.serving.pool,
             deadline_s=self.serving.answer_s,
+            # What ends an answer early is to be seen before more is sampled.
+            streaming=ask.stream or bool(ask.rules.stops) or ask.rules.single_call,
         )
 
     async def _sample(self, running: _Running) -> None:
@@ -191,17 +195,8 @@ class AnswerService:
         """The sampler has lost the branch: everything is sent again."""
         branch = running.generation.branch
         branch.known, branch.prefix_digest = 0, None
-        request = running.request
-        running.request = SampleRequest(
-            id=f"{request.id}w",
-            session_id=request.session_id,
-            suffix=running.generation.tokens,
-            params=request.params,
-            stop_tokens=request.stop_tokens,
-            rng_key=request.rng_key,
-            pool=request.pool,
-            deadline_s=request.deadline_s,
-        )
+        request, tokens = running.request, running.generation.tokens
+        running.request = replace(request, id=f"{request.id}w", suffix=tokens, prefix_digest=None)
         if running.aborted:
             self.sampler.abort(running.request.id)
 

@@ -183,8 +183,10 @@ class Recordings:
     def recover(self) -> int:
         """Takes up the sessions that a killed server left; how many. Once, before anything is served.
 
-        Raises StoreError for a damaged journal, ConfigError for one of another tokenizer or template.
+        Raises StoreError for a damaged journal or log, ConfigError for a journal of another tokenizer or
+        template.
         """
+        len(self._log)  # reads what is stored, which takes long, and not while a session is being stored
         for found in find_sessions(self._live, self.renderers):
             service = AnswerService(found.map, self._sampler, self._serving, journal=found.journal)
             self._hold(found.id, found.key, found.tenant, found.spec, service, found.age_s, found.reward)
@@ -194,19 +196,20 @@ class Recordings:
     def create(self, tenant: str, spec: SessionSpec) -> RecordedSession:
         """Begins a session; it is on the disk once its journal is synced.
 
-        Raises BusyError, DrainingError, StoreError, and BadRequestError for an id that is open.
+        Raises BusyError, DrainingError, StoreError, and BadRequestError for an id that is open or stored.
         """
         if self.draining:
             raise DrainingError("the server takes no new sessions: it is about to end")
         held = sum(session.tenant == tenant for session in self._sessions.values())
         if held >= self.limits.sessions_per_tenant:
             raise BusyError("too many sessions", field="tenant", received=held, fix="finish or delete some")
-        if any(session.spec.trajectory_id == spec.trajectory_id for session in self._sessions.values()):
+        is_open = any(one.spec.trajectory_id == spec.trajectory_id for one in self._sessions.values())
+        if is_open or self._log.contains(spec.trajectory_id):  # what is stored already is not stored again
             raise BadRequestError(
-                "a session of this trajectory is open",
+                f"a session of this trajectory is {'open' if is_open else 'stored'}",
                 field="trajectory",
                 received=str(spec.trajectory_id),
-                fix="delete it, or use another index",
+                fix="use another run, epoch, group or index",
             )
         session_map = SessionMap(
             str(spec.trajectory_id), self.renderers.find, self.limits.session, spec.keep_thinking
@@ -278,9 +281,12 @@ class Recordings:
         if session.state == "finishing":
             raise SessionEndedError("the session is being finished", field="session")
         session.reward = reward or session.reward
-        return await self._finish(session, status, cause)
+        return await self._finish(session, status, cause, session.reward)
 
-    async def _finish(self, session: RecordedSession, status: Status, cause: str) -> dict[str, Any]:
+    async def _finish(
+        self, session: RecordedSession, status: Status, cause: str, reward: RewardBreakdown | None
+    ) -> dict[str, Any]:
+        before, session.reward = session.reward, reward
         session.state = "finishing"
         try:
             await session.service.stop()
@@ -295,7 +301,7 @@ class Recordings:
             async with self._store_lock:
                 stored = await asyncio.to_thread(self._log.append, [group])
         except BaseException:
-            session.state = "live"
+            session.state, session.reward = "live", before
             raise
         told = {
             "trajectory": str(identity),
@@ -343,8 +349,8 @@ class Recordings:
                 seen_s = self._heard_s.get(session.tenant, 0.0) - session.used_s
                 is_seen = session.reward is not None or seen_s > self.limits.idle_s / 2
                 is_ours = not is_seen or session.map.counts.failed or not session.map.num_sampled_tokens
-                session.reward = session.reward or RewardBreakdown(0.0)
-                await self._finish(session, Status.INFRASTRUCTURE if is_ours else Status.LIMIT, "idle")
+                status = Status.INFRASTRUCTURE if is_ours else Status.LIMIT
+                await self._finish(session, status, "idle", session.reward or RewardBreakdown(0.0))
                 self.counts["sessions_expired"] += 1
                 num_ended += 1
         return num_ended

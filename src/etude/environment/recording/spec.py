@@ -13,6 +13,8 @@ from etude.tokens.chat.requests import Sampling
 RECORDED_ROUTES = "blobs"
 """Directory of the experts' routes, in a store's."""
 
+_IGNORED = frozenset(("temperature", "top_p", "top_k", "min_p"))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
@@ -22,6 +24,10 @@ class SamplingDefaults:
     """Whoever trains decides: what the client asks for does not count. None: the client decides."""
     max_tokens: int = 4096
     """Of one answer, where the client names no number."""
+
+    def that_count(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A request's body without what is ignored where sampling is fixed, whatever its value."""
+        return body if self.fixed is None else {k: v for k, v in body.items() if k not in _IGNORED}
 
     def params(self, asked: Sampling) -> SamplingParams:
         """What is sampled with. Raises BadRequestError for what cannot be trained on here: several answers,

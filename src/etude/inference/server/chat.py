@@ -31,7 +31,7 @@ class ServedAnswer:
 
 
 def lay_out(
-    messages: Sequence[Message], model: ServedModel, frames: ChatFrames | None, key_name: str = ""
+    messages: Sequence[Message], model: ServedModel, frames: ChatFrames | None, key_name: str
 ) -> ChatPrompt:
     """The tokens of a conversation. Raises BadRequestError, ContextLengthError, and NoSuchModelError for a
     model that does not chat."""

@@ -102,19 +102,18 @@ async def count_tokens(request: Request) -> Response:
     return await _plain(request, "count_tokens", _count_tokens)
 
 
-def _count_tokens(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
+def _count_tokens(state: ServerState, body: Mapping[str, Any], key_name: str) -> dict[str, Any]:
     check_model(body, state.model)
     read = MESSAGES.read({"max_tokens": 1, **body})
-    return {"input_tokens": len(lay_out(read.messages, state.model, state.frames).tokens)}
+    return {"input_tokens": len(lay_out(read.messages, state.model, state.frames, key_name).tokens)}
 
 
 async def _plain(
-    request: Request, endpoint: str, work: Callable[[ServerState, Mapping[str, Any]], dict[str, Any]]
+    request: Request, endpoint: str, work: Callable[[ServerState, Mapping[str, Any], str], dict[str, Any]]
 ) -> Response:
-    """A request that samples nothing."""
-    state = state_of(request)
-    key_of(request)
-    document = await with_body(request, lambda body: work(state, body))
+    """A request that samples nothing. `work` has the body and the key's name: histories are kept by it."""
+    state, key = state_of(request), key_of(request)
+    document = await with_body(request, lambda body: work(state, body, key.name))
     state.metrics.count("etude_serve_requests", endpoint=endpoint, status="200")
     return JSONResponse(document)
 
@@ -125,7 +124,7 @@ async def tokenize(request: Request) -> Response:
     return await _plain(request, "tokenize", _tokenize)
 
 
-def _tokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
+def _tokenize(state: ServerState, body: Mapping[str, Any], key_name: str) -> dict[str, Any]:
     model = state.model
     check_model(body, model)
     given = [name for name in ("prompt", "messages") if body.get(name) is not None]
@@ -145,7 +144,7 @@ def _tokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
         opened = flag(body, "add_generation_prompt", True)
         messages = read_conversation(body)[0]
         _check_length(num_characters(messages), "messages")
-        tokens = state.frames.prompt(messages, "", opened).tokens
+        tokens = state.frames.prompt(messages, key_name, opened).tokens
     return {"count": len(tokens), "max_model_len": model.max_context_tokens, "tokens": tokens.tolist()}
 
 
@@ -161,7 +160,7 @@ async def detokenize(request: Request) -> Response:
     return await _plain(request, "detokenize", _detokenize)
 
 
-def _detokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
+def _detokenize(state: ServerState, body: Mapping[str, Any], _key_name: str) -> dict[str, Any]:
     check_model(body, state.model)
     check_fields(body, {"model", "tokens"}, {})
     tokenizer = state.model.tokenizer

@@ -22,13 +22,15 @@ from etude.tokens.chat.requests import (
     ChatRequest,
     Neutral,
     check_fields,
+    check_options,
     forced_calls,
     read_sampling,
     read_stream,
 )
 
 _FIELDS = DRAWING_FIELDS | {"messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences"}
-_NEUTRAL: Neutral = {"mcp_servers": ([],), "container": (), "output_format": (), "output_config": ({},)}
+_FIELDS |= {"output_config"}
+_NEUTRAL: Neutral = {"mcp_servers": ([],), "container": (), "output_format": ()}
 _NEUTRAL_STRICT: Neutral = {
     "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
     "context_management": (),
@@ -41,6 +43,7 @@ _TOOL_TYPES = (None, "custom")
 def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True) -> ChatRequest:
     """Reads a request. `agent`: the name that the client gave its agent. Raises BadRequestError."""
     check_fields(body, _FIELDS, {**_NEUTRAL, **(_NEUTRAL_STRICT if strict else {})}, strict)
+    check_options(body, "output_config", ("format",), strict)
     tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
     max_tokens = integer(body, "max_tokens", 1)
     if max_tokens is None:

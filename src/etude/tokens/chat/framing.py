@@ -42,7 +42,7 @@ class Framing:
             case Opening():
                 return self._opening(message)
             case SystemWords(text):
-                return self._framed(template.system, text, first)
+                return self._framed(template.system or template.user, text, first)
             case UserWords(text):
                 return self._framed(template.user, text, first)
             case Results(outputs):

@@ -22,6 +22,7 @@ from etude.tokens.chat.requests import (
     Neutral,
     calls_wanted,
     check_fields,
+    check_options,
     read_sampling,
     read_stream,
 )
@@ -45,6 +46,7 @@ _NEUTRAL: Neutral = {
     "top_logprobs": (0,),
     "include": ([], ["reasoning.encrypted_content"]),
 }
+_METADATA, _METADATA_CHARACTERS = 16, 512
 _SYSTEM_JOINT = "\n\n"
 _WORDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
@@ -52,8 +54,11 @@ _WORDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reaso
 def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True) -> ChatRequest:
     """Reads a request. `agent`: the name that the client gave its agent. Raises BadRequestError."""
     check_fields(body, _FIELDS, _NEUTRAL, strict)
-    _check_options(body, strict)
-    tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
+    check_options(body, "text", ("format",), strict)
+    check_options(body, "reasoning", (), strict)
+    if strict:
+        _check_metadata(body.get("metadata"))
+    tools = tuple(_tool(entry, place, strict) for place, entry in enumerate(tool_entries(body.get("tools"))))
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     system, messages = _read_items(items)
@@ -74,19 +79,24 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     )
 
 
-def _check_options(body: Mapping[str, Any], strict: bool) -> None:
-    """Raises BadRequestError for a format of the text, and with `strict` for an effort of reasoning."""
-    for name, refused in (("text", "format"), ("reasoning", "effort")):
-        options = body.get(name) or {}
-        if not isinstance(options, dict):
-            raise wrong(name, options, "an object")
-        value = options.get(refused)
-        if value not in (None, {"type": "text"}) and (strict or name == "text"):
-            raise unsupported(f"{name}.{refused}", value, "is not supported here")
+def _check_metadata(given: object) -> None:
+    if given is None:
+        return
+    if (
+        not isinstance(given, dict)
+        or len(given) > _METADATA
+        or any(not isinstance(one, str) or len(one) > _METADATA_CHARACTERS for one in given.values())
+    ):
+        wanted = f"at most {_METADATA} strings of up to {_METADATA_CHARACTERS} characters"
+        raise wrong("metadata", type(given).__name__, f"an object of {wanted}")
 
 
-def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
+def _tool(entry: Mapping[str, Any], place: int, strict: bool) -> ClientTool:
     field = f"tools[{place}]"
+    if strict and entry.get("strict") is True:
+        raise unsupported(
+            f"{field}.strict", "true", "arguments are not held to the schema", "send strict: false"
+        )
     if entry.get("type") != "function":
         raise unsupported(f"{field}.type", entry.get("type"), "only function tools are supported here")
     return client_tool(entry.get("name"), entry.get("description"), entry.get("parameters"), field)

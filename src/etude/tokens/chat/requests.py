@@ -7,7 +7,7 @@ nothing. With `strict`, a field that is not known at all is refused as well: it 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,6 +94,16 @@ def check_fields(body: Mapping[str, Any], known: Set[str], neutral: Neutral, str
             close = difflib.get_close_matches(name[:_NAME_CHARACTERS], [*known, *refused], 1)
             fix = f"did you mean {close[0]}?" if close else "leave it out"
             raise unsupported(name, value, "there is no such field", fix)
+
+
+def check_options(body: Mapping[str, Any], name: str, refused: Sequence[str], strict: bool) -> None:
+    """Raises BadRequestError for an option of the object `name`: for any if `strict`, else if `refused`."""
+    options = body.get(name) or {}
+    if not isinstance(options, dict):
+        raise wrong(name, options, "an object")
+    for option, value in options.items():
+        if (strict or option in refused) and value not in (None, {"type": "text"}):
+            raise unsupported(f"{name}.{option}", value, "is not supported here")
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -60,9 +60,10 @@ class RendererShelf:
         return renderer
 
     def _callable(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
-        """The tools of which the tokenizer has all tags, if it has a tag of any; else all, in text mode."""
+        """The tools of which the tokenizer has all tags, if it has a tag of any; else all, in text mode. All,
+        too, where none would be left: the renderer says why it refuses them."""
         tags = [self._make_grammar((tool,)).control_tokens() for tool in tools]
         has = self.tokenizer.has_control
         if not any(has(tag) for names in tags for tag in names):
             return tools
-        return [tool for tool, names in zip(tools, tags, strict=True) if all(map(has, names))]
+        return [tool for tool, names in zip(tools, tags, strict=True) if all(map(has, names))] or tools

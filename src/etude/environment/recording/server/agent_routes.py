@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -76,9 +77,14 @@ async def _read(
     """A request, and what is asked of the sampler. Fields that nobody knows are passed over: a client that
     cannot be changed may send any. Calls are served whole, so that a malformed one stays text."""
     agent = request.headers.get(AGENT_HEADER, "")
-    read = await with_body(request, lambda body: dialect.read({**more, **body}, agent, strict=False))
+    sampling = session.spec.sampling
+
+    def read_body(body: dict[str, Any]) -> ChatRequest:
+        return dialect.read(sampling.that_count({**more, **body}), agent, strict=False)
+
+    read = await with_body(request, read_body)
     rules = replace(read.rules, whole_calls=True)
-    return read, Ask(read.messages, session.spec.sampling.params(read.sampling), rules, read.sampling.seed)
+    return read, Ask(read.messages, sampling.params(read.sampling), rules, read.sampling.seed, read.stream)
 
 
 async def _answer(
