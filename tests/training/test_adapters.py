@@ -74,7 +74,7 @@ def test_the_base_is_hashed_once_however_often_adapters_are_published(
         return describe_tensor(name, tensor, cuts)
 
     monkeypatch.setattr(manifest, "describe_tensor", describe)
-    monkeypatch.setattr(memory, "describe_tensor", describe, raising=False)
+    monkeypatch.setattr(memory, "describe_tensor", describe)
     rollouts, weights = Rollouts(small_model()), MemoryWeights()
     trainer = RlTrainer(small_model(), rl_config(**ADAPTED), "run", weights, rollouts.blobs.get)
     trainer.publish()
