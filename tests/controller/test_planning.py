@@ -10,6 +10,7 @@ from etude.config import AdapterConfig, ModelConfig, RunConfig, load_config, par
 from etude.controller.compute import Place
 from etude.controller.planning import check_fits, check_machine, make_plan, measure_sizes
 from etude.controller.planning.memory import plan_memory
+from etude.controller.planning.sizes import _KeptAttention
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ResourceError
 from etude.model import build_model
@@ -123,6 +124,29 @@ def test_adapters_take_states_of_their_own_size_and_the_engine_one_set_of_weight
     full = make_plan(planned(model=DENSE.model_dump()))
     served = {part.name: part.num_bytes for part in full.memory[0].parts}["engine's weights"]
     assert parts["engine's weights"] == served / 2
+
+
+def test_adapters_of_16_bits_keep_what_they_multiply_in_float32_as_well() -> None:
+    adapter = AdapterConfig(rank=4)
+    model = build_model(DENSE, 512)
+    model.initialise(0)
+    model.to(torch.bfloat16)
+    adapters = Adapters(model, adapter)
+    weights = {p.untyped_storage().data_ptr() for part in (model, adapters) for p in part.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens, wanted = torch.zeros(64, dtype=torch.int64), torch.arange(63)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model(tokens, torch.arange(64), _KeptAttention(), None, None, wanted=wanted)
+        _kept_as_well = model.logprobs(hidden, tokens[wanted], 1.0)
+    sizes = measure_sizes(DENSE, 512, 64, 64, dtype=torch.bfloat16, adapter=adapter)
+    assert 0.9 * sizes.saved_bytes < sum(kept.values()) <= sizes.saved_bytes
 
 
 SPREAD = {"executor": "ray", "cluster": {"address": "10.0.0.1:6379"}}

@@ -14,7 +14,7 @@ import torch
 from etude.agent import core_registry, open_renderer
 from etude.config import AgentConfig, RunConfig, load_config
 from etude.controller.recorded import RecordedSource, settle_recorded, train_recorded
-from etude.controller.train import InterruptedRunError
+from etude.controller.train import ADAPTER, FINAL, InterruptedRunError
 from etude.errors import ConfigError
 from etude.model import LanguageModel
 from etude.observe import RunDirectory
@@ -102,6 +102,19 @@ def test_a_run_trains_on_everything_the_log_holds_and_stops(tmp_path: Path, reco
     flat = torch.cat([parameter.detach().flatten() for parameter in before.parameters()])
     assert (_weights(run) - flat).abs().max() > 1e-4
     assert Tokenizer.load(run.checkpoints / "final").digest == _tokenizer().digest
+
+
+def test_a_run_with_adapters_ends_with_the_merged_model_and_the_adapters(
+    tmp_path: Path, recorded: Path
+) -> None:
+    run, _ = _train(_config(tmp_path, recorded, num_steps=1, adapter={"rank": 2, "alpha": 8.0}))
+    before, _ = load_checkpoint(recorded / "checkpoints" / "midtrained")
+    after, _ = load_checkpoint(run.checkpoints / FINAL)
+    old = dict(before.named_parameters())
+    changed = {n.rpartition(".")[2] for n, p in after.named_parameters() if not torch.equal(p, old[n])}
+    assert changed == {"qkv", "out", "gate_up", "down"}
+    assert Tokenizer.load(run.checkpoints / FINAL).digest == _tokenizer().digest
+    assert (run.checkpoints / ADAPTER / "adapter_model.safetensors").exists()
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, recorded: Path) -> None:

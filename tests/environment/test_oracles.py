@@ -204,3 +204,9 @@ def test_a_solution_that_is_given_copies_changes_nothing_of_the_tests_own() -> N
     exec(spare_arguments(probe, {"take"}), names)
     assert (names["xs"], names["rest"], names["more"]) == ([1], [[2], [3]], {4})
     assert names["answer"] == names["seen"] == [1, 2, 3, 4]
+
+
+def test_a_solution_is_given_generators_and_functions_as_they_are() -> None:
+    names: dict[str, object] = {"take": lambda given, *, key: sorted(given, key=key)}
+    exec(spare_arguments("answer = take((x for x in [1, 2]), key=lambda x: -x)\n", {"take"}), names)
+    assert names["answer"] == [2, 1]

@@ -13,6 +13,7 @@ from torch import Tensor
 from etude.config import AdapterConfig
 from etude.errors import SamplerError, WeightUpdateError
 from etude.inference import Engine
+from etude.inference.forward import ModuleAdapters
 from etude.inference.native import NativeForward
 from etude.model import LanguageModel
 from etude.model.kernels.invariant import InvariantOps
@@ -49,6 +50,17 @@ def put_in(engine: Engine, name: str, step: int, model: LanguageModel, adapters:
     engine.stage(version, {**tensors, **adapters.published()}, "base")
     engine.activate(version)
     return version
+
+
+def test_factors_in_service_are_no_views_of_those_that_were_given() -> None:
+    """Who fetches them may use their memory for the next version."""
+    model, adapters = adapted(MODELS["dense"], 1)
+    pairs = pairs_of({name: tensor.clone() for name, tensor in adapters.published().items()})
+    packed = ModuleAdapters(model).pack_adapter(pairs)
+    for left, right in pairs.values():
+        left.zero_(), right.zero_()
+    assert len(packed) == len(pairs)
+    assert all(left.any() and right.any() for left, right in packed.values())
 
 
 @needs_compiler

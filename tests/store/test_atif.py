@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import StoreError
-from etude.records import Relation, Status, ToolCall, ToolErrorClass, ToolResult, Trajectory
+from etude.records import PolicyVersion, Relation, Status, ToolCall, ToolErrorClass, ToolResult, Trajectory
 from etude.store import ATIF_VERSION, parse_atif, trajectory_from_atif, trajectory_to_atif
 from tests.store.builders import make_chain, make_trajectory, same, trajectories, trees
 
@@ -166,6 +166,13 @@ def test_a_foreign_file_is_rebuilt_from_its_token_ids() -> None:
     assert [turn.calls for turn in theirs.turns] == [turn.calls for turn in ours.turns]
     assert theirs.status is Status.DONE
     assert theirs.reward is None
+
+
+@pytest.mark.parametrize("version", [PolicyVersion("run", 3), PolicyVersion("run", 3, adapter="run")])
+def test_a_foreign_file_that_names_our_model_has_its_version(version: PolicyVersion) -> None:
+    document = foreign()
+    document["agent"]["model_name"] = str(version)
+    assert trajectory_from_atif(document).oldest_version == version
 
 
 def test_a_rewritten_context_begins_a_new_segment() -> None:

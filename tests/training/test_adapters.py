@@ -11,9 +11,10 @@ import torch
 from etude.config import AdapterConfig, RunConfig
 from etude.errors import CheckpointError
 from etude.model.scoring import score_sequences
-from etude.records import ADAPTER_PREFIX
+from etude.records import ADAPTER_PREFIX, TensorEntry
 from etude.training import RlTrainer
-from etude.weights import MemoryWeights
+from etude.weights import MemoryWeights, check_tensors, manifest, memory
+from etude.weights.manifest import describe_tensor
 from tests.model.builders import small_model
 from tests.training.builders import Rollouts, rl_config, trainer_of
 
@@ -61,6 +62,27 @@ def test_what_is_published_names_its_adapter_and_holds_base_and_factors() -> Non
             assert name.endswith(".right") or not torch.equal(fetched[name], held[name])
         else:
             assert fetched[name] is held[name], "the base is copied once"
+
+
+def test_the_base_is_hashed_once_however_often_adapters_are_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[str] = []
+
+    def describe(name: str, tensor: torch.Tensor, cuts: tuple[int, ...] = ()) -> TensorEntry:
+        hashed.append(name)
+        return describe_tensor(name, tensor, cuts)
+
+    monkeypatch.setattr(manifest, "describe_tensor", describe)
+    monkeypatch.setattr(memory, "describe_tensor", describe)
+    rollouts, weights = Rollouts(small_model()), MemoryWeights()
+    trainer = RlTrainer(small_model(), rl_config(**ADAPTED), "run", weights, rollouts.blobs.get)
+    trainer.publish()
+    assert any(not name.startswith(ADAPTER_PREFIX) for name in hashed)
+    hashed.clear()
+    second = trainer.publish()
+    assert hashed and all(name.startswith(ADAPTER_PREFIX) for name in hashed)
+    check_tensors(second, weights.fetch(second))
 
 
 def test_a_restored_trainer_takes_the_same_next_step(tmp_path: Path) -> None:

@@ -117,9 +117,15 @@ def test_what_cannot_be_packed_is_refused(arguments: tuple[list[int], int, int])
         pack_sequences(*arguments)
 
 
-def test_tokens_that_all_sequences_begin_with_are_counted_once_in_each_micro_batch() -> None:
+def test_of_what_all_sequences_begin_with_three_quarters_are_counted_once_in_each_micro_batch() -> None:
     lengths = [700, 600, 600, 500]
-    assert [len(rank) for rank in pack_sequences(lengths, 1_400)] == [2]
-    (batches,) = pack_sequences(lengths, 1_400, shared_tokens=400)
-    assert [sorted(batch) for batch in batches] == [[0, 1, 2, 3]], "400 and 300, 200, 200, 100 of their own"
-    assert len(pack_sequences(lengths, 900, shared_tokens=400)[0]) == 2
+    assert [len(rank) for rank in pack_sequences(lengths, 1_500)] == [2]
+    (batches,) = pack_sequences(lengths, 1_500, shared_tokens=400)
+    assert [sorted(batch) for batch in batches] == [[0, 1, 2, 3]], "300, and 400, 300, 300, 200 of their own"
+    assert len(pack_sequences(lengths, 1_499, shared_tokens=400)[0]) == 2
+
+
+def test_many_sequences_that_hardly_differ_do_not_go_into_one_micro_batch() -> None:
+    """Attention has queries, keys and values for every sequence, whatever is shared."""
+    (batches,) = pack_sequences([1_001] * 64, 8_192, shared_tokens=1_000)
+    assert max(len(batch) for batch in batches) * 1_001 < 4 * 8_192

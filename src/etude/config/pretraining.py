@@ -22,8 +22,9 @@ class NextTokenConfig(Section):
     tokens_per_step: int = Field(default=4_096, ge=64)
     """Tokens per optimiser step, observations included."""
     micro_batch_tokens: int = Field(default=0, ge=0)
-    """Largest number of tokens that are computed at once, which bounds memory; 0: the whole step. On a CPU a
-    step is cut further, into micro-batches of about 768 tokens for threads to share."""
+    """Largest number of tokens that are computed at once, which bounds memory; 0: the whole step. Three
+    quarters of what all sequences begin with count once. On a CPU a step is cut further, into micro-batches
+    of about 768 tokens for threads to share."""
     balance_weight: float = Field(default=0.01, ge=0)
     """Weight of the router's load-balancing loss."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -161,8 +161,9 @@ class RlConfig(Section):
     updates_per_step: int = Field(default=2, ge=1)
     """Number of optimiser updates per step, each on its share of the groups."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
-    """Largest number of tokens in one forward pass, unless a single sequence is longer. It decides memory and
-    speed, and changes the update by rounding alone."""
+    """Largest number of tokens in one forward pass, unless a single sequence is longer. Three quarters of
+    what all sequences begin with count once. It decides memory and speed, and changes the update by rounding
+    alone."""
     refill_below: float = Field(default=0.67, ge=0, le=1)
     """Groups without variance are replaced in another round if fewer than this share of `groups_per_step` is
     left. A round takes as long as its longest session, however few groups it has."""

@@ -17,6 +17,8 @@ from etude.sandbox.fleet.hosts import Policy
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.fleet.servers import ServerFleet, Servers, ServerSpec
 from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.remote import RemoteBackend
+from etude.sandbox.remote.connection import RETRY
 
 _HEARTBEAT_TIMEOUT_S = 5.0
 """A server that is alive but busy must not cost the sessions on it."""
@@ -100,9 +102,6 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
         return _open_servers(settings, owner, all_of_them=False)
     if not settings.server:
         return open_checked_backend(settings.backend)
-    from etude.sandbox.remote import RemoteBackend  # httpx is not part of the core's needs
-    from etude.sandbox.remote.connection import RETRY
-
     backend = RemoteBackend(
         settings.server,
         read_secret(settings.token, "sandbox.token"),
@@ -134,8 +133,6 @@ def check_run_backend(settings: SandboxConfig) -> None:
 
 def _open_servers(settings: SandboxConfig, owner: str | None, all_of_them: bool) -> SandboxBackend:
     """`all_of_them`: whether each server must be fit for use now, and not one at least."""
-    from etude.controller.backends import open_fleet  # httpx is not part of the core's needs
-
     fleet = open_fleet(settings, owner)
     problems = fleet.problems()
     if problems and (all_of_them or len(problems) == fleet.num_in_use):

@@ -20,7 +20,8 @@ from etude.controller.models import settle_model
 from etude.controller.ranks import open_trainer
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
-from etude.controller.train import FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
+from etude.controller.train import ADAPTER, FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
+from etude.controller.training_part import save_adapters, save_merged
 from etude.environment.recording.spec import RECORDED_ROUTES
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
@@ -31,7 +32,6 @@ from etude.records import BlobRef
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import PART_NAME, TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training import save_checkpoint
 from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
 from etude.training.feedback import open_feedback
 from etude.training.stream import RecordedStream
@@ -172,7 +172,9 @@ class _RecordedRun:
 
     def _finish(self) -> dict[str, Any]:
         final = self._run.checkpoints / FINAL
-        save_checkpoint(final, self._trainer.model, write_more=self._tokenizer.save)
+        save_merged(self._trainer, final, self._tokenizer)
+        base = self._config.initial_checkpoint or ""
+        save_adapters(self._trainer, self._run.checkpoints / ADAPTER, base, self._observer)
         environment = self._run.environment
         report = {
             "name": self._config.name,

@@ -96,7 +96,7 @@ def spare_arguments(probe: str, solution: Collection[str]) -> str:
 def _copied(node: ast.expr) -> ast.expr:
     if isinstance(node, ast.Starred):
         return ast.Starred(_copied(node.value), node.ctx)
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant | ast.GeneratorExp | ast.Lambda):  # generators cannot be copied
         return node
     copy = ast.Call(ast.Name("__import__", ast.Load()), [ast.Constant("copy")], [])
     return ast.Call(ast.Attribute(copy, "deepcopy", ast.Load()), [node], [])

@@ -31,8 +31,8 @@ class ForwardPass(Protocol):
         ...
 
     def pack_adapter(self, pairs: Mapping[str, Pair]) -> Any:
-        """One adapter's factors, by the names of their weights, as `use_adapters` takes them. Perhaps in
-        another thread."""
+        """A copy of one adapter's factors, by the names of their weights, as `use_adapters` takes them.
+        Perhaps in another thread."""
         ...
 
     def use_adapters(self, adapters: Sequence[Any]) -> None:
@@ -74,11 +74,11 @@ class ModuleAdapters:
 
     def pack_adapter(self, pairs: Mapping[str, Pair]) -> Pairs:
         """See ForwardPass."""
-        weights = {name: self._model.get_parameter(name) for name in pairs}
-        return {
-            id(weights[name]): (left.to(weights[name].device), right.to(weights[name].device))
-            for name, (left, right) in pairs.items()
-        }
+        packed: dict[int, Pair] = {}
+        for name, (left, right) in pairs.items():
+            weight = self._model.get_parameter(name)
+            packed[id(weight)] = (left.to(weight.device, copy=True), right.to(weight.device, copy=True))
+        return packed
 
     def use_adapters(self, adapters: Sequence[Pairs]) -> None:
         """See ForwardPass."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import os
 import platform
@@ -15,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from xxhash import xxh3_128_hexdigest
 
 from etude.errors import ResourceError
 from etude.kit.durable import write_bytes
+from etude.kit.locks import locked
 
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
@@ -70,7 +70,7 @@ def compile_library(
     every_flag = (*_FLAGS, *flags)
     try:
         target = _cache_directory() / f"{directory.name}-{_key(compiler, every_flag, sources)}.so"
-        with _locked(target.parent):
+        with locked(target.parent):
             with contextlib.suppress(OSError):  # there is none, or what is left of one
                 return ctypes.CDLL(str(target))
             units = [path for path in sources if path.suffix == ".c"]
@@ -118,18 +118,6 @@ def _build(command: Sequence[str], sources: Sequence[Path], output: Path, timeou
     _run([*command, "-shared", *objects, "-o", str(output), "-lm"], timeout_s)
     if not output.exists():
         raise _CompilerFailure("it wrote no library")
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One process compiles, others wait for what it makes; on file systems without locks each compiles."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _run(command: Sequence[str], timeout_s: float) -> None:

@@ -36,7 +36,7 @@ from etude.records import (
 from etude.store.documents import arrays_of, trajectory_from_document
 
 _VERSION = re.compile(r"ATIF-v1\.\d{1,3}")
-_POLICY = re.compile(r"(.+)@(\d{1,9})", re.DOTALL)
+_POLICY = re.compile(r"(.+)@(\d{1,9})(?:\+(.+))?", re.DOTALL)
 _FIX = "export it again, as ATIF-v1.0 to ATIF-v1.8"
 _ERRORS = {str(kind): kind for kind in ToolErrorClass}
 
@@ -223,9 +223,12 @@ class _Reader:
 
 
 def _policy(model: str) -> PolicyVersion:
-    """The version that a model's name stands for: `lineage@step` as we write it, else step 0 of the name."""
+    """The version that a model's name stands for, if we wrote it (`lineage@step+adapter`), else step 0 of the
+    name."""
     found = _POLICY.fullmatch(model)
-    return PolicyVersion(model, 0) if found is None else PolicyVersion(found[1], int(found[2]))
+    if found is None:
+        return PolicyVersion(model, 0)
+    return PolicyVersion(found[1], int(found[2]), adapter=found[3])
 
 
 def _token_ids(step: Mapping[str, Any]) -> tuple[list[int], list[int], list[float]] | None:

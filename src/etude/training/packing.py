@@ -31,7 +31,9 @@ def pack_sequences(
     crossover_tokens: float = CROSSOVER_TOKENS,
 ) -> Packing:
     """Deals sequences of these many tokens into micro-batches of at most `max_tokens` (or one sequence), for
-    each rank at least `least_batches`. `shared_tokens`, fewer than each has, are counted once in each.
+    each rank at least `least_batches`. `shared_tokens`, with which all begin and fewer than each has, are
+    computed once in each micro-batch, but attention's queries, keys and values of them are kept for each
+    sequence: three quarters of them are counted once, the rest in each sequence.
 
     Costs (`sequence_cost`) are levelled, and those of one round, of which each rank has one, are alike. One
     rank has as few micro-batches as best-fit packing needs; each of several may have a round more, where long
@@ -44,8 +46,9 @@ def pack_sequences(
         if min(values, default=1) < 1:
             raise ConfigError("must be at least 1", field=field, received=min(values))
     if shared_tokens:
-        lengths = [length - shared_tokens for length in lengths]
-        max_tokens = max(1, max_tokens - shared_tokens)
+        once = shared_tokens - shared_tokens // 4
+        lengths = [length - once for length in lengths]
+        max_tokens = max(1, max_tokens - once)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     costs = [sequence_cost(length, crossover_tokens) for length in lengths]
     packing: Packing = [[] for _ in range(num_ranks)]

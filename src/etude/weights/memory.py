@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from etude.errors import WeightUpdateError
-from etude.records import ADAPTER_PREFIX, PolicyVersion, WeightManifest
-from etude.weights.manifest import check_tensors, describe_tensors
+from etude.records import ADAPTER_PREFIX, PolicyVersion, TensorEntry, WeightManifest
+from etude.weights.manifest import check_tensors, describe_tensor, digest_entries
 
 KEPT_VERSIONS = 2
 """The one in service, and the next."""
@@ -18,28 +19,32 @@ class MemoryWeights:
     """Keeps the last few published versions in host memory.
 
     Publishing copies, so the trainer may go on changing its own tensors at once. The base of an adapter,
-    which does not change, is copied once.
+    which does not change, is copied and hashed once.
     """
 
     def __init__(self, keep: int = KEPT_VERSIONS) -> None:
         """`keep`: how many versions can be fetched; older ones are forgotten."""
         self._keep = keep
         self._snapshots: dict[str, dict[str, Tensor]] = {}
-        self._base: dict[str, Tensor] = {}
+        self._base: dict[str, tuple[Tensor, TensorEntry]] = {}
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """Copies `tensors` and names them; the returned manifest's version carries their digest."""
         held = self._base if version.adapter is not None else {}
-        snapshot = {
-            name: held[name] if name in held else tensor.detach().to("cpu", copy=True)
-            for name, tensor in tensors.items()
-        }
+        found: dict[str, tuple[Tensor, TensorEntry]] = {}
+        for name, tensor in sorted(tensors.items()):
+            if name in held:
+                found[name] = held[name]
+            else:
+                copied = tensor.detach().to("cpu", copy=True)
+                found[name] = (copied, describe_tensor(name, copied))
         if version.adapter is not None:
-            self._base = {n: tensor for n, tensor in snapshot.items() if not n.startswith(ADAPTER_PREFIX)}
+            self._base = {name: one for name, one in found.items() if not name.startswith(ADAPTER_PREFIX)}
         url = f"memory:weights/{version.lineage}/{version.step}"
-        manifest = describe_tensors(version, snapshot, url)
+        entries = tuple(entry for _, entry in found.values())
+        manifest = WeightManifest(replace(version, digest=digest_entries(entries)), entries, url)
         self._snapshots.pop(url, None)
-        self._snapshots[url] = snapshot
+        self._snapshots[url] = {name: tensor for name, (tensor, _) in found.items()}
         while len(self._snapshots) > self._keep:
             del self._snapshots[next(iter(self._snapshots))]
         return manifest

@@ -7,10 +7,11 @@ from tests.fakes.embedder import HashingEmbedder
 
 from etude.agent.index.grep.manifest import writing
 from etude.agent.index.opening import new_indexes
+from etude.agent.index.semantic import store
 from etude.agent.index.templates import IndexProgress, TemplateIndexes, lay_out
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
-from etude.errors import ConfigError, SandboxError, ToolArgumentError
+from etude.errors import ConfigError, ResourceError, SandboxError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
@@ -263,6 +264,21 @@ def test_a_build_that_fails_on_its_way_is_told_once_and_the_sandbox_searches(tmp
         return words, told.empty(), found_then
 
     assert asyncio.run(use()) == ("no whole code index: no room", True, [("lib/tags.py", 1)])
+
+
+def test_without_full_text_search_there_is_still_the_index_of_grep(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_FULL_TEXT", "fts99")
+
+    async def use():
+        told = []
+        indexes = TemplateIndexes(tmp_path, HashingEmbedder(), told.append)
+        with pytest.raises(ResourceError, match="FTS5"):
+            await indexes.ready(Template(FILES))
+        await indexes.close()
+        return told
+
+    (words,) = asyncio.run(use())
+    assert words.startswith("no whole code index: ")
 
 
 def test_an_index_that_another_process_builds_is_waited_for(tmp_path):

@@ -135,8 +135,8 @@ class _TemplateIndex:
 
     async def _build(self, template: Template, state: Path, embedder: semantic.Embedder | None) -> None:
         root = await asyncio.to_thread(lay_out, template, state / "trees")
-        self._semantic = await semantic.SemanticIndex.open(state / "semantic", root, embedder)
         self._grep = await self._built_grep(root, state / "grep", template.digest)
+        self._semantic = await semantic.SemanticIndex.open(state / "semantic", root, embedder)
         await self._semantic.update(
             lambda now: self._progress(IndexProgress(f"semantic: {now.stage}", now.done, now.total))
         )
@@ -156,7 +156,7 @@ class _TemplateIndex:
                 await asyncio.sleep(_LOOK_S)
 
     def _failed(self, error: BaseException) -> None:
-        self._report(f"no {'code' if self._semantic is None else 'whole code'} index: {error}")
+        self._report(f"no {'code' if self._grep is None else 'whole code'} index: {error}")
 
 
 def lay_out(template: Template, directory: Path) -> Path:

@@ -74,6 +74,9 @@ def measure_sizes(
     inactive = experts * (1 - config.experts_per_token / config.num_experts) if experts else 0
     adapted = _adapted(model, adapter)
     lengths = [longest] * max(1, micro_batch_tokens // longest)
+    saved = _saved_bytes(model, lengths) * dtype.itemsize // counted.itemsize
+    if dtype.itemsize < 4 and not checkpointed:  # AdaptedOps multiplies factors with a float32 copy
+        saved += 4 * sum(lengths) * sum(shapes[name][1] for name in adapted if len(shapes[name]) == 2)
     return ModelSizes(
         parameters=sum(sizes.values()),
         active_parameters=round(sum(sizes.values()) - inactive - embedding),
@@ -85,7 +88,7 @@ def measure_sizes(
         adapted_parameters=sum(sizes[name] for name in adapted),
         adapter_parameters=sum(_factor_size(shapes[name], adapter) for name in adapted) if adapter else 0,
         attention_width=config.num_layers * config.num_heads * (config.key_dim + config.value_dim),
-        saved_bytes=_saved_bytes(model, lengths) * dtype.itemsize // counted.itemsize,
+        saved_bytes=saved,
         saved_tokens=sum(lengths),
     )
 

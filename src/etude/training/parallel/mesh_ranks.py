@@ -117,20 +117,12 @@ class MeshRanks:
         return whole
 
 
-def _has_adapters(model: LanguageModel) -> bool:
-    """Whether it has other parameters than its architecture: they would not be cut as they should."""
-    with torch.device("meta"):
-        plain = LanguageModel(model.config, model.vocab_size)
-    return {name for name, _ in model.named_parameters()} != {name for name, _ in plain.named_parameters()}
-
-
 def check_spreadable(model: nn.Module) -> None:
     """Raises ConfigError for a model that several ranks cannot train together."""
-    if isinstance(model, LanguageModel) and not _has_adapters(model):
-        return
-    raise ConfigError(
-        "several ranks train architectures that are defined here, and all of their weights",
-        field="parallel.ranks",
-        received=type(model).__name__,
-        fix="train adapters and other architectures in one process",
-    )
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            "several ranks train only an architecture that is defined here",
+            field="parallel.ranks",
+            received=type(model).__name__,
+            fix="train other architectures in one process",
+        )

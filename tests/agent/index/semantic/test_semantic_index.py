@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.fakes.embedder import HashingEmbedder
 
 from etude.agent.index.semantic import BuildProgress, Changes, SearchResult, SemanticIndex, building, store
 from etude.errors import ConfigError, ResourceError, StoreError, ToolArgumentError
+from etude.kit.locks import locked
 
 EDITS = st.lists(
     st.tuples(
@@ -246,6 +248,16 @@ async def test_removed_files_and_folders_are_hidden(tmp_path: Path) -> None:
     await index.close()
 
 
+@pytest.mark.parametrize("path", [".secret.py", "shop/.hidden/more.py", "./.venv/lib/more.py"])
+@in_loop
+async def test_hidden_files_that_are_written_are_not_found(tmp_path: Path, path: str) -> None:
+    index = await built(tmp_path, FILES)
+    overlay = index.overlay()
+    overlay.write(path, b"def count_unicorns(): pass\n")
+    assert "count_unicorns" not in {hit.symbol for hit in (await overlay.search("count unicorns", 99)).hits}
+    await index.close()
+
+
 @pytest.mark.parametrize("question", ["count zebras", "item", "feed the animals in a shop", "zoo"])
 @in_loop
 async def test_edits_over_nothing_score_as_an_index_of_them_does(tmp_path: Path, question: str) -> None:
@@ -419,6 +431,18 @@ async def test_sqlite_without_full_text_search_is_named(
     monkeypatch.setattr(store, "_FULL_TEXT", "fts99")
     with pytest.raises(ResourceError, match="FTS5"):
         await SemanticIndex.open(tmp_path, tmp_path, HashingEmbedder())
+
+
+def test_a_store_is_made_by_one_at_a_time(tmp_path: Path) -> None:
+    """SQLite does not wait for another that changes the journal's mode."""
+    opened: list[store.SemanticStore] = []
+    other = threading.Thread(target=lambda: opened.append(store.SemanticStore(tmp_path)))
+    with locked(tmp_path):
+        other.start()
+        other.join(0.5)
+        assert not opened
+    other.join(60)
+    opened.pop().close()
 
 
 BUILDER = """

@@ -113,8 +113,10 @@ class Overlay:
         self._vectors: dict[bytes, NDArray[np.float32]] = {}
 
     def write(self, path: str, content: bytes) -> None:
-        """The file has this content now. `path` is relative to the tree's root."""
+        """The file has this content now; a hidden one is not indexed. `path` is relative to the root."""
         path = _clean(path)
+        if path.startswith(".") or "/." in path:
+            return
         self._files.pop(path, None)
         self._files[path] = EditedFile(path, content)
 

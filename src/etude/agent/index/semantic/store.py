@@ -29,6 +29,7 @@ from etude.agent.index.semantic.chunks import CHUNKER_VERSION, Chunk, chunk_file
 from etude.agent.index.semantic.embedding import FEED_VERSION, feed
 from etude.agent.index.semantic.words import stems
 from etude.errors import ResourceError, StoreError
+from etude.kit.locks import locked
 
 __all__ = ["CutChunk", "FileRow", "FileStat", "SemanticStore", "cut_file", "cut_key"]
 
@@ -132,7 +133,8 @@ class SemanticStore:
                 folder / "index.sqlite", _BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             try:
-                self._prepare()
+                with locked(folder):  # SQLite does not wait for another that changes the journal's mode
+                    self._prepare()
             except BaseException:
                 self._database.close()
                 raise
