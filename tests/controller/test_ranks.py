@@ -177,10 +177,9 @@ def test_what_is_refused_changes_nothing_and_a_lost_rank_leaves_the_last_checkpo
     assert not has_checkpoint(later)
 
 
-def test_other_architectures_and_adapters_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_other_architectures_are_refused_before_anything_starts(tmp_path: Path) -> None:
     rollouts = Rollouts(_model(0))
-    model = _model(0)
-    model.adapter = nn.Parameter(torch.zeros(3))
+    model: Any = nn.Linear(3, 3)
     run = RunConfig(name="run", rl=rl_config(), parallel=ParallelConfig(ranks=2))
     with (
         pytest.raises(ConfigError, match=r"parallel\.ranks"),
