@@ -56,3 +56,19 @@ def test_a_ray_that_does_not_start_leaves_no_directory_nor_does_one_that_was_kil
     with pytest.raises(RuntimeError, match="no port"), RayExecutor(ClusterConfig()):
         raise AssertionError("it began")
     assert not list(tmp_path.iterdir())
+
+
+def test_rays_own_directory_leaves_room_for_the_names_of_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address of a socket has at most 107 bytes, and Ray puts the time and a process id before its own name."""
+    directories: list[str] = []
+
+    def fail(**named: Any) -> None:
+        directories.append(named["_temp_dir"])
+        raise RuntimeError("no port is free")
+
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(RuntimeError, match="no port"), RayExecutor(ClusterConfig()):
+        raise AssertionError("it began")
+    (directory,) = directories
+    assert len(f"{directory}/session_2026-11-24_16-41-10_108086_4194304/sockets/plasma_store") <= 107

@@ -12,8 +12,8 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
-import uuid
 from functools import cache
 from pathlib import Path
 
@@ -69,8 +69,8 @@ def sweep(root: Path, prefix: str = "") -> None:
 
 def _locked_directory(root: Path, prefix: str) -> tuple[Path, int | None]:
     while True:
-        # Letters and digits: some programs make names of paths.
-        path = root / f"{prefix}{uuid.uuid4().hex}"
+        # Letters and digits: some programs make names of paths. Few: some put sockets far below.
+        path = root / f"{prefix}{secrets.token_hex(6)}"
         path.mkdir(mode=0o700)
         try:
             lock = _open(path)

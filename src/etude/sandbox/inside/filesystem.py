@@ -77,7 +77,10 @@ class Workspace:
         found: list[list[object]] = []
         for name, entry in _walk(full, "" if path == "." else path + "/", depth):
             kind = _kind(entry)
-            size = entry.stat(follow_symlinks=False).st_size if kind == "file" else 0
+            try:
+                size = entry.stat(follow_symlinks=False).st_size if kind == "file" else 0
+            except FileNotFoundError:
+                continue  # gone since it was listed
             found.append([name, kind, size])
         found.sort(key=lambda row: str(row[0]))
         return found
