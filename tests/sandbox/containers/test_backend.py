@@ -31,7 +31,7 @@ from tests.sandbox.containers import contract
 from tests.sandbox.containers.contract import FILES
 from tests.sandbox.containers.python_image import IMAGE, ensure_image, podman
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 Scenario = Callable[[ContainerBackend], Awaitable[None]]
 
 
