@@ -59,7 +59,7 @@ def test_a_ray_that_does_not_start_leaves_no_directory_nor_does_one_that_was_kil
 
 
 def test_rays_own_directory_leaves_room_for_the_names_of_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address of a socket has at most 107 bytes, and Ray puts the time and a process id before its own name."""
+    """An address of a socket has at most 107 bytes, of which Ray needs many for a time and a process id."""
     directories: list[str] = []
 
     def fail(**named: Any) -> None:

@@ -49,7 +49,11 @@ def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
 def _named_sections(field: FieldInfo) -> type[BaseModel] | None:
     """The section of which a field holds any number, by names that the user gives; None for other fields."""
     arguments = get_args(field.annotation)
-    if get_origin(field.annotation) is dict and issubclass(arguments[1], BaseModel):
+    if (
+        get_origin(field.annotation) is dict
+        and isinstance(arguments[1], type)
+        and issubclass(arguments[1], BaseModel)
+    ):
         return arguments[1]
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -72,13 +73,21 @@ class AgentConfig(Section):
     """Text that requests a summary. A large model does better with instructions about its contents."""
 
 
+_FAMILIES = ("bug_fixes", "trails", "directory")
+_IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
 class TasksConfig(Section):
     """Tasks on which the agent is trained and evaluated."""
 
-    family: Literal["bug_fixes", "trails", "directory"] = "bug_fixes"
+    family: str = "bug_fixes"
     """`bug_fixes`: small repositories with a planted bug. `trails`: chains of files that refer to each other,
     more than fit into a context, with a key to remember. `directory`: your own tasks, which are repeated in
-    each epoch; mid-training, if there is any, uses the corpus of `bug_fixes`."""
+    each epoch; mid-training, if there is any, uses the corpus of `bug_fixes`. `MODULE:FUNCTION`: a family of
+    your own, which Python imports from the current directory or wherever it is installed. See
+    docs/tasks.md."""
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Settings of a family of your own."""
     directory: str = ""
     """With `family = "directory"`: directory with one Harbor task directory per task."""
     observed_share: float = Field(default=0.0, ge=0, le=1)
@@ -117,6 +126,12 @@ class TasksConfig(Section):
 
     @model_validator(mode="after")
     def _directory_is_named(self) -> TasksConfig:
+        if self.family not in _FAMILIES and not _IMPORTED.fullmatch(self.family):
+            raise ValueError(
+                f"family: must be {', '.join(_FAMILIES)} or MODULE:FUNCTION, received {self.family!r}"
+            )
+        if self.options and self.family in _FAMILIES:
+            raise ValueError(f"options: are for families of your own, received some with {self.family!r}")
         if (self.family == "directory") != bool(self.directory):
             raise ValueError(
                 'directory: must be named with family = "directory", and only then, '

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -155,38 +157,62 @@ class TaskFamily(Protocol):
 
 def open_family(config: RunConfig) -> TaskFamily:
     """The family that a configuration names. Raises TaskError for directories of tasks that cannot be
-    read."""
-    kinds: dict[str, Callable[[RunConfig], TaskFamily]] = {"trails": _Trails, "directory": _Directory}
-    return kinds.get(config.tasks.family, _BugFixes)(config)
+    read, ConfigError for a family of the user's own that cannot be imported."""
+    kinds: dict[str, Callable[[RunConfig], TaskFamily]] = {
+        "bug_fixes": BugFixes,
+        "trails": _Trails,
+        "directory": _Directory,
+    }
+    name = config.tasks.family
+    return (kinds.get(name) or _import_family(name))(config)
 
 
-class _BugFixes:
+def _import_family(name: str) -> Callable[[RunConfig], TaskFamily]:
+    module, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # an installed command has its own directory there, not the user's
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the family of tasks cannot be imported: {error}",
+            field="tasks.family",
+            received=name,
+            fix="start the command in the directory that holds the module, or install the module",
+        ) from error
+
+
+class BugFixes:
+    """Small repositories with a planted bug. A family of your own inherits from it: what it leaves as it is,
+    the tokenizer and what mid-training reads, are then those of the quickstart."""
+
     splits: Sequence[str] = SPLITS
     notes: Sequence[str] = ()
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
+        self.config = config
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
-        num_read = min(self._config.midtrain.num_sessions, TOKENIZER_SESSIONS)
+        num_read = min(self.config.midtrain.num_sessions, TOKENIZER_SESSIONS)
         sessions = load_sessions(num_read, observer)
-        num_observed = min(self._config.midtrain.num_observed_sessions, TOKENIZER_OBSERVED)
+        num_observed = min(self.config.midtrain.num_observed_sessions, TOKENIZER_OBSERVED)
         sessions += load_sessions(num_observed, observer, OBSERVED_SESSIONS)
-        return train_corpus_tokenizer(sessions, self._config.tokenizer.vocab_size)
+        return train_corpus_tokenizer(sessions, self.config.tokenizer.vocab_size)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
-        midtrain = self._config.midtrain
+        midtrain = self.config.midtrain
         sessions = load_sessions(midtrain.num_sessions, observer) + self._acting_sessions(observer)
         fixes = load_fixes(midtrain.num_fix_documents, observer)
-        return make_documents(sessions, fixes, renderer, midtrain, self._config.agent.max_tokens)
+        return make_documents(sessions, fixes, renderer, midtrain, self.config.agent.max_tokens)
 
     def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, list[NDArray[np.int32]]]:
         task = TaskGenerator(CORPUS_SEED, "train").task(number)
-        return task, played_messages(task, Expert(task, Random(number)), renderer, self._config)
+        return task, played_messages(task, Expert(task, Random(number)), renderer, self.config)
 
     def source(self) -> TaskSource:
-        seed, tasks = self._config.seed, self._config.tasks
-        fixes = TaskGenerator(seed, "train", level_weights=self._config.rl.level_weights)
+        seed, tasks = self.config.seed, self.config.tasks
+        fixes = TaskGenerator(seed, "train", level_weights=self.config.rl.level_weights)
         shares = {"observed": tasks.observed_share, "composed": tasks.composed_share}
         if not self.acting:
             return fixes.task
@@ -194,7 +220,7 @@ class _BugFixes:
 
     @property
     def acting(self) -> Sequence[ActingFamily]:
-        tasks = self._config.tasks
+        tasks = self.config.tasks
         shares = zip(ACTING_FAMILIES, (tasks.observed_share, tasks.composed_share), strict=True)
         return [name for name, share in shares if share]
 
@@ -206,12 +232,12 @@ class _BugFixes:
         return evaluation_tasks(cast(Split, split), count)
 
     def _acting_sessions(self, observer: Observer) -> list[ScriptedSession]:
-        midtrain = self._config.midtrain
+        midtrain = self.config.midtrain
         observed = load_sessions(midtrain.num_observed_sessions, observer, OBSERVED_SESSIONS)
         return observed + load_sessions(midtrain.num_part_sessions, observer, PART_SESSIONS)
 
 
-class _Directory(_BugFixes):
+class _Directory(BugFixes):
     """Tasks of the user's own: a finite set, read once."""
 
     splits = ("heldout",)
@@ -232,7 +258,7 @@ class _Directory(_BugFixes):
         return ()
 
     def source(self) -> TaskSource:
-        return EpochSource(self._trained, self._config.seed, self._config.rl.curriculum.epochs)
+        return EpochSource(self._trained, self.config.seed, self.config.rl.curriculum.epochs)
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
         _check_split(split, self.splits)
@@ -247,31 +273,31 @@ class _Trails:
     def __init__(self, config: RunConfig) -> None:
         for length in config.tasks.trail_heldout_lengths:
             check_lengths("tasks.trail_heldout_lengths", (length, length))
-        self._config = config
+        self.config = config
         self.source()  # checks the other lengths
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
-        return train_trail_tokenizer(self._config)
+        return train_trail_tokenizer(self.config)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
-        observer.say(f"playing {self._config.midtrain.num_sessions} trails")
-        return trail_documents(self._config, renderer)
+        observer.say(f"playing {self.config.midtrain.num_sessions} trails")
+        return trail_documents(self.config, renderer)
 
     def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, list[NDArray[np.int32]]]:
         task = self.source()(number)
-        author = TrailAuthor(task, Random(number), self._config.tasks.trail_note_key)
-        return task, played_messages(task, author, renderer, self._config)
+        author = TrailAuthor(task, Random(number), self.config.tasks.trail_note_key)
+        return task, played_messages(task, author, renderer, self.config)
 
     def source(self) -> TaskSource:
-        tasks, rl = self._config.tasks, self._config.rl
+        tasks, rl = self.config.tasks, self.config.rl
         num_tasks = rl.num_steps * rl.groups_per_step
         source = TrailGenerator(
-            self._config.seed, "train", tasks.trail_lengths, tasks.trail_lengths_at_end, num_tasks
+            self.config.seed, "train", tasks.trail_lengths, tasks.trail_lengths_at_end, num_tasks
         )
         return source.task
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
-        heldout, longer = self._config.tasks.trail_heldout_lengths
+        heldout, longer = self.config.tasks.trail_heldout_lengths
         lengths = {"heldout": heldout, "heldout_family": longer}
         _check_split(split, list(lengths))
         source = TrailGenerator(_EVALUATION_SEED, split, (lengths[split], lengths[split]))

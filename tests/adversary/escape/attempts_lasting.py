@@ -88,7 +88,7 @@ async def _beats(sandbox: Sandbox, least: int = 0) -> int:
 async def outlive_a_command(field: Field) -> str:
     """A process in a session of its own that ignores signals, left by a command whose time is over."""
     await field.sandbox.files.write("beating.py", _BEATING)
-    result = await field.sandbox.commands.run("python3 -S beating.py; sleep 600", timeout_s=1.0)
+    result = await field.sandbox.commands.run("python3 -S beating.py; sleep 600", timeout_s=4.0)
     assert result.timed_out
     return await _alive_or_not(field.sandbox)
 

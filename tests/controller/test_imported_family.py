@@ -1,0 +1,68 @@
+"""A family of tasks of the user's own, by the example of the document."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.controller.families import open_family
+from etude.errors import ConfigError
+from etude.store.trajectories import TrajectoryLog
+from tests.controller.running import run_here, tiny_config
+
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "tasks.md"
+FAMILY = {"family": "swapped:Swapped", "options": {"most": 9}}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The current directory holds the document's module."""
+    section = _DOCUMENT.read_text().partition("## A family of your own")[2]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert code is not None
+    (tmp_path / "swapped.py").write_text(code[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("swapped", None)
+
+
+def test_a_run_trains_and_is_judged_on_it(tmp_path: Path) -> None:
+    run, report = run_here(tiny_config(tmp_path, tasks=FAMILY))
+    groups = list(TrajectoryLog(run.trajectories).read())
+    assert groups
+    assert all(group.members[0].id.task.startswith("swapped-") for group in groups)
+    assert report["rl_steps"] == 2
+    assert report["heldout_after"]["greedy"] is not None
+
+
+def test_it_reads_its_options(tmp_path: Path) -> None:
+    (task,) = open_family(tiny_config(tmp_path, tasks=FAMILY)).evaluation_tasks("heldout", 1)
+    assert "take_away(1, 0) == 1" in task.files["test_calc.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_module:Swapped", "No module named 'no_such_module'"),
+        ("swapped:Other", "no attribute 'Other'"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        open_family(tiny_config(tmp_path, tasks={"family": name}))
+    assert caught.value.field == "tasks.family"
+
+
+def test_a_word_that_is_no_family_is_refused_with_the_choice(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be bug_fixes, trails, directory or MODULE:FUNCTION"):
+        tiny_config(tmp_path, tasks={"family": "bugfixes"})
+
+
+def test_options_belong_to_a_family_of_ones_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="are for families of your own"):
+        tiny_config(tmp_path, tasks={"options": {"most": 9}})
