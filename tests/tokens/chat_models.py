@@ -53,6 +53,27 @@ UNENDED = """\
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 """Only answers end with a token; the system's words have no frame at all."""
 
+THINKING = """\
+{%- set ns = namespace(last=-1) %}{%- for message in messages %}\
+{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}\
+{%- if message.role == 'assistant' and loop.index0 > ns.last %}\
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}{%- endif %}\
+{{- message.content + '<|im_end|>\\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
+"""Prompts open reasoning, and answers before the user's last words are shown without any."""
+
+CHANNELS = """\
+{{- '<|start|>system<|message|>Today: ' + strftime_now('%d') + '<|end|>' }}{%- for message in messages %}\
+{%- if message.role == 'system' %}\
+{{- '<|start|>developer<|message|># Instructions\\n\\n' + message.content + '\\n\\n<|end|>' }}\
+{%- elif message.role == 'assistant' %}\
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}\
+{{- '<|end|>' if add_generation_prompt or not loop.last else '<|return|>' }}\
+{%- else %}{{- '<|start|>user<|message|>' + message.content + '<|end|>' }}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+"""Answers come in channels, end with a token of their own, are shown without reasoning; it needs a clock."""
+
 
 @cache
 def chat_tokenizer(
@@ -86,6 +107,16 @@ def unended_tokenizer() -> Tokenizer:
 
 def dated_tokenizer() -> Tokenizer:
     return chat_tokenizer(DATED, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
+
+
+def thinking_tokenizer() -> Tokenizer:
+    return chat_tokenizer(THINKING, tags=True)
+
+
+def channels_tokenizer() -> Tokenizer:
+    return chat_tokenizer(
+        CHANNELS, marks=("<|begin|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>")
+    )
 
 
 def qwen_like() -> Tokenizer:

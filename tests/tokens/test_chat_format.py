@@ -11,12 +11,14 @@ import pytest
 from tests.tokens.chat_models import (
     HEADERS,
     TOLD,
+    channels_tokenizer,
     chat_tokenizer,
     dated_tokenizer,
     headers_tokenizer,
     openers_tokenizer,
     plain_chatml,
     qwen_like,
+    thinking_tokenizer,
     told_chatml,
     unended_tokenizer,
 )
@@ -25,14 +27,22 @@ from etude.agent import agent_format, core_registry, full_registry, open_rendere
 from etude.config import AgentConfig
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, Control, Tokenizer, train_tokenizer
+from etude.tokens import (
+    CHATML_TEMPLATE,
+    ETUDE_TEMPLATE,
+    QWEN3_TEMPLATE,
+    Control,
+    MessageStream,
+    Tokenizer,
+    train_tokenizer,
+)
 from etude.tokens.chat.framing import Framing
-from etude.tokens.chat.messages import Opening
+from etude.tokens.chat.messages import Answer, Opening
 from etude.tokens.chat.openai_messages import read_messages, read_tools
 from etude.tokens.chat_format import choose_format
 from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
-from etude.tokens.grammar import XmlGrammar
+from etude.tokens.grammar import XmlGrammar, collect
 
 TOOLS = [schema.function_schema() for schema in full_registry().schemas]
 CALLS = [
@@ -127,6 +137,43 @@ def test_messages_of_others_may_end_where_the_next_one_begins() -> None:
     )
 
 
+def test_reasoning_that_a_prompt_opens_is_given_and_the_answer_goes_on_from_it() -> None:
+    renderer = choose_format(thinking_tokenizer()).renderer()
+    prompt = renderer.prompt("Hi")
+    assert renderer.tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n")
+    sampled = renderer.message(["Why?\n</think>\n\nI look.", ToolCall("ls", {})])
+    said = renderer.read(sampled)
+    assert (said.reasoning, said.text.strip(), len(said.calls)) == ("Why?\n", "I look.", 1)
+    assert renderer.tokenizer.decode(renderer.message(["Yes."])) == "\n</think>\n\nYes.<|im_end|>"
+    framing = Framing(renderer)
+    kept = framing.given(Answer("Yes.", reasoning="Why?"), first=False)
+    assert renderer.tokenizer.decode(kept).endswith("<think>\nWhy?\n</think>\n\nYes.<|im_end|>")
+    shown = renderer.tokenizer.decode(framing.given(Answer("Yes."), first=False))
+    assert shown == "\n<|im_start|>assistant\nYes.<|im_end|>"
+    taught = renderer.tokenizer.decode(framing.sampled(Answer("Yes."), first=False))
+    assert taught == "\n<|im_start|>assistant\n<think>\n\n</think>\n\nYes.<|im_end|>"
+
+
+def test_an_answer_in_channels_says_what_is_reasoning_however_it_is_cut() -> None:
+    chosen = choose_format(channels_tokenizer())
+    renderer = chosen.renderer()
+    text = renderer.tokenizer.decode(renderer.prompt("Hi", "Be brief."))
+    assert text.startswith("<|start|>system<|message|>Today: 01<|end|><|start|>developer<|message|># Instr")
+    assert text.endswith("Be brief.\n\n<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant")
+    call = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
+    pieces = [*renderer.reasoned(f"Why? {call}"), f"I look. {call}", chosen.template.end]
+    for sampled in (renderer.encode(pieces), renderer.encode(pieces[:-3])):
+        said = renderer.read(sampled)
+        assert said.reasoning == f"Why? {call}"
+        for size in range(1, len(sampled)):
+            stream = MessageStream(renderer)
+            places = range(0, len(sampled), size)
+            events = [event for place in places for event in stream.feed(sampled[place : place + size])]
+            assert collect([*events, *stream.finish()]) == said
+    whole = renderer.read(renderer.encode(pieces))
+    assert whole.text == "I look. " and [one.error for one in whole.calls] == ["unknown tool ls"]
+
+
 def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> None:
     """A frame knows no calls: it would give every result the id of the probe's."""
     renderer = choose_format(openers_tokenizer()).renderer()
@@ -144,6 +191,8 @@ def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> Non
         dated_tokenizer,
         plain_chatml,
         qwen_like,
+        thinking_tokenizer,
+        channels_tokenizer,
     ],
 )
 def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> None:
@@ -165,6 +214,8 @@ def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> Non
         dated_tokenizer,
         plain_chatml,
         qwen_like,
+        thinking_tokenizer,
+        channels_tokenizer,
     ],
 )
 @pytest.mark.parametrize("system", [[], [SYSTEM]])

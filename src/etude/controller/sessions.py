@@ -155,7 +155,9 @@ class SessionReader:
             framing = Framing(self.open_shelf().find(opening))
             parts: list[NDArray[np.int32]] = []
             for message in (opening, *rest):
-                parts.append(framing.given(message, first=not any(map(len, parts))))
+                first = not any(map(len, parts))
+                is_answer = isinstance(message, Answer)
+                parts.append(framing.sampled(message, first) if is_answer else framing.given(message, first))
         except (BadRequestError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{where}: {error}", field=f"source {name}", fix="correct the messages"

@@ -2,13 +2,14 @@
 
 A template is somebody else's program: it runs in Jinja's sandbox, and what it gives is looked at
 (`tokens.derived`) before any conversation is laid out as it says. It has no clock: a frame that names the day
-would be another one tomorrow.
+would be another one tomorrow. One that cannot do without is given the same day always.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any, NoReturn
 
 import jinja2
@@ -24,6 +25,9 @@ from etude.tokens.template import Template
 
 Message = Mapping[str, Any]
 
+_CLOCK = "strftime_now"
+_DAY = date(2026, 1, 1)
+
 _WRITTEN = """\
 {{- BEGIN }}
 {%- set start = 1 if messages and messages[0].role == 'system' else 0 %}
@@ -31,9 +35,9 @@ _WRITTEN = """\
 {%- if tools %}
     {{- SYSTEM + (words + '\\n\\n' if words else '') + BEFORE }}
     {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
-    {{- AFTER + CLOSED }}
+    {{- AFTER + SYSTEM_CLOSED }}
 {%- elif words is not none %}
-    {{- SYSTEM + words + CLOSED }}
+    {{- SYSTEM + words + SYSTEM_CLOSED }}
 {%- endif %}
 {%- for message in messages[start:] %}
     {%- if message.role == 'tool' %}
@@ -43,8 +47,12 @@ _WRITTEN = """\
     {%- elif message.role == 'assistant' %}
         {%- set content = message.content or '' %}
         {{- ASSISTANT }}
-        {%- if message.reasoning_content %}
-            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- if message.reasoning_content or (THINKS and message.reasoning_content is string) %}
+            {%- set end = LAST %}
+            {{- REASONING + message.reasoning_content + REASONED }}
+        {%- else %}
+            {%- set end = END if add_generation_prompt or not loop.last else LAST %}
+            {{- SHOWN }}
         {%- endif %}
         {{- content }}
         {%- for call in message.tool_calls or [] %}
@@ -54,12 +62,13 @@ _WRITTEN = """\
             {{- call.arguments if call.arguments is string else call.arguments | tojson }}
             {{- '}\\n</tool_call>' }}
         {%- endfor %}
-        {{- END }}
+        {{- end }}
     {%- else %}
-        {{- (SYSTEM if message.role == 'system' else USER) + message.content + CLOSED }}
+        {%- set system = message.role == 'system' %}
+        {{- (SYSTEM if system else USER) + message.content + (SYSTEM_CLOSED if system else CLOSED) }}
     {%- endif %}
 {%- endfor %}
-{{- ASSISTANT if add_generation_prompt else '' }}"""
+{{- PROMPT if add_generation_prompt else '' }}"""
 
 
 class _Generation(Extension):
@@ -83,7 +92,9 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        self._variables = dict(variables)
+        self._variables: dict[str, Any] = dict(variables)
+        self.names_a_day = False
+        """Whether it asked for the time without a look whether it can."""
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -101,14 +112,23 @@ class ChatTemplate:
         Raises ConfigError where the template refuses it or fails.
         """
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=prompts,
-                **self._variables,
-            )
+            return self._render(messages, tools, prompts)
+        except jinja2.UndefinedError as error:
+            if self.names_a_day or _CLOCK not in str(error):
+                raise ConfigError(f"fails: {error}", field="chat_template") from error
         except Exception as error:  # whatever somebody else's program raises
             raise ConfigError(f"fails: {error}", field="chat_template") from error
+        self.names_a_day = True
+        self._variables[_CLOCK] = _DAY.strftime
+        return self.render(messages, tools, prompts)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompts: bool) -> str:
+        return self._template.render(
+            messages=[dict(message) for message in messages],
+            tools=list(tools) or None,
+            add_generation_prompt=prompts,
+            **self._variables,
+        )
 
 
 def write_chat_template(template: Template) -> str:
@@ -122,14 +142,21 @@ def write_chat_template(template: Template) -> str:
         "BETWEEN": spell(template.result_between),
         "OPEN": spell(template.result_open),
         "CLOSE": spell(template.result_close),
-        "END": spell((template.end, *template.after_end)),
+        "PROMPT": spell(template.prompt),
+        "REASONING": spell(template.reasoning_open),
+        "REASONED": spell(template.reasoning_close),
+        "SHOWN": spell(template.shown),
+        "END": spell((template.shown_end or template.end, *template.after_end)),
+        "LAST": spell((template.end, *template.after_end)),
         "CLOSED": spell((*template.closing, *template.after_end)),
+        "SYSTEM_CLOSED": spell((*template.system_close, *template.closing, *template.after_end)),
         "BEFORE": BEFORE_TOOLS,
         "AFTER": AFTER_TOOLS,
     }
     default = "none" if template.default_system is None else _literal(template.default_system)
     lines = [f"{{%- set {name} = {_literal(text)} %}}" for name, text in strings.items()]
     lines.append(f"{{%- set DEFAULT = {default} %}}")
+    lines.append(f"{{%- set THINKS = {str(bool(template.thinking)).lower()} %}}")
     return "\n".join([*lines, _WRITTEN]) + "\n"
 
 

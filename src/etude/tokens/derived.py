@@ -19,8 +19,10 @@ from typing import Any
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
+from etude.tokens.grammar.channels import CHANNEL
 from etude.tokens.grammar.hermes import HermesGrammar
 from etude.tokens.grammar.interface import Parameter, ToolSchema
+from etude.tokens.grammar.message_parser import THINK_OPEN
 from etude.tokens.pieces import Control, Piece, join_text, spell
 from etude.tokens.template import CHATML_TEMPLATE, QWEN3_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
@@ -61,7 +63,7 @@ def derive_template(tokenizer: Tokenizer, source: str) -> Derived:
     # Without a role for results they come in the user's name, as Qwen's templates have them.
     template = with_results or replace(
         template,
-        tool=(*template.user, "<tool_response>\n"),
+        tool=tuple(join_text((*template.user, "<tool_response>\n"))),
         result_close=("\n</tool_response>",),
         result_between=("\n<tool_response>\n",),
     )
@@ -69,7 +71,12 @@ def derive_template(tokenizer: Tokenizer, source: str) -> Derived:
         _check_alike(jinja, template, messages)
     known = (one for one in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(one) == _layout(template))
     template = next(known, template)
-    is_native = with_results is not None and _tells_tools(jinja, template) and _writes_calls(jinja, template)
+    is_native = (
+        not jinja.names_a_day
+        and with_results is not None
+        and _tells_tools(jinja, template)
+        and _writes_calls(jinja, template)
+    )
     return Derived(template, source if is_native else write_chat_template(template))
 
 
@@ -90,13 +97,32 @@ class _Reader:
         _, to_said, after_said, again = self._between(
             [user, answer, _said("user", _FIRST)], _USER, _ANSWER, _FIRST
         )
-        if not prompt == to_answer == to_said == again or not after_said.endswith(to_user):
+        thinking = prompt[len(to_said) :] if prompt.startswith(to_said) else ""
+        shown = to_said[len(prompt) :] if to_said.startswith(prompt) else ""
+        is_alike = prompt == to_said or thinking == f"{THINK_OPEN}\n" or CHANNEL.name in shown
+        is_alike = is_alike and prompt == to_answer == again
+        if not (is_alike and (after_said.endswith(to_user) or to_user.endswith(after_said))):
             raise _unstable(
                 f"prompts open an answer with {prompt!r}; an earlier one stands between {to_said!r} and "
                 f"{after_said!r}, where words of the system stand before {to_user!r}"
             )
-        if after_said != to_user:
-            return self._unended(opened, to_user, to_answer, after_said.removesuffix(to_user))
+        to_answer = prompt.removesuffix(thinking)
+        if len(after_said) > len(to_user):
+            template = self._unended(opened, to_user, to_answer, after_said.removesuffix(to_user))
+        else:
+            template = self._alike(opened, after_said, to_answer, bare)
+            close = self._pieces(to_user.removesuffix(after_said))
+            template = replace(template, system_close=tuple(close))
+        template = replace(template, thinking=tuple(self._pieces(thinking)), shown=tuple(self._pieces(shown)))
+        if not shown:
+            return template
+        _, last = self._between([user, answer], _ANSWER, prompts=False)
+        (end, *_) = self._ended(last)
+        assert isinstance(end, Control), "see _ended"
+        return replace(template, end=end, shown_end=template.end)
+
+    def _alike(self, opened: str, to_user: str, to_answer: str, bare: str) -> Template:
+        """The frame where all messages end with one token."""
         (end, *user_pieces), (_, *answer_pieces) = self._ended(to_user), self._ended(to_answer)
         num_plain = next(
             (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
@@ -106,11 +132,14 @@ class _Reader:
         if not (user_pieces and answer_pieces and system):
             raise _unstable("messages do not begin with control tokens")
         has_default = bare.startswith(opened) and bare.endswith(to_user)
-        if user_pieces[0] in system:
+        before = bare.removesuffix(spell(user_pieces))
+        if opened.startswith(before):
+            begin, system = self._pieces(before), self._pieces(opened.removeprefix(before))
+        elif user_pieces[0] in system:
             start = system.index(user_pieces[0])
             begin, system = system[:start], system[start:]
         else:  # where there is always a system message, what stands before it counts as its opening
-            begin = [] if has_default else self._pieces(bare.removesuffix(spell(user_pieces)))
+            begin = [] if has_default else self._pieces(before)
             system = system[len(begin) :]
         assert isinstance(end, Control), "see _ended"
         default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
@@ -153,8 +182,8 @@ class _Reader:
             _, _, opened, between, rest = self._between(told, _USER, _ANSWER, _FIRST, _SECOND)
         except ConfigError:
             return None
-        _, found, opened = opened.partition(template.end.name)
-        closed = spell((*template.closing, *template.after_end, *template.assistant))
+        _, found, opened = opened.partition((template.shown_end or template.end).name)
+        closed = spell((*template.closing, *template.after_end, *template.prompt))
         lead = spell(template.after_end)
         close = rest.removesuffix(closed)
         if not (found and opened.startswith(lead) and rest.endswith(closed) and between.startswith(close)):
@@ -168,9 +197,9 @@ class _Reader:
             result_between=tuple(self._pieces(between.removeprefix(close))),
         )
 
-    def _between(self, messages: Sequence[Message], *words: str) -> list[str]:
+    def _between(self, messages: Sequence[Message], *words: str, prompts: bool = True) -> list[str]:
         """What stands before, between and behind these words. Raises ConfigError where one is missing."""
-        text = self._jinja.render(messages)
+        text = self._jinja.render(messages, prompts=prompts)
         found: list[str] = []
         for word in words:
             before, is_there, text = text.partition(word)
@@ -250,18 +279,20 @@ def _check_alike(jinja: ChatTemplate, template: Template, messages: Sequence[Mes
 
 def _framed(template: Template, messages: Sequence[Message], words: str = "") -> str:
     """The conversation in this frame. `words`: added to the system's."""
-    end, closed = (spell((*one, *template.after_end)) for one in ((template.end,), template.closing))
-    frames = {"user": template.user, "assistant": template.assistant, "system": template.system}
+    end = spell((template.shown_end or template.end, *template.after_end))
+    closed = spell((*template.closing, *template.after_end))
+    answer = (*template.assistant, *template.shown)
+    frames = {"user": template.user, "assistant": answer, "system": template.system}
     if messages[0]["role"] != "system" and template.default_system is not None:
         messages = [_said("system", template.default_system), *messages]
     texts = [
         spell(frames[one["role"]])
         + one["content"]
-        + words * (one["role"] == "system")
+        + (words + spell(template.system_close)) * (one["role"] == "system")
         + (end if one["role"] == "assistant" else closed)
         for one in messages
     ]
-    return "".join([spell(template.begin), *texts, spell(template.assistant)])
+    return "".join([spell(template.begin), *texts, spell(template.prompt)])
 
 
 def _tells_tools(jinja: ChatTemplate, template: Template) -> bool:
@@ -285,7 +316,8 @@ def _writes_calls(jinja: ChatTemplate, template: Template) -> bool:
             rendered = jinja.render([*told, *_results([_FIRST])])
         except ConfigError:
             return False
-        if not rendered.startswith(_framed(template, told[:1]) + written + template.end.name):
+        before = _framed(template, told[:1]).removesuffix(spell(template.thinking)) + spell(template.shown)
+        if not rendered.startswith(before + written + (template.shown_end or template.end).name):
             return False
     return True
 
@@ -296,5 +328,6 @@ def _layout(template: Template) -> tuple[str, ...]:
     between = (*template.result_close, *template.result_between, *template.result_open)
     last = (*template.result_close, *template.closing, *template.after_end)
     ends = (template.end, *template.after_end)
-    parts = (template.begin, template.system, template.user, template.assistant, first, between, last, ends)
+    answers = (template.assistant, template.thinking, template.shown)
+    parts = (template.begin, template.system, template.user, *answers, first, between, last, ends)
     return (*(repr(join_text(part)) for part in parts), repr(template.default_system))

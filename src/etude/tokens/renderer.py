@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
+from etude.tokens.grammar.channels import ChannelParser
 from etude.tokens.grammar.events import ParsedMessage, ParseEvent, collect
 from etude.tokens.grammar.interface import (
     CallParser,
@@ -27,7 +28,7 @@ from etude.tokens.grammar.interface import (
     parse_calls,
     parse_events,
 )
-from etude.tokens.grammar.message_parser import THINK_MARKS
+from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS
 from etude.tokens.pieces import Control, Piece, join_text
 from etude.tokens.template import ETUDE_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ class Renderer:
 
     `reasoning` says how `<think>` and `</think>` are recognised. By default: as control tokens where the
     tokenizer holds both; else like the tags, so in characters in text mode and not at all in token mode.
-    `reasoning_begun`: prompts end with `<think>`, so that each message begins with reasoning.
+    Where the template's prompts open reasoning, each message begins with it.
 
     Raises ConfigError if the tokenizer lacks the template's control tokens, or has some of the grammar's
     tags and lacks others (with none of them, calls are parsed in text mode).
@@ -52,7 +53,6 @@ class Renderer:
         grammar: Grammar,
         template: Template = ETUDE_TEMPLATE,
         reasoning: ReasoningMarks | None = None,
-        reasoning_begun: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.system: tuple[Piece, ...] | None = None
@@ -65,8 +65,7 @@ class Renderer:
         self.text_mode = _needs_text_mode(tokenizer, grammar)
         self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
-        self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, self.text_mode)
-        self.reasoning_begun = reasoning_begun
+        self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, template, self.text_mode)
         self._end = (*template.closing, *template.after_end)
 
     @property
@@ -104,8 +103,12 @@ class Renderer:
         words = (system,) if isinstance(system, str) else system
         if words is None and self.template.default_system is not None:
             words = (self.template.default_system,)
-        message = () if words is None else (*self.template.system, *words, *self._end)
+        message = () if words is None else self.system_message(words)
         return self.encode((*self.template.begin, *message))
+
+    def system_message(self, words: Sequence[Piece]) -> tuple[Piece, ...]:
+        """The system's words in their frame."""
+        return (*self.template.system, *words, *self.template.system_close, *self._end)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
         """The words of a system message that offers tools, as pieces."""
@@ -120,7 +123,7 @@ class Renderer:
 
     def request(self, text: str) -> Tokens:
         """A user's first message, following what `opening` gives."""
-        return self.encode((*self.template.user, text, *self._end, *self.template.assistant))
+        return self.encode((*self.template.user, text, *self._end, *self.template.prompt))
 
     def user_message(self, text: str) -> Tokens:
         """A later message of the user, following an agent's message that has ended."""
@@ -128,7 +131,7 @@ class Renderer:
 
     def observations(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order, up to where the agent's next message begins."""
-        return self.encode((*self._results(outputs), *self._end, *self.template.assistant))
+        return self.encode((*self._results(outputs), *self._end, *self.template.prompt))
 
     def results(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order; `user_message` may follow."""
@@ -146,7 +149,7 @@ class Renderer:
         """An agent's message as its author would sample it, its end included.
 
         For scripted agents: in `str` parts, known tags become control tokens, so malformed calls can be
-        written as they would be sampled.
+        written as they would be sampled. Reasoning that the prompt opened is closed where no part does it.
         """
         pieces: list[Piece] = []
         for part in parts:
@@ -155,11 +158,19 @@ class Renderer:
             else:
                 pieces += [self.grammar.call_separator] if pieces else []
                 pieces += self.grammar.render_call(part)
-        return self.encode([*pieces, self.template.end])
+        is_open = self.template.thinking and Control(THINK_CLOSE) not in pieces
+        begin = self.template.reasoning_close if is_open else self.template.shown
+        return self.encode([*begin, *pieces, self.template.end])
+
+    def reasoned(self, reasoning: str) -> list[Piece]:
+        """Reasoning with its marks, as a message begins with it behind a prompt; its words follow."""
+        template = self.template
+        return [*(() if template.thinking else template.reasoning_open), reasoning, *template.reasoning_close]
 
     def parser(self) -> CallParser:
         """A parser for one message, given as pieces. See `MessageStream` for tokens as they are sampled."""
-        return self.grammar.parser(self.text_mode, self.reasoning, self.reasoning_begun)
+        parser = self.grammar.parser(self.text_mode, self.reasoning, bool(self.template.thinking))
+        return ChannelParser(parser) if self.template.has_channels else parser
 
     def parse(self, message: Tokens) -> list[ToolCall]:
         """The calls of one sampled message, with or without its end token. Never raises."""
@@ -179,10 +190,10 @@ class Renderer:
         return self.tokenizer.pieces(message, self.tags)
 
 
-def _choose_marks(tokenizer: Tokenizer, text_mode: bool) -> ReasoningMarks:
-    if all(tokenizer.has_control(mark) for mark in THINK_MARKS):
+def _choose_marks(tokenizer: Tokenizer, template: Template, text_mode: bool) -> ReasoningMarks:
+    if template.has_channels or all(tokenizer.has_control(mark) for mark in THINK_MARKS):
         return "control"
-    return "text" if text_mode else "off"
+    return "text" if text_mode or template.thinking else "off"
 
 
 def _needs_text_mode(tokenizer: Tokenizer, grammar: Grammar) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from etude.tokens.grammar.channels import CHANNEL, PART_END, REASONING_HEADER
+from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.pieces import Control, Piece
 
 
@@ -17,7 +19,7 @@ class Template:
     """Opens a system message."""
     user: tuple[Piece, ...]
     assistant: tuple[Piece, ...]
-    """Opens the agent's message; the last thing before sampling begins."""
+    """Opens the agent's message."""
     tool: tuple[Piece, ...]
     """Opens the message that holds all results of one turn."""
     result_open: tuple[Piece, ...]
@@ -36,10 +38,18 @@ class Template:
     """The system's words where a conversation has none, perhaps empty; None: no system message then."""
     only_answers_end: bool = False
     """Whether messages that are not the agent's end where the next one begins."""
+    thinking: tuple[Piece, ...] = ()
+    """Stands behind `assistant` in a prompt and opens reasoning, with which every sampled answer begins."""
+    shown: tuple[Piece, ...] = ()
+    """Stands behind `assistant` before an answer that was not sampled and has no reasoning."""
+    shown_end: Control | None = None
+    """Ends every message but a sampled one, where that ends with another token."""
+    system_close: tuple[Piece, ...] = ()
+    """Stands behind the words of a system message."""
 
     def __repr__(self) -> str:
-        """Names the last four fields only where they are set: digests of older templates stay the same."""
-        later = {"begin": (), "result_between": (), "default_system": None, "only_answers_end": False}
+        """Names the last fields only where they are set: digests of older templates stay the same."""
+        later = {field.name: field.default for field in fields(self)[10:]}
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         shown = ", ".join(f"{name}={value!r}" for name, value in values if value != later.get(name, ...))
         return f"Template({shown})"
@@ -47,14 +57,38 @@ class Template:
     @property
     def closing(self) -> tuple[Piece, ...]:
         """Ends messages that are not the agent's; `after_end` follows."""
-        return () if self.only_answers_end else (self.end,)
+        return () if self.only_answers_end else (self.shown_end or self.end,)
+
+    @property
+    def prompt(self) -> tuple[Piece, ...]:
+        """Opens an answer that is to be sampled: the last thing before sampling begins."""
+        return (*self.assistant, *self.thinking)
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether answers come in parts, each with a header that says whether it is reasoning."""
+        return CHANNEL in self.shown
+
+    @property
+    def reasoning_open(self) -> tuple[Piece, ...]:
+        """Stands behind `assistant` before reasoning."""
+        own = REASONING_HEADER if self.has_channels else (Control(THINK_OPEN), "\n")
+        return self.thinking or own
+
+    @property
+    def reasoning_close(self) -> tuple[Piece, ...]:
+        """Stands between reasoning and the words of an answer."""
+        if self.has_channels:
+            return (PART_END, *self.assistant, *self.shown)
+        return ("\n", Control(THINK_CLOSE), "\n\n")
 
     @property
     def control_tokens(self) -> list[str]:
         """Names of all control tokens, in the order in which a new tokenizer gets them."""
         opened = (self.system, self.user, self.assistant, self.tool, self.result_open, self.result_close)
-        pieces = [piece for part in (self.begin, *opened, self.result_between) for piece in part]
-        names = [piece.name for piece in pieces if isinstance(piece, Control)]
+        shown = (self.shown, (self.shown_end,) if self.shown_end else (), self.system_close)
+        parts = (self.begin, *opened, self.result_between, self.thinking, *shown)
+        names = [piece.name for part in parts for piece in part if isinstance(piece, Control)]
         return list(dict.fromkeys([*self.extra, self.end.name, *names]))
 
 

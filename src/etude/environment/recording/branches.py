@@ -47,6 +47,8 @@ class Entry:
     """Its tokens hold reasoning."""
     num_frame: int = 0
     """Tokens of the frame before a given answer that `start` counts in."""
+    shown: bool = False
+    """Stands as one that was not sampled and has no reasoning: see `Framing.answer_frame`."""
     closed: bool = True
     """Ends with the end token: an answer that was cut does not."""
     continued: bool = False

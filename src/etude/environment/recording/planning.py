@@ -163,7 +163,8 @@ class Planner:
             0,
             stripped=strip and bool(told.reasoning),
             reasons=bool(given.reasoning),
-            num_frame=len(framing.answer_frame(first)),
+            num_frame=len(framing.answer_frame(first, shown=not framing.has_reasoning(given))),
+            shown=not framing.has_reasoning(given),
         )
         tokens = framing.given(given, first) if ahead is None or strip else ahead
         return Piece(entry, tokens, "assistant")
@@ -173,16 +174,23 @@ class Planner:
     ) -> Piece:
         branch, known = origin
         sampled = self._sampled_tokens(branch, known)
-        reasons, stripped = known.reasons, known.stripped
+        reasons, stripped, shown = known.reasons, known.stripped, known.shown
         if stripped and not strip and key in self.answers:
             other, entry = self.answers[key]
             sampled, reasons, stripped = other.recording.tokens[entry.start : entry.end], entry.reasons, False
-        if strip and reasons:
-            sampled, reasons, stripped = framing.without_reasoning(sampled), False, True
-        if not len(sampled) or int(sampled[-1]) != framing.renderer.end_token:
-            sampled = np.concatenate([sampled, framing.end])
-        frame = framing.answer_frame(first)
-        entry = Entry(known.message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame))
+            shown = entry.shown
+        if strip and (reasons or (framing.template.thinking and not shown)):
+            sampled, stripped = framing.without_reasoning(sampled), stripped or reasons
+            reasons, shown = False, True
+            if len(sampled) and int(sampled[-1]) == framing.renderer.end_token:
+                sampled = sampled[:-1]
+        end = framing.shown_end if shown else framing.end
+        if not len(sampled) or sampled[-1] not in (framing.renderer.end_token, end[0]):
+            sampled = np.concatenate([sampled, end])
+        frame = framing.answer_frame(first, shown=shown)
+        entry = Entry(
+            known.message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame), shown=shown
+        )
         return Piece(entry, np.concatenate([frame, sampled]), "assistant")
 
     def _sampled_tokens(self, branch: Branch, entry: Entry) -> Tokens:

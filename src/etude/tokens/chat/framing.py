@@ -15,8 +15,9 @@ from etude.errors import ConfigError
 from etude.tokens.chat.client_tools import told_call
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Message, Opening, Results, SystemWords, UserWords
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
-from etude.tokens.pieces import Control, Piece
+from etude.tokens.grammar.channels import MESSAGE
+from etude.tokens.grammar.message_parser import THINK_CLOSE
+from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
 
 Tokens = NDArray[np.int32]
@@ -29,8 +30,7 @@ class Framing:
         self.renderer = renderer
         self.template = renderer.template
         self.end = np.array([renderer.end_token], dtype=np.int32)
-        self._answer = renderer.encode((*self.template.after_end, *self.template.assistant))
-        self._first_answer = np.concatenate([renderer.opening(), renderer.encode(self.template.assistant)])
+        self.shown_end = renderer.encode([self.template.shown_end or self.template.end])
 
     def given(self, message: Message, first: bool) -> Tokens:
         """A message that was not sampled, its end included. `first`: nothing stands before it.
@@ -42,9 +42,9 @@ class Framing:
             case Opening():
                 return self._opening(message)
             case SystemWords(text):
-                return self._framed(template.system or template.user, text, first)
+                return self._framed(template.system or template.user, (text, *template.system_close), first)
             case UserWords(text):
-                return self._framed(template.user, text, first)
+                return self._framed(template.user, (text,), first)
             case Results(outputs):
                 if first:
                     raise BadRequestError(
@@ -52,27 +52,46 @@ class Framing:
                     )
                 return renderer.results(outputs)
             case Answer():
-                parts = [self.answer_frame(first), renderer.encode(self._answer_pieces(message)), self.end]
-                return np.concatenate(parts)
+                shown = not self.has_reasoning(message)
+                words = renderer.encode(self._answer_pieces(message))
+                frame, end = self.answer_frame(first, shown=shown), self.shown_end if shown else self.end
+                return np.concatenate([frame, words, end])
 
-    def answer_frame(self, first: bool = False) -> Tokens:
-        """What stands before an answer: the last tokens before sampling begins."""
-        return self._first_answer if first else self._answer
+    def sampled(self, answer: Answer, first: bool) -> Tokens:
+        """An answer as a session has it that sampled it: reasoning that its prompt opens is closed."""
+        renderer, template = self.renderer, self.template
+        begin = renderer.reasoned("") if template.thinking else template.shown
+        pieces = [*(() if self.has_reasoning(answer) else begin), *self._answer_pieces(answer), template.end]
+        return np.concatenate([self.answer_frame(first), renderer.encode(pieces)])
+
+    def answer_frame(self, first: bool = False, *, shown: bool = False) -> Tokens:
+        """What stands before an answer: the last tokens before sampling begins, or with `shown` those before
+        an answer without reasoning that was not sampled."""
+        template = self.template
+        lead = self.renderer.opening() if first else self.renderer.encode(template.after_end)
+        opened = (*template.assistant, *template.shown) if shown else template.prompt
+        return np.concatenate([lead, self.renderer.encode(opened)])
+
+    def has_reasoning(self, answer: Answer) -> bool:
+        """Whether the answer's reasoning is shown."""
+        return bool(answer.reasoning) and self.renderer.reasoning != "off"
 
     def without_reasoning(self, sampled: Tokens) -> Tokens:
-        """A sampled message as templates show it that drop reasoning: what follows the last closing mark.
+        """A sampled message as templates show it that drop reasoning: what follows the last closing mark, or
+        the last header of a channel.
 
         The rest is encoded anew: it is given, not sampled.
         """
         renderer = self.renderer
         pieces = renderer.tokenizer.pieces(sampled, renderer.tags)
+        close = MESSAGE.name if self.template.has_channels else THINK_CLOSE
         kept: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, str):
                 _, mark, rest = piece.rpartition(THINK_CLOSE)
                 if mark and renderer.reasoning == "text":
                     kept, piece = [], rest
-            elif piece.name == THINK_CLOSE:
+            elif piece.name == close:
                 kept = []
                 continue
             kept.append(piece)
@@ -80,10 +99,10 @@ class Framing:
             kept[0] = kept[0].lstrip("\n")
         return renderer.encode(kept)
 
-    def _framed(self, frame: Sequence[Piece], text: str, first: bool) -> Tokens:
+    def _framed(self, frame: Sequence[Piece], words: Sequence[Piece], first: bool) -> Tokens:
         """One message of somebody else's words."""
         lead = self.renderer.opening() if first else self.renderer.encode(self.template.after_end)
-        return np.concatenate([lead, self.renderer.encode((*frame, text, *self.template.closing))])
+        return np.concatenate([lead, self.renderer.encode((*frame, *words, *self.template.closing))])
 
     def _opening(self, opening: Opening) -> Tokens:
         renderer, template = self.renderer, self.template
@@ -95,22 +114,21 @@ class Framing:
             body = renderer.describe(opening.system, tools)
         if not body:
             return self.end[:0]
-        return renderer.encode((*template.begin, *template.system, *body, *template.closing))
+        framed = (*template.begin, *template.system, *body, *template.system_close, *template.closing)
+        return renderer.encode(framed)
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
         grammar = self.renderer.grammar
-        pieces: list[Piece] = []
-        if answer.reasoning and self.renderer.reasoning != "off":
-            pieces += [Control(THINK_OPEN), f"\n{answer.reasoning}\n", Control(THINK_CLOSE), "\n\n"]
-        pieces += [answer.text] if answer.text else []
+        reasoning = self.renderer.reasoned(answer.reasoning) if self.has_reasoning(answer) else []
+        pieces: list[Piece] = [answer.text] if answer.text else []
         for call in answer.calls:
             pieces += [grammar.call_separator] if pieces else []
             try:
                 pieces += grammar.render_call(told_call(call.name, call.arguments))
             except ConfigError:  # a call of which a client kept no arguments: shown as it is told
                 pieces.append(f"{call.name} {call.arguments}")
-        return pieces
+        return [*reasoning, *pieces]
 
 
 def check_answerable(messages: Sequence[Message]) -> None:
