@@ -16,7 +16,7 @@ import pytest
 from etude.agent import registry_named
 from etude.environment.grading import Verdict
 from etude.environment.origins import network_to, task_resources, task_template
-from etude.environment.scripts import run_solution
+from etude.environment.scripts import FileKinds, run_solution
 from etude.environment.server.creating import find_task
 from etude.environment.server.host import SessionHost
 from etude.environment.sessions import EnvironmentSession, Site
@@ -234,7 +234,9 @@ def test_the_tests_cannot_be_where_the_agents_changes_are_laid(
         play_on(ChangedCommands(directory=directory), read_harbor(write_task(tmp_path)), "true")
 
 
-@pytest.mark.parametrize(("start", "said"), [("set -e", "unpacking"), ("set --", "making files executable")])
+@pytest.mark.parametrize(
+    ("start", "said"), [("set -e", "unpacking"), ("set --", "making executable files and links")]
+)
 def test_what_of_ours_took_too_long_is_no_verdict(tmp_path: Path, start: str, said: str) -> None:
     write_task(tmp_path)
 
@@ -243,6 +245,53 @@ def test_what_of_ours_took_too_long_is_no_verdict(tmp_path: Path, start: str, sa
 
     with pytest.raises(SandboxError, match=said):
         play_on(ChangedCommands(change=change), read_harbor(tmp_path), "touch a; chmod +x a")
+
+
+LINK_TEST = """#!/bin/sh
+echo 0 > /logs/verifier/reward.txt
+[ "$(readlink current)" = new ] && [ "$(cat current/said)" = right ] || exit
+echo 1 > /logs/verifier/reward.txt
+"""
+RUN_TEST = """#!/bin/sh
+./run && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+PLANTED_TEST = """#!/bin/sh
+echo 1 > /logs/verifier/reward.txt
+if [ -L out ] && [ ! -e /tests/planted ]; then echo 0 > /logs/verifier/reward.txt; fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "reward"),
+    [
+        ("mkdir new; echo right > new/said; ln -s new current", 1.0),
+        ("mkdir new; echo right > new/said; ln -s ./new current", 0.0),
+        ("mkdir new current; echo right > new/said; cp new/said current", 0.0),
+    ],
+)
+def test_symbolic_links_of_the_workspace_reach_grading(tmp_path: Path, command: str, reward: float) -> None:
+    task = read_harbor(write_task(tmp_path, LINK_TEST))
+    assert play_on(LocalBackend(), task, command).reward == reward
+
+
+def test_a_file_that_was_only_made_executable_reaches_grading(tmp_path: Path) -> None:
+    write_task(tmp_path, RUN_TEST, files={"environment/workspace/run": "#!/bin/sh\nexit 0\n"})
+    assert play_on(LocalBackend(), read_harbor(tmp_path), "chmod +x run").reward == 1.0
+    assert play_on(LocalBackend(), read_harbor(tmp_path), "true").reward == 0.0
+
+
+def test_a_link_leads_no_other_link_out_of_the_workspace(tmp_path: Path) -> None:
+    task = read_harbor(write_task(tmp_path, PLANTED_TEST))
+
+    async def judge(links: dict[str, str]) -> float | None:
+        backend = LocalBackend()
+        try:
+            return (await Grader(backend).judge(task, {}, FileKinds(links=links))).reward
+        finally:
+            await backend.close()
+
+    assert asyncio.run(judge({"out": "/tests", "out/planted": "/etc/passwd"})) == 0.0
+    assert asyncio.run(judge({"other": "/tests"})) == 1.0  # the test can tell
 
 
 def test_a_task_may_use_every_core_for_as_long_as_it_takes(tmp_path: Path) -> None:

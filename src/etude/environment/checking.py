@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import network_to, task_resources, task_template
-from etude.environment.scripts import check_isolation, find_executable, run_solution
+from etude.environment.scripts import check_isolation, find_kinds, run_solution
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError, TaskError, UserError
 from etude.records import Task
@@ -69,7 +69,7 @@ async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limit
         return "has no reference solution to be checked by"
     before: list[tuple[bool, float | None]] = []
     for number in range(_ROUNDS):
-        solved = await _solve(task, grader, backend, limits)
+        solved = await judge_solution(task, grader, backend, limits)
         if isinstance(solved, str):
             return solved
         nothing = await grader.judge(task, {})
@@ -86,8 +86,10 @@ async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limit
     return None
 
 
-async def _solve(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> Verdict | str:
-    """What the reference solution earns, or why it could not be run."""
+async def judge_solution(
+    task: Task, grader: Grader, backend: SandboxBackend, limits: Resources
+) -> Verdict | str:
+    """What a task's own solution earns, or why it could not be run. Raises SandboxError, TaskError."""
     if task.solution is None:
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
         return await grader.judge(task, allowed_changes(task, files))
@@ -99,7 +101,7 @@ async def _solve(task: Task, grader: Grader, backend: SandboxBackend, limits: Re
         if failure is not None:
             return failure
         changes = allowed_changes(task, await sandbox.final_diff())
-        return await grader.judge(task, changes, await find_executable(sandbox, changes))
+        return await grader.judge(task, changes, await find_kinds(task, sandbox, changes))
     finally:
         await sandbox.kill()
 

@@ -4,10 +4,10 @@
                                                  |
     pristine image ──> a fresh sandbox + /tests + diff ── test.sh ── every process dead ──> reward file
 
-What the agent changed in its workspace reaches grading: regular files with their contents, and whether they
-can be executed. Links, and everything outside of the workspace, stay behind. The reward is read once nothing
-runs that could write it, by the image's programs: none of ours come from the workspace, whatever the image's
-PATH says.
+What the agent changed in its workspace reaches grading: regular files with their contents, whether they can
+be executed, and symbolic links. Everything outside of the workspace stays behind. The reward is read once
+nothing runs that could write it, by the image's programs: none of ours come from the workspace, whatever the
+image's PATH says.
 
 Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Such
 tasks are said to be forgeable (`Grader.find_twins`).
@@ -20,9 +20,10 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from etude.environment.grading import Verdict
+from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import network_to, task_resources, task_template
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
@@ -65,8 +66,21 @@ for name in reward.json reward.txt; do
 done
 echo none; tail -c 1000 test-stdout.txt
 """
-_LIST_EXECUTABLE = """while IFS= read -r path; do
-    if [ -x "$path" ]; then printf '%s\n' "$path"; fi
+_LIST_KINDS = r"""while IFS= read -r path; do
+    if [ -x "$path" ]; then printf '%s\0\0' "$path"; fi
+done
+if command -v find > /dev/null; then
+    find . -type f -perm -100 -exec printf '%s\0\0' {} +
+    find . -type l -exec sh -c 'for path; do printf "%s\0%s\0" "$path" "$(readlink "$path")"; done' sh {} +
+fi"""
+# A link goes only where no link leads: else one of the agent's would put the next one into /tests.
+_SET_LINKS = """here="$(pwd -P)"
+while IFS= read -r path && IFS= read -r target; do
+    folder="$here/$path"
+    folder="${folder%/*}"
+    [ "$(cd "$folder" 2> /dev/null && pwd -P)" = "$folder" ] || continue
+    [ -L "./$path" ] || [ ! -d "./$path" ] || rmdir "./$path" || continue
+    ln -sfn -- "$target" "./$path"
 done"""
 _SET_EXECUTABLE = """set --
 while IFS= read -r path; do
@@ -76,6 +90,16 @@ done
 if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 
+@dataclass(frozen=True, slots=True)
+class FileKinds:
+    """What the contents of the changed files do not say."""
+
+    executable: frozenset[str] = frozenset()
+    """Files that can be executed, also those whose contents are as they were."""
+    links: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Symbolic links of the workspace: path -> target."""
+
+
 class RewardError(ValueError):
     """What test.sh wrote is no reward."""
 
@@ -83,14 +107,14 @@ class RewardError(ValueError):
 async def judge_by_script(
     task: Task,
     changes: Mapping[str, bytes | None],
-    executable: Collection[str],
+    kinds: FileKinds,
     backend: SandboxBackend,
     given: Resources | None = None,
 ) -> Verdict:
     """Runs the task's `tests/test.sh` over the changes, in a fresh sandbox with nothing else in it.
 
-    `executable`: those of the changed files that can be executed. What the agent's files did to it (a hang,
-    a full disk, no reward) is a failure without a reward, and with a cause. Raises SandboxError if our own
+    What the agent's files did to it (a hang, a full disk, no reward) is a failure without a reward, but with
+    a cause. Raises SandboxError if our own
     machinery failed, TaskError for an image in which no script can be run, Unsupported without isolation.
     """
     script, began = task.verifier, time.perf_counter()
@@ -100,7 +124,7 @@ async def judge_by_script(
     fresh = await backend.create(template, resources, network_to(script.hosts))
     try:
         await _unpack(fresh, task, "/tests", script.archive)
-        await _lay_over(fresh, task, changes, executable)
+        await _lay_over(fresh, task, changes, kinds)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
         # The workspace is home on the host's programs, and the agent's files would be read as settings.
         env = {**({} if template.image else {"HOME": "/tmp"}), **script.env}
@@ -153,28 +177,30 @@ async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
     return f"timeout: solution/solve.sh did not end within {limit_s:g} s" if result.timed_out else None
 
 
-async def find_executable(sandbox: Sandbox, changes: Mapping[str, bytes | None]) -> frozenset[str]:
-    """Which of the changed files can be executed; asked of a sandbox in which nothing runs any more."""
-    asked = [path for path, data in changes.items() if data is not None and "\n" not in path]
-    if not asked:
-        return frozenset()
+async def find_kinds(task: Task, sandbox: Sandbox, changes: Mapping[str, bytes | None]) -> FileKinds:
+    """The kinds of what `allowed_changes` gave; asked of a sandbox in which nothing runs any more."""
+    asked = {path for path, data in changes.items() if data is not None and "\n" not in path}
+    listed = "".join(f"{path}\n" for path in sorted(asked))
     try:
         result = await sandbox.commands.run(
-            _LIST_EXECUTABLE,
-            _SETUP_S,
-            _OWN_ENV,
-            limit_bytes=1 << 24,
-            stdin="".join(f"{path}\n" for path in asked),
+            _LIST_KINDS, _SETUP_S, _OWN_ENV, limit_bytes=1 << 24, stdin=listed
         )
     except SandboxKilledByAgentError:
         raise
     except AgentError:
-        return frozenset()  # the agent took the shell away, or the memory to run it in
-    return frozenset(result.stdout.split("\n")) & set(asked)
+        return FileKinds()  # the agent took the shell away, or the memory to run it in
+    words = result.stdout.split("\0")
+    pairs = [(path.removeprefix("./"), target) for path, target in zip(words[::2], words[1::2], strict=False)]
+    links = {path: target for path, target in pairs if target and "\n" not in path + target}
+    executable = {path: None for path, target in pairs if path and not target and "\n" not in path}
+    allowed = allowed_changes(task, dict.fromkeys(links))
+    return FileKinds(
+        frozenset(allowed_changes(task, executable)), {path: links[path] for path in sorted(allowed)}
+    )
 
 
 async def _lay_over(
-    fresh: Sandbox, task: Task, changes: Mapping[str, bytes | None], executable: Collection[str]
+    fresh: Sandbox, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds
 ) -> None:
     """Makes the agent's changes in a sandbox that is as the agent's was at first."""
     for path in (path for path, data in changes.items() if data is None):
@@ -190,11 +216,13 @@ async def _lay_over(
             except PathKindError:
                 await fresh.files.remove(path)
                 await fresh.files.write(path, data)
-    names = [f"{path}\n" for path in sorted(executable) if path in entering]
-    if names:
-        result = await fresh.commands.run(_SET_EXECUTABLE, _SETUP_S, _OWN_ENV, stdin="".join(names))
-        if result.timed_out:
-            raise _too_slow("making files executable", task)
+    executable = [f"{path}\n" for path in sorted(kinds.executable)]
+    links = [f"{path}\n{target}\n" for path, target in kinds.links.items()]
+    for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, links)):
+        if lines:
+            result = await fresh.commands.run(command, _SETUP_S, _OWN_ENV, stdin="".join(lines))
+            if result.timed_out:
+                raise _too_slow("making executable files and links", task)
 
 
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -27,7 +27,7 @@ from etude.environment.grading import (
 )
 from etude.environment.hidden_tests import HiddenTest
 from etude.environment.rewards.review import review_changes
-from etude.environment.scripts import FORGEABLE, find_executable, judge_by_script
+from etude.environment.scripts import FORGEABLE, FileKinds, find_kinds, judge_by_script
 from etude.environment.twins import OpenTest, Twins
 from etude.errors import AgentError, SandboxError
 from etude.kit.tasks import start_watched
@@ -71,12 +71,14 @@ class Grader:
             found = await sandbox.final_diff(HARNESS_DIRECTORY)
             size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
             changes = await off_loop(size, allowed_changes, task, found)
-            executable = await find_executable(sandbox, changes) if task.verifier else frozenset[str]()
+            kinds = await find_kinds(task, sandbox, changes) if task.verifier else FileKinds()
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        key = _judge_digest(task) + _digest(changes) + _digest(dict.fromkeys(executable))
-        return await self._verdicts.recall(key, lambda: self.judge(task, changes, executable))
+        links = {path: target.encode(errors="surrogateescape") for path, target in kinds.links.items()}
+        extra = _digest(dict.fromkeys(kinds.executable)) + _digest(links)
+        key = _judge_digest(task) + _digest(changes) + extra
+        return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
 
     async def find_twins(self, task: Task) -> Twins:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
@@ -85,11 +87,11 @@ class Grader:
         return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
 
     async def judge(
-        self, task: Task, changes: Mapping[str, bytes | None], executable: Collection[str] = ()
+        self, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds | None = None
     ) -> Verdict:
         """The verdict on what `allowed_changes` gave, made now. Raises as `grade`."""
         if task.verifier is not None:
-            verdict = await judge_by_script(task, changes, executable, self._backend, self._limits)
+            verdict = await judge_by_script(task, changes, kinds or FileKinds(), self._backend, self._limits)
         else:
             verdict = await self._judging.judge(task, changes, self.find_twins)
         if self._reward is None or not self._reward.reviews_changes:

@@ -1,0 +1,2 @@
+#!/bin/bash
+gzip -dc picture.bin.gz > inverted.bin

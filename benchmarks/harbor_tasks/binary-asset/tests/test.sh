@@ -1,0 +1,7 @@
+#!/bin/bash
+cmp /tests/expected.bin inverted.bin
+if [ $? -eq 0 ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi

@@ -1,0 +1,2 @@
+#!/usr/bin/env bash
+base64 < secret.txt > plain.txt

@@ -1,0 +1,4 @@
+#!/bin/bash
+mkdir -p ~/.config
+printf "[demo]\nlevel = 3\n" > ~/.config/demo.ini
+rm /etc/demo.ini

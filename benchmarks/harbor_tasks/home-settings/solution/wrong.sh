@@ -1,0 +1,3 @@
+#!/bin/bash
+mkdir -p ~/.config
+printf "[demo]\nlevel = 3\n" > ~/.config/demo.ini

@@ -1,0 +1,2 @@
+#!/bin/bash
+for n in 1 2 3 4; do echo $((n * n)) >> squares.txt; echo $((n * n * n)) >> cubes.txt; done

@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "while True: pass" > fib.py

@@ -1,0 +1,7 @@
+#!/bin/bash
+python3 fib.py | cmp - /tests/fib.txt
+if [ $? -eq 0 ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi

@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "root 0" > me.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "$GREETING $(cat "$NAME_FILE") $SUFFIX" > greeting.txt

@@ -1,0 +1,116 @@
+"""Tasks from real repositories: whether Harbor's own code and ours give the same verdicts.
+
+    python benchmarks/your_repository.py --harbor-python VENV/bin/python --json FILE
+
+Ten tasks that were written from Harbor's documentation alone (`harbor_tasks`), each with its solution, with
+nothing and with a wrong solution (`solution/wrong.sh`), are graded by Harbor's trials in containers of podman
+(`harbor_judge.py`) and by ours. VENV holds Harbor 0.25, which needs Python 3.12; podman has the base image
+under the name that the tasks use.
+
+    harbor_verdicts_equal     share of the verdicts whose rewards are equal, or missing on both sides
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from common import print_table, write_result
+
+from etude.config import load_config
+from etude.controller.backends import open_run_backend
+from etude.environment.checking import judge_solution
+from etude.environment.task_images import TaskImages
+from etude.environment.verdicts import Grader
+from etude.records import Task
+from etude.sandbox.types import Resources
+from etude.tasks.harbor import find_directories, read_harbor
+
+TASKS = Path(__file__).parent / "harbor_tasks"
+_KINDS = ("solution", "nothing", "wrong")
+Rewards = dict[str, float | None]
+"""Reward by task and kind; None: the verifier gave none."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tasks", type=Path, default=TASKS, help="Harbor task directories.")
+    parser.add_argument("--harbor-python", type=Path, help="Python of an environment that has Harbor.")
+    parser.add_argument("--backend", default="local", help="Our sandboxes: local or podman.")
+    parser.add_argument("--json", type=Path, help="Where the figures are written.")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = Path(folder) / "wrong"
+        copy_with_wrong_solutions(options.tasks, wrong)
+        ours = asyncio.run(judge_by_etude(options.tasks, wrong, options.backend))
+        theirs: Rewards = {}
+        if options.harbor_python:
+            theirs = judge_by_harbor(options.tasks, wrong, options.harbor_python)
+    for name, reward in sorted(ours.items()):
+        print(f"{name:32s} ours {reward}   Harbor {theirs.get(name, 'not run')}", file=sys.stderr)
+    figures = {"verdicts": float(len(ours))}
+    if theirs:
+        figures["harbor_verdicts_equal"] = sum(ours[name] == theirs[name] for name in ours) / len(ours)
+    print_table("your repository", figures)
+    if options.json:
+        write_result(options.json, figures, {"harbor": theirs, "etude": ours})
+
+
+def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
+    """Copies tasks, with what is wrong in the place of each solution."""
+    shutil.copytree(tasks, target, symlinks=True)
+    for directory in target.iterdir():
+        (directory / "solution/wrong.sh").rename(directory / "solution/solve.sh")
+
+
+async def judge_by_etude(tasks: Path, wrong: Path, backend_name: str) -> Rewards:
+    """Rewards by our grading."""
+    config = load_config(None, [f"sandbox.backend={backend_name}"])
+    images, rewards = TaskImages(backend_name), Rewards()
+    backend = open_run_backend(config.sandbox)
+    grader = Grader(backend)
+    try:
+        for directory in find_directories(tasks, "--tasks"):
+            task = await images.find(read_harbor(directory))
+            rewards[f"{directory.name} nothing"] = (await grader.judge(task, {})).reward
+            for kind, place in (("solution", tasks), ("wrong", wrong)):
+                solution = read_harbor(place / directory.name).solution
+                asked: Task = replace(task, solution=solution)
+                verdict = await judge_solution(asked, grader, backend, Resources())
+                if isinstance(verdict, str):
+                    print(f"ours, {directory.name} {kind}: {verdict}", file=sys.stderr)
+                rewards[f"{directory.name} {kind}"] = None if isinstance(verdict, str) else verdict.reward
+            shown = {name: reward for name, reward in rewards.items() if name.startswith(directory.name)}
+            print(f"ours: {shown}", file=sys.stderr, flush=True)
+    finally:
+        await backend.close()
+    return rewards
+
+
+def judge_by_harbor(tasks: Path, wrong: Path, python: Path) -> Rewards:
+    """Rewards by Harbor's own code. Raises CalledProcessError if that fails as a whole."""
+    names = [directory.name for directory in find_directories(tasks, "--tasks")]
+    agents = {"solution": (tasks, "oracle"), "nothing": (tasks, "nop"), "wrong": (wrong, "oracle")}
+    keys = [(name, kind) for name in names for kind in _KINDS]
+    wanted = [f"{agents[kind][0] / name}:{agents[kind][1]}" for name, kind in keys]
+    program = Path(__file__).with_name("harbor_judge.py")
+    ran = subprocess.run([python, program, *wanted], check=True, stdout=subprocess.PIPE, text=True)
+    rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    found: Rewards = {}
+    for (name, kind), row in zip(keys, rows, strict=True):
+        rewards = row["rewards"]
+        if rewards is None:
+            print(f"Harbor, {name} {kind}: {row['failure']}", file=sys.stderr)
+        found[f"{name} {kind}"] = None if rewards is None else float(rewards["reward"])
+    return found
+
+
+if __name__ == "__main__":
+    main()
