@@ -65,7 +65,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     if body.get("instructions") is not None:
         system.insert(0, text(body["instructions"], "instructions"))
     if not messages:
-        raise wrong("input", "none of the user's", "a text, or items with one of the user's")
+        raise wrong("input", "no user message", "a text, or items with at least one user message")
     rules = ReadingRules(
         single_call=not flag(body, "parallel_tool_calls", True),
         calls=calls_wanted(body.get("tool_choice"), bool(tools)),
