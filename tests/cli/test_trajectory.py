@@ -233,7 +233,7 @@ def test_a_fork_goes_on_and_is_written(run: RunDirectory, tmp_path: Path) -> Non
     result = etude("trajectory", "fork", SOLVED, *options, "--output", str(tmp_path / "new.json"))
     assert result.exit_code == 0, result.output
     assert "demo+fork1/train-0-0/e0/g0/0" in result.stdout
-    assert "1 turns, 1 call replayed" in result.stderr
+    assert "1 turn, 1 call replayed" in result.stderr
     parted = etude("trajectory", "diff", SOLVED, str(tmp_path / "new.json"), "--json")
     assert json.loads(parted.stdout)["divergence"]["turn"] == 2
     document = json.loads(etude("trajectory", "fork", SOLVED, *options, "--json").stdout)

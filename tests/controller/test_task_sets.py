@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +42,11 @@ echo 1 > /logs/verifier/reward.txt
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of these tests are nobody else's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_runs_on_generated_tasks_do_not_import_the_code_of_images() -> None:
+    program = "import sys, etude.controller.families; sys.exit('etude.sandbox.images' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def config(backend: str = "local", **tasks: Any) -> RunConfig:

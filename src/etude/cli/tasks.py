@@ -84,7 +84,7 @@ def export_command(
         task = source(index)
         write_harbor(task, directory / task.id)
         typer.echo(directory / task.id)
-    error_console().print(f"{count} tasks")
+    error_console().print(f"tasks: {count}")
 
 
 @tasks_app.command("sessions")

@@ -140,11 +140,12 @@ def print_replay(console: Console, replay: Replay) -> None:
         console.print(shown(f"{what} was not replayed: it {one.reason}", "yellow"))
     for note in replay.notes:
         console.print(shown(note, "yellow"))
+    turns = f"{replay.num_turns} turn{'' if replay.num_turns == 1 else 's'}"
     calls = f"{replay.num_calls} call{'' if replay.num_calls == 1 else 's'}"
     differences = len(replay.differences)
     found = "no difference" if not differences else f"{differences} gave another result"
     found += f" ({len(replay.slower)} reported other durations)" if replay.slower else ""
-    console.print(Text(f"{replay.num_turns} turns, {calls} replayed in {replay.duration_s:.2f} s: {found}"))
+    console.print(Text(f"{turns}, {calls} replayed in {replay.duration_s:.2f} s: {found}"))
 
 
 def replay_document(replay: Replay) -> dict[str, Any]:

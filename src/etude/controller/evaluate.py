@@ -31,11 +31,16 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
         for directory in (run.checkpoints / name, *(run.checkpoints / series / name for series in _SERIES)):
             if directory.exists():
                 return directory
+    known = ", ".join(_names(run)) or "none"
+    if checkpoint is None:
+        raise RunDirectoryError(
+            "has no trained model yet: its mid-training has not ended",
+            field="run",
+            received=str(run.path),
+            fix=f"end it with `etude train ... --resume`; resumable checkpoints so far: {known}",
+        )
     raise RunDirectoryError(
-        "no such checkpoint",
-        field="checkpoint",
-        received=names[0],
-        fix=f"one of {', '.join(_names(run)) or 'none'}",
+        "no such checkpoint", field="checkpoint", received=checkpoint, fix=f"one of {known}"
     )
 
 

@@ -20,14 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude import __version__
 from etude.config import RunConfig
+from etude.config.images import ImagesConfig
 from etude.controller.backends import open_run_backend
 from etude.environment.checking import TaskReport, check_tasks
 from etude.environment.episodes import EpisodeLimits
-from etude.environment.task_images import TaskImages
 from etude.environment.wire import task_document
 from etude.errors import SandboxError, TaskError, UserError
 from etude.kit.durable import write_json
@@ -36,6 +36,9 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.types import Resources
 from etude.tasks.harbor import find_directories, read_harbor
+
+if TYPE_CHECKING:
+    from etude.environment.task_images import TaskImages
 
 Done = TypeVar("Done")
 
@@ -96,12 +99,19 @@ def load_task_set(directory: Path, field: str, config: RunConfig) -> tuple[list[
 
 def read_with_images(directories: Sequence[Path], backend: str, host_env: Sequence[str] = ()) -> list[Task]:
     """Tasks with their images, unchecked; `host_env` as in `read_harbor`. Raises TaskError, TemplateError."""
-    images = TaskImages(backend)
+    images = _open_images(backend)
 
     async def read() -> list[Task]:
         return [await images.find(read_harbor(directory, host_env)) for directory in directories]
 
     return _run(read())
+
+
+def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImages:
+    """Imports the code of images first: every run imports this module, and most have generated tasks."""
+    from etude.environment.task_images import TaskImages
+
+    return TaskImages(backend, settings)
 
 
 def _run(work: Coroutine[Any, Any, Done]) -> Done:
@@ -130,7 +140,7 @@ def _run(work: Coroutine[Any, Any, Done]) -> Done:
 async def _check(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
     state, settings = default_state_directory(), config.sandbox
     is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
-    images = TaskImages("a server" if is_elsewhere else settings.backend, config.images)
+    images = _open_images("a server" if is_elsewhere else settings.backend, config.images)
     rows: list[CheckedTask] = []
     for path in find_directories(directory, field):
         try:

@@ -113,6 +113,14 @@ def test_a_streamed_response_adds_up_to_the_whole_one(asked: Asked) -> None:
     assert final.usage.output_tokens == len(answer_tokens(FIRST))
 
 
+def test_tools_that_ask_for_strict_arguments_are_taken_and_the_response_says_that_they_are_not(
+    asked: Asked,
+) -> None:
+    response = respond(asked, "Fix lib/tally.py.", tools=[{**RESPONSE_TOOLS[0], "strict": True}])
+    assert [item.type for item in response.output][-1] == "function_call"
+    assert [tool.strict for tool in response.tools] == [False]
+
+
 def test_a_response_that_is_cut_says_so(asked: Asked) -> None:
     answer = respond(asked, "Fix lib/tally.py.", max_output_tokens=4)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")

@@ -30,6 +30,20 @@ def test_a_file_gets_one_json_line_per_request(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
+def test_a_full_file_makes_room_for_a_new_one_whoever_fills_it(tmp_path: Path) -> None:
+    path = tmp_path / "egress.jsonl"
+    logs = [RequestLog.to_file(path, max_bytes=1000) for _ in range(2)]
+    for number in range(20):
+        logs[number % 2].write(RequestRecord("box", host=f"h{number}"))
+    for log in logs:
+        log.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["egress.jsonl", "egress.jsonl.1"]
+    kept = [file.read_text().splitlines() for file in (tmp_path / "egress.jsonl.1", path)]
+    hosts = [json.loads(line)["host"] for lines in kept for line in lines]
+    assert hosts == [f"h{number}" for number in range(20 - len(hosts), 20)] and len(hosts) >= 4
+    assert all(file.stat().st_size <= 1000 for file in tmp_path.iterdir())
+
+
 def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "egress.jsonl"
 

@@ -86,7 +86,6 @@ TOOL = {"type": "function", "name": "f", "parameters": {}}
         ("responses", {"text": {"verbosity": "low"}}, "text.verbosity", True),
         ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format", False),
         ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary", True),
-        ("responses", {"tools": [{**TOOL, "strict": True}]}, "tools[0].strict", True),
         ("responses", {"metadata": {"a": 1}}, "metadata", True),
         ("responses", {"metadata": {"a": "x" * 513}}, "metadata", True),
         ("responses", {"metadata": {str(n): "x" for n in range(17)}}, "metadata", True),

@@ -6,6 +6,7 @@ Never in it: headers, bodies, credentials, paths and query strings of URLs.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import time
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from etude.errors import SandboxError
+from etude.kit.durable import move
 
 Decision = Literal["allowed", "refused"]
+MAX_LOG_BYTES = 64 * 2**20
+"""Of a log file, which is then FILE.1 in place of an earlier one: sandboxes ask as often as they like."""
 _MAX_TEXT_CHARS = 255
 
 
@@ -65,13 +69,19 @@ class RequestLog:
         self._fd: int | None = None
 
     @classmethod
-    def to_file(cls, path: str | Path) -> RequestLog:
+    def to_file(cls, path: str | Path, max_bytes: int = MAX_LOG_BYTES) -> RequestLog:
         """A log that appends to a file; a new one is for its owner's eyes only. Raises SandboxError."""
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _open(path)
         except OSError as error:
             raise _log_error(error, str(path)) from error
-        log = cls(lambda line: _write_line(fd, line))
+
+        def write(line: str) -> None:
+            if os.fstat(fd).st_size + len(line) > max_bytes:
+                _begin_anew(fd, Path(path))
+            _write_line(fd, line)
+
+        log = cls(write)
         log._fd = fd
         return log
 
@@ -92,6 +102,20 @@ class RequestLog:
 
 def _refuse_line(line: str) -> None:
     raise OSError("the log is closed")
+
+
+def _open(path: str | Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _begin_anew(fd: int, path: Path) -> None:
+    """Makes `fd` an empty file at `path`. The full one is moved away by the first of its writers."""
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+        move(path, path.with_name(f"{path.name}.1"))
+    fresh = _open(path)
+    os.dup2(fresh, fd, inheritable=False)  # the full file's lock goes with its last descriptor
+    os.close(fresh)
 
 
 def _write_line(fd: int, line: str) -> None:

@@ -52,7 +52,7 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     system = words(body.get("system") or "", "system", _USER_JOINT)
     messages = _messages(objects(body.get("messages"), "messages"))
     if not messages:
-        raise wrong("messages", "none", "some, with one of the user's")
+        raise wrong("messages", "none", "a list with at least one user message")
     stops = stop_strings(body.get("stop_sequences"), "stop_sequences")
     return ChatRequest(
         messages=(Opening(system, tools, agent), *messages),

@@ -70,7 +70,8 @@ def read_conversation(body: Mapping[str, Any], agent: str = "") -> tuple[tuple[M
     listed = objects(body.get("messages"), "messages")
     system, messages = read_messages(listed)
     if not messages:
-        raise wrong("messages", "the system's alone" if listed else "none", "some, with one of the user's")
+        received = "system messages alone" if listed else "none"
+        raise wrong("messages", received, "a list with at least one user message")
     return (Opening(system, tools, agent), *messages), bool(tools)
 
 

@@ -58,14 +58,14 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     check_options(body, "reasoning", (), strict)
     if strict:
         _check_metadata(body.get("metadata"))
-    tools = tuple(_tool(entry, place, strict) for place, entry in enumerate(tool_entries(body.get("tools"))))
+    tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     system, messages = _read_items(items)
     if body.get("instructions") is not None:
         system.insert(0, text(body["instructions"], "instructions"))
     if not messages:
-        raise wrong("input", "none of the user's", "a text, or items with one of the user's")
+        raise wrong("input", "no user message", "a text, or items with at least one user message")
     rules = ReadingRules(
         single_call=not flag(body, "parallel_tool_calls", True),
         calls=calls_wanted(body.get("tool_choice"), bool(tools)),
@@ -91,12 +91,8 @@ def _check_metadata(given: object) -> None:
         raise wrong("metadata", type(given).__name__, f"an object of {wanted}")
 
 
-def _tool(entry: Mapping[str, Any], place: int, strict: bool) -> ClientTool:
+def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
     field = f"tools[{place}]"
-    if strict and entry.get("strict") is True:
-        raise unsupported(
-            f"{field}.strict", "true", "arguments are not held to the schema", "send strict: false"
-        )
     if entry.get("type") != "function":
         raise unsupported(f"{field}.type", entry.get("type"), "only function tools are supported here")
     return client_tool(entry.get("name"), entry.get("description"), entry.get("parameters"), field)
@@ -189,7 +185,7 @@ class ResponseWriter(AnswerWriter):
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
+            "tools": [{**tool, "strict": False} for tool in body.get("tools") or []],
             "top_p": params.top_p,
             "truncation": "disabled",
         }
