@@ -18,6 +18,7 @@ from acp import schema  # noqa: E402
 from etude.cli.agent_acp import serve_editor  # noqa: E402
 from etude.cli.agent_acp_transport import LineTransport  # noqa: E402
 from etude.controller.agent.models import ModelChoice  # noqa: E402
+from etude.controller.agent.surroundings import SandboxChoice  # noqa: E402
 from etude.sandbox.backends import open_backend  # noqa: E402
 from tests.cli.agent_scripts import (  # noqa: E402
     FINISH,
@@ -120,7 +121,7 @@ async def beside(
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
-        serving = asyncio.create_task(serve_editor(choice, mode, "memory", agents))
+        serving = asyncio.create_task(serve_editor(choice, mode, SandboxChoice("memory"), agents))
         reader, writer = await asyncio.open_connection(sock=theirs)
         connection = acp.connect_to_agent(editor, writer, reader)
         try:

@@ -11,16 +11,20 @@ from rich.text import Text
 
 from etude.cli.agent_options import (
     AcpOption,
+    AllowOption,
     ApplyOption,
     ApproveOption,
     BackendOption,
     ContextTokensOption,
+    DockerfileOption,
     EndpointOption,
+    ImageOption,
     IndexOption,
     InstructionOption,
     JsonOption,
     KeyVariableOption,
     ListOption,
+    MaxTurnsOption,
     ModelNameOption,
     ModelOption,
     PathArgument,
@@ -30,6 +34,7 @@ from etude.cli.agent_options import (
     TemperatureOption,
     ToolCallsOption,
     ToolsOption,
+    VenvOption,
     chosen_mode,
     chosen_model,
 )
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     # Heavier at run time than a command line's help should be.
     from etude.cli.agent_loop import Work
     from etude.controller.agent.models import ModelChoice
+    from etude.controller.agent.surroundings import SandboxChoice
 
 DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -66,6 +72,11 @@ def agent_command(
     index: IndexOption = "words",
     acp: AcpOption = False,
     backend: BackendOption = "local",
+    venv: VenvOption = "",
+    image: ImageOption = "",
+    dockerfile: DockerfileOption = "",
+    allow: AllowOption = None,
+    max_turns: MaxTurnsOption = None,
     script: ScriptOption = "",
 ) -> None:
     """Let the coding agent work on the directory PATH.
@@ -78,13 +89,16 @@ def agent_command(
     # Those of the model are read from the context.
     choice = chosen_model(context)
     mode = chosen_mode(approve, apply)
+    from etude.controller.agent.surroundings import SandboxChoice
+
+    sandbox = SandboxChoice(backend, venv, image, dockerfile, tuple(allow or ()))
     if acp:
         assert choice is not None
-        _serve_editor(choice, mode or "ask", backend)
+        _serve_editor(choice, mode or "ask", sandbox, max_turns)
         return
     from etude.cli.agent_loop import Work
 
-    _work(Work(path, choice, instruction, mode, resume, as_json, backend))
+    _work(Work(path, choice, instruction, mode, resume, as_json, sandbox, max_turns))
 
 
 def _work(asked: Work) -> None:
@@ -101,10 +115,10 @@ def _work(asked: Work) -> None:
         raise typer.Exit(code)
 
 
-def _serve_editor(choice: ModelChoice, mode: str, backend: str) -> None:
+def _serve_editor(choice: ModelChoice, mode: str, sandbox: SandboxChoice, max_turns: int | None) -> None:
     from etude.cli.agent_acp import serve
 
-    serve(choice, mode, backend)
+    serve(choice, mode, sandbox, max_turns)
 
 
 def print_sessions(as_json: bool) -> None:

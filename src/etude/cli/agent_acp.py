@@ -55,6 +55,7 @@ from etude.controller.agent.conversation import (
 from etude.controller.agent.events import AgentEvent
 from etude.controller.agent.folders import SessionFolder, list_sessions, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
+from etude.controller.agent.surroundings import SandboxChoice, Surroundings, open_surroundings
 from etude.controller.agent.trees import DirectoryTree
 from etude.controller.backends import open_people_backend
 from etude.errors import ConfigError, EtudeError, UserAbortedError, UserError
@@ -73,22 +74,27 @@ _COMMANDS = [
 ]
 
 
-def serve(choice: ModelChoice, mode: str, backend: str) -> None:
+def serve(choice: ModelChoice, mode: str, sandbox: SandboxChoice, max_turns: int | None = None) -> None:
     """Serves one editor until it closes our input. Raises UserError for a model that cannot be opened."""
 
     async def on_stdio() -> None:
-        await serve_editor(choice, mode, backend, await LineTransport.on_stdio())
+        await serve_editor(choice, mode, sandbox, await LineTransport.on_stdio(), max_turns)
 
     asyncio.run(on_stdio())
 
 
-async def serve_editor(choice: ModelChoice, mode: str, backend_name: str, transport: LineTransport) -> None:
+async def serve_editor(
+    choice: ModelChoice,
+    mode: str,
+    sandbox: SandboxChoice,
+    transport: LineTransport,
+    max_turns: int | None = None,
+) -> None:
     """Serves the editor at the other end of `transport` until it closes it. Raises UserError."""
-    backend = open_people_backend(backend_name)
+    open_people_backend(sandbox.backend)  # to say at once what keeps it from working
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(backend.close)
         policy = await stack.enter_async_context(open_policy(choice, one_shot=False))
-        agent = EditorAgent(choice, policy, backend, mode)
+        agent = EditorAgent(choice, policy, sandbox, mode, max_turns)
         stack.push_async_callback(agent.close)
         await run_agent(cast(Any, agent), transport)
 
@@ -154,11 +160,15 @@ class _Open:
 class EditorAgent:
     """Implements the protocol library's `Agent`. Errors of ours become errors of the protocol, with a fix."""
 
-    def __init__(self, choice: ModelChoice, policy: Policy, backend: SandboxBackend, mode: str) -> None:
+    def __init__(
+        self, choice: ModelChoice, policy: Policy, sandbox: SandboxChoice, mode: str, max_turns: int | None
+    ) -> None:
         self._choice = choice
         self._policy = policy
-        self._backend = backend
+        self._sandbox = sandbox
         self._mode = mode
+        self._max_turns = max_turns
+        self._backends: dict[Path, tuple[SandboxBackend, Surroundings]] = {}
         self._client: Client | None = None
         self._offered: ClientCapabilities | None = None
         self._sessions: dict[str, _Open] = {}
@@ -284,7 +294,15 @@ class EditorAgent:
         fs = self._offered.fs if self._offered else None
         tree = EditorTree(disk, self._client, one.id, fs)
         face = Face(one.emit, one.allow, one)
-        opening = open_conversation(folder, tree, self._policy, self._backend, face, mode)
+        if disk.root not in self._backends:
+            notes: list[str] = []
+            opened = await open_surroundings(self._sandbox, disk.root, notes.append)
+            self._backends[disk.root] = opened
+            self._stack.push_async_callback(opened[0].close)
+            for text in notes:
+                one.queue.put_nowait(update_agent_message_text(f"[{text}]\n"))
+        backend, around = self._backends[disk.root]
+        opening = open_conversation(folder, tree, self._policy, backend, face, mode, around, self._max_turns)
         one.conversation = conversation = await self._stack.enter_async_context(opening)
         one.updates = Updates(disk.root, lambda: conversation.state.todos)
         await self._stack.enter_async_context(_pumping(one))

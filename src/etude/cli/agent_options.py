@@ -53,6 +53,22 @@ AcpOption = Annotated[
     bool, typer.Option("--acp", help="Serve an editor on stdin and stdout by the Agent Client Protocol.")
 ]
 BackendOption = Annotated[str, typer.Option(help="Sandbox backend. `etude sandbox doctor` lists them.")]
+VenvOption = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR|none",
+        help="Python environment to show. Default: the project's .venv or venv, or the active one.",
+    ),
+]
+ImageOption = Annotated[str, typer.Option(help="Image that commands run in: `etude sandbox image list`.")]
+DockerfileOption = Annotated[str, typer.Option(help="Dockerfile to build that image from, in its directory.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="HOST[:PORT]", help="Host that commands may reach. Repeatable."),
+]
+MaxTurnsOption = Annotated[
+    int | None, typer.Option(min=1, help="Messages of the agent upon one instruction. Default: no limit.")
+]
 ScriptOption = Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")]
 
 

@@ -168,7 +168,7 @@ def open_checked_backend(
 
 
 def open_people_backend(name: str, view: HostView | None = None) -> SandboxBackend:
-    """The same, named on a command line. `view`: what else sandboxes see of the host, by the local backend."""
+    """The same, named on a command line. `view`: what else local sandboxes see of the host."""
     backend = open_checked_backend(name, "--backend", "--backend unisolated")
     if isinstance(backend, LocalBackend):
         backend.view = view

@@ -92,6 +92,11 @@ class ToolContext:
     workspace: str = WORKSPACE
     """Where the workspace lies inside the sandbox: absolute paths below it are accepted."""
 
+    has_environment: bool = False
+    """Whether the sandbox holds the project's own environment: then its pytest runs the visible tests."""
+    originals: Mapping[str, bytes | None] | None = None
+    """Files as they were when the session began; None: the last commit tells."""
+
     def changed(self, path: str) -> None:
         """A tool has written or removed the file at this normal path."""
         self.state.on_change(path)

@@ -23,7 +23,7 @@ from etude.agent import (
 )
 from etude.agent.index.opening import open_indexes
 from etude.agent.index.templates import TemplateIndexes
-from etude.agent.prompts import MANNERS
+from etude.agent.prompts import PEOPLE_MANNERS
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Sampler
 from etude.records import SamplingParams, ToolCall
@@ -120,6 +120,8 @@ class Policy:
     tool_limits: ToolLimits
     system: str | tuple[Piece, ...] | None = None
     """None: the renderer's own."""
+    system_with: Callable[[str], str | tuple[Piece, ...] | None] | None = None
+    """The same with more words at the end of what a person would write; None: the model knows one alone."""
     summary: SummaryPolicy | None = None
     patience: Patience = field(default_factory=Patience)
     seed: int = 0
@@ -169,6 +171,7 @@ def people_session_limits(max_tokens: int) -> tuple[SessionLimits, SummaryPolicy
         max_tokens=max_tokens,
         max_message_tokens=message,
         max_idle_turns=3,
+        words_end=True,
     )
     return limits, SummaryPolicy(at_tokens=int(max_tokens * 0.6), max_summary_tokens=summary)
 
@@ -193,6 +196,10 @@ async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
         opened.append(EndpointSampler(endpoint, renderer, registry.schemas, on_event))
         return opened[-1]
 
+    def system_with(words: str) -> str | tuple[Piece, ...]:
+        said = PEOPLE_MANNERS + words
+        return said if choice.native_tools else renderer.describe(said, registry.schemas)
+
     sampler = EndpointSampler(endpoint, renderer, registry.schemas)
     opened.append(sampler)
     try:
@@ -204,7 +211,8 @@ async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
             limits=limits,
             params=SamplingParams(max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
-            system=MANNERS if choice.native_tools else renderer.describe(MANNERS, registry.schemas),
+            system=system_with(""),
+            system_with=system_with,
             summary=summary,
             patience=Patience(sampler_attempts=5, backoff_s=1.0),
             sampler_for=sampler_for,

@@ -52,8 +52,9 @@ ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
 """For commands of an emulated root: apt must not try to become another user, of whom there is none."""
 PYTHON = "/dev/etude/python"
 """Where sandboxes with an image find the standard library of the interpreter that runs their tests."""
-_GIT_CONFIG = "[safe]\n\tdirectory = *\n"
+_GIT_CONFIG = "[safe]\n\tdirectory = *\n[core]\n\texcludesFile = /etc/gitignore\n"
 """A project's history that is shown belongs to another user than the sandbox's."""
+_GIT_IGNORE = ".etude/\n"
 _APT_CONFIG = 'APT::Sandbox::User "root";\n'
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
@@ -103,8 +104,8 @@ def isolate_fork_server(
     """Moves this process into its own user, mount and (for its next child) pid namespace.
 
     `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory, or
-    empty; `view` what else of the host they see (`local.host_view`), or nothing; `map_ids` maps the ids of the
-    host.
+    empty; `view` what else of the host they see (`local.host_view`), or nothing; `map_ids` maps the host's
+    ids.
     """
     if os.geteuid() == 0:
         _lift_shared_limit()
@@ -196,8 +197,9 @@ def _show_more(directories: Mapping[str, str], links: Mapping[str, str]) -> None
     for path, target in links.items():
         os.makedirs(os.path.dirname(f"/root{path}"), exist_ok=True)
         os.symlink(target, f"/root{path}")
-    with open("/root/etc/gitconfig", "w") as file:
-        file.write(_GIT_CONFIG)
+    for name, text in (("gitconfig", _GIT_CONFIG), ("gitignore", _GIT_IGNORE)):
+        with open(f"/root/etc/{name}", "w") as file:
+            file.write(text)
 
 
 def without_mounts_below(names: list[str], mounts: str) -> list[str]:

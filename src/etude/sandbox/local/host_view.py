@@ -1,10 +1,10 @@
-"""What sandboxes of the local backend see of the host beside its programs: a project's own Python, its history.
+"""What local sandboxes see of the host beside its programs: a project's own Python, and its history.
 
 Each directory is shown read-only at its own path, since environments name their files by absolute paths:
 
     /home/me/project/.venv     the host's, read-only            (python, pytest, the packages)
     /home/me/project/src       -> /workspace/src                (an editable install finds the copy)
-    /root/.pyenv/versions/3.12.1   the host's, read-only        (the Python that the environment was made with)
+    /opt/python/3.12           the host's, read-only            (the Python that the environment came from)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etude.sandbox.inside.namespaces import HOST_DIRECTORIES
 from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.paths import WORKSPACE
 
-_OWN = ("tmp", "proc", "dev", "etc", "workspace")
+_OWN = ("tmp", "proc", "dev", "etc", "workspace", "tests", "logs", "solution")
 """Directories of a sandbox's own: nothing of the host can be shown below them."""
 _NUM_LINKS = 40
 """In a row, from an environment's `python` to the program."""
@@ -47,7 +47,8 @@ class HostView:
         if not below:
             return {} if self._is_shown(project) or _owner(project) else {project: WORKSPACE}
         taken = {path.removeprefix(f"{project}/").split("/")[0] for path in below}
-        return {f"{project}/{name}": f"{WORKSPACE}/{name}" for name in sorted(set(os.listdir(project)) - taken)}
+        names = sorted(entry.name for entry in self.project.iterdir() if entry.name not in taken)
+        return {f"{project}/{name}": f"{WORKSPACE}/{name}" for name in names}
 
     def word(self) -> str:
         """Argument of the fork server."""
@@ -74,16 +75,24 @@ class HostView:
         self.programs = str(prefix / "bin")
 
     def add_history(self) -> bool:
-        """Shows the project's `.git`; False where it has none, or one that lies elsewhere."""
+        """Shows the project's `.git`; False where it has none, lies elsewhere or cannot be read."""
         git = self.project / ".git"
         if git.is_symlink() or not git.is_dir() or self._is_shown(str(git)) or _owner(str(git)):
+            return False
+        try:
+            _check_readable(git)
+        except ConfigError:
             return False
         self.directories[str(git)] = str(git)
         return True
 
     def _is_shown(self, path: str) -> bool:
         """Whether sandboxes see a path of the host anyway."""
-        shown = [*self.directories, os.path.realpath(sys.base_prefix), *(f"/{name}" for name in HOST_DIRECTORIES)]
+        shown = [
+            *self.directories,
+            os.path.realpath(sys.base_prefix),
+            *(f"/{name}" for name in HOST_DIRECTORIES),
+        ]
         return any(f"{path}/".startswith(f"{one}/") for one in shown)
 
     def _show(self, path: str, source: Path) -> None:
@@ -91,7 +100,7 @@ class HostView:
             return
         if owner := _owner(path):
             raise ConfigError(
-                f"lies below /{owner}, where a sandbox has files of its own, so that it cannot be shown there",
+                f"lies below /{owner}, where a sandbox has files of its own: it cannot be shown there",
                 field="--venv",
                 received=path,
                 fix="move the project or its environment to another place, use --image or --dockerfile, or "
@@ -115,7 +124,7 @@ def _homes(python: Path) -> Iterator[Path]:
     for _ in range(_NUM_LINKS):
         if not python.is_symlink():
             return
-        python = Path(os.path.normpath(python.parent / os.readlink(python)))
+        python = Path(os.path.normpath(python.parent / python.readlink()))
         if python.parent.name == "bin":
             yield python.parent.parent
 
@@ -130,7 +139,12 @@ def _check_readable(directory: Path) -> None:
     """Raises ConfigError where a sandbox's user, who is nobody on the host, may not read a directory."""
     if os.geteuid() != 0 and find_host_ids().spare is None:
         return  # then it is the user of this process
-    for place in (directory, directory / "bin", directory / "lib", *directory.glob("lib/python*/site-packages")):
+    for place in (
+        directory,
+        directory / "bin",
+        directory / "lib",
+        *directory.glob("lib/python*/site-packages"),
+    ):
         if place.is_dir() and not stat.S_IMODE(place.stat().st_mode) & 0o005 == 0o005:
             raise ConfigError(
                 "cannot be read by other users, and commands in a sandbox run as one",
