@@ -7,6 +7,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -459,6 +460,43 @@ def test_surroundings_that_do_not_fit_are_refused(root: Path, options: list[str]
     done = ran(root, str(root / "repo"), "--script", script, "-p", "x", *options)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+MCP_SERVER = """
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("echo")
+@server.tool()
+def shout(text: str) -> str:
+    "Says it louder."
+    return text.upper()
+server.run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apply", [["--apply"], []])
+def test_tools_of_an_mcp_server_act_outside_and_are_asked_about(root: Path, apply: list[str]) -> None:
+    (root / "server.py").write_text(MCP_SERVER)
+    script = write_script(
+        root / "script.json", [[{"name": "echo_shout", "arguments": {"text": "hello"}}], ["Done."]]
+    )
+    line = [str(root / "repo"), "--script", script, "--backend", "memory", "-p", "x", *apply]
+    server = f"echo={sys.executable} {root / 'server.py'}"
+    done = subprocess.run(
+        command(*line, "--mcp", server),
+        env=environment(root),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("HELLO" in done.stdout, "refused" in done.stdout) == (bool(apply), not apply)
+
+
+def test_an_mcp_server_without_a_command_is_refused(root: Path) -> None:
+    done = agent(root, [[FINISH]], "--mcp", "echo", "-p", "x")
+    assert done.exit_code == 2 and "is no MCP server" in done.stderr
 
 
 def test_an_agent_may_ask_and_is_answered(root: Path, model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -25,6 +26,7 @@ from etude.cli.agent_options import (
     KeyVariableOption,
     ListOption,
     MaxTurnsOption,
+    McpOption,
     ModelNameOption,
     ModelOption,
     PathArgument,
@@ -37,6 +39,7 @@ from etude.cli.agent_options import (
     VenvOption,
     chosen_mode,
     chosen_model,
+    chosen_servers,
 )
 from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_output
 from etude.cli.output import print_json, shown
@@ -44,6 +47,7 @@ from etude.errors import EtudeError
 
 if TYPE_CHECKING:
     # Heavier at run time than a command line's help should be.
+    from etude.agent.mcp import McpServer
     from etude.cli.agent_loop import Work
     from etude.controller.agent.models import ModelChoice
     from etude.controller.agent.surroundings import SandboxChoice
@@ -77,6 +81,7 @@ def agent_command(
     dockerfile: DockerfileOption = "",
     allow: AllowOption = None,
     max_turns: MaxTurnsOption = None,
+    mcp: McpOption = None,
     script: ScriptOption = "",
 ) -> None:
     """Let the coding agent work on the directory PATH.
@@ -92,13 +97,14 @@ def agent_command(
     from etude.controller.agent.surroundings import SandboxChoice
 
     sandbox = SandboxChoice(backend, venv, image, dockerfile, tuple(allow or ()))
+    servers = chosen_servers(mcp)
     if acp:
         assert choice is not None
-        _serve_editor(choice, mode or "ask", sandbox, max_turns)
+        _serve_editor(choice, mode or "ask", sandbox, max_turns, servers)
         return
     from etude.cli.agent_loop import Work
 
-    _work(Work(path, choice, instruction, mode, resume, as_json, sandbox, max_turns))
+    _work(Work(path, choice, instruction, mode, resume, as_json, sandbox, max_turns, servers))
 
 
 def _work(asked: Work) -> None:
@@ -115,10 +121,16 @@ def _work(asked: Work) -> None:
         raise typer.Exit(code)
 
 
-def _serve_editor(choice: ModelChoice, mode: str, sandbox: SandboxChoice, max_turns: int | None) -> None:
+def _serve_editor(
+    choice: ModelChoice,
+    mode: str,
+    sandbox: SandboxChoice,
+    max_turns: int | None,
+    servers: Sequence[McpServer],
+) -> None:
     from etude.cli.agent_acp import serve
 
-    serve(choice, mode, sandbox, max_turns)
+    serve(choice, mode, sandbox, max_turns, servers)
 
 
 def print_sessions(as_json: bool) -> None:

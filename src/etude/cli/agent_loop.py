@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.cli.agent_input import Lines
 from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_error, standard_output
@@ -40,6 +40,9 @@ from etude.errors import (
 )
 from etude.records import Status
 
+if TYPE_CHECKING:
+    from etude.agent.mcp import McpServer
+
 EXIT_UNFINISHED = 1
 EXIT_KEPT_BACK = 4
 _NUM_NAMED = 20
@@ -66,6 +69,7 @@ class Work:
     as_json: bool
     sandbox: SandboxChoice
     max_turns: int | None = None
+    servers: Sequence[McpServer] = ()
 
 
 def work(asked: Work) -> int:
@@ -152,7 +156,7 @@ class _Program:
             path = folder.directory(path)
         tree = DirectoryTree(path or Path())
         choice = asked.choice or ModelChoice.from_dict(folder.meta.model if folder else {})
-        policy = await enter(open_policy(choice, asked.instruction is not None))
+        policy = await enter(open_policy(choice, asked.instruction is not None, asked.servers))
         backend, around = await open_surroundings(asked.sandbox, tree.root, self._note_unless_json)
         self._stack.push_async_callback(backend.close)
         if folder is None:

@@ -57,6 +57,8 @@ class Access:
 
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
+    outside: bool = False
+    """Whether it may act outside of the sandbox."""
     barrier: bool = False
     """Whether the call waits for all before it, and all after it wait for the call."""
 

@@ -22,7 +22,7 @@ from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.host_view import HostView, find_environment
 from etude.sandbox.machine_backend import default_state_directory
-from etude.sandbox.template import Image
+from etude.sandbox.template import Image, Template
 from etude.sandbox.types import NO_NETWORK, Network
 
 NO_VENV = "none"
@@ -67,7 +67,7 @@ async def open_surroundings(
         _check_image_choice(choice)
         image = await _find_image(choice, network, note)
         backend = open_people_backend(choice.backend)
-        note(f"image {image.name}: the directory's files lie in {image.workdir}")
+        note(f"image {image.name}: the files lie in {Template(image=image).workspace}")
         return backend, Surroundings(image, network, {}, has_environment=True)
     if choice.backend != "local":
         if choice.venv not in ("", NO_VENV):
