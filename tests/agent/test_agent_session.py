@@ -353,3 +353,37 @@ def test_facts_count_commands_questions_to_dos_errors_and_comments():
     assert again == facts
     again.errors_by_class["timeout"] = 9
     assert facts.errors_by_class == {"timeout": 2}
+
+
+def test_plain_words_end_a_session_that_a_person_reads():
+    limits = SessionLimits(max_idle_turns=2, words_end=True)
+    session = new_session(limits)
+    say(session, READ)
+    answer(session, "x")
+    say(session, "It returns 3.")
+    assert session.next_action() == Finished(Status.DONE)
+    length = session.recording.length
+    session.on_user("why?")
+    assert session.recording.tokens[length:].tolist() == [
+        *session.renderer.user_message("why?").tolist(),
+    ]
+    say(session, "<read_file><path>x</read_file>")
+    assert isinstance(session.next_action(), RunCalls)
+    assert session.harness_digest == new_session(SessionLimits(max_idle_turns=2)).harness_digest
+
+
+def test_an_empty_message_is_no_answer():
+    session = new_session(SessionLimits(words_end=True))
+    say(session, " \n")
+    assert session.next_action() == RunCalls((ToolCall("", error="no call"),))
+
+
+def test_results_that_were_shown_are_not_shown_again():
+    session = new_session()
+    say(session, READ)
+    answer(session, "the file")
+    length = session.recording.length
+    session.stop(Status.LIMIT, "turns")
+    session.on_user("go on")
+    added = session.renderer.tokenizer.decode(session.recording.tokens[length:])
+    assert "go on" in added and "the file" not in added

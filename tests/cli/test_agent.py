@@ -7,6 +7,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -417,6 +418,85 @@ def test_a_model_behind_an_endpoint_works_on_the_repository(root: Path, model) -
     assert len(server.bodies) == 4
     assert server.bodies[1]["messages"] == server.bodies[2]["messages"]
     assert "half a wo" not in json.dumps(server.bodies[3]["messages"])
+
+
+def test_plain_words_answer_the_user_and_the_project_speaks_to_the_agent(root: Path, model) -> None:
+    (root / "repo" / "AGENTS.md").write_text("Never rename tally.\n" + "x" * 20_000)
+    server = model([{"content": "It adds numbers."}, {"content": "In a loop."}])
+    line = (str(root / "repo"), "--endpoint", server.url, "--model-name", "m", "--backend", "memory")
+    done = ran(root, *line, stdin="what does tally do?\nhow?\n/quit\n")
+    assert done.exit_code == 0, done.stderr
+    assert "It adds numbers." in done.stdout and "In a loop." in done.stdout
+    system = server.bodies[0]["messages"][0]["content"]
+    assert "a message without a call ends your turn" in system and "Never rename tally." in system
+    assert len(system) < 17_500 and "of AGENTS.md the first 16384 bytes are read" in done.stdout
+    roles = [message["role"] for message in server.bodies[1]["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+
+
+def test_max_turns_counts_from_each_instruction(root: Path) -> None:
+    script = [[READ], [READ], [READ], [FINISH]]
+    done = agent(root, script, "--max-turns", "2", "-p", "look")
+    assert done.exit_code == 1 and "turns" in done.stdout
+    again = ran(root, "--resume", "last", "--backend", "memory", "--max-turns", "2", "-p", "go on", "--json")
+    assert json.loads(again.stdout.splitlines()[-1])["turns"] == 4
+    assert again.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--image", "a:1", "--dockerfile", "Dockerfile"], "contradicts --image"),
+        (["--image", "a:1", "--venv", "x"], "sees no environment of the host"),
+        (["--image", "a:1", "--backend", "memory"], "leave --backend out"),
+        (["--dockerfile", "nowhere/Dockerfile"], "there is no such file"),
+        (["--venv", "x", "--backend", "memory"], "by the local backend alone"),
+        (["--venv", "nowhere", "--backend", "local"], "is no Python environment"),
+        (["--max-turns", "0"], "--max-turns"),
+    ],
+)
+def test_surroundings_that_do_not_fit_are_refused(root: Path, options: list[str], message: str) -> None:
+    script = write_script(root / "script.json", [[FINISH]])
+    done = ran(root, str(root / "repo"), "--script", script, "-p", "x", *options)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+MCP_SERVER = """
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("echo")
+@server.tool()
+def shout(text: str) -> str:
+    "Says it louder."
+    return text.upper()
+server.run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apply", [["--apply"], []])
+def test_tools_of_an_mcp_server_act_outside_and_are_asked_about(root: Path, apply: list[str]) -> None:
+    (root / "server.py").write_text(MCP_SERVER)
+    script = write_script(
+        root / "script.json", [[{"name": "echo_shout", "arguments": {"text": "hello"}}], ["Done."]]
+    )
+    line = [str(root / "repo"), "--script", script, "--backend", "memory", "-p", "x", *apply]
+    server = f"echo={sys.executable} {root / 'server.py'}"
+    done = subprocess.run(
+        command(*line, "--mcp", server),
+        env=environment(root),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("HELLO" in done.stdout, "refused" in done.stdout) == (bool(apply), not apply)
+
+
+def test_an_mcp_server_without_a_command_is_refused(root: Path) -> None:
+    done = agent(root, [[FINISH]], "--mcp", "echo", "-p", "x")
+    assert done.exit_code == 2 and "is no MCP server" in done.stderr
 
 
 def test_an_agent_may_ask_and_is_answered(root: Path, model) -> None:

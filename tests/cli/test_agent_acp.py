@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from acp import schema  # noqa: E402
 from etude.cli.agent_acp import serve_editor  # noqa: E402
 from etude.cli.agent_acp_transport import LineTransport  # noqa: E402
 from etude.controller.agent.models import ModelChoice  # noqa: E402
+from etude.controller.agent.surroundings import SandboxChoice  # noqa: E402
 from etude.sandbox.backends import open_backend  # noqa: E402
 from tests.cli.agent_scripts import (  # noqa: E402
     FINISH,
@@ -120,7 +122,7 @@ async def beside(
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
-        serving = asyncio.create_task(serve_editor(choice, mode, "memory", agents))
+        serving = asyncio.create_task(serve_editor(choice, mode, SandboxChoice("memory"), agents))
         reader, writer = await asyncio.open_connection(sock=theirs)
         connection = acp.connect_to_agent(editor, writer, reader)
         try:
@@ -243,6 +245,40 @@ def test_what_the_user_refuses_is_not_done(root: Path, answer: str | None) -> No
     assert "+    total = 0" in editor.asked[0].content[0].content.text
     failed = [update for update in editor.told("tool_call_update") if update.get("status") == "failed"]
     assert "refused" in failed[0]["raw_output"]["output"]
+
+
+SERVER = """
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("echo")
+@server.tool()
+def shout(text: str) -> str:
+    return text.upper()
+server.run()
+"""
+
+
+@pytest.mark.slow
+def test_the_editors_servers_give_the_agent_their_tools(root: Path) -> None:
+    (root / "server.py").write_text(SERVER)
+    editor = Editor(("once",))
+    messages = [[{"name": "my_echo_shout", "arguments": {"text": "hello"}}], ["Done."]]
+    line = {"name": "My Echo", "command": sys.executable, "args": [str(root / "server.py")], "env": []}
+    absent = {"name": "absent", "command": "/nonexistent/server", "args": [], "env": []}
+
+    async def go() -> None:
+        async with beside(root, messages, editor) as connection:
+            for named in (line, absent):
+                session = await connection.new_session(
+                    cwd=str(root / "repo"), mcp_servers=[schema.McpServerStdio(**named)]
+                )
+                await say(connection, session, "say it")
+
+    asyncio.run(go())
+    outputs = [
+        update["raw_output"]["output"] for update in editor.told("tool_call_update") if "raw_output" in update
+    ]
+    assert "HELLO" in outputs[0]
+    assert "the editor's MCP servers are not connected" in editor.words()
 
 
 def test_modes_and_commands(root: Path) -> None:

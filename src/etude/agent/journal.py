@@ -70,6 +70,8 @@ class JournaledSession:
         self._chunks: list[SampleChunk] = []
         self._known: dict[int, ToolResult] = {}
         self._closed = False
+        self.max_turns: int | None = None
+        """Messages after which the session is stopped; kept in the journal as a stop."""
 
     @classmethod
     def create(
@@ -123,6 +125,8 @@ class JournaledSession:
         """See Session."""
         self._known.clear()
         self._tell(ResultsIn(tuple(results)), tools=self.state.to_dict())
+        if self.max_turns is not None and len(self.session.turns) >= self.max_turns:
+            self.stop(Status.LIMIT, "turns")
         self._flush()
 
     def on_archived(self, error: str = "") -> None:

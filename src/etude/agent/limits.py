@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from etude.errors import ConfigError
 from etude.records import Status, ToolCall
@@ -24,6 +24,9 @@ class SessionLimits:
     """Messages in a row without one well-formed call, after which the session ends; None: no such limit."""
     max_session_tokens: int | None = None
     """All contexts together."""
+    words_end: bool = field(default=False, repr=False)
+    """Whether a message in plain words, without any call, ends the session as `finish` does; else it is a
+    turn without a call. For people's sessions alone, and so no part of the harness digest."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,10 @@ MANNERS = """You are a coding agent at work in a repository, which is your curre
 change anything, keep changes small, and run the tests where there are any. Every message must call at least
 one tool. When the work is done, or to answer the user, say so in a few words and call finish."""
 """The system message of models that were not trained with these tools."""
+PEOPLE_MANNERS = """You are a coding agent at work in a repository, which is your current directory. Look
+before you change anything, keep changes small, and run the tests where there are any. Call tools until the
+work is done; a message without a call ends your turn: say in it what you did, answer the user, or ask."""
+"""The same where a person reads the answers (`SessionLimits.words_end`)."""
 
 
 def agent_format(tokenizer: Tokenizer, agent: AgentConfig) -> ChatFormat:

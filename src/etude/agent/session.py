@@ -225,9 +225,11 @@ class AgentSession:
             return  # the context is full: the next one begins with all that was said
         if not self._message_is_closed():
             self.recording.give(np.array([self.renderer.end_token], dtype=np.int32), "assistant")
-        last = self.turns[-1] if self.turns else None
-        outputs = [result.output for result in last.results] if last else []
-        if last:
+        spans = self.recording.turn_spans
+        outputs: list[str] = []
+        if self.turns and spans and spans[-1].role == "assistant":  # its results were not shown yet
+            last = self.turns[-1]
+            outputs = [result.output for result in last.results]
             outputs += [STOPPED] * (len(last.calls) - len(outputs))
         self._go_on(outputs, text)
 
@@ -333,8 +335,19 @@ class AgentSession:
     def _end_message(self) -> None:
         """Parses the message that has just ended; its calls await results."""
         message = self._close_message()
-        self.progress.pending = calls = admit(self.renderer.parse(message), self.limits.max_calls_per_turn)
+        parsed = self.renderer.parse(message)
+        if self.limits.words_end and not parsed and self._has_words(message):
+            self._add_turn(message, ())
+            self.facts.on_turn((), ())
+            self._end(Status.DONE)
+            return
+        self.progress.pending = calls = admit(parsed, self.limits.max_calls_per_turn)
         self._add_turn(message, calls)
+
+    def _has_words(self, message: NDArray[np.int32]) -> bool:
+        """Whether a message without a call says anything."""
+        text = self.renderer.tokenizer.decode(message)
+        return bool(text.removesuffix(self.renderer.template.end.name).strip())
 
     def _end_summary(self) -> None:
         """The summary has ended, or was cut: it is used as far as it goes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,16 +12,21 @@ from rich.text import Text
 
 from etude.cli.agent_options import (
     AcpOption,
+    AllowOption,
     ApplyOption,
     ApproveOption,
     BackendOption,
     ContextTokensOption,
+    DockerfileOption,
     EndpointOption,
+    ImageOption,
     IndexOption,
     InstructionOption,
     JsonOption,
     KeyVariableOption,
     ListOption,
+    MaxTurnsOption,
+    McpOption,
     ModelNameOption,
     ModelOption,
     PathArgument,
@@ -30,8 +36,10 @@ from etude.cli.agent_options import (
     TemperatureOption,
     ToolCallsOption,
     ToolsOption,
+    VenvOption,
     chosen_mode,
     chosen_model,
+    chosen_servers,
 )
 from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_output
 from etude.cli.output import print_json, shown
@@ -39,8 +47,10 @@ from etude.errors import EtudeError
 
 if TYPE_CHECKING:
     # Heavier at run time than a command line's help should be.
+    from etude.agent.mcp import McpServer
     from etude.cli.agent_loop import Work
     from etude.controller.agent.models import ModelChoice
+    from etude.controller.agent.surroundings import SandboxChoice
 
 DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -66,6 +76,12 @@ def agent_command(
     index: IndexOption = "words",
     acp: AcpOption = False,
     backend: BackendOption = "local",
+    venv: VenvOption = "",
+    image: ImageOption = "",
+    dockerfile: DockerfileOption = "",
+    allow: AllowOption = None,
+    max_turns: MaxTurnsOption = None,
+    mcp: McpOption = None,
     script: ScriptOption = "",
 ) -> None:
     """Let the coding agent work on the directory PATH.
@@ -78,13 +94,17 @@ def agent_command(
     # Those of the model are read from the context.
     choice = chosen_model(context)
     mode = chosen_mode(approve, apply)
+    from etude.controller.agent.surroundings import SandboxChoice
+
+    sandbox = SandboxChoice(backend, venv, image, dockerfile, tuple(allow or ()))
+    servers = chosen_servers(mcp)
     if acp:
         assert choice is not None
-        _serve_editor(choice, mode or "ask", backend)
+        _serve_editor(choice, mode or "ask", sandbox, max_turns, servers)
         return
     from etude.cli.agent_loop import Work
 
-    _work(Work(path, choice, instruction, mode, resume, as_json, backend))
+    _work(Work(path, choice, instruction, mode, resume, as_json, sandbox, max_turns, servers))
 
 
 def _work(asked: Work) -> None:
@@ -101,10 +121,16 @@ def _work(asked: Work) -> None:
         raise typer.Exit(code)
 
 
-def _serve_editor(choice: ModelChoice, mode: str, backend: str) -> None:
+def _serve_editor(
+    choice: ModelChoice,
+    mode: str,
+    sandbox: SandboxChoice,
+    max_turns: int | None,
+    servers: Sequence[McpServer],
+) -> None:
     from etude.cli.agent_acp import serve
 
-    serve(choice, mode, backend)
+    serve(choice, mode, sandbox, max_turns, servers)
 
 
 def print_sessions(as_json: bool) -> None:

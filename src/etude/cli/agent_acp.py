@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from acp.schema import (
     InitializeResponse,
     ListSessionsResponse,
     LoadSessionResponse,
+    McpServerStdio,
     NewSessionResponse,
     PermissionOption,
     PromptCapabilities,
@@ -40,6 +42,7 @@ from acp.schema import (
 )
 
 import etude
+from etude.agent.mcp import McpServer
 from etude.cli.agent_acp_history import history
 from etude.cli.agent_acp_transport import LineTransport
 from etude.cli.agent_acp_tree import EditorTree
@@ -55,6 +58,7 @@ from etude.controller.agent.conversation import (
 from etude.controller.agent.events import AgentEvent
 from etude.controller.agent.folders import SessionFolder, list_sessions, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
+from etude.controller.agent.surroundings import SandboxChoice, Surroundings, open_surroundings
 from etude.controller.agent.trees import DirectoryTree
 from etude.controller.backends import open_people_backend
 from etude.errors import ConfigError, EtudeError, UserAbortedError, UserError
@@ -73,22 +77,34 @@ _COMMANDS = [
 ]
 
 
-def serve(choice: ModelChoice, mode: str, backend: str) -> None:
+def serve(
+    choice: ModelChoice,
+    mode: str,
+    sandbox: SandboxChoice,
+    max_turns: int | None = None,
+    servers: Sequence[McpServer] = (),
+) -> None:
     """Serves one editor until it closes our input. Raises UserError for a model that cannot be opened."""
 
     async def on_stdio() -> None:
-        await serve_editor(choice, mode, backend, await LineTransport.on_stdio())
+        await serve_editor(choice, mode, sandbox, await LineTransport.on_stdio(), max_turns, servers)
 
     asyncio.run(on_stdio())
 
 
-async def serve_editor(choice: ModelChoice, mode: str, backend_name: str, transport: LineTransport) -> None:
+async def serve_editor(
+    choice: ModelChoice,
+    mode: str,
+    sandbox: SandboxChoice,
+    transport: LineTransport,
+    max_turns: int | None = None,
+    servers: Sequence[McpServer] = (),
+) -> None:
     """Serves the editor at the other end of `transport` until it closes it. Raises UserError."""
-    backend = open_people_backend(backend_name)
+    open_people_backend(sandbox.backend)  # to say at once what keeps it from working
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(backend.close)
-        policy = await stack.enter_async_context(open_policy(choice, one_shot=False))
-        agent = EditorAgent(choice, policy, backend, mode)
+        policy = await stack.enter_async_context(open_policy(choice, False, servers))
+        agent = EditorAgent(choice, policy, sandbox, mode, max_turns, servers)
         stack.push_async_callback(agent.close)
         await run_agent(cast(Any, agent), transport)
 
@@ -154,11 +170,22 @@ class _Open:
 class EditorAgent:
     """Implements the protocol library's `Agent`. Errors of ours become errors of the protocol, with a fix."""
 
-    def __init__(self, choice: ModelChoice, policy: Policy, backend: SandboxBackend, mode: str) -> None:
+    def __init__(
+        self,
+        choice: ModelChoice,
+        policy: Policy,
+        sandbox: SandboxChoice,
+        mode: str,
+        max_turns: int | None = None,
+        servers: Sequence[McpServer] = (),
+    ) -> None:
         self._choice = choice
         self._policy = policy
-        self._backend = backend
+        self._sandbox = sandbox
         self._mode = mode
+        self._max_turns = max_turns
+        self._servers = tuple(servers)
+        self._backends: dict[Path, tuple[SandboxBackend, Surroundings]] = {}
         self._client: Client | None = None
         self._offered: ClientCapabilities | None = None
         self._sessions: dict[str, _Open] = {}
@@ -195,12 +222,12 @@ class EditorAgent:
         with _protocol_errors():
             disk = _directory(cwd)
             folder = SessionFolder.create(sessions_directory(), disk.root, self._choice.to_dict(), self._mode)
-            one = await self._open(folder, disk, self._mode)
-        if mcp_servers:
-            one.queue.put_nowait(update_agent_message_text("[MCP servers are not connected here]\n"))
+            one = await self._open(folder, disk, self._mode, mcp_servers)
         return NewSessionResponse(session_id=one.id, modes=_modes(one.conversation))
 
-    async def load_session(self, cwd: str, session_id: str, **_: Any) -> LoadSessionResponse:
+    async def load_session(
+        self, cwd: str, session_id: str, mcp_servers: Any = None, **_: Any
+    ) -> LoadSessionResponse:
         """A session from disk; all its messages are sent to the editor again."""
         with _protocol_errors():
             known = self._sessions.get(session_id)
@@ -208,7 +235,7 @@ class EditorAgent:
                 folder = SessionFolder.open(sessions_directory(), session_id)
                 disk = _directory(cwd)
                 folder.directory(disk.root)
-                known = await self._open(folder, disk, folder.meta.mode)
+                known = await self._open(folder, disk, folder.meta.mode, mcp_servers)
             for update in history(known.conversation, known.updates):
                 known.queue.put_nowait(update)
             await known.queue.join()
@@ -278,13 +305,37 @@ class EditorAgent:
         one.queue.put_nowait(update_agent_message_text(text))
         return None
 
-    async def _open(self, folder: SessionFolder, disk: DirectoryTree, mode: str) -> _Open:
+    async def _policy_for(self, one: _Open, named: Sequence[Any] | None) -> Policy:
+        """The model, with the tools of the servers that the editor names for a session."""
+        if not named:
+            return self._policy
+        try:
+            servers = (*self._servers, *map(_server, named))
+            return await self._stack.enter_async_context(open_policy(self._choice, False, servers))
+        except EtudeError as error:
+            one.queue.put_nowait(
+                update_agent_message_text(f"[the editor's MCP servers are not connected: {error}]\n")
+            )
+            return self._policy
+
+    async def _open(
+        self, folder: SessionFolder, disk: DirectoryTree, mode: str, named: Sequence[Any] | None = None
+    ) -> _Open:
         assert self._client is not None
         one = _Open(folder.meta.id, self._client)
         fs = self._offered.fs if self._offered else None
         tree = EditorTree(disk, self._client, one.id, fs)
         face = Face(one.emit, one.allow, one)
-        opening = open_conversation(folder, tree, self._policy, self._backend, face, mode)
+        if disk.root not in self._backends:
+            notes: list[str] = []
+            opened = await open_surroundings(self._sandbox, disk.root, notes.append)
+            self._backends[disk.root] = opened
+            self._stack.push_async_callback(opened[0].close)
+            for text in notes:
+                one.queue.put_nowait(update_agent_message_text(f"[{text}]\n"))
+        backend, around = self._backends[disk.root]
+        policy = await self._policy_for(one, named)
+        opening = open_conversation(folder, tree, policy, backend, face, mode, around, self._max_turns)
         one.conversation = conversation = await self._stack.enter_async_context(opening)
         one.updates = Updates(disk.root, lambda: conversation.state.todos)
         await self._stack.enter_async_context(_pumping(one))
@@ -301,6 +352,20 @@ class EditorAgent:
         if one is None:
             raise RequestError.resource_not_found(session_id)
         return one
+
+
+def _server(named: Any) -> McpServer:
+    """A server that an editor names. Raises ConfigError for one that is no command."""
+    if not isinstance(named, McpServerStdio):
+        raise ConfigError(
+            "only servers that are commands are connected",
+            field="mcpServers",
+            received=str(getattr(named, "name", named)),
+            fix="name a command that speaks MCP on standard input and output",
+        )
+    env = {variable.name: variable.value for variable in named.env}
+    prefix = re.sub(r"[^a-z0-9]+", "_", named.name.lower()).strip("_")
+    return McpServer(named.command, tuple(named.args), env, prefix=prefix)
 
 
 def words_of(blocks: Sequence[Any], root: Path) -> str:

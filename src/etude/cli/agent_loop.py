@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.cli.agent_input import Lines
 from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_error, standard_output
@@ -27,9 +27,9 @@ from etude.controller.agent.conversation import (
 from etude.controller.agent.events import AgentEvent
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, open_policy
+from etude.controller.agent.surroundings import SandboxChoice, open_surroundings
 from etude.controller.agent.trees import DirectoryTree
 from etude.controller.agent.workspace import EVERYTHING
-from etude.controller.backends import open_people_backend
 from etude.errors import (
     AgentError,
     ConfigError,
@@ -39,6 +39,9 @@ from etude.errors import (
     UserError,
 )
 from etude.records import Status
+
+if TYPE_CHECKING:
+    from etude.agent.mcp import McpServer
 
 EXIT_UNFINISHED = 1
 EXIT_KEPT_BACK = 4
@@ -64,7 +67,9 @@ class Work:
     mode: str | None
     resume: str | None
     as_json: bool
-    backend: str
+    sandbox: SandboxChoice
+    max_turns: int | None = None
+    servers: Sequence[McpServer] = ()
 
 
 def work(asked: Work) -> int:
@@ -151,8 +156,8 @@ class _Program:
             path = folder.directory(path)
         tree = DirectoryTree(path or Path())
         choice = asked.choice or ModelChoice.from_dict(folder.meta.model if folder else {})
-        policy = await enter(open_policy(choice, asked.instruction is not None))
-        backend = open_people_backend(asked.backend)
+        policy = await enter(open_policy(choice, asked.instruction is not None, asked.servers))
+        backend, around = await open_surroundings(asked.sandbox, tree.root, self._note_unless_json)
         self._stack.push_async_callback(backend.close)
         if folder is None:
             folder = SessionFolder.create(root, tree.root, choice.to_dict(), self._mode(None))
@@ -161,7 +166,8 @@ class _Program:
         user = TerminalUser(self._terminal, self._lines)
         face = Face(self._emit, user.allow, user)
         mode = self._mode(folder.meta.mode)
-        conversation = await enter(open_conversation(folder, tree, policy, backend, face, mode))
+        opening = open_conversation(folder, tree, policy, backend, face, mode, around, asked.max_turns)
+        conversation = await enter(opening)
         if not asked.as_json:
             self._note(f"{policy.label} · {tree.root} · {mode}: {MODE_HELP[mode]}")
             self._note(f"session {conversation.id}")
@@ -288,6 +294,10 @@ class _Program:
         finally:
             self._terminal.hide_running()
             self._terminal.end_line()
+
+    def _note_unless_json(self, text: str) -> None:
+        if not self._asked.as_json:
+            self._note(text)
 
     def _note(self, text: str) -> None:
         self._notes.console().print(shown(text), style="dim", soft_wrap=True)

@@ -12,6 +12,7 @@ from etude.errors import ConfigError
 
 if TYPE_CHECKING:
     # Heavier at run time than a command line's help should be.
+    from etude.agent.mcp import McpServer
     from etude.controller.agent.models import ModelChoice
 
 _TOOL_CALLS = ("native", "text")
@@ -53,6 +54,26 @@ AcpOption = Annotated[
     bool, typer.Option("--acp", help="Serve an editor on stdin and stdout by the Agent Client Protocol.")
 ]
 BackendOption = Annotated[str, typer.Option(help="Sandbox backend. `etude sandbox doctor` lists them.")]
+VenvOption = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR|none",
+        help="Python environment to show. Default: the project's .venv or venv, or the active one.",
+    ),
+]
+ImageOption = Annotated[str, typer.Option(help="Image that commands run in: `etude sandbox image list`.")]
+DockerfileOption = Annotated[str, typer.Option(help="Dockerfile to build that image from, in its directory.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="HOST[:PORT]", help="Host that commands may reach. Repeatable."),
+]
+McpOption = Annotated[
+    list[str] | None,
+    typer.Option("--mcp", metavar="PREFIX=COMMAND", help="MCP server with tools for the agent. Repeatable."),
+]
+MaxTurnsOption = Annotated[
+    int | None, typer.Option(min=1, help="Messages of the agent upon one instruction. Default: no limit.")
+]
 ScriptOption = Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")]
 
 
@@ -68,6 +89,15 @@ def chosen_model(context: typer.Context) -> ModelChoice | None:
         return None
     named = {name: given[name] for name in (*_MODELS, *_OF_THE_MODEL)}
     return ModelChoice(**named, native_tools=native_tools)
+
+
+def chosen_servers(commands: list[str] | None) -> tuple[McpServer, ...]:
+    """The MCP servers that are named. Raises ConfigError."""
+    if not commands:
+        return ()
+    from etude.agent.mcp import parse_server
+
+    return tuple(map(parse_server, commands))
 
 
 def is_native(tool_calls: str) -> bool:

@@ -17,6 +17,8 @@ from etude.sandbox.fleet.hosts import Policy
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.fleet.servers import ServerFleet, Servers, ServerSpec
 from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.local.backend import LocalBackend
+from etude.sandbox.local.host_view import HostView
 from etude.sandbox.remote import RemoteBackend
 from etude.sandbox.remote.connection import RETRY
 
@@ -165,6 +167,9 @@ def open_checked_backend(
     return backend
 
 
-def open_people_backend(name: str) -> SandboxBackend:
-    """The same, named on a command line."""
-    return open_checked_backend(name, "--backend", "--backend unisolated")
+def open_people_backend(name: str, view: HostView | None = None) -> SandboxBackend:
+    """The same, named on a command line. `view`: what else local sandboxes see of the host."""
+    backend = open_checked_backend(name, "--backend", "--backend unisolated")
+    if isinstance(backend, LocalBackend):
+        backend.view = view
+    return backend

@@ -8,12 +8,11 @@ from tool_scenes import in_local, in_memory
 
 from etude.agent.tools import linters
 from etude.agent.tools.linters import Finding, HostRuff, new_findings, parse_findings
-from etude.agent.tools.read_lints import ReadLints, from_template
+from etude.agent.tools.read_lints import ReadLints
 from etude.agent.tools.run_command import RunCommand
 from etude.agent.tools.state import ToolState
 from etude.errors import InfrastructureError
 from etude.records import ToolErrorClass
-from etude.sandbox.template import Template
 
 FILES = {
     "a.py": "import os\nimport sys\n\n\ndef f():\n    return sys.argv\n",
@@ -33,8 +32,8 @@ def lint(edits, *calls, files=None, originals=None, state=None):
         return [await call(**arguments) for arguments in calls or ({},)]
 
     files = FILES if files is None else files
-    tool = ReadLints(originals or from_template(Template(files)))
-    return in_memory([tool], scenario, files, state=state or ToolState())
+    known = {path: text.encode() for path, text in files.items()} if originals is None else originals
+    return in_memory([ReadLints()], scenario, files, state=state or ToolState(), originals=known)
 
 
 def test_only_what_is_new_is_shown():
@@ -64,10 +63,12 @@ def test_all_shows_what_was_there_before_too():
 def test_the_first_state_is_linted_once():
     read, state = [], ToolState()
 
-    async def counted(context, path):
-        read.append(path)
-        return True, FILES[path].encode()
+    class Counted(dict[str, bytes]):
+        def get(self, path, default=None):
+            read.append(path)
+            return FILES[path].encode()
 
+    counted = Counted()
     lint({"a.py": FILES["a.py"] + "x = undefined\n"}, {}, {}, originals=counted, state=state)
     again = ToolState.from_dict(json.loads(json.dumps(state.to_dict())))
     lint({"a.py": FILES["a.py"] + "x = undefined\n"}, {}, originals=counted, state=again)
@@ -75,10 +76,11 @@ def test_the_first_state_is_linted_once():
 
 
 def test_without_a_known_first_state_all_is_new_and_said_so():
-    async def unknown(context, path):
-        return False, None
+    async def scenario(call, context):
+        await context.sandbox.files.write("a.py", FILES["a.py"] + "\n")
+        return await call()
 
-    (result,) = lint({"a.py": FILES["a.py"] + "\n"}, originals=unknown)
+    result = in_memory([ReadLints()], scenario, FILES)
     assert (
         "1 new finding\nall are shown as new of files whose first state is not known: a.py" in result.output
     )
@@ -96,8 +98,7 @@ def test_deleted_and_other_files_are_left_out():
         await context.sandbox.files.write("notes.md", "import os\n")
         return await call()
 
-    tool = ReadLints(from_template(Template(FILES)))
-    assert in_memory([tool], scenario, FILES).output == "no new findings"
+    assert in_memory([ReadLints()], scenario, FILES).output == "no new findings"
 
 
 def test_many_findings_are_counted_and_the_first_shown():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mcp_types as types
@@ -90,7 +91,7 @@ class McpTool:
 
     def access(self, arguments: Arguments) -> Access:
         """See Tool. What it reads is not known to be of the workspace: it waits for all that writes there."""
-        return Access(reads=frozenset({"."})) if self._only_reads else WRITES_ALL
+        return Access(reads=frozenset({"."})) if self._only_reads else replace(WRITES_ALL, outside=True)
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         """See Tool."""
@@ -152,6 +153,54 @@ async def connect_tools(
                 received=settings.command,
             ) from error
         yield _checked([McpTool(client, tool, settings) for tool in described])
+
+
+@asynccontextmanager
+async def connect_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[McpTool]]:
+    """The tools of several servers, for as long as the block lasts. Raises as `connect_tools`.
+
+    A task of its own connects and disconnects them, as their library demands: the block may be left by
+    another task than the one that entered it.
+    """
+    connected = asyncio.get_running_loop().create_future()
+    leave = asyncio.Event()
+
+    async def hold() -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                tools = [
+                    tool for one in servers for tool in await stack.enter_async_context(connect_tools(one))
+                ]
+                connected.set_result(_checked(tools))
+                await leave.wait()
+        except Exception as error:
+            if connected.done():
+                raise
+            connected.set_exception(error)
+
+    task = asyncio.create_task(hold())
+    try:
+        yield await connected
+    finally:
+        leave.set()
+        await asyncio.wait([task])
+
+
+def parse_server(text: str) -> McpServer:
+    """A server as a command line names it: `PREFIX=COMMAND ARGUMENT...`. Raises ConfigError."""
+    prefix, equals, command = text.partition("=")
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = []
+    if not equals or not words or not prefix:
+        raise ConfigError(
+            "is no MCP server",
+            field="--mcp",
+            received=text,
+            fix='give a prefix for its tools and a command, such as --mcp "github=github-mcp-server stdio"',
+        )
+    return McpServer(words[0], tuple(words[1:]), prefix=prefix)
 
 
 def _client(server: Any) -> Client:

@@ -57,6 +57,8 @@ class Access:
 
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
+    outside: bool = False
+    """Whether it may act outside of the sandbox."""
     barrier: bool = False
     """Whether the call waits for all before it, and all after it wait for the call."""
 
@@ -91,6 +93,11 @@ class ToolContext:
     approve: Approve | None = None
     workspace: str = WORKSPACE
     """Where the workspace lies inside the sandbox: absolute paths below it are accepted."""
+
+    has_environment: bool = False
+    """Whether the sandbox holds the project's own environment: then its pytest runs the visible tests."""
+    originals: Mapping[str, bytes | None] | None = None
+    """Files as they were when the session began; None: the last commit tells."""
 
     def changed(self, path: str) -> None:
         """A tool has written or removed the file at this normal path."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from etude.agent.tools.interface import READS_ALL, Access, Arguments, ToolContext, failure, shorten
 from etude.agent.tools.linters import Finding, HostRuff, Linter, SandboxRuff, is_linted, new_findings
@@ -12,7 +12,6 @@ from etude.agent.tools.values import TEXTS, flag, words_of
 from etude.records import ToolErrorClass, ToolResult
 from etude.sandbox.errors import DiffTooLargeError, PathKindError, PathMissingError, Unsupported
 from etude.sandbox.paths import normal_path
-from etude.sandbox.template import Template
 from etude.tokens.grammar import Parameter, ToolSchema
 
 NUM_FINDINGS = 30
@@ -24,7 +23,6 @@ _NO_COMMIT, _NO_FILE = 97, 98
 
 Original = tuple[bool, bytes | None]
 """Whether it is known what a file held when the session began, and its content; None: it did not exist."""
-Originals = Callable[[ToolContext, str], Awaitable[Original]]
 
 
 class ReadLints:
@@ -55,10 +53,6 @@ class ReadLints:
             ),
         ),
     )
-
-    def __init__(self, originals: Originals | None = None) -> None:
-        """`originals` tells what files held when the session began; by default the last commit does."""
-        self._originals = originals or last_commit
 
     def access(self, arguments: Arguments) -> Access:
         return READS_ALL
@@ -95,21 +89,16 @@ class ReadLints:
         if context.state.findings is None:
             context.state.findings = {}
         if path not in context.state.findings:
-            known, content = await self._originals(context, path)
+            known, content = (
+                await last_commit(context, path)
+                if context.originals is None
+                else (True, context.originals.get(path))
+            )
             if not known:
                 return None
             found = [] if content is None else await linter.lint(path, content)
             context.state.findings[path] = [finding.key for finding in found]
         return context.state.findings[path]
-
-
-def from_template(template: Template) -> Originals:
-    """Originals out of the template that a sandbox was made from."""
-
-    async def original(context: ToolContext, path: str) -> Original:
-        return True, template.contents.get(path)
-
-    return original
 
 
 async def last_commit(context: ToolContext, path: str) -> Original:

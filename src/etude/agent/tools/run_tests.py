@@ -35,7 +35,8 @@ class RunTests:
 
     Takes no arguments. Returns one line `FAIL test_x: 12 != 14` for each of the first `test_failures`
     failures, then `2 failed, 3 passed` or `5 passed`. Files that do not import give `error: ...`: what the
-    agent wrote, not a failure of the tool.
+    agent wrote, not a failure of the tool. Where the sandbox holds the project's own environment, its pytest
+    runs all tests that the project's configuration names.
     Limits: `test_timeout_s`.
     Errors: timeout where the tests hang; unexpected_environment where the task has no visible tests.
     """
@@ -49,6 +50,8 @@ class RunTests:
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         if not context.test_paths:
             return failure("no tests", ToolErrorClass.UNEXPECTED_ENVIRONMENT)
+        if context.has_environment:
+            return await _run_pytest([], context)
         return await run_built_in(context.test_paths, context)
 
 
@@ -86,18 +89,23 @@ class RunChosenTests(RunTests):
             if _NEEDS_PYTEST not in result.output:
                 return result
             paths = list(context.test_paths)
-        paths = [_checked(path, context.workspace) for path in paths]
-        timeout_s = context.limits.command_timeout_s
-        line = _COMMAND.format(directory=OUTPUTS, report=_REPORT, paths=shlex.join(paths), absent=_NO_PYTEST)
-        try:
-            result = await context.sandbox.commands.run(line, timeout_s, limit_bytes=OUTPUT_BYTES)
-        except Unsupported:
-            return await _run_without_pytest(paths, context)
-        finally:
-            context.changed_somewhere()
-        if result.exit_code == _NO_PYTEST:
-            return await _run_without_pytest(paths, context)
-        return await _result_of(result, context)
+        return await _run_pytest([_checked(path, context.workspace) for path in paths], context)
+
+
+async def _run_pytest(paths: Sequence[str], context: ToolContext) -> ToolResult:
+    """Runs the tests at `paths` (none: those that the repository's configuration names) by its own pytest; by
+    the built-in runner where there is none."""
+    timeout_s = context.limits.command_timeout_s
+    line = _COMMAND.format(directory=OUTPUTS, report=_REPORT, paths=shlex.join(paths), absent=_NO_PYTEST)
+    try:
+        result = await context.sandbox.commands.run(line, timeout_s, limit_bytes=OUTPUT_BYTES)
+    except Unsupported:
+        return await _run_without_pytest(paths or context.test_paths, context)
+    finally:
+        context.changed_somewhere()
+    if result.exit_code == _NO_PYTEST:
+        return await _run_without_pytest(paths or context.test_paths, context)
+    return await _result_of(result, context)
 
 
 async def run_built_in(

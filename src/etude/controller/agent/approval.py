@@ -49,7 +49,7 @@ class Approver:
         """None if the call may run; else why not, in words for the agent."""
         if self.mode == "full" or call.name in self.always:
             return None
-        if self.mode == "preview" and (self.isolated or not self.runs_something(call)):
+        if self.mode == "preview" and not self._acts_outside(call):
             return None
         if self.mode == "auto-edit" and not self.runs_something(call):
             return None
@@ -59,6 +59,12 @@ class Approver:
         if answer == "always":
             self.always.add(call.name)
         return REFUSED if answer == "no" else None
+
+    def _acts_outside(self, call: ToolCall) -> bool:
+        tool = self.tools.get(call.name)
+        if tool is not None and tool.access(call.arguments).outside:
+            return True
+        return not self.isolated and self.runs_something(call)
 
     def runs_something(self, call: ToolCall) -> bool:
         """Whether the call may change anything anywhere, and not the files alone that it names."""

@@ -25,6 +25,7 @@ from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.mirror import Mirror
 from etude.controller.agent.models import Policy
 from etude.controller.agent.narrating import Narrator
+from etude.controller.agent.surroundings import Surroundings
 from etude.controller.agent.trees import Tree, is_test
 from etude.controller.agent.workspace import MirroredWorkspace
 from etude.errors import InfrastructureError
@@ -34,8 +35,12 @@ from etude.records import Status, ToolCall, ToolResult, TrajectoryId
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
+from etude.tokens import Piece
 
 STOPPED_BY_USER = "user"
+PROJECT_WORDS = "AGENTS.md"
+MAX_PROJECT_WORDS_BYTES = 16 << 10
+"""Of that file; the rest is left out."""
 MEMORY_BYTES = 4 << 30
 """Of a sandbox; less on a machine with less than twice as much."""
 RESOURCES = Resources(
@@ -77,6 +82,9 @@ class Conversation:
     face: Face
     approver: Approver
     mirror: Mirror
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    max_turns: int | None = None
+    """Messages of the agent upon one instruction."""
     state: ToolState = field(default_factory=ToolState)
     journal: JournaledSession | None = None
     sampler: Sampler | None = None
@@ -86,6 +94,8 @@ class Conversation:
     _running: asyncio.Task[object] | None = None
     _runs: int = 0
     """Runs of this process: no two requests have one id, even where the first of them came to nothing."""
+    _first_turn: int = 0
+    """Messages of the agent before the present instruction."""
     _busy: bool = False
     _stopping: bool = False
     _undone: list[str] = field(default_factory=list[str])
@@ -139,6 +149,7 @@ class Conversation:
             self._end_open(STOPPED_BY_USER)
             self.journal.on_user(told)
         self._undone.clear()
+        self._first_turn = self.num_turns
         self.folder.add_prompt(text, self.num_turns)
         return await self._drive(workspace)
 
@@ -216,6 +227,7 @@ class Conversation:
         assert journal is not None
         sampler = self._sampler()
         self._runs += 1
+        journal.max_turns = None if self.max_turns is None else self._first_turn + self.max_turns
         task = self._running = asyncio.create_task(
             run_session(
                 journal,
@@ -272,9 +284,20 @@ class Conversation:
             TrajectoryId("agent", self.id, 0, 0, 0),
             policy.limits,
             policy.params,
-            policy.system,
+            self._system(),
             policy.summary,
         )
+
+    def _system(self) -> str | tuple[Piece, ...] | None:
+        """The system message, with what the project says to agents."""
+        policy, data = self.policy, self.mirror.box.get(PROJECT_WORDS, b"")
+        if policy.system_with is None or not data.strip():
+            return policy.system
+        most = min(MAX_PROJECT_WORDS_BYTES, policy.limits.max_tokens // 4)
+        if len(data) > most:
+            self.face.emit(Noted(f"of {PROJECT_WORDS} the first {most} bytes are read"))
+        text = data[:most].decode(errors="replace").strip()
+        return policy.system_with(f"\n\nThe project says to agents, in {PROJECT_WORDS}:\n\n{text}")
 
     def _sampler(self) -> Sampler:
         if self.sampler is None:
@@ -301,8 +324,9 @@ class Conversation:
             self._note_left_out()
         else:
             await self.mirror.pull()
-        template = Template(dict(self.mirror.box), "repository")
-        sandbox = await self.backend.create(template, RESOURCES)
+        around = self.surroundings
+        template = Template({**self.mirror.box, **around.files}, "repository", around.image)
+        sandbox = await self.backend.create(template, RESOURCES, around.network)
         self.mirror.mount(sandbox)
         if self.policy.indexes is not None:
             self._search = self.policy.indexes.search(template, sandbox)
@@ -310,11 +334,12 @@ class Conversation:
             tests = tuple(sorted(path for path in self.mirror.box if is_test(path)))
             self.folder.update(test_paths=tests)
         self._workspace = MirroredWorkspace(
-            self._context(sandbox), self.mirror, self.folder, self.face.emit, lambda: self.num_turns
+            self._context(sandbox, template), self.mirror, self.folder, self.face.emit, lambda: self.num_turns
         )
         return self._workspace
 
-    def _context(self, sandbox: Sandbox) -> ToolContext:
+    def _context(self, sandbox: Sandbox, template: Template) -> ToolContext:
+        before = {file.path: file.before for file in self.changes()}
         return ToolContext(
             sandbox,
             self.policy.registry,
@@ -324,6 +349,9 @@ class Conversation:
             self._search,
             user=self.face.user,
             approve=self.approver,
+            workspace=template.workspace,
+            has_environment=self.surroundings.has_environment,
+            originals={**self.mirror.box, **before},
         )
 
     def _note_left_out(self) -> None:
@@ -362,9 +390,17 @@ class _RunAgain:
 
 @contextlib.asynccontextmanager
 async def open_conversation(
-    folder: SessionFolder, tree: Tree, policy: Policy, backend: SandboxBackend, face: Face, mode: str
+    folder: SessionFolder,
+    tree: Tree,
+    policy: Policy,
+    backend: SandboxBackend,
+    face: Face,
+    mode: str,
+    surroundings: Surroundings | None = None,
+    max_turns: int | None = None,
 ) -> AsyncIterator[Conversation]:
-    """A session that begins, or (if it has a journal) one that is taken up.
+    """A session that begins, or (if it has a journal) one that is taken up. `max_turns`: of the agent, upon
+    one instruction.
 
     Raises StoreError for a journal that is damaged or in use, ConfigError for one of another tokenizer.
     """
@@ -372,7 +408,8 @@ async def open_conversation(
     can = backend.capabilities()
     approver = Approver(checked, policy.registry, face.ask, can.isolation != "none" or not can.commands)
     mirror = Mirror(tree, checked != "preview")
-    conversation = Conversation(folder, tree, policy, backend, face, approver, mirror)
+    around = surroundings or Surroundings()
+    conversation = Conversation(folder, tree, policy, backend, face, approver, mirror, around, max_turns)
     try:
         if folder.journal.exists():
             conversation.journal = JournaledSession.resume(folder.journal, policy.renderer, policy.registry)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etude.agent import SessionLimits, open_renderer, registry_of
+from etude.agent.prompts import PEOPLE_MANNERS
 from etude.config import AgentConfig
 from etude.controller.agent.models import (
     ModelChoice,
@@ -25,7 +26,7 @@ from etude.model.huggingface import load_model
 from etude.observe import RunDirectory
 from etude.observe.machine import available_cores
 from etude.records import PolicyVersion, SamplingParams
-from etude.tokens import Renderer, Tokenizer
+from etude.tokens import Piece, Renderer, Tokenizer
 from etude.weights import MemoryWeights
 
 _TURNS = 200
@@ -74,7 +75,14 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
         )
     tokenizer = Tokenizer.load(directory)
     model = load_model(directory)
-    renderer = open_renderer(tokenizer, AgentConfig(tools=choice.tools or "auto"))
+    tools = choice.tools or "auto"
+    renderer = open_renderer(tokenizer, AgentConfig(tools=tools))
+
+    def system_with(words: str) -> tuple[Piece, ...] | None:
+        if renderer.system is None:  # it was trained without one
+            return None
+        return open_renderer(tokenizer, AgentConfig(tools=tools, system=PEOPLE_MANNERS + words)).system
+
     limits = _limits(model.config.max_positions, renderer)
     name, weights = directory.name, MemoryWeights()
     engine = Engine(
@@ -99,6 +107,8 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
             limits=limits,
             params=SamplingParams(temperature=choice.temperature or 0.0, max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
+            system=system_with(""),
+            system_with=system_with,
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.agent import (
     Patience,
@@ -17,18 +17,22 @@ from etude.agent import (
     SessionLimits,
     SummaryPolicy,
     ToolLimits,
-    core_registry,
     play,
     registry_named,
 )
 from etude.agent.index.opening import open_indexes
 from etude.agent.index.templates import TemplateIndexes
-from etude.agent.prompts import MANNERS
+from etude.agent.prompts import PEOPLE_MANNERS
+from etude.agent.tools import Tool
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Sampler
 from etude.records import SamplingParams, ToolCall
 from etude.tokens import Piece, Renderer
 from etude.tokens.grammar import ParseEvent, XmlGrammar
+
+if TYPE_CHECKING:
+    # Heavier at run time than a command line's help should be.
+    from etude.agent.mcp import McpServer
 
 BYTES_PER_TOKEN = 4
 """What a token of a chat endpoint is taken for: sessions behind one are counted in bytes."""
@@ -88,6 +92,11 @@ class ModelChoice:
                 fix="leave it out",
             )
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model takes other tools than ours."""
+        return bool(self.endpoint or self.script)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values. Paths become absolute, so that a session can be taken up from anywhere."""
         paths = {
@@ -120,6 +129,8 @@ class Policy:
     tool_limits: ToolLimits
     system: str | tuple[Piece, ...] | None = None
     """None: the renderer's own."""
+    system_with: Callable[[str], str | tuple[Piece, ...] | None] | None = None
+    """The same with more words at the end of what a person would write; None: the model knows one alone."""
     summary: SummaryPolicy | None = None
     patience: Patience = field(default_factory=Patience)
     seed: int = 0
@@ -131,22 +142,45 @@ class Policy:
 
 
 @contextlib.asynccontextmanager
-async def open_policy(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]:
-    """The chosen model. `one_shot`: with the limits that it was trained with, where they are known.
+async def open_policy(
+    choice: ModelChoice, one_shot: bool, servers: Sequence[McpServer] = ()
+) -> AsyncIterator[Policy]:
+    """The chosen model. `one_shot`: with the limits that it was trained with, where they are known;
+    `servers`: whose tools it gets beside ours.
 
-    Raises UserError for a model that is not there or cannot be used.
+    Raises UserError for a model that is not there or cannot be used, InfrastructureError for a server.
     """
+    if servers and not choice.takes_tools:
+        raise ConfigError(
+            "a model in this process has the tools that it knows",
+            field="--mcp",
+            received=", ".join(server.prefix for server in servers),
+            fix="use a model behind an endpoint, or leave it out",
+        )
+    async with contextlib.AsyncExitStack() as stack:
+        tools: Sequence[Tool] = ()
+        if servers:
+            from etude.agent.mcp import connect_servers  # heavy
+
+            tools = await stack.enter_async_context(connect_servers(servers))
+        policy = await stack.enter_async_context(_opening(choice, one_shot, tools))
+        policy.indexes = await stack.enter_async_context(open_indexes(choice.index))
+        yield policy
+
+
+def _opening(
+    choice: ModelChoice, one_shot: bool, tools: Sequence[Tool]
+) -> contextlib.AbstractAsyncContextManager[Policy]:
     if choice.endpoint:
-        opening = _endpoint_policy(choice)
+        opening = _endpoint_policy(choice, tools)
     elif choice.script:
-        opening = _scripted_policy(choice)
+        opening = _scripted_policy(choice, tools)
     else:
         # Heavy: torch comes with it.
         from etude.controller.agent.local_models import open_model, open_run
 
         opening = open_run(choice, one_shot) if choice.run else open_model(choice)
-    async with opening as policy, open_indexes(choice.index) as policy.indexes:
-        yield policy
+    return opening
 
 
 def people_tool_limits() -> ToolLimits:
@@ -169,15 +203,16 @@ def people_session_limits(max_tokens: int) -> tuple[SessionLimits, SummaryPolicy
         max_tokens=max_tokens,
         max_message_tokens=message,
         max_idle_turns=3,
+        words_end=True,
     )
     return limits, SummaryPolicy(at_tokens=int(max_tokens * 0.6), max_summary_tokens=summary)
 
 
 @contextlib.asynccontextmanager
-async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
+async def _endpoint_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncIterator[Policy]:
     from etude.agent.endpoint import Endpoint, EndpointSampler, endpoint_renderer
 
-    registry = registry_named(choice.tools or "full")
+    registry = Registry([*registry_named(choice.tools or "full").values(), *tools])
     endpoint = Endpoint(
         choice.endpoint,
         choice.model_name,
@@ -193,6 +228,10 @@ async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
         opened.append(EndpointSampler(endpoint, renderer, registry.schemas, on_event))
         return opened[-1]
 
+    def system_with(words: str) -> str | tuple[Piece, ...]:
+        said = PEOPLE_MANNERS + words
+        return said if choice.native_tools else renderer.describe(said, registry.schemas)
+
     sampler = EndpointSampler(endpoint, renderer, registry.schemas)
     opened.append(sampler)
     try:
@@ -204,7 +243,8 @@ async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
             limits=limits,
             params=SamplingParams(max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
-            system=MANNERS if choice.native_tools else renderer.describe(MANNERS, registry.schemas),
+            system=system_with(""),
+            system_with=system_with,
             summary=summary,
             patience=Patience(sampler_attempts=5, backoff_s=1.0),
             sampler_for=sampler_for,
@@ -215,10 +255,10 @@ async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
 
 
 @contextlib.asynccontextmanager
-async def _scripted_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
+async def _scripted_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncIterator[Policy]:
     from etude.agent.endpoint_messages import byte_tokenizer
 
-    registry = registry_named(choice.tools) if choice.tools else core_registry()
+    registry = Registry([*registry_named(choice.tools or "core").values(), *tools])
     grammar = XmlGrammar(registry.schemas)
     renderer = Renderer(byte_tokenizer(grammar.control_tokens()), grammar)
     messages = [renderer.message(parts) for parts in _script(Path(choice.script))]

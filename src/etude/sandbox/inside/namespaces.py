@@ -29,7 +29,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from etude.sandbox.inside import ids, kernel, layers
@@ -52,6 +52,9 @@ ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
 """For commands of an emulated root: apt must not try to become another user, of whom there is none."""
 PYTHON = "/dev/etude/python"
 """Where sandboxes with an image find the standard library of the interpreter that runs their tests."""
+_GIT_CONFIG = "[safe]\n\tdirectory = *\n[core]\n\texcludesFile = /etc/gitignore\n"
+"""A project's history that is shown belongs to another user than the sandbox's."""
+_GIT_IGNORE = ".etude/\n"
 _APT_CONFIG = 'APT::Sandbox::User "root";\n'
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
@@ -95,15 +98,18 @@ class Plan:
         return [f"{FILES_RO}/layers/{layer}/{layers.TEMPORARY}" for layer in self.layers]
 
 
-def isolate_fork_server(prefix: str, images: str, map_ids: Callable[[int, int], None]) -> None:
+def isolate_fork_server(
+    prefix: str, images: str, view: Mapping[str, Mapping[str, str]], map_ids: Callable[[int, int], None]
+) -> None:
     """Moves this process into its own user, mount and (for its next child) pid namespace.
 
     `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory, or
-    empty; `map_ids` maps the ids of the host.
+    empty; `view` what else of the host they see (`local.host_view`), or nothing; `map_ids` maps the host's
+    ids.
     """
     if os.geteuid() == 0:
         _lift_shared_limit()
-    enter_own_namespaces(lambda: _build_root(prefix, images), map_ids)
+    enter_own_namespaces(lambda: _build_root(prefix, images, view), map_ids)
     kernel.unshare(kernel.NEWPID)
 
 
@@ -138,7 +144,7 @@ def mount_fork_server() -> None:
             WATCHES[name] = max(1, min(most, int(file.read()) // _WATCH_SHARES))
 
 
-def _build_root(prefix: str, images: str) -> None:
+def _build_root(prefix: str, images: str, view: Mapping[str, Mapping[str, str]]) -> None:
     kernel.mount("", "/", flags=MS_PRIVATE | MS_REC)
     kernel.mount("fork-server", "/tmp", "tmpfs", MS_NOSUID, "mode=755")
     os.mkdir("/tmp/host")
@@ -156,6 +162,8 @@ def _build_root(prefix: str, images: str) -> None:
         _show(prefix.lstrip("/"))
     _fill_etc()
     _fill_dev(prefix)
+    if view:
+        _show_more(view["directories"], view["links"])
     for name in ("proc", "tmp", "workspace"):
         os.mkdir(f"/root/{name}")
     for name in ("tests", "logs", "solution"):
@@ -178,6 +186,20 @@ def _show(name: str) -> None:
         os.makedirs(target)
         kernel.mount(source, target, flags=MS_BIND | MS_REC)
         _shown.append(name)
+
+
+def _show_more(directories: Mapping[str, str], links: Mapping[str, str]) -> None:
+    """Shows directories of the host, none of them below one that is shown already, and makes links."""
+    for path, source in directories.items():
+        os.makedirs(f"/root{path}", exist_ok=True)
+        kernel.mount(f"/host{source}", f"/root{path}", flags=MS_BIND | MS_REC)
+        _shown.append(path[1:])
+    for path, target in links.items():
+        os.makedirs(os.path.dirname(f"/root{path}"), exist_ok=True)
+        os.symlink(target, f"/root{path}")
+    for name, text in (("gitconfig", _GIT_CONFIG), ("gitignore", _GIT_IGNORE)):
+        with open(f"/root/etc/{name}", "w") as file:
+            file.write(text)
 
 
 def without_mounts_below(names: list[str], mounts: str) -> list[str]:

@@ -362,7 +362,8 @@ def store_template(directory: str, descriptor: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Arguments: control socket, owner's pidfd, a base folder or `namespaces`. After that: directory of image
-    layers or "", then `ids.Spare.words` where each sandbox is to be a user of its own."""
+    layers or "", a view of the host as JSON, then `ids.Spare.words` where each sandbox is to be a user of its
+    own."""
     control = socket.socket(fileno=int(arguments[0]))
     owner = int(arguments[1])
     for name in WARM_MODULES:
@@ -372,9 +373,11 @@ def main(arguments: Sequence[str]) -> None:
     try:
         lock = None
         if arguments[2] == "namespaces":
-            images = arguments[3]
-            users, lock = ids.take(arguments[4:], images)
-            namespaces.isolate_fork_server(prefix, images, users.map_server)
+            images, view = arguments[3], json.loads(arguments[4])
+            users, lock = ids.take(arguments[5:], images)
+            namespaces.isolate_fork_server(prefix, images, view, users.map_server)
+            if view and view["programs"]:
+                path = f"{view['programs']}:{path}"
             isolation: Isolation = Namespaces(users)
         else:
             isolation = Folders(arguments[2])

@@ -23,6 +23,7 @@ from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.forkserver import ForkServer
 from etude.sandbox.local.host_ids import find_host_ids
+from etude.sandbox.local.host_view import HostView
 from etude.sandbox.local.plans import plan_request
 from etude.sandbox.local.spares import NUM_AHEAD, Spares
 from etude.sandbox.local.templates import TemplateUses, pack_files
@@ -384,6 +385,8 @@ class LocalBackend(ForkServerBackend):
     def __init__(self, state: Path | None = None, images: Path | None = None) -> None:
         super().__init__(state, images)
         self._spare_ids = find_host_ids().spare
+        self.view: HostView | None = None
+        """What else its sandboxes see of the host; set before the first is made."""
 
     def doctor(self) -> list[str]:
         """Known obstacles of this machine, each with its fix; starts nothing."""
@@ -398,7 +401,8 @@ class LocalBackend(ForkServerBackend):
 
     def _arguments(self) -> Sequence[str]:
         images = "" if self._images is None else str(self._images.resolve() / "layers")
-        return ["namespaces", images, *([] if self._spare_ids is None else self._spare_ids.words())]
+        view = "{}" if self.view is None else self.view.word()
+        return ["namespaces", images, view, *([] if self._spare_ids is None else self._spare_ids.words())]
 
     def _interpreter(self) -> str:
         interpreter = os.path.realpath(sys.executable)

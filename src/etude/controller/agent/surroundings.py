@@ -1,0 +1,150 @@
+"""What the sandbox of a person's session holds beside the copy of the directory, as the command line says.
+
+--venv DIR, or found ──> shown at its own path, first in PATH ──┐
+--image, --dockerfile ─> the sandbox's root ────────────────────┼──> Surroundings ──> Conversation
+.git ──────────────────> readable ──────────────────────────────┤
+--allow HOST ──────────> the way out ───────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude.controller.backends import open_people_backend
+from etude.errors import ConfigError
+from etude.sandbox.backends import ENGINES, IMAGES
+from etude.sandbox.images.base_sources import find_base
+from etude.sandbox.images.building import BuildOptions, build_image
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.local.host_view import HostView, find_environment
+from etude.sandbox.machine_backend import default_state_directory
+from etude.sandbox.template import Image, Template
+from etude.sandbox.types import NO_NETWORK, Network
+
+NO_VENV = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxChoice:
+    """How the sandbox was chosen on the command line."""
+
+    backend: str = "local"
+    venv: str = ""
+    """Directory of a Python environment; `none`; empty: the project's own if there is one."""
+    image: str = ""
+    """Name of an image of the store, or of one that is made of Debian's packages."""
+    dockerfile: str = ""
+    """A Dockerfile, built in its directory."""
+    allow: tuple[str, ...] = ()
+    """Hosts that commands may reach, and RUN of the Dockerfile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a sandbox is made with beside the files of the directory."""
+
+    image: Image | None = None
+    network: Network = NO_NETWORK
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Of the harness: never written back."""
+    has_environment: bool = False
+    """Whether the project's own environment is there: then its pytest runs the tests."""
+
+
+async def open_surroundings(
+    choice: SandboxChoice, project: Path, note: Callable[[str], None]
+) -> tuple[SandboxBackend, Surroundings]:
+    """The backend for the sandboxes of one directory (absolute, without links), and what they hold.
+
+    `note` is called with what a person should know. Raises ConfigError, ResourceError, TemplateError.
+    """
+    network = Network(choice.allow)
+    if choice.image or choice.dockerfile:
+        _check_image_choice(choice)
+        image = await _find_image(choice, network, note)
+        backend = open_people_backend(choice.backend)
+        note(f"image {image.name}: the files lie in {Template(image=image).workspace}")
+        return backend, Surroundings(image, network, {}, has_environment=True)
+    if choice.backend != "local":
+        if choice.venv not in ("", NO_VENV):
+            raise ConfigError(
+                "environments of the host are shown by the local backend alone",
+                field="--venv",
+                received=f"{choice.venv} with --backend {choice.backend}",
+                fix="leave one of them out",
+            )
+        return open_people_backend(choice.backend), Surroundings(network=network)
+    view = HostView(project)
+    has_environment = _add_environment(view, choice.venv, note)
+    files = {".git": f"gitdir: {project}/.git\n".encode()} if view.add_history() else {}
+    return open_people_backend("local", view), Surroundings(None, network, files, has_environment)
+
+
+def _add_environment(view: HostView, venv: str, note: Callable[[str], None]) -> bool:
+    """Raises ConfigError for an environment that was named and cannot be shown; of one that was found the
+    reason is noted."""
+    if venv == NO_VENV:
+        return False
+    if venv:
+        view.add_python(Path(venv).expanduser())
+        return True
+    found = find_environment(view.project)
+    if found is None:
+        return False
+    try:
+        view.add_python(found)
+    except ConfigError as error:
+        view.directories.clear()
+        note(f"{found} is not in the sandbox: {error.message}; {error.fix}")
+        return False
+    note(f"Python of the sandbox: {found}")
+    return True
+
+
+def _check_image_choice(choice: SandboxChoice) -> None:
+    if choice.image and choice.dockerfile:
+        raise ConfigError(
+            "contradicts --image",
+            field="--dockerfile",
+            received=choice.dockerfile,
+            fix="leave one of them out",
+        )
+    if choice.venv not in ("", NO_VENV):
+        raise ConfigError(
+            "a sandbox with an image sees no environment of the host",
+            field="--venv",
+            received=choice.venv,
+            fix="leave it out, or install the project's packages in the image",
+        )
+    if choice.backend != "local":
+        engine = choice.backend.partition(":")[0] in ENGINES
+        raise ConfigError(
+            "images of the store run by the local backend",
+            field="--image" if choice.image else "--dockerfile",
+            received=f"--backend {choice.backend}",
+            fix="name an image of the engine: --backend podman:IMAGE" if engine else "leave --backend out",
+        )
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+async def _find_image(choice: SandboxChoice, network: Network, note: Callable[[str], None]) -> Image:
+    store = ImageStore(default_state_directory() / IMAGES)
+    if choice.image:
+        return await find_base(choice.image, store)
+    file = _absolute(choice.dockerfile)
+    if not file.is_file():
+        raise ConfigError(
+            "there is no such file", field="--dockerfile", received=choice.dockerfile, fix="name a Dockerfile"
+        )
+    name = "agent/" + (re.sub(r"[^a-z0-9]+", "-", file.parent.name.lower()).strip("-") or "project")[:60]
+    note(f"building {file}")
+    return await build_image(
+        file.parent, name, store, dockerfile=file.name, options=BuildOptions(network=network)
+    )
