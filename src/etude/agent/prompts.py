@@ -28,13 +28,17 @@ def agent_format(tokenizer: Tokenizer, agent: AgentConfig) -> ChatFormat:
     """How the agent is spoken to, as the section `agent` says. Raises ConfigError where no known format fits
     the tokenizer, and for a tool that there is not."""
     chosen = choose_format(tokenizer, agent.template, agent.grammar)
-    own, is_auto = chosen.is_own, agent.tools == "auto"
-    tools = registry_named(("core" if own else "full") if is_auto else agent.tools).schemas
-    system = agent.system
-    if system == "auto":
-        has_tags = own and all(tokenizer.has_control(f"<{tool.name}>") for tool in tools)
-        return replace(chosen, tools=tools, system=None if has_tags else MANNERS)
+    tools, words = agent_words(agent, "core" if chosen.is_own else "full")
+    has_tags = chosen.is_own and all(tokenizer.has_control(f"<{tool.name}>") for tool in tools)
+    system = None if has_tags and agent.system == "auto" else words
     return replace(chosen, tools=tools, system=system)
+
+
+def agent_words(agent: AgentConfig, auto_tools: str = "full") -> tuple[tuple[ToolSchema, ...], str]:
+    """The tools and the system words that the section `agent` gives a model of others. `auto_tools`: what
+    `auto` stands for. Raises ConfigError for a tool that there is not."""
+    tools = registry_named(auto_tools if agent.tools == "auto" else agent.tools).schemas
+    return tools, MANNERS if agent.system == "auto" else agent.system
 
 
 def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:

@@ -43,6 +43,10 @@ class TaskSplit(StrEnum):
 
 SplitOption = Annotated[TaskSplit, typer.Option(help="Split of the tasks.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the generator.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")]
+SettingsOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
+]
 
 
 @tasks_app.command("show")
@@ -91,26 +95,32 @@ def export_command(
 def sessions_command(
     file: Annotated[Path, typer.Argument(help="JSONL file of chats to write.")],
     count: Annotated[int, typer.Option(min=1, help="Number of sessions to read.")] = 1000,
-    tools: Annotated[str, typer.Option(help="Tools that the chats offer: core, full, or names.")] = "core",
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
+    flawless: Annotated[
+        bool, typer.Option("--flawless", help="Only sessions whose tests pass the first time they run.")
+    ] = False,
 ) -> None:
-    """Write sessions of the scripted expert as chats, for `etude sft` to fine-tune a published model on."""
-    from etude.agent import registry_named
+    """Write sessions of the scripted expert as chats, for `etude sft` to fine-tune a published model on.
+
+    Tools and system words are those of the section `agent`. Sessions that call other tools, or show malformed
+    calls, are left out.
+    """
+    from etude.config import load_config
     from etude.controller.corpus import load_sessions
     from etude.controller.expert_chats import write_chats
 
-    sessions = load_sessions(count, open_observer())
-    written = write_chats(sessions, file, registry_named(tools).schemas)
-    error_console().print(f"{written} of {count} sessions, without those that show malformed calls")
+    agent = load_config(config, settings or []).agent
+    written = write_chats(load_sessions(count, open_observer()), file, agent, flawless=flawless)
+    error_console().print(f"{written} of {count} sessions")
 
 
 @tasks_app.command("check")
 def check_command(
     directory: Annotated[Path, typer.Argument(help="Directory with one Harbor task directory per task.")],
     backend: Annotated[str | None, typer.Option(help="Sandboxes in which the tasks are tried.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
-    ] = None,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every task's report as JSON.")] = False,
 ) -> None:
     """Try each task: its reference solution earns 1, doing nothing 0, and again the same.

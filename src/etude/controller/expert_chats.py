@@ -3,32 +3,65 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.agent.prompts import MANNERS
+from etude.agent.prompts import agent_words
+from etude.config import AgentConfig
 from etude.kit.durable import write_text
+from etude.records import ToolCall
 from etude.rollout.corpus import ScriptedSession
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.grammar import ToolSchema
 
+_PASSED = re.compile(r"\d+ passed")
 
-def write_chats(sessions: Sequence[ScriptedSession], file: Path, tools: Sequence[ToolSchema]) -> int:
-    """Writes sessions as chats, one JSON object a line, with the system message and these tools; returns how
-    many. Sessions are left out in which the expert shows what is malformed in tags of our own."""
+
+def write_chats(
+    sessions: Sequence[ScriptedSession], file: Path, agent: AgentConfig, *, flawless: bool = False
+) -> int:
+    """Writes sessions as chats, one JSON object a line, with the tools and the system words of `agent`;
+    returns how many.
+
+    Sessions are left out in which the expert shows what is malformed in tags of our own, or calls a tool that
+    is not offered. `flawless`: also those whose tests did not pass the first and only time they ran. Raises
+    ConfigError for a tool that there is not.
+    """
+    tools, system = agent_words(agent)
+    names = {schema.name for schema in tools}
     rows = [
-        {"messages": _messages(session, tools), "tools": [schema.function_schema() for schema in tools]}
+        {
+            "messages": _messages(session, tools, system),
+            "tools": [schema.function_schema() for schema in tools],
+        }
         for session in sessions
-        if not any("<" in part for turn in session.turns for part in turn.parts if isinstance(part, str))
+        if _is_written(session, names) and (not flawless or _is_flawless(session))
     ]
     write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)
 
 
-def _messages(session: ScriptedSession, tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
+def _is_written(session: ScriptedSession, names: set[str]) -> bool:
+    """Whether all that the expert writes can be written with these tools."""
+    parts = [part for turn in session.turns for part in turn.parts]
+    return all(part.name in names if isinstance(part, ToolCall) else "<" not in part for part in parts)
+
+
+def _is_flawless(session: ScriptedSession) -> bool:
+    outputs = [
+        output
+        for turn in session.turns
+        for part, output in zip(turn.parts, turn.outputs, strict=False)
+        if isinstance(part, ToolCall) and part.name == "run_tests"
+    ]
+    return len(outputs) == 1 and _PASSED.fullmatch(outputs[0]) is not None
+
+
+def _messages(session: ScriptedSession, tools: Sequence[ToolSchema], system: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [
-        {"role": "system", "content": MANNERS},
+        {"role": "system", "content": system},
         {"role": "user", "content": session.instruction},
     ]
     for turn in session.turns:

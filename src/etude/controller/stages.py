@@ -71,11 +71,11 @@ class StageRunner:
         while not trainer.finished and not self.stop:
             values = self.threads.step(trainer.step)
             step = trainer.num_steps_taken
+            wall = {"tokens_per_s": values["tokens"] / values["step_s"], "wall_s": self.stop.elapsed_s}
+            shown = {**self.shown(values), **wall}
+            self.observer.stage_advances(step, shown)  # of a large model, steps take long
             if step % REPORT_EVERY == 0 or trainer.finished:
-                wall = {"tokens_per_s": values["tokens"] / values["step_s"], "wall_s": self.stop.elapsed_s}
-                shown = {**self.shown(values), **wall}
                 self.metrics.write(self.stage, step, shown)
-                self.observer.stage_advances(step, shown)
             after_step(step)
             if keeper.due:
                 self._save(trainer, keeper)

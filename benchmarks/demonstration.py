@@ -1,0 +1,165 @@
+"""The demonstration of configs/smollm2.toml, one seed: SFT until it stops helping, then RL against more SFT.
+
+    chats ──> SFT, round after round, until `validation` has not risen in two ──> the best round
+                                                                                  ├──> RL
+                                                                                  └──> SFT for the same time
+
+All are commands of `etude`, each in a run directory or an evaluation of its own. What is there is continued
+or left alone, so that the same script goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import Figures
+
+from etude.evaluation import EvaluationResult, compare_results
+from etude.evaluation.sessions import SessionRow
+from etude.observe import RunDirectory, read_metrics
+
+CONFIG = Path(__file__).parents[1] / "configs" / "smollm2.toml"
+CHATS = "expert.jsonl"
+PATIENCE = 2
+"""Rounds of SFT that do not raise the pass rate on `validation` before it ends."""
+
+
+def find_best(rates: Sequence[float]) -> tuple[int, bool]:
+    """(the round of the highest pass rate, the first of equal ones; whether SFT has ended)."""
+    best = rates.index(max(rates))
+    return best, len(rates) - 1 - best >= PATIENCE
+
+
+def well_formed_share(
+    before: Sequence[SessionRow], control: Sequence[SessionRow], trained: Sequence[SessionRow]
+) -> float:
+    """How much of the lead of `trained` over `control` lies in tasks whose session `before` had no malformed
+    call; 0 without a lead."""
+    passed = [{row.task: float(bool(row.passed)) for row in rows} for rows in (control, trained)]
+    leads = {row.task: passed[1][row.task] - passed[0][row.task] for row in before}
+    total = sum(leads.values())
+    formed = sum(leads[row.task] for row in before if not row.malformed)
+    return formed / total if total > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One seed of it."""
+
+    directory: Path
+    """Of everything: model, chats, runs, evaluations. Shared by seeds."""
+    gguf: Path
+    seed: int
+    settings: Sequence[str] = ()
+    """`KEY=VALUE`, of all runs."""
+    num_tasks: int = 200
+    num_validation_tasks: int = 100
+    num_sessions: int = 15_000
+
+    def measure(self) -> Figures:
+        """Runs what is missing, and returns the figures."""
+        base, chats = self.directory / "base", self.directory / CHATS
+        if not base.exists():
+            self._etude("model", "import", self.gguf, base)
+        if not chats.exists():
+            options = ("--config", CONFIG, "--flawless", "--count", self.num_sessions)
+            self._etude("tasks", "sessions", chats, *options)
+        rates, tuned = self._tune(base)
+        trained = self._train("train", "rl", tuned)
+        stages = (trained.read_json(trained.report_file) or {})["stages"]
+        num_steps = max(1, round(stages["rl_s"] / self._step_s("sft-1")))
+        control = self._train("sft", "more", tuned, f"sft.num_steps={num_steps}")
+        results = [self._judge(run, "heldout", self.num_tasks) for run in (tuned, control, trained)]
+        return {
+            "seed": float(self.seed),
+            "sft_rounds": float(len(rates)),
+            "validation_pass_rate": max(rates),
+            "rl_s": stages["rl_s"],
+            "more_sft_steps": float(num_steps),
+            **_compare(*results),
+        }
+
+    def _tune(self, base: Path) -> tuple[list[float], RunDirectory]:
+        """The pass rate of each round, and the run of the best one."""
+        rounds: list[RunDirectory] = []
+        rates: list[float] = []
+        best, ended = 0, False
+        while not ended:
+            start = _final(rounds[-1]) if rounds else base
+            rounds.append(self._train("sft", f"sft-{len(rounds) + 1}", start))
+            rates.append(_pass_rate(self._judge(rounds[-1], "validation", self.num_validation_tasks)))
+            best, ended = find_best(rates)
+            print(f"SFT round {len(rates)}: {rates[-1]:.1%} of validation", flush=True)
+        return rates, rounds[best]
+
+    def _train(self, command: str, name: str, start: Path | RunDirectory, *settings: str) -> RunDirectory:
+        """The finished run of this name, begun or continued where it is not."""
+        path = self._run(name)
+        if not isinstance(start, Path):
+            start = _final(start)
+        chosen = [
+            *self.settings,
+            *settings,
+            f'runs_directory="{self.directory / "runs"}"',
+            f'initial_checkpoint="{start}"',
+            f'sft.sources.expert.path="{self.directory / CHATS}"',
+            f"seed={self.seed}",
+            f'name="{path.name}"',
+        ]
+        options = [part for setting in chosen for part in ("--set", setting)]
+        self._etude(command, "--config", CONFIG, *options, *(["--resume"] if path.exists() else []))
+        return RunDirectory.open(path)
+
+    def _judge(self, run: RunDirectory, suite: str, num_tasks: int) -> EvaluationResult:
+        """One session of each task at temperature 1."""
+        out = self.directory / "evaluations" / f"{run.name}-{suite}"
+        options = ("--suite", suite, "--tasks", num_tasks, "--temperature", 1, "--out", out)
+        self._etude("eval", run.path, *options)
+        return EvaluationResult.read(out)
+
+    def _step_s(self, name: str) -> float:
+        """Wall seconds of a step of SFT."""
+        rows = read_metrics(RunDirectory.open(self._run(name)).metrics_file)
+        wall_s = {row["step"]: row["wall_s"] for row in rows if row["kind"] in ("heldout", "sft")}
+        first, last = min(wall_s), max(row["step"] for row in rows if row["kind"] == "sft")
+        ended_s = next(row["wall_s"] for row in rows if row["kind"] == "sft" and row["step"] == last)
+        return (ended_s - wall_s[first]) / (last - first)
+
+    def _run(self, name: str) -> Path:
+        return self.directory / "runs" / f"{name}-{self.seed}"
+
+    def _etude(self, *words: Any) -> None:
+        """Runs a command of etude. Raises subprocess.CalledProcessError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        command = [str(Path(sys.executable).with_name("etude")), *map(str, words)]
+        print("$ etude", *command[1:], flush=True)
+        subprocess.run(command, check=True)
+
+
+def _final(run: RunDirectory) -> Path:
+    return run.checkpoints / "final"
+
+
+def _pass_rate(result: EvaluationResult) -> float:
+    return float(result.modes["sampled"].figures["pass_rate"])
+
+
+def _compare(tuned: EvaluationResult, control: EvaluationResult, trained: EvaluationResult) -> Figures:
+    """On the held-out tasks, RL against SFT that went on."""
+    lead = compare_results(control, trained)["sampled"]["pass_rate"]
+    rows = [result.modes["sampled"].rows for result in (tuned, control, trained)]
+    low, high = lead["ci95"] or (-1.0, 1.0)
+    return {
+        "heldout_sft": _pass_rate(tuned),
+        "heldout_more_sft": _pass_rate(control),
+        "heldout_rl": _pass_rate(trained),
+        "rl_lead": lead["difference"],
+        "rl_lead_low": low,
+        "rl_lead_high": high,
+        "rl_lead_in_well_formed": well_formed_share(*rows),
+    }
