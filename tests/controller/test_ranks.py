@@ -16,9 +16,11 @@ from torch import nn
 
 from etude.config import AdapterConfig, RunConfig
 from etude.config.parallel import ParallelConfig
+from etude.controller.models import open_model
 from etude.controller.ranks import RankedTrainer, open_trainer
 from etude.errors import CheckpointError, ConfigError, RankError
 from etude.model import LanguageModel
+from etude.model.huggingface import save_model
 from etude.records import Group, SamplingParams
 from etude.training import RlTrainer, has_checkpoint
 from etude.weights import MemoryWeights
@@ -91,6 +93,37 @@ def test_ranks_take_the_steps_of_one_process(sizes: dict[str, int], rule: str, t
         assert ours.keys() == theirs.keys()
         for key in ("grad_norm", "train_tokens", "skipped_updates", "entropy"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
+
+
+@pytest.mark.slow
+def test_ranks_that_read_their_parts_of_a_checkpoint_take_the_step_of_one_process(tmp_path: Path) -> None:
+    rollouts = Rollouts(_model(0))
+    steps, checkpoint = [_groups(rollouts), _groups(rollouts)], tmp_path / "initial"
+    save_model(_model(0), checkpoint)
+    options: dict[str, Any] = {
+        "loss": {"kl_weight": 0.05},
+        "optimizer": {"learning_rate": 3e-3, "matrix_learning_rate": 3e-3},
+        "updates_per_step": 2,
+    }
+    results: list[tuple[LanguageModel, list[float]]] = []
+    for sizes in ({"ranks": 1}, {"ranks": 2, "fsdp": 2}):
+        run = RunConfig.model_construct(
+            name="run",
+            rl=rl_config(**options),
+            parallel=ParallelConfig.model_validate({"timeout_s": 60.0} | sizes),
+            device="cpu",
+            dtype="float32",
+        )
+        model = open_model(run, checkpoint)
+        assert isinstance(model, LanguageModel)
+        assert model.embedding.is_meta == (sizes["ranks"] > 1)
+        with open_trainer(model, run, MemoryWeights(), rollouts.blobs.get, tmp_path) as trainer:
+            norms = [trainer.step(groups)["grad_norm"] for groups in steps]
+            trainer.publish()
+            results.append((trainer.model, norms))
+    (alone, norms), (ranked, ranked_norms) = results
+    _assert_close(ranked, alone, 1e-4)
+    assert ranked_norms == pytest.approx(norms, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -55,6 +55,42 @@ def test_publishing_copies_and_the_newest_version_is_at_hand(tmp_path: Path) -> 
             publisher.fetch(replace(manifest, version=version_at(1)))
 
 
+def test_copies_on_disk_give_the_files_and_versions_of_copies_in_memory(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    found: list[list[WeightManifest]] = []
+    for name, directory in (("memory", None), ("disk", scratch)):
+        store = WeightStore.open(str(tmp_path / name))
+        with StoreWeights(store, FAST, scratch=directory) as publisher:
+            manifests: list[WeightManifest] = []
+            for step in range(6):
+                tensors = tensors_at(step)
+                manifests.append(publisher.publish(version_at(step), tensors))
+                for tensor in tensors.values():
+                    tensor.zero_()  # they are copied
+            assert_is(5, publisher.fetch(manifests[-1]))
+            publisher.flush()
+            subscriber = Subscriber(WeightStore.open(str(tmp_path / name)))
+            assert_is(5, subscriber.fetch(manifests[-1]))
+        found.append([replace(one, url="") for one in manifests])
+    assert found[0] == found[1]
+    sizes = [
+        sorted(file.stat().st_size for file in (tmp_path / name / "files").rglob("*.etude"))
+        for name in ("memory", "disk")
+    ]
+    assert sizes[0] == sizes[1]
+    assert scratch.is_dir() and not list(scratch.iterdir())
+
+
+def test_a_scratch_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with StoreWeights(
+        WeightStore.open(str(tmp_path / "store")), FAST, scratch=tmp_path / "file"
+    ) as publisher:
+        with pytest.raises(StoreError, match=r"weights\.scratch"):
+            publisher.publish(version_at(0), tensors_at(0))
+        assert not Subscriber(WeightStore.open(str(tmp_path / "store"))).counters.snapshots
+
+
 def test_a_version_is_waited_for_while_it_is_uploaded(tmp_path: Path) -> None:
     subscriber = Subscriber(WeightStore.open(str(tmp_path)), wait_s=60)
     manifest = describe_tensors(version_at(0), tensors_at(0), WeightStore.open(str(tmp_path)).version_url(1))

@@ -26,6 +26,9 @@ class WeightsConfig(Section):
     """Number format in a store. `trained`: exactly what is trained; if that is float32, a delta is not much
     smaller than the model. `bfloat16`: rounded, with deltas tens to hundreds of times smaller; engines then
     compute with rounded weights, which importance correction must compensate."""
+    scratch: str = ""
+    """Directory on a local disk for the two versions that a publisher keeps: the last one and the one on its
+    way. Empty: they stay in memory. Only with `url`; adapters are copied whole each time."""
     snapshot_every: int = Field(default=20, ge=1)
     """Number of versions between two full snapshots, and so the longest chain of deltas that a new engine
     reads."""

@@ -215,7 +215,8 @@ def place_model(model: AnyModule, config: RunConfig) -> AnyModule:
         model.checkpoint_activations(config.activation_checkpointing)
     if config.device != "cuda":
         return model
-    model.to("cuda")
+    if not (isinstance(model, LanguageModel) and model.unread):
+        model.to("cuda")
     if isinstance(model, LanguageModel):
         from etude.model.kernels.gpu.ops import GpuOps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +86,9 @@ def make_vllm(
 
 def make_snapshots(root: Path, tokenizer: Tokenizer, model: AnyModel) -> ModelSnapshots:
     """Writes what is published where vLLM reads it, below `root`."""
+    if isinstance(model, LanguageModel) and model.unread is not None:
+        model = copy.deepcopy(model).to_empty(device="cpu")
+        model.reset_rotation()
     beside = root / "tokenizer"
     tokenizer.save(beside)
     return ModelSnapshots(SnapshotDirectory(root / "versions", beside=[beside / TOKENIZER_FILE]), model)

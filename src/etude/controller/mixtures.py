@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from etude.config import MixtureConfig, PretrainConfig, RunConfig, StageConfig
 from etude.controller.compute import place_model, settle_compute
+from etude.controller.models import open_model as open_initial
 from etude.controller.models import settle_model
 from etude.controller.next_token import AnyNextTokenTrainer, open_next_token_trainer
 from etude.controller.stages import Figures, StageRunner
@@ -24,7 +25,7 @@ from etude.kit.durable import write_json
 from etude.model import DraftLayers, LanguageModel, build_model
 from etude.model.huggingface import load_draft_layers
 from etude.model.huggingface.drafts import add_draft_layers
-from etude.model.loading import AnyModel, load_any_model, read_architecture
+from etude.model.loading import AnyModel, read_architecture
 from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document, save_checkpoint
@@ -226,7 +227,7 @@ def open_model(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) 
         model: AnyModel = build_model(config.model, tokenizer.vocab_size)
         model.initialise(config.seed)
     else:
-        model = load_any_model(Path(config.initial_checkpoint))
+        model = open_initial(config, Path(config.initial_checkpoint))
     if isinstance(model, LanguageModel):
         if model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(

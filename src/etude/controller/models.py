@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.errors import ConfigError
-from etude.model.loading import AnyModel, read_architecture, read_vocab_size, read_window
+from etude.model.huggingface import outline_model, read_fields
+from etude.model.loading import (
+    AnyModel,
+    load_any_model,
+    read_architecture,
+    read_vocab_size,
+    read_window,
+)
 from etude.model.transformers_model import TransformersModel
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -45,6 +54,18 @@ def settle_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
             _check_sampled(config, directory)
         own = config.model.model_copy(update={"max_positions": window})
     return config.model_copy(update={"model": own})
+
+
+def open_model(config: RunConfig, directory: Path) -> AnyModel:
+    """The model of a directory, which a settled run trains, in the run's number format. Where several ranks
+    train one that is defined here it has no storage: each of them reads its own part. Raises
+    CheckpointError."""
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    if config.parallel.ranks == 1 or read_architecture(directory) is None:
+        return load_any_model(directory, dtype)
+    model = outline_model(read_fields(directory / "config.json"), dtype)
+    model.unread = directory.resolve()
+    return model
 
 
 def check_format(config: RunConfig) -> None:

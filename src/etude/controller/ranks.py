@@ -70,24 +70,27 @@ class ModelPlan:
 
     architecture: ModelConfig
     vocab_size: int
-    device: str
     dtype: torch.dtype
     ops: Ops
     recompute: bool
     """Activation checkpointing: what one rank computes again in its backward pass, all must."""
+    unread: Path | None
+    """Where each rank reads its part of the weights; None: the first one has them all, and sends them."""
 
     @staticmethod
     def of(model: LanguageModel) -> ModelPlan:
         """For models like this one."""
         recompute, dtype = block_of(model, 0).recompute, model.embedding.dtype
-        device = device_of(model).type
-        return ModelPlan(model.config, model.vocab_size, device, dtype, model.ops, recompute)
+        return ModelPlan(model.config, model.vocab_size, dtype, model.ops, recompute, model.unread)
 
     def place(self, model: OnlyHere[LanguageModel], ranks: MeshRanks) -> LanguageModel:
-        """This rank's part of the first rank's `model`. Collective."""
+        """This rank's part of the first rank's `model`. Collective. Raises CheckpointError where it cannot be
+        read."""
         own = model.value
         if own is None:
-            own = LanguageModel(self.architecture, self.vocab_size).cast(self.dtype).to(self.device)
+            with torch.device("meta"):
+                own = LanguageModel(self.architecture, self.vocab_size).cast(self.dtype)
+        own.unread = self.unread
         own.ops = self.ops
         own.checkpoint_activations(self.recompute)
         ranks.place(own)
@@ -341,7 +344,7 @@ def open_team(model: LanguageModel, run: RunConfig) -> Iterator[Team[Any]]:
     from etude.training.parallel.mesh_ranks import check_spreadable
 
     check_spreadable(model)
-    device = device_of(model).type
+    device = run.device if model.unread is not None else device_of(model).type
     threads = max(1, torch.get_num_threads() // run.parallel.ranks)
     team = Team.join(run.parallel, device) or Team.spawn(run.parallel, device, threads)
     try:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from etude.agent import agent_format
 from etude.config import RunConfig
 from etude.controller.compute import place_model, settle_compute, settle_numerics, use_numerics
-from etude.controller.models import settle_model
+from etude.controller.models import open_model, settle_model
 from etude.controller.ranks import open_trainer
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
@@ -26,7 +26,6 @@ from etude.environment.recording.spec import RECORDED_ROUTES
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
 from etude.model import LanguageModel
-from etude.model.loading import load_any_model
 from etude.observe import JsonlSink, Observer, RunDirectory
 from etude.records import BlobRef
 from etude.store.blobs import FileBlobs
@@ -123,11 +122,11 @@ class _RecordedRun:
         directory = Path(self._config.initial_checkpoint or "")
         chosen = agent_format(Tokenizer.load(directory), config.agent)
         self._tokenizer = chosen.tokenizer
-        model = cast(LanguageModel, load_any_model(directory))
+        model = cast(LanguageModel, open_model(self._config, directory))
         use_numerics(place_model(model, self._config), self._config)
         feedback = open_feedback(config.rl.feedback, chosen.renderer())
         opened = open_trainer(
-            model, config, MemoryWeights(), source.fetch_routes, run.path / OFFENDING, feedback=feedback
+            model, self._config, MemoryWeights(), source.fetch_routes, run.path / OFFENDING, feedback=feedback
         )
         self._trainer = parts.enter_context(opened)
         if newest is not None:

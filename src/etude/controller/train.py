@@ -33,7 +33,7 @@ from etude.controller.forecast import (
     with_validation,
 )
 from etude.controller.judging import Judging, add_stage_time
-from etude.controller.models import settle_model
+from etude.controller.models import open_model, settle_model
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts
 from etude.controller.probing import Probe, can_probe, probe_speeds
@@ -52,7 +52,7 @@ from etude.controller.training_part import TrainingPaths
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
 from etude.model import LanguageModel
-from etude.model.loading import AnyModel, load_any_model
+from etude.model.loading import AnyModel
 from etude.observe import (
     JsonlSink,
     MetricSink,
@@ -171,8 +171,8 @@ class _Run:
         if self.config.initial_checkpoint is not None:
             directory = Path(self.config.initial_checkpoint)
             tokenizer = agent_format(Tokenizer.load(directory), self.config.agent).tokenizer
-            self._forecast(lambda: load_any_model(directory), tokenizer, [])
-            return tokenizer, load_any_model(directory)
+            self._forecast(lambda: open_model(self.config, directory), tokenizer, [])
+            return tokenizer, open_model(self.config, directory)
         done = self.run.checkpoints / MIDTRAINED
         if done.exists():
             return Tokenizer.load(done), load_checkpoint(done)[0]

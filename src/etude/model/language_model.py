@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -39,6 +40,8 @@ class LanguageModel(nn.Module):
         for name, table in zip(("cosine", "signed_sine"), rotary_tables(config), strict=True):
             self.register_buffer(name, table, persistent=False)
         self.native_routes = NativeRoutes(config.experts_per_token)
+        self.unread: Path | None = None
+        """The directory that the weights are still to be read from: the model is on the device `meta`."""
 
     @property
     def head(self) -> nn.Parameter:

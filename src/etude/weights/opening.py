@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -62,7 +63,8 @@ def open_publisher(
     )
     dtype = None if config.dtype == "trained" else torch.bfloat16
     folder = PatientFolder(open_folder(config.url), config.patience_s, on_wait)
-    return StoreWeights(WeightStore(folder), options, dtype, peers)
+    scratch = Path(config.scratch) if config.scratch else None
+    return StoreWeights(WeightStore(folder), options, dtype, peers, scratch)
 
 
 def make_subscriber(config: WeightsConfig) -> Subscriber:

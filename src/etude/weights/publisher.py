@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from etude.errors import EtudeError, StoreError, WeightUpdateError
 from etude.records import ADAPTER_PREFIX, PolicyVersion, TensorEntry, WeightManifest
+from etude.weights.disk import DiskTensors
 from etude.weights.manifest import check_tensors, describe_tensor, digest_entries, dtype_name
 from etude.weights.parts import join_entries
 from etude.weights.store import WeightStore
@@ -56,8 +58,8 @@ class _Alone:
 class StoreWeights:
     """Publishes to a weight store, in the background, and hands the newest version over within the process.
 
-    Two copies of the weights stay in host memory: the version that was committed last, which the next delta
-    is taken from, and the one on its way. A publication waits for the one before it.
+    Two copies of the weights stay in host memory, or on disk: the version that was committed last, which the
+    next delta is taken from, and the one on its way. A publication waits for the one before it.
 
     Several processes may publish together, each the parts that it holds (see `weights.parts`):
 
@@ -75,9 +77,10 @@ class StoreWeights:
         options: WriterOptions | None = None,
         dtype: torch.dtype | None = None,
         peers: Peers | None = None,
+        scratch: Path | None = None,
     ) -> None:
         """`dtype`: floating-point tensors are rounded to it on their way; None leaves all as they are.
-        `peers`: see `join`.
+        `peers`: see `join`. `scratch`: a directory on disk for the copies; None: they stay in memory.
 
         Raises StoreError, on the first of the peers, while another writer is alive, or where nothing can be
         written.
@@ -89,9 +92,10 @@ class StoreWeights:
         self._writer = StoreWriter(store, self._options) if self._peers.rank == 0 else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-upload")
         self._upload: Future[None] | None = None
-        self._committed: tuple[PolicyVersion, dict[str, Tensor]] | None = None
-        self._current: tuple[PolicyVersion, dict[str, Tensor]] | None = None
-        self._spare: dict[str, Tensor] = {}
+        self._scratch = scratch
+        self._committed: tuple[PolicyVersion, Mapping[str, Tensor]] | None = None
+        self._current: tuple[PolicyVersion, Mapping[str, Tensor]] | None = None
+        self._spare: Mapping[str, Tensor] = {}
         self._base: dict[str, tuple[Tensor, TensorEntry]] = {}
         """Of adapters: it is copied and hashed once."""
 
@@ -125,16 +129,9 @@ class StoreWeights:
         delta is taken from the last that was. With peers, all of them raise it.
         """
         self.flush()
-        held = self._base if version.adapter is not None else {}
-        fresh = {name: tensor for name, tensor in tensors.items() if name not in held}
-        copies = _copy(fresh, self._spare, self._dtype)
+        copies, own = self._keep(version, tensors)
         if self._dtype is not None:
             version = replace(version, format=dtype_name(self._dtype))
-        found = {name: (tensor, describe_tensor(name, tensor)) for name, tensor in copies.items()} | held
-        if version.adapter is not None:
-            self._base = {name: one for name, one in found.items() if not name.startswith(ADAPTER_PREFIX)}
-        copies = {name: tensor for name, (tensor, _) in found.items()}
-        own = [entry for _, entry in found.values()]
         told = self._peers.exchange((own, self._writer and self._writer.next_sequence))
         entries = join_entries(entry for part, _ in told for entry in part)
         version = replace(version, digest=digest_entries(entries))
@@ -142,6 +139,27 @@ class StoreWeights:
         self._current = (version, copies)
         self._upload = self._pool.submit(self._write, version, copies)
         return WeightManifest(version, entries, self._store.version_url(told[0][1]), base)
+
+    def _keep(
+        self, version: PolicyVersion, tensors: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, Tensor], list[TensorEntry]]:
+        """Copies that nobody changes, and what they are."""
+        if self._scratch is not None:
+            self._spare = {}  # its file goes away before another is written
+            kept = DiskTensors(self._scratch)
+            own: list[TensorEntry] = []
+            for name, tensor in tensors.items():
+                copied = tensor.detach().to("cpu", _type_of(name, tensor, self._dtype))
+                own.append(describe_tensor(name, copied))
+                kept.add(name, copied)
+            return kept, own
+        held = self._base if version.adapter is not None else {}
+        fresh = {name: tensor for name, tensor in tensors.items() if name not in held}
+        copies = _copy(fresh, self._spare, self._dtype)
+        found = {name: (tensor, describe_tensor(name, tensor)) for name, tensor in copies.items()} | held
+        if version.adapter is not None:
+            self._base = {name: one for name, one in found.items() if not name.startswith(ADAPTER_PREFIX)}
+        return {name: tensor for name, (tensor, _) in found.items()}, [entry for _, entry in found.values()]
 
     def flush(self) -> None:
         """Waits until what was published is committed. Raises StoreError if it could not be, and what `Peers`
@@ -172,7 +190,7 @@ class StoreWeights:
             if self._writer is not None:
                 self._writer.close()
 
-    def _write(self, version: PolicyVersion, tensors: dict[str, Tensor]) -> None:
+    def _write(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
         """Uploads and commits, in the background; with peers, in step with them."""
         base_version, base = self._committed or (None, None)
         publication: Publication | None = None
@@ -210,17 +228,21 @@ class StoreWeights:
 
 
 def _copy(
-    tensors: Mapping[str, Tensor], spare: dict[str, Tensor], dtype: torch.dtype | None
+    tensors: Mapping[str, Tensor], spare: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Copies on the CPU, into `spare` where it fits. Factors of adapters are not rounded."""
+    """Copies on the CPU, into `spare` where it fits."""
     copies: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            target = spare.get(name)
-            rounds = dtype is not None and tensor.is_floating_point() and not name.startswith(ADAPTER_PREFIX)
-            wanted = dtype if dtype is not None and rounds else tensor.dtype
+            target, wanted = spare.get(name), _type_of(name, tensor, dtype)
             if target is None or (target.dtype, target.shape) != (wanted, tensor.shape):
                 target = torch.empty(tensor.shape, dtype=wanted)
             target.copy_(tensor)
             copies[name] = target
     return copies
+
+
+def _type_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a tensor is published as. Factors of adapters are not rounded."""
+    rounds = tensor.is_floating_point() and not name.startswith(ADAPTER_PREFIX)
+    return dtype if dtype is not None and rounds else tensor.dtype

@@ -16,9 +16,12 @@ from etude.errors import StoreError
 from etude.records import PolicyVersion
 from etude.weights.commits import Commit, StoredFile, commit_name, pack_commit
 from etude.weights.delta import KernelChoice, write_update
+from etude.weights.disk import ChosenTensors, DiskTensors, num_bytes
 from etude.weights.folders import Folder, MissingError, TakenError, UnavailableError
 from etude.weights.lease import WriterLease
 from etude.weights.store import FILES, WANTED, Pins, WeightStore
+
+_LEAST_SHARD_BYTES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,9 @@ def upload(
     for kind, own_base, uploaded in kinds:
         for index, names in enumerate(_shards(target, options.shard_bytes)):
             stream = io.BytesIO()
-            own = None if own_base is None else {name: own_base[name] for name in names if name in own_base}
+            own = None if own_base is None else ChosenTensors(own_base, names)
             write_update(
-                stream, own, {name: target[name] for name in names}, overwrite=options.overwrite,
+                stream, own, ChosenTensors(target, names), overwrite=options.overwrite,
                 workers=options.workers, kernels=options.kernels,
             )  # fmt: skip
             data = stream.getvalue()
@@ -217,13 +220,17 @@ class StoreWriter:
 
 
 def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[list[str]]:
-    """Names, in order, in groups of at most so many bytes (or one tensor)."""
+    """Names, in order, in groups of at most so many bytes (or one tensor); of tensors on disk, which are
+    there to save memory, also of at most a 64th of them all."""
+    sizes = {name: num_bytes(tensors, name) for name in sorted(tensors)}
+    if isinstance(tensors, DiskTensors):
+        shard_bytes = min(shard_bytes, max(_LEAST_SHARD_BYTES, sum(sizes.values()) // 64))
     names: list[str] = []
     size = 0
-    for name in sorted(tensors):
-        if names and size + tensors[name].nbytes > shard_bytes:
+    for name, own in sizes.items():
+        if names and size + own > shard_bytes:
             yield names
             names, size = [], 0
         names.append(name)
-        size += tensors[name].nbytes
+        size += own
     yield names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from etude.config import ModelConfig
+from etude.errors import CheckpointError
 from etude.model import LanguageModel, RouterStatistics
+from etude.model.huggingface import outline_model, read_fields
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.training import NextTokenTrainer, ShuffledDocuments
 from etude.training.parallel.mesh_ranks import MeshRanks
@@ -135,10 +138,10 @@ def whole_weights(ranks: MeshRanks) -> tuple[bool, bool, list[np.ndarray], list[
     model, plain, other = model_of(0), model_of(0), model_of(5)
     ranks.place(model)
     scores = score_sequences(model, [random_tokens(20, 3)])
-    collected = ranks.whole_model(model)
+    collected = ranks.whole_model(model, everywhere=True)
     same = all(torch.equal(p, q) for p, q in zip(collected.parameters(), plain.parameters(), strict=True))
     ranks.load_weights(model, dict(other.named_parameters()))
-    loaded = ranks.whole_model(model)
+    loaded = ranks.whole_model(model, everywhere=True)
     replaced = all(torch.equal(p, q) for p, q in zip(loaded.parameters(), other.parameters(), strict=True))
     frozen = ranks.frozen_copy(model)
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
@@ -151,7 +154,7 @@ def next_token_weights(ranks: MeshRanks, steps: int) -> tuple[Gradients, list[fl
     ranks.place(model)
     trainer = next_token_trainer_of(model, ranks)
     losses = [trainer.step()["loss"] for _ in range(steps)]
-    whole = ranks.whole_model(model)
+    whole = ranks.whole_model(model, everywhere=True)
     return {name: p.detach().numpy().copy() for name, p in whole.named_parameters()}, losses
 
 
@@ -160,3 +163,40 @@ def next_token_trainer_of(model: LanguageModel, ranks: Ranks | None = None) -> N
     config = midtrain_config(micro_batch_tokens=32, balance_weight=0.0)
     batches = ShuffledDocuments(midtrain_documents(), config.tokens_per_step, 0)
     return NextTokenTrainer(model, batches, config, ranks=ranks)
+
+
+def read_weights(ranks: MeshRanks, directory: str) -> tuple[bool, Gradients, list[np.ndarray]]:
+    """Places a model whose weights each rank reads from a directory: whether it had no storage before, what
+    lies where, and its scores."""
+    model = outline_model(read_fields(Path(directory) / "config.json"), torch.float32)
+    model.unread = Path(directory)
+    ranks.place(model)
+    layout = ranks.layout(model)
+    whole = {name: layout.gather(name, part).numpy().copy() for name, part in layout.parts.items()}
+    return model.unread is None, whole, score_sequences(model, [random_tokens(20, 3)])
+
+
+def receive_weights(ranks: MeshRanks) -> tuple[bool, Gradients]:
+    """Places a model that only the first rank has."""
+    model = model_of(0)
+    if not ranks.is_main:
+        with torch.device("meta"):
+            model = LanguageModel(model.config, model.vocab_size)
+    ranks.place(model)
+    layout = ranks.layout(model)
+    collected = ranks.whole_model(model)
+    has_storage = not collected.embedding.is_meta
+    whole = {name: layout.gather(name, part).numpy().copy() for name, part in layout.parts.items()}
+    return has_storage == ranks.is_main, whole
+
+
+def damaged_weights(ranks: MeshRanks, directory: str) -> str:
+    """What a rank raises where only the last one cannot read its part."""
+    own = Path(directory) if ranks.rank < ranks.world_size - 1 else Path(directory) / "missing"
+    model = outline_model(read_fields(Path(directory) / "config.json"), torch.float32)
+    model.unread = own
+    try:
+        ranks.place(model)
+    except CheckpointError as error:
+        return str(error)
+    return ""

@@ -112,7 +112,7 @@ def _find(ranks: Ranks, task: Task) -> Found:
     layout.clear_gradients()
     _backward(ranks, model, task)
     norm = optimizer.step()
-    weights = {n: p.detach().float().numpy().copy() for n, p in ranks.whole_model(model).named_parameters()}
+    weights = {n: layout.gather(n, p).float().numpy().copy() for n, p in layout.parts.items()}
     return Found(loss, entropy, gradients, norm, weights, logits)
 
 

@@ -49,8 +49,8 @@ def trainer_on(
 
 def values_of(ranks: Ranks, trainer: NextTokenTrainer) -> Values:
     """Brought together by other means than a checkpoint's."""
-    found = {name: p.detach().float() for name, p in ranks.whole_model(trainer.model).named_parameters()}
     layout = ranks.layout(trainer.model)
+    found = {name: layout.gather(name, part).detach().float() for name, part in layout.parts.items()}
     optimizer = trainer._optimizer
     for name, state in optimizer._adamw.state.items():
         for key, part in state.items():

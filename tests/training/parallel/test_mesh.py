@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from etude.config.parallel import ParallelConfig
+from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
 from etude.training.parallel.ranks import Share
 from tests.model.builders import random_tokens
@@ -13,6 +16,7 @@ from tests.training.parallel.bodies import (
     LONG,
     SHORT,
     Gradients,
+    damaged_weights,
     gradients_of,
     latent_gradients,
     latent_model,
@@ -21,6 +25,8 @@ from tests.training.parallel.bodies import (
     next_token_trainer_of,
     next_token_weights,
     plan_of,
+    read_weights,
+    receive_weights,
     whole_weights,
 )
 from tests.training.parallel.spawning import on_ranks
@@ -143,6 +149,39 @@ def test_whole_weights_come_out_and_go_in_again(sizes: dict[str, int]) -> None:
         assert replaced
         np.testing.assert_allclose(scores, expected, atol=1e-5)
         np.testing.assert_allclose(frozen, other, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [{"ranks": 3, "fsdp": 3}, {"ranks": 4, "fsdp": 2, "expert": 2}, {"ranks": 4, "fsdp": 2, "tensor": 2}],
+)
+def test_each_rank_reads_its_own_part_of_a_checkpoint(sizes: dict[str, int], tmp_path: Path) -> None:
+    model = model_of(0)
+    save_model(model, tmp_path)
+    (expected,) = score_sequences(model, [random_tokens(20, 3)])
+    for was_read, whole, (scores,) in on_ranks(read_weights, ParallelConfig(**sizes), str(tmp_path)):
+        assert was_read
+        for name, parameter in model.named_parameters():
+            np.testing.assert_array_equal(whole[name], parameter.detach().numpy(), err_msg=name)
+        np.testing.assert_allclose(scores, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_needs_the_whole_model() -> None:
+    model = model_of(0)
+    for as_said, whole in on_ranks(receive_weights, ParallelConfig(ranks=2, fsdp=2)):
+        assert as_said
+        for name, parameter in model.named_parameters():
+            np.testing.assert_array_equal(whole[name], parameter.detach().numpy(), err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_part_that_one_rank_cannot_read_is_an_error_of_all(tmp_path: Path) -> None:
+    save_model(model_of(0), tmp_path)
+    first, last = on_ranks(damaged_weights, ParallelConfig(ranks=2, fsdp=2), str(tmp_path))
+    assert first == last
+    assert "config.json" in first
 
 
 @pytest.mark.slow

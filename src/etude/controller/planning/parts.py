@@ -119,12 +119,12 @@ def _host_copies(
     """What a rank keeps beside what it computes with."""
     parts: list[MemoryPart] = []
     published = sizes.parameters * published_bytes(config, place)
-    if config.weights.url:
+    if config.weights.url and not config.weights.scratch:
         share = published / (config.parallel.ranks if publishes_in_parts(config) else 1)
         parts.append(
             MemoryPart("published weights", STORE_COPIES * share, "the last version and the one on its way")
         )
-    elif config.executor == "local" and not config.rl.stream.source:
+    elif not config.weights.url and config.executor == "local" and not config.rl.stream.source:
         kept = KEPT_VERSIONS * published
         parts.append(MemoryPart("published weights", kept, f"the last {KEPT_VERSIONS} versions"))
     if config.checkpoint.asynchronous:

@@ -132,6 +132,7 @@ def _fix(config: RunConfig, part: str) -> str:
         "processes": "start fewer of them (cluster.engines, cluster.workers)",
         "object store": "set cluster.object_store_bytes lower",
         "gathered weights": "name a store (weights.url), to which every rank publishes its own part",
+        "published weights": "keep them on disk: weights.scratch (with a store, weights.url)",
         "gradients": "train adapters (rl.adapter.rank), or cut the model over more ranks (parallel.fsdp)",
     }
     return fixes.get(part, "take a smaller model or a larger device, or cut the model up (parallel.fsdp)")

@@ -20,12 +20,12 @@ import torch
 from etude.config import RunConfig
 from etude.controller.compute import keep_freed_memory, place_model, set_threads, use_numerics
 from etude.controller.engines import make_snapshots
+from etude.controller.models import open_model
 from etude.controller.ranks import Routes, routes_of
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.supervision import Spawn, Supervision, Supervisor
 from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.errors import CheckpointError, PartLostError
-from etude.model.loading import load_any_model
 from etude.observe import MemorySink, MetricRow, MetricSink, Observer, RecordingObserver
 from etude.protocols import Handle
 from etude.records import Group, PolicyVersion
@@ -63,7 +63,7 @@ class RemoteTrainingPart:
         keep_freed_memory()
         self._metrics, self._observer = MemorySink(), RecordingObserver()
         self._outages: list[tuple[float, str]] = []
-        loaded = place_model(load_any_model(model), config)
+        loaded = place_model(open_model(config, model), config)
         use_numerics(loaded, config)
         with contextlib.ExitStack() as stack:
             publisher: WeightPublisher

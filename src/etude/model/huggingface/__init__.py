@@ -4,8 +4,18 @@ from etude.model.huggingface.checkpoint import (
     from_huggingface,
     load_draft_layers,
     load_model,
+    outline_model,
     save_model,
     to_huggingface,
 )
+from etude.model.huggingface.fields import read_fields
 
-__all__ = ["from_huggingface", "load_draft_layers", "load_model", "save_model", "to_huggingface"]
+__all__ = [
+    "from_huggingface",
+    "load_draft_layers",
+    "load_model",
+    "outline_model",
+    "read_fields",
+    "save_model",
+    "to_huggingface",
+]

@@ -19,7 +19,8 @@ from etude.observe.machine import total_memory_bytes
 
 MAX_FILE_BYTES = 5_000_000_000
 """Larger checkpoints are written as several files."""
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
+"""Their name of the output head."""
 _NAMED = 4
 """How many tensor names an error lists."""
 
@@ -49,31 +50,22 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> LanguageM
 
 
 def outline_model(fields: CheckpointFields, dtype: torch.dtype) -> LanguageModel:
-    """The model that `fields` describe, without storage. Raises CheckpointError where the weights would be
-    larger than this machine's memory."""
+    """The model that `fields` describe, without storage."""
     with torch.device("meta"):
-        model = build_model(fields.config, fields.vocab_size).cast(dtype)
-    needed, total = sum(p.numel() * p.element_size() for p in model.parameters()), total_memory_bytes()
-    if needed > total:
-        raise CheckpointError(
-            f"the weights take {needed / 1e9:,.1f} GB as {str(dtype).removeprefix('torch.')}",
-            field="memory",
-            received=f"{total / 1e9:,.1f} GB on this machine",
-            fix="use a machine with more memory, a smaller number format or a smaller model; "
-            "`etude plan` says how much training takes",
-        )
-    return model
+        return build_model(fields.config, fields.vocab_size).cast(dtype)
 
 
 @torch.no_grad()
 def fill_model(model: LanguageModel, tensors: Tensors, num_mtp_layers: int = 0) -> LanguageModel:
     """Gives storage and these weights to what `outline_model` returned, once names and shapes are right;
     returns it. Raises CheckpointError as `load_model` does."""
-    _check(entries(model), tensors, _outside(tensors.names(), model.config.num_layers, num_mtp_layers))
+    _check_memory(model)
+    check_names(entries(model), tensors, model.config.num_layers, num_mtp_layers)
     model.to_empty(device="cpu").reset_rotation()
     for name, target in entries(model).items():
-        target.write(_finite(name, tensors.read(name)))
-    _check_tied_head(model, tensors)
+        target.write(finite(name, tensors.read(name)))
+    if model.output_embedding is None and HEAD in tensors.names():
+        check_tied(tensors.read(HEAD), model.embedding)
     return model
 
 
@@ -97,7 +89,7 @@ def load_draft_layers(directory: Path, dtype: torch.dtype = torch.float32) -> Dr
         }
         _check(targets, tensors, tensors.names() - stored | copies)
         for name, target in targets.items():
-            target.write(_finite(name, tensors.read(name)))
+            target.write(finite(name, tensors.read(name)))
     return drafts
 
 
@@ -112,15 +104,28 @@ def from_huggingface(model: LanguageModel, tensors: Mapping[str, Tensor]) -> Non
     given, targets = GivenTensors(tensors), entries(model)
     _check(targets, given, set())
     for name in targets:
-        _finite(name, tensors[name])
+        finite(name, tensors[name])
     for name, target in targets.items():
         target.write(tensors[name])
 
 
-def _outside(names: set[str], num_layers: int, num_mtp_layers: int) -> set[str]:
-    """Tensors that checkpoints carry beside the model's own."""
+def _check_memory(model: LanguageModel) -> None:
+    needed, total = sum(p.numel() * p.element_size() for p in model.parameters()), total_memory_bytes()
+    if needed > total:
+        raise CheckpointError(
+            f"the weights take {needed / 1e9:,.1f} GB as {str(model.embedding.dtype).removeprefix('torch.')}",
+            field="memory",
+            received=f"{total / 1e9:,.1f} GB on this machine",
+            fix="use a machine with more memory, a smaller number format or a smaller model; "
+            "`etude plan` says how much training takes",
+        )
+
+
+def check_names(targets: Mapping[str, Entry], tensors: Tensors, num_layers: int, num_mtp_layers: int) -> None:
+    """Names and shapes, but for what checkpoints carry beside the model's own. Raises CheckpointError."""
+    names = tensors.names()
     frequencies = {name for name in names if name.endswith("rotary_emb.inv_freq")}
-    return _predicting(names, num_layers, num_mtp_layers) | frequencies
+    _check(targets, tensors, _predicting(names, num_layers, num_mtp_layers) | frequencies)
 
 
 def _predicting(names: set[str], num_layers: int, num_mtp_layers: int) -> set[str]:
@@ -133,8 +138,8 @@ def _predicting(names: set[str], num_layers: int, num_mtp_layers: int) -> set[st
 def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) -> None:
     """Names and shapes. Raises CheckpointError."""
     given = tensors.names() - outside
-    if _HEAD not in targets:
-        given.discard(_HEAD)
+    if HEAD not in targets:
+        given.discard(HEAD)
     for kind, names in (("missing", targets.keys() - given), ("extra", given - targets.keys())):
         if names:
             raise CheckpointError(
@@ -153,7 +158,8 @@ def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) ->
             )
 
 
-def _finite(name: str, tensor: Tensor) -> Tensor:
+def finite(name: str, tensor: Tensor) -> Tensor:
+    """The tensor of this name. Raises CheckpointError for values that are not finite."""
     if not bool(tensor.isfinite().all()):
         raise CheckpointError(
             "has values that are not finite",
@@ -164,14 +170,13 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_tied_head(model: LanguageModel, tensors: Tensors) -> None:
-    """A head stored beside a tied embedding must be that embedding."""
-    if model.output_embedding is None and _HEAD in tensors.names():
-        head = tensors.read(_HEAD)
-        if head.shape != model.embedding.shape or not torch.equal(head.to(model.embedding), model.embedding):
-            raise CheckpointError(
-                "differs from the embedding to which config.json ties it",
-                field=_HEAD,
-                received=tuple(head.shape),
-                fix="set tie_word_embeddings to false in config.json, if the head is meant",
-            )
+def check_tied(head: Tensor, embedding: Tensor) -> None:
+    """Rows of a head that is stored beside a tied embedding must be those of the embedding. Raises
+    CheckpointError."""
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding), embedding):
+        raise CheckpointError(
+            "differs from the embedding to which config.json ties it",
+            field=HEAD,
+            received=tuple(head.shape),
+            fix="set tie_word_embeddings to false in config.json, if the head is meant",
+        )

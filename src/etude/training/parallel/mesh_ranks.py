@@ -10,14 +10,22 @@ from torch import Tensor, nn
 
 from etude.errors import ConfigError
 from etude.model import LanguageModel
-from etude.training.checkpoints.shards import ModelShards
+from etude.model.huggingface.part_reader import PartReader
+from etude.training.checkpoints.shards import ModelShards, together
 from etude.training.parallel.collectives import gather_rows, sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
 from etude.training.parallel.peers import RankPeers
 from etude.training.parallel.places import Places, local_part
 from etude.training.parallel.ranks import Share, shares_of
-from etude.training.parallel.sharding import MeshLayout, place_model, release, sum_gradients
+from etude.training.parallel.sharding import (
+    MeshLayout,
+    copy_placed,
+    fill_model,
+    place_model,
+    release,
+    sum_gradients,
+)
 from etude.training.parallel.wrapped import plain_ops
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -35,8 +43,20 @@ class MeshRanks:
         """All ranks, for publishing weights together."""
 
     def place(self, model: LanguageModel) -> None:
-        """Spreads a model over the ranks, in place, with rank 0's weights. See `place_model`."""
-        place_model(model, self._mesh)
+        """Spreads a model over the ranks, in place, with rank 0's weights, or with those of the directory
+        `model.unread`, of which each rank reads its own part, in the model's type. All ranks raise the
+        CheckpointError of one that cannot. See `place_model`."""
+        directory, dtype = model.unread, model.embedding.dtype
+        if directory is None:
+            place_model(model, self._mesh)
+            return
+
+        def read() -> None:
+            with PartReader(directory, dtype) as reader:
+                fill_model(model, self._mesh, reader.read)
+
+        together(self._mesh.saving, read)
+        model.unread = None
 
     def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
         """See Ranks."""
@@ -60,18 +80,23 @@ class MeshRanks:
         sum_gradients(model, self._mesh)
 
     @torch.no_grad()
-    def whole_model(self, model: ModelT) -> ModelT:
-        """See Ranks. Every rank has all of it afterwards."""
+    def whole_model(self, model: ModelT, *, everywhere: bool = False) -> ModelT:
+        """See Ranks. Only the first rank has all of it afterwards, unless it is wanted `everywhere`; what
+        others get has no storage."""
         assert isinstance(model, LanguageModel)
         release(model)
         places = Places(model, self._mesh)
-        whole = LanguageModel(model.config, model.vocab_size)
+        with torch.device("meta"):
+            whole = LanguageModel(model.config, model.vocab_size)
+        weights: dict[str, Tensor] = dict(model.named_buffers())
         parts = dict(model.named_parameters())
-        for name, parameter in whole.named_parameters():
-            parameter.data = places.whole(name, local_part(parts[name].data)).clone()
-            parameter.requires_grad_(parts[name].requires_grad)
-        for name, buffer in whole.named_buffers():
-            buffer.data = model.get_buffer(name)
+        for name, parameter in parts.items():
+            gathered = places.whole(name, local_part(parameter.data))
+            if everywhere or self.is_main:
+                weights[name] = nn.Parameter(gathered.clone(), requires_grad=parameter.requires_grad)
+        for name, tensor in weights.items():
+            module, _, last = name.rpartition(".")
+            setattr(whole.get_submodule(module), last, tensor)
         whole.ops = plain_ops(model.ops)
         return cast(ModelT, whole)
 
@@ -111,10 +136,8 @@ class MeshRanks:
 
     def frozen_copy(self, model: ModelT) -> ModelT:
         """See Ranks."""
-        whole = self.whole_model(model).requires_grad_(requires_grad=False)
-        assert isinstance(whole, LanguageModel)
-        self.place(whole)
-        return whole
+        assert isinstance(model, LanguageModel)
+        return cast(ModelT, copy_placed(model, self._mesh))
 
 
 def check_spreadable(model: nn.Module) -> None:

@@ -47,6 +47,11 @@ class Places:
         """How tensor ranks divide a parameter; None if they do not."""
         return self._cuts.get(name_within(name))
 
+    def lies_in_rows(self, name: str) -> bool:
+        """Whether each part of a parameter is a run of the whole's rows."""
+        cut = self.cut(name)
+        return cut is None or cut.is_run
+
     def axes(self, name: str) -> tuple[str, ...]:
         """Along which axes a parameter is cut; ranks along the others hold the same part."""
         cut = {"fsdp"}
@@ -88,7 +93,7 @@ class Places:
         cut, at, sizes = self.cut(name), self._mesh.coordinates, self._mesh.sizes
         if isinstance(whole, DTensor):
             rows = whole.to_local()
-            if cut is None or cut.is_run:
+            if self.lies_in_rows(name):
                 return rows
             whole = gather_rows(gather_rows(rows, self._mesh.group("fsdp")), self._mesh.group("tensor"))
         elif is_expert_weight(name):
@@ -100,8 +105,8 @@ class Places:
     def rows(self, name: str, part: Tensor) -> Tensor:
         """A part shaped like the parameter's -> this rank's run of rows of the whole; the part itself where
         it is one, otherwise a copy on the host. Collective among ranks that divide the parameter."""
-        cut, at, sizes = self.cut(name), self._mesh.coordinates, self._mesh.sizes
-        if cut is None or cut.is_run:
+        at, sizes = self._mesh.coordinates, self._mesh.sizes
+        if self.lies_in_rows(name):
             return part
         rows = run_of(self._whole_of_experts(name, part), sizes["tensor"], at["tensor"])
         return run_of(rows, sizes["fsdp"], at["fsdp"]).to("cpu", copy=True)

@@ -79,9 +79,9 @@ class Ranks(Protocol):
         ...
 
     def whole_model(self, model: ModelT) -> ModelT:
-        """The model with all of its weights in this process: what is published and exported.
+        """The model with all of its weights, in the first rank's process: what is exported.
 
-        In one process it is the model itself; otherwise a copy.
+        In one process it is the model itself; otherwise a copy, which has no storage on other ranks.
         """
         ...
 

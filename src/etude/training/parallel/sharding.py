@@ -32,17 +32,69 @@ from etude.training.parallel.matrices import map_matrices
 from etude.training.parallel.mesh import Mesh
 from etude.training.parallel.places import Places, is_expert_weight, local_part
 from etude.training.parallel.tensor import cut_model
+from etude.training.parallel.wrapped import plain_ops
+
+ReadRows = Callable[[str, int, int], Tensor]
+"""(name, start, stop) -> these rows of a whole parameter."""
 
 
 def place_model(model: LanguageModel, mesh: Mesh) -> None:
     """Takes rank 0's weights and keeps what belongs here. Collective; to be called once, before an optimiser
-    is made and after `model.ops` is chosen.
+    is made and after `model.ops` is chosen. A rank whose model has no storage (device `meta`) never has all
+    of them.
 
     Raises ConfigError if the model cannot be divided so.
     """
     check_division(model.config, mesh.config)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if not model.embedding.is_meta:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+        _cut(model, mesh)
+        return
+    for name, part in _empty_parts(model, mesh).items():
+        whole = torch.empty(shapes[name], dtype=part.dtype, device=part.device)
+        dist.broadcast(whole, src=0)
+        part.copy_(Places(model, mesh).part(name, whole))
+
+
+@torch.no_grad()
+def fill_model(model: LanguageModel, mesh: Mesh, read: ReadRows) -> None:
+    """Places a model without storage, and gives it the rows that belong here, which `read` knows. For the
+    rest see `place_model`."""
+    check_division(model.config, mesh.config)
+    parts, places = _empty_parts(model, mesh), Places(model, mesh)
+    for name, parameter in model.named_parameters():
+        if places.lies_in_rows(name):
+            run = places.run(name, parameter)
+            part = read(name, run.start, run.stop)
+        else:
+            part = places.part(name, read(name, 0, places.shape(name, parameter)[0]))
+        parts[name].copy_(part)
+
+
+@torch.no_grad()
+def copy_placed(model: LanguageModel, mesh: Mesh) -> LanguageModel:
+    """A copy that is spread over the ranks as the model is and does not learn. Nothing travels."""
+    with torch.device("meta"):
+        copied = LanguageModel(model.config, model.vocab_size).cast(model.embedding.dtype)
+    copied.ops = plain_ops(model.ops)
+    copied.requires_grad_(requires_grad=False)
+    release(model)
+    own = dict(model.named_parameters())
+    for name, part in _empty_parts(copied, mesh).items():
+        part.copy_(local_part(own[name].data))
+    return copied
+
+
+def _empty_parts(model: LanguageModel, mesh: Mesh) -> dict[str, Tensor]:
+    """Cuts a model without storage, and gives it some for what belongs here: by name, without values."""
+    _cut(model, mesh)
+    model.to_empty(device=mesh.device).reset_rotation()
+    return {name: local_part(parameter.data) for name, parameter in model.named_parameters()}
+
+
+def _cut(model: LanguageModel, mesh: Mesh) -> None:
     if mesh.sizes["tensor"] > 1:
         cut_model(model, mesh.group("tensor"))
     if mesh.sizes["expert"] > 1:

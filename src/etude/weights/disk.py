@@ -1,0 +1,97 @@
+"""Published tensors in a file instead of memory, read one at a time."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from etude.errors import StoreError
+from etude.weights.manifest import bytes_of
+
+
+class DiskTensors(Mapping[str, Tensor]):
+    """Tensors in a file without a name, which goes away with this object or with the process."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises StoreError where nothing can be written."""
+        self._directory = directory
+        self._places: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        self._end = 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  (it goes with this object)
+        except OSError as error:
+            raise self._failed("written", error) from error
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Appends a tensor of the host. Raises StoreError."""
+        try:
+            self._file.write(bytes_of(tensor).data)
+            self._file.flush()
+        except OSError as error:
+            raise self._failed("written", error) from error
+        self._places[name] = (self._end, tensor.shape, tensor.dtype)
+        self._end += tensor.nbytes
+
+    def num_bytes(self, name: str) -> int:
+        """Size of a tensor, which is not read."""
+        _, shape, dtype = self._places[name]
+        return shape.numel() * dtype.itemsize
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor, in memory of its own. Raises StoreError."""
+        start, shape, dtype = self._places[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        room, done = bytes_of(tensor).data, 0
+        while done < len(room):
+            try:
+                count = os.preadv(self._file.fileno(), [room[done:]], start + done)
+            except OSError as error:
+                raise self._failed("read", error) from error
+            if not count:
+                raise self._failed("read", OSError("the file is too short"))
+            done += count
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _failed(self, done: str, error: OSError) -> StoreError:
+        return StoreError(
+            f"cannot be {done}: {error.strerror or error}",
+            field="weights.scratch",
+            received=str(self._directory),
+            fix="name a directory of a local disk with room for two versions of what a rank publishes",
+        )
+
+
+class ChosenTensors(Mapping[str, Tensor]):
+    """Some of other tensors, asked for when they are needed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        self._tensors = tensors
+        self._names = [name for name in names if name in tensors]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def num_bytes(tensors: Mapping[str, Tensor], name: str) -> int:
+    """Size of one of them; nothing is read from disk."""
+    if isinstance(tensors, DiskTensors):
+        return tensors.num_bytes(name)
+    return tensors[name].nbytes
