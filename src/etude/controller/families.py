@@ -170,17 +170,20 @@ def open_family(config: RunConfig) -> TaskFamily:
 def _import_family(name: str) -> Callable[[RunConfig], TaskFamily]:
     module, _, function = name.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # an installed command has its own directory there, not the user's
-        sys.path.insert(0, here)
+    if here not in sys.path:  # last: nothing there takes the place of a library
+        sys.path.append(here)
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), function)
+        if not callable(found):
+            raise AttributeError(f"{name} is no class or function")
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(
             f"the family of tasks cannot be imported: {error}",
             field="tasks.family",
             received=name,
             fix="start the command in the directory that holds the module, or install the module",
         ) from error
+    return found
 
 
 class BugFixes:
