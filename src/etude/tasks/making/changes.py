@@ -23,7 +23,7 @@ OPERATOR_JOIN = " + "
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Lines of a file and the function or class that they are in. Lines count from 1, the last one included."""
+    """Lines of a file, from 1, the last one included, and the function or class that they are in."""
 
     path: str
     name: str
@@ -38,7 +38,7 @@ class Change:
 
     kind: ChangeKind
     operator: str
-    """What was done, such as `inverted condition`; that of each part, joined by ` + `, where it is combined."""
+    """What was done, such as `inverted condition`; of each part, joined by ` + `, where it is combined."""
     files: Mapping[str, str]
     """Path -> text in the task's workspace."""
     places: tuple[Place, ...]
