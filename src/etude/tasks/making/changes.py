@@ -45,6 +45,8 @@ class Change:
     """Where the solution edits: lines of the project's *own* text, by which coverage knows them."""
     removed_tests: Mapping[str, str] = field(default_factory=dict[str, str])
     """Test files as they stand in the workspace, where the change touches them; empty text: no such file."""
+    parts: tuple[str, ...] = ()
+    """Ids of the changes that it combines."""
 
     @property
     def id(self) -> str:
@@ -70,6 +72,8 @@ class TestFailure:
     """Its id: `tests/test_a.py::TestB::test_c[d]`."""
     message: str
     """The exception as pytest shows it: kind and text, or the `assert` with the values it saw."""
+    test_line: int = 0
+    """Line of the test's file in the traceback: the statement that failed; 0: not known."""
     innermost: Place | None = None
     """The traceback's last frame in the project (tests included), in the workspace's lines."""
 
