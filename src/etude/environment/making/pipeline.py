@@ -32,7 +32,7 @@ from etude.environment.making.suites import Suite
 from etude.environment.making.verifying import differing, noticed_of, verify_change
 from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
 from etude.errors import TaskError
-from etude.kit.durable import make_directory, remove_directory, write_json
+from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
 from etude.kit.journal import LineJournal
 from etude.kit.leftovers import ScratchDirectory
 from etude.observe import Observer
@@ -217,7 +217,7 @@ class _Maker:
                 return str(error)
             [found] = await check_tasks([task], self._backend, at_once=1)
             if found.reason is None:
-                draft.rename(target)
+                publish_directory(draft, target)
             return found.reason
 
 
