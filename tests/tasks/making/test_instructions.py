@@ -123,6 +123,7 @@ def test_a_private_name_that_tests_need_is_underspecified() -> None:
 def test_a_deleted_function_is_named_with_its_parameters_and_first_paragraph() -> None:
     text = write("X = 1\n", failure("test_low", 2, "ImportError: x"), kind="deleted_feature")
     assert "`clamp`" in text and "value and low and high" in text and "Keep a value within limits." in text
+    assert "`def`" not in text
 
 
 def test_an_emptied_function_needs_a_docstring() -> None:
@@ -148,3 +149,21 @@ def test_no_run_of_five_tokens_is_shared_with_the_reference() -> None:
         text = write(BROKEN, LOW, seed=seed)
         shared = set(runs(code_tokens(text), RUN_LENGTH)) & set(runs(code_tokens(OWN), RUN_LENGTH))
         assert not shared
+
+
+def test_an_emptied_class_names_its_public_methods_alone() -> None:
+    own = (
+        "class A:\n    def b(self):\n        'Gives one.'\n        return 1\n\n"
+        "    def _c(self):\n        return 2\n"
+    )
+    broken = own.replace("return 1", "raise NotImplementedError").replace(
+        "return 2", "raise NotImplementedError"
+    )
+    tests = {"tests/test_a.py": TEST}
+    text = write_instruction(change(broken, "deleted_feature"), {"lib/a.py": own}, tests, [LOW], 0)
+    assert isinstance(text, str) and "`A.b`" in text and "_c" not in text
+    text = write_instruction(
+        change(own.replace("return 2", "raise NotImplementedError"), "deleted_feature"),
+        {"lib/a.py": own}, tests, [LOW], 0,
+    )  # fmt: skip
+    assert text == Rejection("underspecified: nothing public is gone")

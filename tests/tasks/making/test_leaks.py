@@ -33,7 +33,7 @@ SOURCES = {"src/pkg/a.py": OWN, "README.md": "Words.\n"}
 
 
 def scan(root: Path, **more) -> list[Leak]:
-    return find_leaks(root, CHANGE, SOURCES, **more)
+    return find_leaks(root, [CHANGE], SOURCES, **more).get(CHANGE.id, [])
 
 
 def put(root: Path, name: str, data: str | bytes) -> None:
@@ -140,3 +140,21 @@ def test_links_and_special_files_are_passed_over(tmp_path: Path) -> None:
     (root / "folder").symlink_to(outside)
     os.mkfifo(root / "pipe")
     assert scan(root) == []
+
+
+def test_many_changes_are_scanned_at_once_each_with_its_own_leaks(tmp_path: Path) -> None:
+    other_broken = OWN.replace("if low > high:", "if low >= high:")
+    other = Change("planted_bug", "y", {"src/pkg/a.py": other_broken}, CHANGE.places)
+    put(tmp_path, "notes.txt", "return max(low, min(value, high))")
+    put(tmp_path, "more.txt", "def clamp(value, low, high):\n    if low > high:\n        raise")
+    found = find_leaks(tmp_path, [CHANGE, other], SOURCES)
+    assert {name: [leak.path for leak in leaks] for name, leaks in found.items()} == {
+        CHANGE.id: ["notes.txt"],
+        other.id: ["more.txt"],
+    }
+
+
+def test_what_the_workspace_holds_elsewhere_is_no_leak(tmp_path: Path) -> None:
+    put(tmp_path, "notes.txt", OWN)
+    assert find_leaks(tmp_path, [CHANGE], SOURCES)
+    assert not find_leaks(tmp_path, [CHANGE], SOURCES | {"docs/a.md": OWN})

@@ -92,9 +92,9 @@ class Leak:
     path: str
     """Within the image; inside an archive `ARCHIVE!MEMBER`, a git object `.git!HASH`."""
     how: str
-    """`text`, `bytecode`, `archive` or `git object`."""
+    """`text`, `bytecode`, `importable copy`, `archive`, `git object` or `not read`."""
     found: str
-    """The run of tokens, or the code object's name."""
+    """The run of tokens, or the module's path."""
 
 
 @dataclass(frozen=True, slots=True)

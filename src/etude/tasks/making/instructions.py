@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import keyword
 import re
 from collections.abc import Collection, Mapping, Sequence
 from random import Random
@@ -94,8 +95,11 @@ def write_instruction(
         sentences += said
     text = rng.choice(_OPENINGS) + " ".join(sentences)
     missing = [entry for entry in needed if entry not in text]
-    if missing:
-        text += " It uses " + ", ".join(f"`{entry}`" for entry in missing) + "."
+    names, wordings = [e for e in missing if e.isidentifier()], [e for e in missing if not e.isidentifier()]
+    if names:
+        text += f" Names: {', '.join(f'`{name}`' for name in names)}."
+    if wordings:
+        text += f" Wording: {', '.join(f'`{wording}`' for wording in wordings)}."
     text += rng.choice(_CLOSINGS)
     if reference & set(runs(_plain_tokens(text), RUN_LENGTH)):
         return Rejection("gives the solution away: the instruction has a run of tokens of the reference")
@@ -107,7 +111,7 @@ def find_needed(
 ) -> list[str]:
     """Names and texts of the reference's difference that failing tests use and the workspace lacks."""
     workspace = "\n".join({**sources, **change.files}.values())
-    names = set(re.findall(r"\w+", workspace)) | set(dir(builtins))
+    names = set(re.findall(r"\w+", workspace)) | {*dir(builtins), *keyword.kwlist}
     used = "\n".join(_failing_parts(tests, failures))
     plain = used.replace("\\", "")
     found = list[str]()
@@ -193,10 +197,11 @@ def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -
     gone = [found for path, text in change.files.items() for found in _deleted(text, sources[path])]
     if not gone:
         return Rejection("underspecified: no function is gone")
-    private = [name for name, _, _ in gone if re.search(r"(^|\.)_[^_]", name)]
-    if private:
-        return Rejection(f"underspecified: {private[0]} is private")
-    if any(not doc for _, doc, _ in gone):
+    gone = [entry for entry in gone if not re.search(r"(^|\.)_[^_]", entry[0])]
+    special = [name for name, _, _ in gone if name.endswith("__")]
+    if len(special) == len(gone):
+        return Rejection("underspecified: nothing public is gone")
+    if any(not doc for name, doc, _ in gone if name not in special):
         return Rejection("underspecified: what is gone has no docstring")
     names = [f"`{name}`" for name, _, _ in gone]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
