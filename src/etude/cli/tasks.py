@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -151,9 +150,6 @@ def make_command(
     runs: Annotated[int, typer.Option(min=2, help="Runs of the tests, by which flaky ones are found.")] = 20,
     minutes: Annotated[float, typer.Option(min=0.1, help="No change is tested after so long.")] = 45.0,
     seed: SeedOption = 0,
-    shares: Annotated[
-        bool, typer.Option(help="Leave tasks out until the shares of operators and of two bugs hold.")
-    ] = True,
     image: Annotated[
         str | None, typer.Option(help="Image that has the project's packages. Default: one is built.")
     ] = None,
@@ -180,11 +176,8 @@ def make_command(
 
     chosen = [f"sandbox.backend={backend}"] if backend is not None else []
     run_config = load_config(config, [*(settings or []), *chosen])
-    quotas = Quotas(num_tasks)
-    if not shares:
-        quotas = replace(quotas, most_per_operator=1.0, least_compound=0.0, most_named_lines=1.0)
     how = MakeSettings(
-        quotas,
+        Quotas(num_tasks),
         runs,
         seed,
         image=image,
@@ -217,6 +210,8 @@ def _print_report(report: MakeReport) -> None:
     for count, words in rows:
         table.add_row(str(count), words)
     output_console().print(table)
+    if report.missed:
+        output_console().print(report.missed, highlight=False)
 
 
 def _source(seed: int, split: TaskSplit) -> Callable[[int], Task]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 import py
@@ -31,8 +32,8 @@ _LEFT_OUT = (
 _PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
 
 
-def save_python_image(store: ImageStore) -> str:
-    """Its name. Skips where this machine's Python cannot be taken along."""
+def save_python_image(store: ImageStore, more: Mapping[str, str] | None = None) -> str:
+    """Its name. `more`: files of a second layer. Skips where this machine's Python cannot be taken along."""
     if shutil.which("ldd") is None:
         pytest.skip("needs ldd")
     python, library = Path(sys.executable).resolve(), Path(sysconfig.get_path("stdlib"))
@@ -54,7 +55,11 @@ def save_python_image(store: ImageStore) -> str:
     rows.append(file_member(f"lib/{library.name}/py.py", Path(str(py.__file__)).read_bytes()))
     rows.append(file_member("etc/passwd", b"root:x:0:0::/root:/bin/sh\n"))
     layer = store.layers.add_tar(io.BytesIO(tar_bytes(*rows)))
-    store.save(Image(NAME, (layer,), {"PATH": "/bin", "PYTHONHOME": "/"}, "/"))
+    layers = [layer]
+    if more:
+        others = [file_member(path, text.encode()) for path, text in more.items()]
+        layers.append(store.layers.add_tar(io.BytesIO(tar_bytes(*others))))
+    store.save(Image(NAME, tuple(layers), {"PATH": "/bin", "PYTHONHOME": "/"}, "/"))
     return NAME
 
 

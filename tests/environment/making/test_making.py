@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import shutil
 from collections.abc import Mapping
@@ -142,6 +143,20 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(making: Ma
     assert (making.out / STATE / "journal").read_bytes() == before
     with pytest.raises(TaskError, match="was begun from another project"):
         making.make(seed=1)
+
+
+@pytest.mark.slow
+def test_a_task_that_its_image_or_workspace_gives_away_is_a_reject(making: Making) -> None:
+    text = PROJECT["src/prices/totals.py"]
+    save_python_image(making.store, {"usr/share/doc/discount.txt": text.partition("def total")[0]})
+    (making.repo / "notes.gz").write_bytes(gzip.compress(text.encode()))
+    report = making.make()
+    leaks = [row for row in report.rejects if row["stage"] == "leaks"]
+    by_image = [row["place"] for row in leaks if "usr/share/doc/discount.txt (text: " in row["reason"]]
+    by_workspace = [row["place"] for row in leaks if "the workspace gives the solution" in row["reason"]]
+    assert set(by_image) == {"src/prices/totals.py:6", "src/prices/totals.py:7"}
+    assert by_workspace == ["src/prices/totals.py:13"]
+    assert (len(leaks), report.num_checked, report.written) == (4, 0, [])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Planted bugs, deletions, combinations and dropped hunks: edits by position that parse and can be undone."""
+"""Planted bugs, deletions and combinations: edits by position that parse and can be undone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from etude.tasks.making.bugs import plan_bugs
 from etude.tasks.making.changes import Change, split_of
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
-from etude.tasks.making.hunks import plan_dropped_hunks
 from etude.tasks.making.source import Edit, Source, apply_edits
 from etude.tasks.making.tokens import changed_lines
 
@@ -164,17 +163,6 @@ def test_combined_changes_are_of_one_split_and_hold_every_part() -> None:
                 for one, _ in changed_lines(text, sources[path]):
                     assert "\n".join(text.split("\n")[slice(*one)]) in change.files[path]
     assert any(len(change.parts) == 3 for change in combined)
-
-
-def test_a_dropped_hunk_takes_back_one_change_of_a_release() -> None:
-    before = "def f(a):\n    # old\n    return a\n\n\ndef g(a):\n    return a\n"
-    after = "def f(a):\n    # new\n    return a\n\n\ndef g(a):\n    a += 1\n    return a\n\n\nX = 2\n"
-    changes = list(plan_dropped_hunks({"a.py": before}, {"a.py": after}, 0))
-    assert {change.files["a.py"] for change in changes} == {
-        after.replace("    a += 1\n", ""),
-        after.replace("\n\nX = 2\n", ""),
-    }
-    assert {change.places[0].name for change in changes} == {"g", ""}
 
 
 def test_edits_that_overlap_are_refused() -> None:

@@ -40,7 +40,8 @@ def test_every_quota_holds_of_what_is_kept(candidates: list[Verified]) -> None:
     assert all(count <= QUOTAS.most_per_function for count in functions.values())
     operators = Counter(one.change.operator for one in kept)
     assert all(count <= max(1, QUOTAS.most_per_operator * len(kept)) for count in operators.values())
-    assert sum(map(is_compound, kept)) >= QUOTAS.least_compound * len(kept)
+    is_short = sum(map(is_compound, kept)) < QUOTAS.least_compound * len(kept)
+    assert bool(selection.missed) == is_short
     assert sum(map(names_edited_line, kept)) <= QUOTAS.most_named_lines * len(kept)
     assert all(reason.reason for _, reason in selection.rejected)
 
@@ -49,6 +50,21 @@ def test_a_varied_set_is_kept_whole() -> None:
     candidates = [verified(at, "abcdefgh"[at % 8], f"f{at}", at % 5 == 0, 1 + at % 2) for at in range(40)]
     assert len(select(candidates, QUOTAS).kept) == 40
     assert len(select(candidates, Quotas(most_tasks=10)).kept) <= 10
+
+
+def test_without_tasks_of_two_files_or_bugs_the_others_are_kept_and_the_share_is_said_to_be_missed() -> None:
+    singles = [verified(at, "abcdefgh"[at % 8], f"f{at}") for at in range(40)]
+    selection = select(singles, QUOTAS)
+    assert len(selection.kept) == 40
+    assert selection.missed.startswith("0 of 40 tasks are of two files or bugs; 25% were wanted")
+
+
+def test_of_too_many_tasks_those_of_two_files_or_bugs_stay_until_their_share_holds() -> None:
+    candidates = [verified(at, "abcdefgh"[at % 8], f"f{at}", files=1 + (at >= 32)) for at in range(40)]
+    selection = select(candidates, Quotas(most_tasks=16))
+    kept = [one.verified for one in selection.kept]
+    assert (len(kept), selection.missed) == (16, "")
+    assert sum(map(is_compound, kept)) == 4
 
 
 def test_near_duplicates_are_dropped() -> None:

@@ -1,6 +1,6 @@
 """From a project to a directory of verified tasks, resumable at every point.
 
-    project ──> image ──> baseline ──> changes, tested ──> selection ──> each checked by the grader ──> OUT/
+    project ──> image ──> baseline ──> changes, tested ──> selection ──> leaks ──> the grader ──> OUT/
                   |           |               |                                   |
              OUT/.making/image.json, baseline.json, journal (one line for each change that was tested)
 
@@ -28,6 +28,7 @@ from etude.environment.making.images import ProjectImage, build_project_image, f
 from etude.environment.making.planning import Found, Planner
 from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
+from etude.environment.making.scanning import scan_layers, scan_workspace
 from etude.environment.making.suites import Suite
 from etude.environment.making.verifying import differing, noticed_of, verify_change
 from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
@@ -86,8 +87,8 @@ async def make_tasks(
     began = time.monotonic()
     make_directory(out / STATE)
     _check_same(project, out, settings)
-    maker = _Maker(project, out, settings, backend, observer)
-    image = await maker.prepare(store, images)
+    maker = _Maker(project, out, settings, backend, store, observer)
+    image = await maker.prepare(images)
     baseline = await maker.find_baseline(image)
     return await maker.make(image, baseline, began)
 
@@ -116,13 +117,20 @@ def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
 
 class _Maker:
     def __init__(
-        self, project: Project, out: Path, settings: MakeSettings, backend: SandboxBackend, observer: Observer
+        self,
+        project: Project,
+        out: Path,
+        settings: MakeSettings,
+        backend: SandboxBackend,
+        store: ImageStore,
+        observer: Observer,
     ) -> None:
         self._project, self._out, self._settings = project, out, settings
-        self._backend, self._observer = backend, observer
+        self._backend, self._store, self._observer = backend, store, observer
 
-    async def prepare(self, store: ImageStore, images: ImagesConfig) -> ProjectImage:
+    async def prepare(self, images: ImagesConfig) -> ProjectImage:
         """The project's image, built unless it is there."""
+        store = self._store
         path = self._out / STATE / "image.json"
         if path.exists():
             known = json.loads(path.read_bytes())
@@ -158,7 +166,7 @@ class _Maker:
         return baseline
 
     async def make(self, image: ProjectImage, baseline: Baseline, began: float) -> MakeReport:
-        """Tests changes, selects, checks and writes."""
+        """Tests changes, selects, looks for leaks, checks and writes."""
         report = MakeReport(self._project, baseline)
         planner = Planner(
             self._project.sources, self._project.test_texts, self._settings.seed, self._settings.quotas
@@ -185,7 +193,7 @@ class _Maker:
         self, kept: Sequence[Found], image: ProjectImage, baseline: Baseline, report: MakeReport
     ) -> None:
         limit_s = max(_VERIFIER_S, baseline.timeout_s)
-        made = [_made(self._project, image, one, limit_s) for one in kept]
+        made = await self._drop_leaked([_made(self._project, image, one, limit_s) for one in kept], report)
         names = {one.id for one in made}
         for folder in [one for one in self._out.iterdir() if (one / "task.toml").is_file()]:
             if folder.name not in names:
@@ -198,27 +206,49 @@ class _Maker:
             nonlocal done
             async with places:
                 target = self._out / one.id
-                reason = None if target.exists() else await self._write_if_verified(one, target)
+                if not target.exists():
+                    await self._write_if_verified(one, target, report)
+                else:
+                    report.count_check(one, None)
             done += 1
-            report.count_check(one, reason)
             self._observer.stage_advances(done, {})
 
         await asyncio.gather(*map(check, made))
         self._observer.stage_ends()
 
-    async def _write_if_verified(self, made: MadeTask, target: Path) -> str | None:
-        """Writes the task if the grader gives its solution 1 and nothing 0, twice; else the reason."""
+    async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
+        """Those whose solution the image does not hold; what was written before was scanned before."""
+        new = [one for one in made if not (self._out / one.id).exists()]
+        if not new:
+            return list(made)
+        layers = [self._store.layers.path(digest) for digest in new[0].image.image.layers]
+        self._observer.stage_begins("leaks", 0)
+        reasons = await asyncio.to_thread(scan_layers, layers, new)
+        self._observer.stage_ends()
+        for one in new:
+            if reason := reasons.get(one.verified.change.id):
+                report.reject(one.verified.change, "leaks", reason)
+        return [one for one in made if one.verified.change.id not in reasons]
+
+    async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> None:
+        """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
+        nothing 0, twice; else `report` is given the reason."""
         with ScratchDirectory(self._out / STATE, "check-") as scratch:
             draft = scratch / made.id
             await asyncio.to_thread(write_made_task, made, draft)
+            leak = await asyncio.to_thread(scan_workspace, draft / "environment/workspace", made)
+            if leak is not None:
+                report.reject(made.verified.change, "leaks", leak)
+                return
             try:
                 task = read_made_task(made, draft)
             except TaskError as error:
-                return str(error)
+                report.count_check(made, str(error))
+                return
             [found] = await check_tasks([task], self._backend, at_once=1)
             if found.reason is None:
                 publish_directory(draft, target)
-            return found.reason
+            report.count_check(made, found.reason)
 
 
 class _Search:

@@ -95,6 +95,7 @@ class Planner:
         found = select([one.verified for one in self._found.values()], self._quotas)
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)
+        report.missed = found.missed
         return [self._found[one.verified.change.id] for one in found.kept]
 
     def _is_new(self, change: Change) -> bool:

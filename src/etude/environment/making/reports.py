@@ -28,6 +28,8 @@ class MakeReport:
     operators: Counter[str] = field(default_factory=Counter[str])
     """Of the tasks that were written."""
     kinds: Counter[str] = field(default_factory=Counter[str])
+    missed: str = ""
+    """The least share that selection could not meet, and what it came to."""
     duration_s: float = 0.0
 
     def reject(self, change: Change, stage: str, reason: str) -> None:
@@ -78,6 +80,7 @@ class MakeReport:
             "reverified": self.reverified,
             "kinds": dict(self.kinds.most_common()),
             "operators": dict(self.operators.most_common()),
+            "missed_share": self.missed,
             "rejects_by_reason": dict(self.reasons.most_common()),
             "rejects": self.rejects,
             "duration_s": round(self.duration_s, 1),

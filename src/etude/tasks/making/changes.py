@@ -1,10 +1,10 @@
 """What a made task changes in a project, and what its tests then say.
 
-plan_bugs, plan_deletions, combine, plan_dropped_hunks    a project's text -> Change
-(the pipeline runs the tests of each)                     Change -> TestFailure
-write_instruction                                         -> text | Rejection
-find_leaks                                                the image's files -> Leak
-select                                                    Verified -> Selection
+plan_bugs, plan_deletions, combine      a project's text -> Change
+(the pipeline runs the tests of each)   Change -> TestFailure
+write_instruction                       -> text | Rejection
+find_leaks                              the image's files -> Leak
+select                                  Verified -> Selection
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ChangeKind = Literal["planted_bug", "deleted_feature", "combined", "release", "dropped_hunk"]
+ChangeKind = Literal["planted_bug", "deleted_feature", "combined"]
 Split = Literal["train", "validation", "heldout"]
 
 OPERATOR_JOIN = " + "

@@ -31,6 +31,8 @@ class Selection:
 
     kept: tuple[Selected, ...]
     rejected: tuple[tuple[Verified, Rejection], ...]
+    missed: str = ""
+    """The least share that the candidates did not allow, with what it came to; empty where it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class _Facts:
 def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
     """Takes candidates in order while they are of use, then leaves out the last ones that break a share.
 
-    Shares hold exactly of what is kept, so a set may come out small; each reject says which quota it broke.
+    Largest shares hold exactly of what is kept, so a set may come out small; each reject says which quota it
+    broke. No task is left out for the least share of compound ones: of too many tasks the others go first,
+    and `missed` says if it is short all the same.
     """
     rejected = list[tuple[Verified, Rejection]]()
     kept = list[_Facts]()
@@ -62,7 +66,14 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
         seen.append(_fingerprint(candidate))
     while (worst := _worst(kept, quotas)) is not None:
         rejected.append((kept.pop(worst[0]).verified, Rejection(worst[1])))
-    return Selection(_grade([one.verified for one in kept]), tuple(rejected))
+    num_compound = sum(one.is_compound for one in kept)
+    missed = ""
+    if num_compound < quotas.least_compound * len(kept):
+        missed = (
+            f"{num_compound} of {len(kept)} tasks are of two files or bugs; {quotas.least_compound:.0%} were "
+            "wanted, and the candidates allow no more"
+        )
+    return Selection(_grade([one.verified for one in kept]), tuple(rejected), missed)
 
 
 def names_edited_line(verified: Verified) -> bool:
@@ -123,17 +134,17 @@ def _worst(kept: Sequence[_Facts], quotas: Quotas) -> tuple[int, str] | None:
     most = max(1.0, quotas.most_per_operator * len(kept))
     over = [name for name, count in operators.most_common(1) if count > most]
     named = [at for at, one in enumerate(kept) if one.is_named]
-    single = [at for at, one in enumerate(kept) if not one.is_compound]
     if len(named) > quotas.most_named_lines * len(kept):
         return named[-1], "quota: too many tracebacks name the edited line"
-    if len(kept) - len(single) < quotas.least_compound * len(kept):
-        frequent = max(single, key=lambda at: (max(operators[name] for name in kept[at].operators), at))
-        return frequent, "quota: too few tasks of two files or bugs for one more of one"
     if over:
         mine = [at for at, one in enumerate(kept) if over[0] in one.operators]
         last = max(mine, key=lambda at: (not kept[at].is_compound, at))
         return last, f"quota: too many tasks of the operator {over[0]}"
     if len(kept) > quotas.most_tasks:
+        single = [at for at, one in enumerate(kept) if not one.is_compound]
+        if single and len(kept) - len(single) <= quotas.least_compound * quotas.most_tasks:
+            frequent = max(single, key=lambda at: (max(operators[name] for name in kept[at].operators), at))
+            return frequent, "quota: there are tasks enough"
         return len(kept) - 1, "quota: there are tasks enough"
     return None
 
