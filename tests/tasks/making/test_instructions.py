@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
+from etude.tasks.making.changes import Change, ChangeKind, Place, Rejection, TestFailure
 from etude.tasks.making.instructions import RUN_LENGTH, write_instruction
 from etude.tasks.making.tokens import code_tokens, runs
 
@@ -53,11 +53,17 @@ def write(
     return write_instruction(change(text, kind), sources, {"tests/test_a.py": TEST}, failures, seed, **more)
 
 
+def said(text: str, *failures: TestFailure, kind: ChangeKind = "planted_bug", seed: int = 0) -> str:
+    found = write(text, *failures, kind=kind, seed=seed)
+    assert isinstance(found, str)
+    return found
+
+
 LOW = failure("test_low", 7, "AssertionError: assert 1 == 3\n +  where 1 = clamp(1, 3, 5)")
 
 
 def test_a_wrong_value_is_told_with_the_call_and_its_locals_filled_in() -> None:
-    text = write(BROKEN, LOW)
+    text = said(BROKEN, LOW)
     assert "`clamp(1, 3, 5)`" in text and "`1`" in text and "`3`" in text
 
 
@@ -69,21 +75,21 @@ def test_instructions_vary_with_the_seed_and_repeat_with_it() -> None:
 
 def test_truth_is_told_by_the_value_seen() -> None:
     message = "assert 0\n +  where 0 = clamp(1, 3, 5)"
-    assert "a true value" in write(BROKEN, failure("test_truth", 11, message))
+    assert "a true value" in said(BROKEN, failure("test_truth", 11, message))
 
 
 def test_an_exception_is_told_by_kind_and_message() -> None:
-    text = write(BROKEN, failure("test_low", 7, "TypeError: '<' not supported"))
+    text = said(BROKEN, failure("test_low", 7, "TypeError: '<' not supported"))
     assert "`TypeError` ('<' not supported)" in text and "`clamp(1, 3, 5)`" in text
 
 
 def test_paths_and_private_names_of_a_message_are_left_out() -> None:
-    text = write(BROKEN, failure("test_low", 7, "TypeError: _inner() of /opt/project/a.py"))
+    text = said(BROKEN, failure("test_low", 7, "TypeError: _inner() of /opt/project/a.py"))
     assert "TypeError" in text and "_inner" not in text and "/opt" not in text
 
 
 def test_a_missing_exception_is_told_with_the_message_that_tests_match() -> None:
-    text = write(
+    text = said(
         OWN.replace('    if low > high:\n        raise ValueError("limits are reversed")\n', ""),
         failure("test_reversed", 16, "Failed: DID NOT RAISE <class 'ValueError'>"),
     )
@@ -121,14 +127,14 @@ def test_a_private_name_that_tests_need_is_underspecified() -> None:
 
 
 def test_a_deleted_function_is_named_with_its_parameters_and_first_paragraph() -> None:
-    text = write("X = 1\n", failure("test_low", 2, "ImportError: x"), kind="deleted_feature")
+    text = said("X = 1\n", failure("test_low", 2, "ImportError: x"), kind="deleted_feature")
     assert "`clamp`" in text and "value and low and high" in text and "Keep a value within limits." in text
     assert "`def`" not in text
 
 
 def test_an_emptied_function_needs_a_docstring() -> None:
     head, _, _ = OWN.partition("    if")
-    text = write(f"{head}    raise NotImplementedError\n", LOW, kind="deleted_feature")
+    text = said(f"{head}    raise NotImplementedError\n", LOW, kind="deleted_feature")
     assert "`clamp`" in text
     bare = OWN.replace('    """Keep a value within limits."""\n', "")
     found = write_instruction(
@@ -146,7 +152,7 @@ def test_no_run_of_five_tokens_is_shared_with_the_reference() -> None:
     found = write_instruction(change(BROKEN), {"lib/a.py": own}, {"tests/test_a.py": TEST}, [LOW], 0)
     assert isinstance(found, Rejection)
     for seed in range(20):
-        text = write(BROKEN, LOW, seed=seed)
+        text = said(BROKEN, LOW, seed=seed)
         shared = set(runs(code_tokens(text), RUN_LENGTH)) & set(runs(code_tokens(OWN), RUN_LENGTH))
         assert not shared
 
