@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = (
     "etude.sandbox.inside",  # the program inside every sandbox
     "etude.environment.probe_inside",  # what `etude env tells` runs in one
+    "etude.environment.making.suite_inside",  # runs a project's tests in a sandbox
     "etude.inference.vllm.worker",  # what vLLM's interpreter runs
 )
 """Started by path, in another interpreter: they and all below them."""

@@ -1,8 +1,9 @@
-"""`etude tasks show`, `export`, `sessions` and `check`."""
+"""`etude tasks show`, `export`, `sessions`, `check` and `make`."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from etude.cli.agent import DIFF_STYLES
@@ -20,10 +22,11 @@ from etude.errors import TaskError
 from etude.records import Task
 
 if TYPE_CHECKING:
+    from etude.environment.making.reports import MakeReport
     from etude.tasks.acting import ActingFamily
     from etude.tasks.generator import FunctionSplit, Split
 
-tasks_app = typer.Typer(name="tasks", help="Show, export and check tasks.", no_args_is_help=True)
+tasks_app = typer.Typer(name="tasks", help="Show, export, check and make tasks.", no_args_is_help=True)
 
 
 class TaskSplit(StrEnum):
@@ -147,6 +150,78 @@ def check_command(
     error_console().print(words, highlight=False)
     if num_failed:
         raise typer.Exit(1)
+
+
+@tasks_app.command("make")
+def make_command(
+    repo: Annotated[Path, typer.Argument(help="Checkout, or unpacked source distribution, of a project.")],
+    out: Annotated[Path, typer.Option(help="Directory of the tasks; one that was begun is gone on with.")],
+    num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="Number of tasks.")] = 200,
+    runs: Annotated[int, typer.Option(min=2, help="Runs of the tests, by which flaky ones are found.")] = 20,
+    minutes: Annotated[float, typer.Option(min=0.1, help="No change is tested after so long.")] = 45.0,
+    seed: SeedOption = 0,
+    image: Annotated[
+        str | None, typer.Option(help="Image that has the project's packages. Default: one is built.")
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Sandboxes at the same time. Default: one for each core.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Sandboxes in which the tests run.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Make verified tasks from a Python project that has tests.
+
+    Its tests run many times, so that flaky ones decide nothing. Then its code is changed in many ways, and a
+    change that the tests notice becomes a task, if its solution earns 1 and doing nothing 0. Killed at any
+    time, the same command goes on. Exits with 1 if no task was made.
+    """
+    from etude.config import load_config
+    from etude.controller.task_making import make_task_set
+    from etude.environment.making.pipeline import MakeSettings
+    from etude.tasks.making.changes import Quotas
+
+    chosen = [f"sandbox.backend={backend}"] if backend is not None else []
+    run_config = load_config(config, [*(settings or []), *chosen])
+    how = MakeSettings(
+        Quotas(num_tasks),
+        runs,
+        seed,
+        image=image,
+        at_once=at_once or os.cpu_count() or 1,
+        budget_s=60 * minutes,
+    )
+    report = make_task_set(repo, out, how, run_config, open_observer())
+    if as_json:
+        print_json(report.to_document())
+    else:
+        _print_report(report)
+    if not report.written:
+        raise typer.Exit(1)
+
+
+def _print_report(report: MakeReport) -> None:
+    """Counts for each stage, and the reasons of the rejects."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right")
+    table.add_column()
+    rows = [
+        (len(report.baseline.stable), "tests that decide"),
+        (len(report.baseline.unstable), "tests that are flaky, fail or are skipped"),
+        (report.num_tested, "changes tested"),
+        (report.num_noticed, "changes that tests notice"),
+        (report.num_checked, "tasks checked by the grader"),
+        (len(report.written), "tasks made"),
+        *((-count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
+    ]
+    for count, words in rows:
+        table.add_row(str(count), words)
+    output_console().print(table)
+    if report.missed:
+        output_console().print(report.missed, highlight=False)
 
 
 def _source(seed: int, split: TaskSplit) -> Callable[[int], Task]:

@@ -65,7 +65,7 @@ def check_task_set(directory: Path, field: str, config: RunConfig) -> list[Check
     Raises TaskError where there is none, or if two have one id; what is wrong with a task stands in its
     report.
     """
-    return _run(_check(directory, field, config))
+    return run_interruptibly(_check(directory, field, config))
 
 
 def load_task_set(directory: Path, field: str, config: RunConfig) -> tuple[list[Task], list[str]]:
@@ -104,7 +104,7 @@ def read_with_images(directories: Sequence[Path], backend: str, host_env: Sequen
     async def read() -> list[Task]:
         return [await images.find(read_harbor(directory, host_env)) for directory in directories]
 
-    return _run(read())
+    return run_interruptibly(read())
 
 
 def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImages:
@@ -114,7 +114,7 @@ def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImag
     return TaskImages(backend, settings)
 
 
-def _run(work: Coroutine[Any, Any, Done]) -> Done:
+def run_interruptibly(work: Coroutine[Any, Any, Done]) -> Done:
     """Runs something to its end, also where an event loop waits for its caller. An interrupt cancels it."""
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Done]]] = []
     interrupted = threading.Event()

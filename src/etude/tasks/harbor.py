@@ -235,7 +235,7 @@ def _toml(task: Task) -> str:
     if "etude" in task.metadata:
         raise TaskError("is the name of a table of ours", field="metadata.etude", fix="name it otherwise")
     for key, value in task.metadata.items():
-        lines.append(f"{_quoted(key)} = {_value(value, f'metadata.{key}')}")
+        lines.append(f"{_quoted(key)} = {toml_value(value, f'metadata.{key}')}")
     lines += ["", "[metadata.etude]", f"id = {_quoted(task.id)}", 'grading = "values"']
     for name in ("allowed_paths", "test_paths", "hidden_test_paths"):
         entries: Sequence[str] = getattr(task, name)
@@ -254,7 +254,8 @@ def _toml(task: Task) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _value(value: str | int | float | bool, field: str) -> str:
+def toml_value(value: str | int | float | bool, field: str) -> str:
+    """A value in TOML's words. Raises TaskError for one of another type; `field` names it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):

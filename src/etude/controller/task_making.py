@@ -1,0 +1,33 @@
+"""Tasks from a project, made in the sandboxes that a run's configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.config import RunConfig
+from etude.controller.backends import open_run_backend
+from etude.controller.task_sets import run_interruptibly
+from etude.environment.making.pipeline import MakeSettings, make_tasks
+from etude.environment.making.projects import read_project
+from etude.environment.making.reports import MakeReport
+from etude.observe import Observer
+from etude.sandbox.backends import IMAGES
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.migration import default_state_directory
+
+
+def make_task_set(
+    repo: Path, out: Path, settings: MakeSettings, config: RunConfig, observer: Observer
+) -> MakeReport:
+    """Makes the tasks of one project. Raises as `make_tasks`, and as `read_project`."""
+    project = read_project(repo)
+
+    async def make() -> MakeReport:
+        store = ImageStore(default_state_directory() / IMAGES)
+        backend = open_run_backend(config.sandbox)
+        try:
+            return await make_tasks(project, out, settings, backend, store, config.images, observer)
+        finally:
+            await backend.close()
+
+    return run_interruptibly(make())

@@ -1,0 +1,108 @@
+"""The image in which a project's tests run: built once, with all that the project needs and not the project.
+
+    FROM the base ── RUN pip install ── the image that tests run in, over which the project's files are laid
+                                    └── COPY workspace: what the Dockerfile of each task adds
+
+The versions that pip chose are in every task's Dockerfile, so that it builds the same in a year.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from etude.environment.making.projects import Project
+from etude.errors import ResourceError, TaskError
+from etude.kit.leftovers import ScratchDirectory
+from etude.records import TaskImage
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.base_sources import find_base
+from etude.sandbox.images.building import BuildOptions, build_image
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Image, Template
+
+WORKSPACE = "/workspace"
+_FREEZE_S = 120.0
+_TAIL_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectImage:
+    """An image with what a project needs, and how a task's Dockerfile makes the same."""
+
+    image: TaskImage
+    dockerfile: str
+    """Up to what is the task's own."""
+
+
+def dockerfile_text(project: Project, base: str, requirements: Sequence[str], options: str = "") -> str:
+    """The Dockerfile of an image with these packages; without any, the base has all. `options`: pip's."""
+    install = f"RUN pip install --no-cache-dir {options}{shlex.join(requirements)}\n" if requirements else ""
+    env = " ".join(f"{name}={value}" for name, value in _env(project).items())
+    return f"FROM {base}\n{install}ENV {env}\nWORKDIR {WORKSPACE}\n"
+
+
+def _env(project: Project) -> dict[str, str]:
+    path = f"{WORKSPACE}/{project.source_root}".rstrip("/")
+    return {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+async def build_project_image(
+    project: Project, base: str, store: ImageStore, options: BuildOptions, backend: SandboxBackend
+) -> ProjectImage:
+    """Builds the image, with the newest versions that fit, and again with exactly these.
+
+    Raises TaskError for a project that cannot be installed, ResourceError where nothing can be built.
+    """
+    newest = await _build(project, dockerfile_text(project, base, project.requirements), store, options)
+    text = dockerfile_text(project, base, await _list_packages(newest, backend), "--no-deps ")
+    return ProjectImage(await _build(project, text, store, options), text)
+
+
+async def find_project_image(
+    project: Project, name: str, store: ImageStore, bases: Mapping[str, str]
+) -> ProjectImage:
+    """An image that has all packages already. Raises TemplateError if there is none of that name."""
+    image = await find_base(name, store, bases)
+    found = TaskImage(image.name, image.layers, {**image.env, **_env(project)}, WORKSPACE, image.user)
+    return ProjectImage(found, dockerfile_text(project, name, ()))
+
+
+async def _build(project: Project, text: str, store: ImageStore, options: BuildOptions) -> TaskImage:
+    plain = re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project"
+    name = f"made/{plain[:60]}-{blake2b(text.encode(), digest_size=6).hexdigest()}"
+    with ScratchDirectory(store.layers.root, "project-") as folder:
+        (folder / "Dockerfile").write_text(text)
+        try:
+            image = await build_image(folder, name, store, options=options)
+        except TemplateError as error:
+            if error.field == "images.bases":
+                raise
+            raise TaskError(
+                f"cannot be installed: {error.message[-_TAIL_CHARS:]}", field="REPO",
+                received=f"{project.name} {project.version}",
+                fix="see that what its tests need can be installed here; `images.allow` names the hosts that "
+                "pip may reach, and `--image` an image that has all",
+            ) from error  # fmt: skip
+    return TaskImage(image.name, image.layers, dict(image.env), image.workdir, image.user)
+
+
+async def _list_packages(image: TaskImage, backend: SandboxBackend) -> list[str]:
+    """`pip freeze` of an image."""
+    run_in = Image(image.name, image.layers, image.env, image.workdir, image.user)
+    sandbox = await backend.create(Template({}, "packages", run_in))
+    try:
+        result = await sandbox.commands.run("python3 -m pip freeze --local", _FREEZE_S, {"PYTHONPATH": ""})
+    finally:
+        await sandbox.kill()
+    rows = [row for row in result.stdout.splitlines() if re.fullmatch(r"[\w.-]+==[\w.+!-]+", row)]
+    if result.exit_code != 0 or not rows:
+        raise ResourceError(
+            f"pip does not list the packages of the image: {result.stderr[-_TAIL_CHARS:]}",
+            field="image", received=image.name, fix="use a base image that has Python 3 and pip",
+        )  # fmt: skip
+    return rows

@@ -1,0 +1,316 @@
+"""From a project to a directory of verified tasks, resumable at every point.
+
+    project ──> image ──> baseline ──> changes, tested ──> selection ──> leaks ──> the grader ──> OUT/
+                  |           |               |                                   |
+             OUT/.making/image.json, baseline.json, journal (one line for each change that was tested)
+
+Killed anywhere, the next call with the same project and settings goes on from what stands there. What no task
+is made of is a reject with its reason; only a project that cannot be used at all is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from etude.config.images import ImagesConfig
+from etude.environment.checking import check_tasks
+from etude.environment.making.baseline import LOAD, Baseline, measure_baseline
+from etude.environment.making.images import ProjectImage, build_project_image, find_project_image
+from etude.environment.making.planning import Found, Planner
+from etude.environment.making.projects import Project
+from etude.environment.making.reports import MakeReport
+from etude.environment.making.scanning import scan_layers, scan_workspace
+from etude.environment.making.suites import Suite
+from etude.environment.making.verifying import differing, noticed_of, verify_change
+from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
+from etude.errors import TaskError
+from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
+from etude.kit.journal import LineJournal
+from etude.kit.leftovers import ScratchDirectory
+from etude.observe import Observer
+from etude.records import TaskImage
+from etude.sandbox.images.building import BuildOptions
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import Network
+from etude.tasks.making.changes import Change, Quotas, Rejection, split_of
+
+STATE = ".making"
+FIRST_RUN_S = 600.0
+"""Wall time of the first run of a project's tests."""
+_VERIFIER_S = 60.0
+_SINGLES = 0.7
+"""Share of the time for changes that are no combinations of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeSettings:
+    """What is made. Those without effect on what was found so far may differ when it goes on."""
+
+    quotas: Quotas = field(default_factory=lambda: Quotas(most_tasks=200))
+    num_runs: int = 20
+    """Of the project's tests, to find those that are flaky."""
+    seed: int = 0
+    base: str = "python:3.11-slim"
+    """Image that the project's packages are installed in."""
+    image: str | None = None
+    """Image that has them already: nothing is built."""
+    at_once: int = 2
+    """Sandboxes in which changes are tested at the same time."""
+    budget_s: float = 2700.0
+    """After this time no further change is tested."""
+
+
+async def make_tasks(
+    project: Project,
+    out: Path,
+    settings: MakeSettings,
+    backend: SandboxBackend,
+    store: ImageStore,
+    images: ImagesConfig,
+    observer: Observer,
+) -> MakeReport:
+    """Makes the tasks of one project in `out`, one directory each, with `report.json`.
+
+    Raises TaskError for a project whose tests cannot be used, and where `out` holds what was made from
+    another project or by other settings; SandboxError, ResourceError, OSError.
+    """
+    began = time.monotonic()
+    make_directory(out / STATE)
+    _check_same(project, out, settings)
+    maker = _Maker(project, out, settings, backend, store, observer)
+    image = await maker.prepare(images)
+    baseline = await maker.find_baseline(image)
+    return await maker.make(image, baseline, began)
+
+
+def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
+    """Raises TaskError if `out` was begun from something else."""
+    digest = blake2b(digest_size=16)
+    for path, data in sorted(project.files.items()):
+        digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
+    key = {"project": digest.hexdigest(), "seed": settings.seed, "num_runs": settings.num_runs}
+    key |= {"base": settings.base, "image": settings.image}
+    path = out / STATE / "key.json"
+    if not path.exists():
+        if any(one for one in out.iterdir() if one.name != STATE):
+            raise TaskError(
+                "is not empty, and was not begun by this command", field="--out", received=str(out),
+                fix="name a new or empty directory",
+            )  # fmt: skip
+        write_json(path, key)
+    if json.loads(path.read_bytes()) != key:
+        raise TaskError(
+            "was begun from another project, or with another seed, image or number of runs", field="--out",
+            received=str(out), fix="name a new directory, or call it as before",
+        )  # fmt: skip
+
+
+class _Maker:
+    def __init__(
+        self,
+        project: Project,
+        out: Path,
+        settings: MakeSettings,
+        backend: SandboxBackend,
+        store: ImageStore,
+        observer: Observer,
+    ) -> None:
+        self._project, self._out, self._settings = project, out, settings
+        self._backend, self._store, self._observer = backend, store, observer
+
+    async def prepare(self, images: ImagesConfig) -> ProjectImage:
+        """The project's image, built unless it is there."""
+        store = self._store
+        path = self._out / STATE / "image.json"
+        if path.exists():
+            known = json.loads(path.read_bytes())
+            image = TaskImage(**{**known["image"], "layers": tuple(known["image"]["layers"])})
+            if all(map(store.layers.has, image.layers)):
+                return ProjectImage(image, known["dockerfile"])
+        self._observer.stage_begins("image", 0)
+        if self._settings.image is not None:
+            found = await find_project_image(self._project, self._settings.image, store, images.bases)
+        else:
+            options = BuildOptions(images.bases, network=Network(tuple(images.allow)), volumes=images.volumes)
+            found = await build_project_image(
+                self._project, self._settings.base, store, options, self._backend
+            )
+        self._observer.stage_ends()
+        write_json(path, asdict(found))
+        return found
+
+    async def find_baseline(self, image: ProjectImage) -> Baseline:
+        """What the tests say of the project's own text, measured unless it is known."""
+        path = self._out / STATE / "baseline.json"
+        if path.exists():
+            return Baseline.from_document(json.loads(path.read_bytes()))
+        suite = Suite.of(self._project, image.image, self._backend, FIRST_RUN_S)
+        num_runs = self._settings.num_runs
+        self._observer.stage_begins("baseline", num_runs + 1, "run")
+        at_once = LOAD * self._settings.at_once
+        baseline = await measure_baseline(
+            suite, num_runs, at_once, lambda step: self._observer.stage_advances(step, {})
+        )
+        self._observer.stage_ends()
+        write_json(path, baseline.to_document())
+        return baseline
+
+    async def make(self, image: ProjectImage, baseline: Baseline, began: float) -> MakeReport:
+        """Tests changes, selects, looks for leaks, checks and writes."""
+        report = MakeReport(self._project, baseline)
+        planner = Planner(
+            self._project.sources, self._project.test_texts, self._settings.seed, self._settings.quotas
+        )
+        suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
+        path = self._out / STATE / "journal"
+        journal, lines = _open_journal(path)
+        known = {line["id"]: line for line in lines}
+        try:
+            search = _Search(suite, baseline, planner, journal, known, report)
+            self._observer.stage_begins("changes", self._settings.quotas.most_tasks, "task")
+            until = began + self._settings.budget_s
+            await search.run(self._settings.at_once, until, self._observer)
+            self._observer.stage_ends()
+        finally:
+            journal.close()
+        kept = planner.select(report)
+        await self._check_and_write(kept, image, baseline, report)
+        report.duration_s = time.monotonic() - began
+        write_json(self._out / "report.json", report.to_document())
+        return report
+
+    async def _check_and_write(
+        self, kept: Sequence[Found], image: ProjectImage, baseline: Baseline, report: MakeReport
+    ) -> None:
+        limit_s = max(_VERIFIER_S, baseline.timeout_s)
+        made = await self._drop_leaked([_made(self._project, image, one, limit_s) for one in kept], report)
+        names = {one.id for one in made}
+        for folder in [one for one in self._out.iterdir() if (one / "task.toml").is_file()]:
+            if folder.name not in names:
+                remove_directory(folder)  # an earlier call's, which has other tasks in its place now
+        self._observer.stage_begins("check", len(made), "task")
+        places = asyncio.Semaphore(self._settings.at_once)
+        done = 0
+
+        async def check(one: MadeTask) -> None:
+            nonlocal done
+            async with places:
+                target = self._out / one.id
+                if not target.exists():
+                    await self._write_if_verified(one, target, report)
+                else:
+                    report.count_check(one, None)
+            done += 1
+            self._observer.stage_advances(done, {})
+
+        await asyncio.gather(*map(check, made))
+        self._observer.stage_ends()
+
+    async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
+        """Those whose solution the image does not hold; what was written before was scanned before."""
+        new = [one for one in made if not (self._out / one.id).exists()]
+        if not new:
+            return list(made)
+        layers = [self._store.layers.path(digest) for digest in new[0].image.image.layers]
+        self._observer.stage_begins("leaks", 0)
+        reasons = await asyncio.to_thread(scan_layers, layers, new)
+        self._observer.stage_ends()
+        for one in new:
+            if reason := reasons.get(one.verified.change.id):
+                report.reject(one.verified.change, "leaks", reason)
+        return [one for one in made if one.verified.change.id not in reasons]
+
+    async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> None:
+        """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
+        nothing 0, twice; else `report` is given the reason."""
+        with ScratchDirectory(self._out / STATE, "check-") as scratch:
+            draft = scratch / made.id
+            await asyncio.to_thread(write_made_task, made, draft)
+            leak = await asyncio.to_thread(scan_workspace, draft / "environment/workspace", made)
+            if leak is not None:
+                report.reject(made.verified.change, "leaks", leak)
+                return
+            try:
+                task = read_made_task(made, draft)
+            except TaskError as error:
+                report.count_check(made, str(error))
+                return
+            [found] = await check_tasks([task], self._backend, at_once=1)
+            if found.reason is None:
+                publish_directory(draft, target)
+            report.count_check(made, found.reason)
+
+
+class _Search:
+    """Tests changes until there are enough of them that tests notice."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        baseline: Baseline,
+        planner: Planner,
+        journal: LineJournal,
+        known: dict[str, dict[str, Any]],
+        report: MakeReport,
+    ) -> None:
+        self._suite, self._baseline, self._planner = suite, baseline, planner
+        self._journal, self._known, self._report = journal, known, report
+
+    async def run(self, at_once: int, until: float, observer: Observer) -> None:
+        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up."""
+
+        singles_until = time.monotonic() + _SINGLES * (until - time.monotonic())
+
+        async def work() -> None:
+            while (now := time.monotonic()) < until:
+                change = self._planner.next_change(now > singles_until)
+                if change is None:
+                    return
+                await self._take(change, self._known.get(change.id) or await self._test(change))
+                observer.stage_advances(self._planner.num_found, {})
+
+        await asyncio.gather(*(work() for _ in range(at_once)))
+
+    async def _test(self, change: Change) -> dict[str, Any]:
+        found = await verify_change(change, self._suite, self._baseline)
+        line: dict[str, Any] = {"id": change.id}
+        if isinstance(found, Rejection):
+            line["reason"] = found.reason
+        else:
+            line |= {**found.to_document(), "differing": differing(found, self._baseline)}
+        self._journal.append(line)
+        return line
+
+    async def _take(self, change: Change, line: dict[str, Any]) -> None:
+        reason = line.get("reason")
+        if reason is None:
+            reason = await asyncio.to_thread(self._planner.take, change, noticed_of(line, self._baseline))
+        self._report.count_change(change, reason)
+
+
+def _made(project: Project, image: ProjectImage, found: Found, limit_s: float) -> MadeTask:
+    failing = tuple(one.test for one in found.noticed.failures)
+    split = split_of(found.change.places[0].path)
+    return MadeTask(project, image, found.verified, failing, found.noticed.passing, limit_s, split)
+
+
+def _open_journal(path: Path) -> tuple[LineJournal, list[dict[str, Any]]]:
+    try:
+        if path.exists():
+            return LineJournal.resume(path, xxh3_64_hexdigest)
+        return LineJournal.create(path, xxh3_64_hexdigest), []
+    except BlockingIOError as error:
+        raise TaskError(
+            "is being made by another process", field="--out", received=str(path.parent.parent),
+            fix="wait for it, or name another directory",
+        ) from error  # fmt: skip

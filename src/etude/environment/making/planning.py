@@ -1,0 +1,128 @@
+"""Which changes are tested, in which order, and which of those that tests notice become tasks.
+
+bugs, deletions ──in turn──> singles, until there are enough ──> combinations of those that were noticed
+                                         └────────────────────────────┴──> selection by quotas
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from etude.environment.making.reports import MakeReport
+from etude.environment.making.verifying import Noticed
+from etude.tasks.making.bugs import plan_bugs
+from etude.tasks.making.changes import Change, Quotas, Rejection, TestFailure, Verified
+from etude.tasks.making.combining import combine
+from etude.tasks.making.deletions import plan_deletions
+from etude.tasks.making.instructions import write_instruction
+from etude.tasks.making.selection import select
+
+_COMPOUND = 0.4
+"""Combinations that are looked for, for each task that is wanted: more than the quota asks, of which some are
+rejected."""
+
+_SYMPTOMS = 12
+"""Failing tests of a bug that its instruction is written from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A change that tests notice, and its task in words."""
+
+    change: Change
+    noticed: Noticed
+    verified: Verified
+
+
+class Planner:
+    """Gives changes one after another; their order depends on the seed, and on what tests noticed."""
+
+    def __init__(
+        self, sources: Mapping[str, str], tests: Mapping[str, str], seed: int, quotas: Quotas
+    ) -> None:
+        self._sources, self._tests, self._seed = sources, tests, seed
+        self._quotas, self._num_tasks = quotas, quotas.most_tasks
+        self._given: set[str] = set()
+        self._singles = in_turn([plan_bugs(sources, seed), plan_deletions(sources, seed)])
+        self._pairs: Iterator[Change] | None = None
+        self._functions: Counter[tuple[str, str]] = Counter()
+        self._operators: Counter[str] = Counter()
+        self._found: dict[str, Found] = {}
+        self._num_compound = 0
+
+    @property
+    def num_found(self) -> int:
+        """Changes that became candidates."""
+        return len(self._found)
+
+    def next_change(self, is_late: bool = False) -> Change | None:
+        """The next change to be tested; None if there are enough, or no more. `is_late`: no more singles."""
+        if not is_late and self.num_found - self._num_compound < self._num_tasks:
+            for change in self._singles:
+                if self._is_new(change) and self._has_room(change):
+                    return change
+        if self._num_compound >= _COMPOUND * self._num_tasks:
+            return None
+        if self._pairs is None:
+            bugs = [one.change for one in self._found.values() if one.change.kind == "planted_bug"]
+            bugs.sort(key=lambda change: change.id)
+            self._pairs = combine(bugs, self._sources, self._seed) if len(bugs) > 1 else iter(())
+        return next(filter(self._is_new, self._pairs), None)
+
+    def take(self, change: Change, noticed: Noticed) -> str | None:
+        """Takes a change that tests notice; why it becomes no candidate, or None."""
+        groups = [{one.test for one in self._found[part].noticed.failures} for part in change.parts]
+        # A deletion must say all that its tests use; of a bug some symptoms are enough.
+        seen = noticed.failures if change.kind == "deleted_feature" else _some(noticed.failures)
+        instruction = write_instruction(change, self._sources, self._tests, seen, self._seed, groups)
+        if isinstance(instruction, Rejection):
+            return instruction.reason
+        reference = {path: self._sources[path] for path in change.files}
+        verified = Verified(change, reference, noticed.failures, instruction, noticed.num_suspect_lines)
+        self._found[change.id] = Found(change, noticed, verified)
+        if change.parts:
+            self._num_compound += 1
+            return None
+        self._functions.update({(place.path, place.name) for place in change.places})
+        self._operators[change.operator] += 1
+        return None
+
+    def select(self, report: MakeReport) -> list[Found]:
+        """The candidates that become tasks; `report` is given the reasons of the others."""
+        found = select([one.verified for one in self._found.values()], self._quotas)
+        for verified, reason in found.rejected:
+            report.reject(verified.change, "selection", reason.reason)
+        report.missed = found.missed
+        return [self._found[one.verified.change.id] for one in found.kept]
+
+    def _is_new(self, change: Change) -> bool:
+        is_new = change.id not in self._given
+        self._given.add(change.id)
+        return is_new
+
+    def _has_room(self, change: Change) -> bool:
+        """Whether the quotas would let another task of this kind in: otherwise a test run is spared."""
+        most = math.ceil(self._quotas.most_per_operator * self._num_tasks)
+        functions = {(place.path, place.name) for place in change.places}
+        return self._operators[change.operator] < most and all(
+            self._functions[one] < self._quotas.most_per_function for one in functions
+        )
+
+
+def _some(failures: Sequence[TestFailure]) -> Sequence[TestFailure]:
+    """Those whose statement is known first, and few of them: each is taken apart."""
+    return sorted(failures, key=lambda one: not one.test_line)[:_SYMPTOMS]
+
+
+def in_turn(plans: list[Iterator[Change]]) -> Iterator[Change]:
+    """Changes of each plan in turn, until all have ended."""
+    while plans:
+        for plan in list(plans):
+            change = next(plan, None)
+            if change is None:
+                plans.remove(plan)
+            else:
+                yield change

@@ -1,0 +1,87 @@
+"""What came of making tasks from a project: counts for each stage, and why changes were rejected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.environment.making.baseline import Baseline
+from etude.environment.making.projects import Project
+from etude.environment.making.writing import MadeTask
+from etude.tasks.making.changes import Change
+
+
+@dataclass(slots=True)
+class MakeReport:
+    """Filled while tasks are made. A reason is a kind, a colon, the particulars; counts are of kinds."""
+
+    project: Project
+    baseline: Baseline
+    rejects: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    """For each: the change's id, operator and place, the stage, the reason."""
+    num_tested: int = 0
+    num_noticed: int = 0
+    num_checked: int = 0
+    written: list[str] = field(default_factory=list[str])
+    """Names of task directories."""
+    operators: Counter[str] = field(default_factory=Counter[str])
+    """Of the tasks that were written."""
+    kinds: Counter[str] = field(default_factory=Counter[str])
+    missed: str = ""
+    """The least share that selection could not meet, and what it came to."""
+    duration_s: float = 0.0
+
+    def reject(self, change: Change, stage: str, reason: str) -> None:
+        """Keeps why no task is made of a change."""
+        place = f"{change.places[0].path}:{change.places[0].first_line}" if change.places else ""
+        row = {"id": change.id, "operator": change.operator, "place": place, "stage": stage, "reason": reason}
+        self.rejects.append(row)
+
+    def count_change(self, change: Change, reason: str | None) -> None:
+        """Counts a change that was tested; `reason`: why it makes no task."""
+        self.num_tested += 1
+        if reason is None:
+            self.num_noticed += 1
+        else:
+            self.reject(change, "changes", reason)
+
+    def count_check(self, made: MadeTask, reason: str | None) -> None:
+        """Counts a task that the grader has checked; `reason`: why it is not written."""
+        self.num_checked += 1
+        if reason is not None:
+            self.reject(made.verified.change, "check", f"check: {reason}")
+            return
+        self.written.append(made.id)
+        self.operators[made.verified.change.operator] += 1
+        self.kinds[made.verified.change.kind] += 1
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """How many rejects there are of each kind."""
+        return Counter(f"{row['stage']}: {row['reason'].partition(':')[0]}" for row in self.rejects)
+
+    @property
+    def reverified(self) -> float | None:
+        """Share of the selected tasks whose solution earned 1 and nothing 0, twice; None: there are none."""
+        return len(self.written) / self.num_checked if self.num_checked else None
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "project": self.project.name,
+            "version": self.project.version,
+            "tests": {"stable": len(self.baseline.stable), "left_out": dict(self.baseline.unstable)},
+            "suite_s": round(self.baseline.duration_s, 3),
+            "changes_tested": self.num_tested,
+            "changes_noticed": self.num_noticed,
+            "tasks_checked": self.num_checked,
+            "tasks": sorted(self.written),
+            "reverified": self.reverified,
+            "kinds": dict(self.kinds.most_common()),
+            "operators": dict(self.operators.most_common()),
+            "missed_share": self.missed,
+            "rejects_by_reason": dict(self.reasons.most_common()),
+            "rejects": self.rejects,
+            "duration_s": round(self.duration_s, 1),
+        }

@@ -1,0 +1,179 @@
+"""A project's tests, run in a fresh sandbox each time: with the project's own text, or with changes.
+
+project's files + changes ──> sandbox without network ──> pytest ──> how each test ended, and where it failed
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from etude.environment.making.projects import Project
+from etude.errors import AgentError
+from etude.records import TaskImage
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Image, Template
+from etude.sandbox.types import CommandResult, Resources
+from etude.tasks.making.changes import Place, TestFailure
+
+PROGRAM = Path(__file__).with_name("suite_inside.py")
+MEMORY_BYTES, DISK_BYTES = 1 << 30, 1 << 30
+_MOST_BYTES = 32 << 20
+_NO_RESULT = (3, 4)
+"""Exit statuses of pytest: an error of its own, and of its usage."""
+_ZONES = ("UTC0", "EST5EDT", "JST-9", "<+1345>-13:45", "<-0930>9:30")
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Which tests run which lines."""
+
+    tests: tuple[str, ...]
+    lines: Mapping[str, Mapping[int, int]]
+    """Path -> line -> its tests, one bit for each; 0 for a line that is run by the import alone."""
+
+    def tests_of(self, path: str, lines: Collection[int]) -> set[str]:
+        """The tests that run one of the lines."""
+        known = self.lines.get(path, {})
+        bits = 0
+        for line in lines:
+            bits |= known.get(line, 0)
+        return {test for number, test in enumerate(self.tests) if bits >> number & 1}
+
+    def is_run(self, path: str, lines: Collection[int]) -> bool:
+        """Whether one of the lines is run at all."""
+        known = self.lines.get(path, {})
+        return any(line in known for line in lines)
+
+    def count_common_lines(self, tests: Collection[str]) -> int:
+        """How many lines all these tests run."""
+        numbers = {test: number for number, test in enumerate(self.tests)}
+        wanted = sum(1 << numbers[test] for test in tests if test in numbers)
+        rows = (bits for known in self.lines.values() for bits in known.values())
+        return sum(wanted != 0 and bits & wanted == wanted for bits in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteRun:
+    """How the tests ended."""
+
+    outcomes: Mapping[str, str]
+    """Test -> passed, failed or skipped."""
+    failures: Mapping[str, TestFailure] = field(default_factory=dict[str, TestFailure])
+    errors: Mapping[str, str] = field(default_factory=dict[str, str])
+    """File whose tests could not be collected -> why."""
+    coverage: Coverage | None = None
+    problem: str | None = None
+    """Why there is no result: a hang, a death, no answer."""
+    duration_s: float = 0.0
+
+    @property
+    def passed(self) -> set[str]:
+        """Tests that passed."""
+        return {test for test, outcome in self.outcomes.items() if outcome == "passed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """The tests of one project in one image."""
+
+    project: Project
+    image: TaskImage
+    backend: SandboxBackend
+    timeout_s: float
+    """Wall time of one run."""
+    base: Template
+
+    @classmethod
+    def of(cls, project: Project, image: TaskImage, backend: SandboxBackend, timeout_s: float) -> Suite:
+        """Of a project."""
+        run_in = Image(image.name, image.layers, {"HOME": "/root", **image.env}, image.workdir, image.user)
+        return cls(project, image, backend, timeout_s, Template(project.files, project.name, run_in))
+
+    def within(self, timeout_s: float) -> Suite:
+        """The same with another time limit."""
+        return replace(self, timeout_s=timeout_s)
+
+    @property
+    def resources(self) -> Resources:
+        """What each run may use."""
+        return Resources(
+            memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES, file_bytes=DISK_BYTES, num_processes=256,
+            open_files=1024, cpu_s=math.ceil(self.timeout_s) * (os.cpu_count() or 1),
+        )  # fmt: skip
+
+    async def run(
+        self,
+        files: Mapping[str, str] | None = None,
+        ids: Sequence[str] | None = None,
+        seed: int | None = None,
+        stop_early: bool = False,
+        cover: bool = False,
+    ) -> SuiteRun:
+        """Runs the tests over `files`; an empty text removes a file.
+
+        `ids`: only these tests; `seed`: of order, hash seed and time zone; `stop_early`: no test after the
+        first that fails; `cover`: also say which tests run which lines. What the tests do to the sandbox is a
+        problem in the result. Raises SandboxError if our own machinery failed.
+        """
+        paths = self.project.test_files
+        if ids is not None:
+            asked = {test.partition("::")[0] for test in ids}
+            paths = tuple(path for path in paths if path in asked)
+        request: dict[str, Any] = {"paths": paths, "ids": ids, "seed": seed, "stop_early": stop_early}
+        sources = [pattern.replace("**", "*") for pattern in self.project.source_patterns]
+        request |= {"cover": sources if cover else [], "options": self.project.options}
+        env = {"PYTHONHASHSEED": str((seed or 0) % 1000), "TZ": _ZONES[(seed or 0) % len(_ZONES)]}
+        program = f"{PROGRAM.read_text()}\nanswer(json.loads({json.dumps(request)!r}))\n"
+        sandbox = await self.backend.create(self.base, self.resources)
+        try:
+            for path in [path for path, text in (files or {}).items() if not text]:
+                await sandbox.files.remove(path)
+            entering: dict[str, str | bytes] = {path: text for path, text in (files or {}).items() if text}
+            if entering:
+                await sandbox.files.write_many(entering)
+            result = await sandbox.commands.run(
+                "python3 -", self.timeout_s, env, limit_bytes=_MOST_BYTES, stdin=program
+            )
+        except AgentError as error:
+            return SuiteRun({}, problem=str(error))
+        finally:
+            await sandbox.kill()
+        return _read_result(result, self.timeout_s)
+
+
+def _read_result(result: CommandResult, timeout_s: float) -> SuiteRun:
+    if result.timed_out:
+        problem = f"hangs: the tests did not end within {timeout_s:.0f} s"
+        return SuiteRun({}, problem=problem, duration_s=result.duration_s)
+    try:
+        found: dict[str, Any] = json.loads(result.stdout)
+    except ValueError:
+        words = " ".join(result.stderr.split())[-300:] or "nothing was said"
+        problem = f"dies: pytest ended with {result.exit_code}: {words}"
+        return SuiteRun({}, problem=problem, duration_s=result.duration_s)
+    if found["broken"] is not None or found["status"] in _NO_RESULT:
+        words = " ".join((found["broken"] or f"exit status {found['status']}").split())[-300:]
+        return SuiteRun({}, problem=f"pytest fails: {words}", duration_s=result.duration_s)
+    failures = {
+        test: TestFailure(test, row["message"], row["line"], _place(row["place"]))
+        for test, row in found["failures"].items()
+    }
+    coverage = None
+    if "coverage" in found:
+        rows = found["coverage"]
+        lines = {
+            path: {int(line): int(bits, 16) for line, bits in known.items()}
+            for path, known in rows["files"].items()
+        }
+        coverage = Coverage(tuple(rows["tests"]), lines)
+    return SuiteRun(found["outcomes"], failures, found["errors"], coverage, duration_s=result.duration_s)
+
+
+def _place(row: Sequence[Any] | None) -> Place | None:
+    return None if row is None else Place(row[0], row[1], row[2], row[2])

@@ -1,0 +1,115 @@
+"""Whether a change makes a task: its tests notice it, the same ones each time, and nothing hangs.
+
+covered lines ──> covering tests, until one fails ──> the whole suite, three times in other orders
+     |                      |                                   |
+  not covered           no test notices                 which fail, which pass, which differ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from etude.environment.making.baseline import Baseline
+from etude.environment.making.suites import Suite, SuiteRun
+from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
+
+_ROUNDS = 3
+_MOST_COVERING = 300
+"""Tests that are tried first; of more, some are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """A change that tests notice."""
+
+    failures: tuple[TestFailure, ...]
+    """Of tests that fail each time, and pass without the change."""
+    passing: tuple[str, ...]
+    """Tests that pass each time, with the change and without."""
+    num_suspect_lines: int
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON values, without `passing`, which nearly all stable tests are: what is missing there."""
+        rows = [asdict(one) for one in self.failures]
+        return {"failures": rows, "num_suspect_lines": self.num_suspect_lines}
+
+
+def noticed_of(document: Mapping[str, Any], baseline: Baseline) -> Noticed:
+    """From `to_document` with the key `differing`: stable tests that neither failed nor passed each time."""
+    failures = tuple(
+        TestFailure(**{**row, "innermost": None if (at := row["innermost"]) is None else Place(**at)})
+        for row in document["failures"]
+    )
+    left_out = {one.test for one in failures} | set(document["differing"])
+    passing = tuple(test for test in baseline.stable if test not in left_out)
+    return Noticed(failures, passing, document["num_suspect_lines"])
+
+
+def differing(noticed: Noticed, baseline: Baseline) -> list[str]:
+    """Stable tests that ended otherwise in another run with the change."""
+    known = {one.test for one in noticed.failures} | set(noticed.passing)
+    return [test for test in baseline.stable if test not in known]
+
+
+async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
+    """Runs the tests over a change. Raises SandboxError if our own machinery failed.
+
+    The project's own tests decide, also those that the workspace lacks.
+    """
+    if not any(baseline.coverage.is_run(place.path, _lines(place)) for place in change.places):
+        return Rejection("not covered: no test runs the lines")
+    suite = suite.within(baseline.timeout_s)
+    covering = sorted(_find_covering(change, baseline))
+    if covering:
+        drawn = Random(change.id).sample(covering, min(len(covering), _MOST_COVERING))
+        found = await suite.run(change.files, drawn, seed=0, stop_early=True)
+        if found.problem is not None:
+            return Rejection(found.problem)
+        if len(drawn) == len(covering) and not set(drawn) - found.passed:
+            return Rejection("not noticed: the tests that run the lines pass")
+    runs: list[SuiteRun] = []
+    for seed in range(1, _ROUNDS + 1):
+        found = await suite.run(change.files, seed=seed)
+        if found.problem is not None:
+            return Rejection(found.problem)
+        if not set(baseline.stable) - found.passed:
+            return Rejection("not noticed: all tests pass")
+        runs.append(found)
+    return _compare(change, runs, baseline)
+
+
+def _find_covering(change: Change, baseline: Baseline) -> set[str]:
+    tests = (baseline.coverage.tests_of(place.path, _lines(place)) for place in change.places)
+    return set[str]().union(*tests).intersection(baseline.stable)
+
+
+def _compare(change: Change, runs: Sequence[SuiteRun], baseline: Baseline) -> Noticed | Rejection:
+    stable = set(baseline.stable)
+    passing = stable.intersection(*(run.passed for run in runs))
+    failing = stable.difference(*(run.passed for run in runs))
+    if not failing:
+        return Rejection("flaky with the change: no test fails each time")
+    if not passing:
+        return Rejection("breaks everything: no test passes")
+    last = runs[-1]
+    if last.errors and change.kind in ("planted_bug", "combined"):
+        return Rejection("breaks the import: tests cannot be collected")
+    failures = tuple(
+        last.failures.get(test) or TestFailure(test, _why_missing(test, last)) for test in sorted(failing)
+    )
+    suspects = baseline.coverage.count_common_lines(failing)
+    return Noticed(failures, tuple(sorted(passing)), suspects)
+
+
+def _why_missing(test: str, run: SuiteRun) -> str:
+    """Of a test that did not run: why its file could not be collected."""
+    said = run.errors.get(test.partition("::")[0], "")
+    lines = [line.removeprefix("E").strip() for line in said.splitlines() if line.startswith("E ")]
+    return lines[-1] if lines else said.strip() or run.outcomes.get(test, "not collected")
+
+
+def _lines(place: Place) -> range:
+    return range(place.first_line, place.last_line + 1)

@@ -1,0 +1,140 @@
+"""A verified change as a Harbor task directory.
+
+instruction.md            what does not work
+environment/Dockerfile    the project's image, and COPY workspace/
+environment/workspace/    the project with the change
+tests/test.sh             puts the project's own tests in place, and runs those that decide
+tests/hidden/, tests/expected.json, tests/suite.py
+solution/solve.sh         puts the project's own text in place
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from etude.environment.making.images import WORKSPACE, ProjectImage
+from etude.environment.making.projects import Project, read_text
+from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
+from etude.kit.durable import whole_directory
+from etude.records import Task
+from etude.tasks.harbor import read_harbor, toml_value
+from etude.tasks.making.changes import Verified
+
+_SOLVE = f"""#!/bin/sh
+set -e
+cp -R "$(dirname "$0")/files/." {WORKSPACE}/
+"""
+_TEST = f"""#!/bin/sh
+# Puts the project's own tests in place and runs those that decide: all must pass.
+cd {WORKSPACE} || exit 1
+mkdir -p /logs/verifier
+rm -rf -- %s
+cp -R /tests/hidden/. {WORKSPACE}/
+python3 /tests/suite.py /tests/expected.json
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTask:
+    """A task that is to be written."""
+
+    project: Project
+    image: ProjectImage
+    verified: Verified
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    verifier_s: float
+    split: str
+
+    @property
+    def id(self) -> str:
+        """Of the task, and the name of its directory."""
+        return f"{self.project.name.lower()}-{self.verified.change.id}"
+
+    @property
+    def workspace(self) -> dict[str, bytes]:
+        """What the agent sees."""
+        change = self.verified.change
+        files = dict(self.project.files)
+        for path, text in {**change.files, **change.removed_tests}.items():
+            files[path] = text.encode()
+        # An empty text of a test file means that there is none.
+        return {path: data for path, data in files.items() if data or change.removed_tests.get(path) is None}
+
+
+def write_made_task(made: MadeTask, directory: Path) -> None:
+    """Writes the task's directory, which appears only when whole. Raises OSError."""
+    with whole_directory(directory, sync=False) as whole:
+        for path, data in _files(made).items():
+            target = whole / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+            if path.endswith(".sh") and path.count("/") == 1:
+                target.chmod(0o755)
+
+
+def read_made_task(made: MadeTask, directory: Path) -> Task:
+    """The written task as a run plays it, on the project's image instead of one of its own.
+
+    What is no text is missing in its workspace, but for what the tests bring. Raises TaskError.
+    """
+    task = read_harbor(directory)
+    assert task.machine is not None, "its Dockerfile says what it is"
+    files = {path: text for path, data in made.workspace.items() if (text := read_text(data)) is not None}
+    return replace(task, files=files, machine=replace(task.machine, image=made.image.image))
+
+
+def _files(made: MadeTask) -> dict[str, bytes]:
+    project, change = made.project, made.verified.change
+    expected = {
+        "ids": sorted({*made.fail_to_pass, *made.pass_to_pass}),
+        "fail_to_pass": sorted(made.fail_to_pass),
+        "paths": list(project.test_files),
+        "options": list(project.options),
+    }
+    files = {
+        "instruction.md": made.verified.instruction.rstrip("\n").encode() + b"\n",
+        "task.toml": _toml(made).encode(),
+        "environment/Dockerfile": f"{made.image.dockerfile}COPY workspace/ {WORKSPACE}/\n".encode(),
+        "tests/test.sh": (_TEST % shlex.join(project.test_roots)).encode(),
+        "tests/suite.py": PROGRAM.read_bytes(),
+        "tests/expected.json": json.dumps(expected, indent=1).encode() + b"\n",
+        "solution/solve.sh": _SOLVE.encode(),
+    }
+    files |= _below("environment/workspace", made.workspace)
+    files |= _below("tests/hidden", {path: project.files[path] for path in project.tests})
+    return files | _below("solution/files", {path: project.files[path] for path in change.files})
+
+
+def _below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {f"{folder}/{path}": data for path, data in files.items()}
+
+
+def _toml(made: MadeTask) -> str:
+    change = made.verified.change
+    facts: dict[str, str | int | float | bool] = {
+        "project": made.project.name,
+        "version": made.project.version,
+        "kind": change.kind,
+        "operator": change.operator,
+        "split": made.split,
+        "num_failing_tests": len(made.fail_to_pass),
+        "num_suspect_lines": made.verified.num_suspect_lines,
+    }
+    allowed = ", ".join(toml_value(pattern, "allowed_paths") for pattern in made.project.source_patterns)
+    lines = ['schema_version = "1.4"', "", "[task]", f"name = {_text(f'etude/{made.id}')}", "", "[metadata]"]
+    lines += [f"{key} = {toml_value(value, f'metadata.{key}')}" for key, value in facts.items()]
+    lines += ["", "[metadata.etude]", f"id = {_text(made.id)}", 'grading = "test_sh"']
+    lines += [f"allowed_paths = [{allowed}]", "", "[agent]", "timeout_sec = 1800.0"]
+    lines += ["", "[verifier]", f"timeout_sec = {made.verifier_s:.1f}", "", "[environment]"]
+    lines += ["build_timeout_sec = 1800.0", "cpus = 1", f"memory_mb = {MEMORY_BYTES >> 20}"]
+    lines += [f"storage_mb = {DISK_BYTES >> 20}", 'network_mode = "no-network"']
+    return "\n".join(lines) + "\n"
+
+
+def _text(text: str) -> str:
+    return toml_value(text, "text")

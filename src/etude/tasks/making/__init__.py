@@ -1,0 +1,1 @@
+"""Tasks made from a project's own code."""

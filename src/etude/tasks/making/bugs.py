@@ -1,0 +1,114 @@
+"""Planted bugs: every edit that an operator makes somewhere, in an order that is varied from the start.
+
+An edit replaces some characters of the file's own text. A candidate is dropped unless its statement still
+parses, into another tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from random import Random
+
+from etude.tasks.making.changes import Change
+from etude.tasks.making.expressions import EXPRESSION_RULES
+from etude.tasks.making.source import Edit, Source, apply_edits, read_sources, read_tree
+from etude.tasks.making.statements import STATEMENT_RULES
+from etude.tasks.making.tokens import code_tokens
+
+RULES = (*EXPRESSION_RULES, *STATEMENT_RULES)
+_ONLY_FOR_TYPES = re.compile(r"if (typing\.)?TYPE_CHECKING|if __name__ ==|__all__|__slots__|__version__")
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    operator: str
+    source: Source
+    edits: tuple[Edit, ...]
+    around: tuple[int, int]
+    """Offsets of the top-level statement that holds the edits."""
+    scope: str
+
+    def change(self) -> Change | None:
+        """None where the edits change nothing that runs, or what they leave is no Python."""
+        first, last = self.around
+        old = self.source.text[first:last]
+        new = apply_edits(old, [Edit(edit.start - first, edit.end - first, edit.text) for edit in self.edits])
+        edited = [(self.source.text[edit.start : edit.end], edit.text) for edit in self.edits]
+        if all(_what_runs(one) == _what_runs(two) for one, two in edited) or read_tree(new) is None:
+            return None
+        path, place = self.source.path, self.source.place(self.edits)
+        text = self.source.text[:first] + new + self.source.text[last:]
+        return Change("planted_bug", self.operator, {path: text}, (place,))
+
+
+def _what_runs(text: str) -> list[str]:
+    """The tokens but for parentheses: where they differ, so do the trees."""
+    return [token for token in code_tokens(text) if token not in "()"]
+
+
+def plan_bugs(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
+    """Every planted bug of a project, the same for the same seed: operators in turn, functions in turn.
+
+    `sources` are path to text; tests and packaging among them are left alone. Yields each text once.
+    """
+    rng = Random(f"bugs/{seed}")
+    by_operator: dict[str, list[_Candidate]] = {}
+    for source in read_sources(sources):
+        for candidate in _candidates(source):
+            by_operator.setdefault(candidate.operator, []).append(candidate)
+    queues = [_in_turn(by_operator[operator], rng) for operator in sorted(by_operator)]
+    seen = set[str]()
+    for round_ in zip_longest(*queues):
+        for candidate in round_:
+            change = candidate.change() if candidate is not None else None
+            if change is not None and change.id not in seen:
+                seen.add(change.id)
+                yield change
+
+
+def _in_turn(candidates: list[_Candidate], rng: Random) -> list[_Candidate]:
+    """Shuffled, the first of each function before the second of any."""
+    rng.shuffle(candidates)
+    count = Counter[tuple[str, str]]()
+    ranks = list[int]()
+    for candidate in candidates:
+        key = (candidate.source.path, candidate.scope)
+        ranks.append(count[key])
+        count[key] += 1
+    order = sorted(range(len(candidates)), key=ranks.__getitem__)
+    return [candidates[at] for at in order]
+
+
+def _candidates(source: Source) -> Iterator[_Candidate]:
+    for statement in source.tree.body:
+        span = source.own_lines(statement, statement)
+        text = source.segment(statement)
+        if span is None or isinstance(statement, ast.Import | ast.ImportFrom) or _ONLY_FOR_TYPES.match(text):
+            continue
+        for node, scope in _nodes(statement, ""):
+            for rule in RULES:
+                for operator, edits in rule(source, node):
+                    if all(span[0] <= edit.start and edit.end <= span[1] for edit in edits):
+                        yield _Candidate(operator, source, tuple(edits), span, scope)
+
+
+def _nodes(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
+    """The nodes that run, with the function they are in: no annotations, no parts of f-strings."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        scope = f"{scope}.{node.name}"
+        if any("overload" in ast.dump(decorator) for decorator in node.decorator_list):
+            return
+    yield node, scope
+    if isinstance(node, ast.JoinedStr):
+        return
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _nodes(child, scope)

@@ -1,0 +1,131 @@
+"""What a made task changes in a project, and what its tests then say.
+
+plan_bugs, plan_deletions, combine      a project's text -> Change
+(the pipeline runs the tests of each)   Change -> TestFailure
+write_instruction                       -> text | Rejection
+find_leaks                              the image's files -> Leak
+select                                  Verified -> Selection
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+ChangeKind = Literal["planted_bug", "deleted_feature", "combined"]
+Split = Literal["train", "validation", "heldout"]
+
+OPERATOR_JOIN = " + "
+"""Between the operators of a combined change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Lines of a file, from 1, the last one included, and the function or class that they are in."""
+
+    path: str
+    name: str
+    """Qualified name of the innermost function, else class, such as `Parser.parse`; empty for a module."""
+    first_line: int
+    last_line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A broken or earlier state of some files; the project's own text of them is the solution."""
+
+    kind: ChangeKind
+    operator: str
+    """What was done, such as `inverted condition`; of each part, joined by ` + `, where it is combined."""
+    files: Mapping[str, str]
+    """Path -> text in the task's workspace."""
+    places: tuple[Place, ...]
+    """Where the solution edits: lines of the project's *own* text, by which coverage knows them."""
+    removed_tests: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Test files as they stand in the workspace, where the change touches them; empty text: no such file."""
+    parts: tuple[str, ...] = ()
+    """Ids of the changes that it combines."""
+
+    @property
+    def id(self) -> str:
+        """16 hexadecimal digits of the digest of the files."""
+        digest = hashlib.sha256()
+        for path, text in sorted({**self.files, **self.removed_tests}.items()):
+            digest.update(f"{len(path)}:{path}{len(text)}:{text}".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()[:16]
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The operator of each part."""
+        return tuple(self.operator.split(OPERATOR_JOIN))
+
+
+@dataclass(frozen=True, slots=True)
+class TestFailure:
+    """A test that fails in the workspace and passes with the project's own text."""
+
+    __test__ = False
+
+    test: str
+    """Its id: `tests/test_a.py::TestB::test_c[d]`."""
+    message: str
+    """The exception as pytest shows it: kind and text, or the `assert` with the values it saw."""
+    test_line: int = 0
+    """Line of the test's file in the traceback: the statement that failed; 0: not known."""
+    innermost: Place | None = None
+    """The traceback's last frame in the project (tests included), in the workspace's lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why no task is made of a change: a kind, a colon, the particulars."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """A part of the solution that the image holds."""
+
+    path: str
+    """Within the image; inside an archive `ARCHIVE!MEMBER`, a git object `.git!HASH`."""
+    how: str
+    """`text`, `bytecode`, `importable copy`, `archive`, `git object` or `not read`."""
+    found: str
+    """The run of tokens, or the module's path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A change whose tests were run: they fail in the workspace, and pass with the project's own text."""
+
+    change: Change
+    reference: Mapping[str, str]
+    """The project's own text of the files that the change touches."""
+    failures: tuple[TestFailure, ...]
+    instruction: str = ""
+    num_suspect_lines: int = 0
+    """Coverage distance: lines of the project that every failing test runs."""
+    pass_rate: float | None = None
+    """A model's, 0 to 1; None: none has tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """What a set of tasks must be like. Shares are of the tasks kept."""
+
+    most_tasks: int = 1000
+    most_per_function: int = 3
+    most_per_operator: float = 0.15
+    least_compound: float = 0.25
+    """Share with two files or two bugs."""
+    most_named_lines: float = 0.30
+    """Share where the innermost frame of a failing test's traceback names an edited line."""
+
+
+def split_of(path: str) -> Split:
+    """The split of a module: 13/16 train, 1/16 validation, 2/16 held out, by the hash of its path."""
+    bucket = hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()[0] % 16
+    return "heldout" if bucket < 2 else "validation" if bucket < 3 else "train"

@@ -1,0 +1,239 @@
+"""What a user would write who met a made bug: its symptom in one or two sentences, and no word of its fix."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import re
+from collections.abc import Collection, Mapping, Sequence
+from random import Random
+
+from etude.tasks.making.changes import Change, Rejection, TestFailure
+from etude.tasks.making.source import read_tree
+from etude.tasks.making.symptoms import Symptom, find_symptom
+from etude.tasks.making.tokens import changed_text, code_tokens, runs
+
+RUN_LENGTH = 5
+"""No run of so many code tokens of the reference's difference stands in an instruction."""
+_MOST_SYMPTOMS = 3
+_MOST_NEEDED = 6
+_MOST_TEXT = 160
+_WRONG_VALUE = (
+    "`{call}` gives {seen}, but should give {wanted}.",
+    "I expected {wanted} from `{call}` and got {seen}.",
+    "`{call}` returns {seen}; right is {wanted}.",
+    "Expected of `{call}`: {wanted}. Actual: {seen}.",
+    "Why is `{call}` {seen}? It has to be {wanted}.",
+)
+_RAISES = (
+    "`{call}` fails with {seen}.",
+    "Calling `{call}` ends in {seen}.",
+    "I get {seen} from `{call}`.",
+    "`{call}` raises {seen}, which it should not.",
+)
+_NOT_RAISED = (
+    "`{call}` should raise {wanted}, but does not.",
+    "No {wanted} from `{call}`, though one is due.",
+    "`{call}` is accepted; {wanted} is what it has to raise.",
+)
+_OPENINGS = (
+    "",
+    "",
+    "",
+    "Bug report: ",
+    "Something broke lately. ",
+    "Please look into this: ",
+    "Regression: ",
+)
+_CLOSINGS = (
+    "",
+    "",
+    "",
+    " Please fix it.",
+    " Find the cause and repair it.",
+    " The rest has to go on working.",
+)
+_DELETED = (
+    "{what} not implemented yet. Write {it}.",
+    "Implement {it}: {what} missing so far.",
+    "{what} still to be written. Please add {it}.",
+)
+
+
+def write_instruction(
+    change: Change,
+    sources: Mapping[str, str],
+    tests: Mapping[str, str],
+    failures: Sequence[TestFailure],
+    seed: int,
+    groups: Sequence[Collection[str]] = (),
+) -> str | Rejection:
+    """The instruction of a task, the same for the same seed; a rejection where none can be honest.
+
+    `sources` are the project's own files, `tests` the hidden ones, path to text. `groups` are the ids of
+    the tests that each part of a combined change fails by itself: each part gets a symptom of its own.
+    """
+    rng = Random(f"instruction/{seed}/{change.id}")
+    needed = find_needed(change, sources, tests, failures)
+    private = [name for name in needed if name.startswith("_") and name.isidentifier()]
+    if private:
+        return Rejection(f"underspecified: tests use the private name {private[0]}")
+    if len(needed) > _MOST_NEEDED or any(len(text) > _MOST_TEXT for text in needed):
+        return Rejection(f"underspecified: tests need {len(needed)} names and texts that the workspace lacks")
+    reference = _reference_runs(change, sources)
+    deleted = _describe_deleted(change, sources, rng) if change.kind == "deleted_feature" else ""
+    if isinstance(deleted, Rejection):
+        return deleted
+    sentences = [deleted] if deleted else []
+    for group in [*groups] or [[failure.test for failure in failures]]:
+        mine = [failure for failure in failures if failure.test in group]
+        most = 1 if groups or deleted else _MOST_SYMPTOMS
+        said = _describe_failures(mine, tests, sentences, reference, rng, most)
+        if not said and not deleted:
+            return Rejection("underspecified: no failing test shows a symptom that may be described")
+        sentences += said
+    text = rng.choice(_OPENINGS) + " ".join(sentences)
+    missing = [entry for entry in needed if entry not in text]
+    names, wordings = [e for e in missing if e.isidentifier()], [e for e in missing if not e.isidentifier()]
+    if names:
+        text += f" Names: {', '.join(f'`{name}`' for name in names)}."
+    if wordings:
+        text += f" Wording: {', '.join(f'`{wording}`' for wording in wordings)}."
+    text += rng.choice(_CLOSINGS)
+    if reference & set(runs(_plain_tokens(text), RUN_LENGTH)):
+        return Rejection("gives the solution away: the instruction has a run of tokens of the reference")
+    return text
+
+
+def find_needed(
+    change: Change, sources: Mapping[str, str], tests: Mapping[str, str], failures: Sequence[TestFailure]
+) -> list[str]:
+    """Names and texts of the reference's difference that failing tests use and the workspace lacks."""
+    workspace = "\n".join({**sources, **change.files}.values())
+    names = set(re.findall(r"\w+", workspace)) | {*dir(builtins), *keyword.kwlist}
+    used = "\n".join(_failing_parts(tests, failures))
+    plain = used.replace("\\", "")
+    found = list[str]()
+    for path, broken in change.files.items():
+        _, added = changed_text(broken, sources[path])
+        for token in code_tokens(added):
+            if token.isidentifier() and token not in names and re.search(rf"\b{token}\b", used):
+                found.append(token)
+            elif token.endswith('"'):
+                pieces = re.split(r"\{[^{}]*\}|\\n|\\", token[token.index('"') :].strip('"'))
+                found += [
+                    piece.strip()
+                    for piece in pieces
+                    if re.search(r"[^\W\d]{3}", piece) and piece not in workspace and piece.strip() in plain
+                ]
+    return list(dict.fromkeys(found))
+
+
+def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) -> list[str]:
+    """The text of the failing test functions, with the names that their files import."""
+    parts = list[str]()
+    for path in dict.fromkeys(failure.test.partition("::")[0] for failure in failures):
+        tree = read_tree(tests.get(path, ""))
+        wanted = {
+            failure.test.rpartition("::")[2].partition("[")[0]
+            for failure in failures
+            if failure.test.startswith(f"{path}::")
+        }
+        for node in ast.walk(tree) if tree is not None else ():
+            is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in wanted
+            if is_test or isinstance(node, ast.Import | ast.ImportFrom):
+                parts.append(ast.get_source_segment(tests[path], node) or "")
+                parts += map(ast.unparse, getattr(node, "decorator_list", ()))
+    return parts
+
+
+def _reference_runs(change: Change, sources: Mapping[str, str]) -> set[tuple[str, ...]]:
+    both = "\n".join(
+        text for path, broken in change.files.items() for text in changed_text(broken, sources[path])
+    )
+    return set(runs(_plain_tokens(both), RUN_LENGTH))
+
+
+def _plain_tokens(text: str) -> list[str]:
+    """Tokens without the marks that prose puts around code."""
+    return [token for token in code_tokens(text.replace("`", " ")) if token not in ",.:;"]
+
+
+def _describe_failures(
+    failures: Sequence[TestFailure],
+    tests: Mapping[str, str],
+    earlier: Sequence[str],
+    reference: set[tuple[str, ...]],
+    rng: Random,
+    most: int,
+) -> list[str]:
+    """Sentences on up to `most` failures, of differing calls first."""
+    found = dict[str, str]()
+    order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
+    for failure in order[:50]:
+        symptom = find_symptom(failure, tests)
+        if symptom is None:
+            continue
+        sentence = _say(symptom, rng)
+        shared = reference & set(runs(_plain_tokens(sentence), RUN_LENGTH))
+        if not shared and sentence not in earlier and re.search(r"`_\w|\b_[a-z]\w+|\._\w", sentence) is None:
+            found.setdefault(symptom.subject, sentence)
+        if len(found) == most:
+            break
+    return list(found.values())
+
+
+def _say(symptom: Symptom, rng: Random) -> str:
+    if symptom.kind == "wrong value":
+        templates = _WRONG_VALUE
+    else:
+        templates = _NOT_RAISED if symptom.kind == "not raised" else _RAISES
+    return rng.choice(templates).format(call=symptom.call, seen=symptom.seen, wanted=symptom.wanted)
+
+
+def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -> str | Rejection:
+    """Names what is gone and what its docstring says; a rejection where nothing says what it has to do."""
+    gone = [found for path, text in change.files.items() for found in _deleted(text, sources[path])]
+    if not gone:
+        return Rejection("underspecified: no function is gone")
+    gone = [entry for entry in gone if not re.search(r"(^|\.)_[^_]", entry[0])]
+    special = [name for name, _, _ in gone if name.endswith("__")]
+    if len(special) == len(gone):
+        return Rejection("underspecified: nothing public is gone")
+    if any(not doc for name, doc, _ in gone if name not in special):
+        return Rejection("underspecified: what is gone has no docstring")
+    names = [f"`{name}`" for name, _, _ in gone]
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    what, it = (f"{listed} is", "it") if len(names) == 1 else (f"{listed} are", "them")
+    text = rng.choice(_DELETED).format(what=what, it=it)
+    absent = [(name, doc, arguments) for name, doc, arguments in gone if arguments is not None]
+    for name, doc, arguments in absent:
+        text += f" `{name}` takes {arguments}: {doc}"
+    return text
+
+
+def _deleted(broken: str, own: str) -> list[tuple[str, str, str | None]]:
+    """Qualified name, docstring's first paragraph, and the parameters where the whole function is gone."""
+    now, was = _functions(read_tree(broken)), _functions(read_tree(own))
+    found = list[tuple[str, str, str | None]]()
+    for name, node in was.items():
+        doc = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+        if name not in now:
+            arguments = [entry.arg for entry in [*node.args.posonlyargs, *node.args.args]]
+            arguments += [f"{entry.arg} (by keyword)" for entry in node.args.kwonlyargs]
+            arguments = [entry for entry in arguments if entry not in ("self", "cls")]
+            found.append((name, doc, " and ".join(arguments) or "no arguments"))
+        elif ast.dump(now[name]) != ast.dump(node) and "." not in name.replace(".", "", 1):
+            found.append((name, doc, None))
+    return found
+
+
+def _functions(tree: ast.Module | None) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    found = dict[str, ast.FunctionDef | ast.AsyncFunctionDef]()
+    for node in tree.body if tree is not None else ():
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for entry in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(entry, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[f"{prefix}{entry.name}"] = entry
+    return found

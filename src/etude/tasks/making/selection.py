@@ -1,0 +1,166 @@
+"""Which verified changes become the set of tasks: varied, without near-duplicates, split by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.tasks.making.changes import Quotas, Rejection, Split, Verified, split_of
+from etude.tasks.making.tokens import changed_lines, changed_text, code_tokens, runs
+
+_DUPLICATE = 0.8
+"""Share of their differences' runs of three tokens from which two changes count as the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A task that is kept."""
+
+    verified: Verified
+    split: Split
+    difficulty: float
+    """0 (easiest) to 1 by rank among the kept: many lines to search and few failing tests are hard."""
+    calibration: str
+    """A model's rate of passing as text, or `not calibrated` where it is 0 or none has tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is kept, and the rest with reasons."""
+
+    kept: tuple[Selected, ...]
+    rejected: tuple[tuple[Verified, Rejection], ...]
+    missed: str = ""
+    """The least share that the candidates did not allow, with what it came to; empty where it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    verified: Verified
+    is_named: bool
+    is_compound: bool
+
+    @property
+    def operators(self) -> set[str]:
+        return set(self.verified.change.operators)
+
+
+def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
+    """Takes candidates in order while they are of use, then leaves out the last ones that break a share.
+
+    Largest shares hold exactly of what is kept, so a set may come out small; each reject says which quota it
+    broke. No task is left out for the least share of compound ones: of too many tasks the others go first,
+    and `missed` says if it is short all the same.
+    """
+    rejected = list[tuple[Verified, Rejection]]()
+    kept = list[_Facts]()
+    per_function, seen = Counter[tuple[str, str]](), list[tuple[tuple[str, ...], set[tuple[str, ...]]]]()
+    for candidate in candidates:
+        reason = _refusal(candidate, per_function, seen, quotas)
+        if reason:
+            rejected.append((candidate, Rejection(reason)))
+            continue
+        kept.append(_Facts(candidate, names_edited_line(candidate), is_compound(candidate)))
+        per_function.update(_functions(candidate))
+        seen.append(_fingerprint(candidate))
+    while (worst := _worst(kept, quotas)) is not None:
+        rejected.append((kept.pop(worst[0]).verified, Rejection(worst[1])))
+    num_compound = sum(one.is_compound for one in kept)
+    missed = ""
+    if num_compound < quotas.least_compound * len(kept):
+        missed = (
+            f"{num_compound} of {len(kept)} tasks are of two files or bugs; {quotas.least_compound:.0%} were "
+            "wanted, and the candidates allow no more"
+        )
+    return Selection(_grade([one.verified for one in kept]), tuple(rejected), missed)
+
+
+def names_edited_line(verified: Verified) -> bool:
+    """Whether the last frame of a failing test's traceback is on a line that the change wrote."""
+    edited = {
+        (path, line)
+        for path, broken in verified.change.files.items()
+        for (first, last), _ in changed_lines(broken, verified.reference[path])
+        for line in range(first + 1, max(last, first + 1) + 1)
+    }
+    frames = [failure.innermost for failure in verified.failures if failure.innermost is not None]
+    return any((frame.path, frame.first_line) in edited for frame in frames)
+
+
+def is_compound(verified: Verified) -> bool:
+    """Whether it is of two files or two bugs."""
+    return len(verified.change.files) > 1 or len(verified.change.parts) > 1
+
+
+def _functions(verified: Verified) -> set[tuple[str, str]]:
+    return {(place.path, place.name) for place in verified.change.places}
+
+
+def _fingerprint(verified: Verified) -> tuple[tuple[str, ...], set[tuple[str, ...]]]:
+    """Functions and failing tests, and the difference's runs of three tokens."""
+    change = verified.change
+    both = [changed_text(change.files[path], verified.reference[path]) for path in sorted(change.files)]
+    tokens = code_tokens("\n".join("\n".join(pair) for pair in both))
+    where = sorted(f"{path}:{name}" for path, name in _functions(verified))
+    tests = sorted(failure.test for failure in verified.failures)
+    return (*where, *tests), set(runs(tokens, 3)) or {tuple(tokens)}
+
+
+def _refusal(
+    candidate: Verified,
+    per_function: Counter[tuple[str, str]],
+    seen: Sequence[tuple[tuple[str, ...], set[tuple[str, ...]]]],
+    quotas: Quotas,
+) -> str:
+    """Why a candidate cannot be taken whatever else is; empty where it can."""
+    if not candidate.failures:
+        return "no test fails"
+    if len({split_of(path) for path in candidate.change.files}) > 1:
+        return "its modules are of different splits"
+    full = [name for name in _functions(candidate) if per_function[name] >= quotas.most_per_function]
+    if full:
+        return f"quota: {quotas.most_per_function} tasks of {full[0][0]}:{full[0][1] or 'the module'} already"
+    where, tokens = _fingerprint(candidate)
+    for other_where, other in seen:
+        if where == other_where and len(tokens & other) >= _DUPLICATE * len(tokens | other):
+            return "near-duplicate: the same tests fail for nearly the same difference"
+    return ""
+
+
+def _worst(kept: Sequence[_Facts], quotas: Quotas) -> tuple[int, str] | None:
+    """The last task that breaks a share, and which; None where all hold. One task per operator always may."""
+    operators = Counter(name for one in kept for name in one.operators)
+    most = max(1.0, quotas.most_per_operator * len(kept))
+    over = [name for name, count in operators.most_common(1) if count > most]
+    named = [at for at, one in enumerate(kept) if one.is_named]
+    if len(named) > quotas.most_named_lines * len(kept):
+        return named[-1], "quota: too many tracebacks name the edited line"
+    if over:
+        mine = [at for at, one in enumerate(kept) if over[0] in one.operators]
+        last = max(mine, key=lambda at: (not kept[at].is_compound, at))
+        return last, f"quota: too many tasks of the operator {over[0]}"
+    if len(kept) > quotas.most_tasks:
+        single = [at for at, one in enumerate(kept) if not one.is_compound]
+        if single and len(kept) - len(single) <= quotas.least_compound * quotas.most_tasks:
+            frequent = max(single, key=lambda at: (max(operators[name] for name in kept[at].operators), at))
+            return frequent, "quota: there are tasks enough"
+        return len(kept) - 1, "quota: there are tasks enough"
+    return None
+
+
+def _grade(kept: Sequence[Verified]) -> tuple[Selected, ...]:
+    def hardness(verified: Verified) -> tuple[float, int]:
+        return verified.num_suspect_lines / len(verified.failures), len(verified.change.places)
+
+    order = sorted(range(len(kept)), key=lambda at: hardness(kept[at]))
+    rank = {at: place / max(1, len(kept) - 1) for place, at in enumerate(order)}
+    return tuple(
+        Selected(
+            one,
+            split_of(min(one.change.files)),
+            rank[at],
+            f"{one.pass_rate:.2f}" if one.pass_rate else "not calibrated",
+        )
+        for at, one in enumerate(kept)
+    )
