@@ -204,3 +204,10 @@ def test_a_missing_file_and_bad_toml_are_named(tmp_path: Path) -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("weights", [{"scratch": "/scratch"}, {"url": "/store", "scratch": "scratch"}])
+def test_a_scratch_directory_that_would_be_ignored_or_depends_on_the_place_is_refused(weights: dict) -> None:
+    assert parse_config({"weights": {"url": "/store", "scratch": "/scratch"}}).weights.scratch
+    with pytest.raises(ConfigError, match="scratch"):
+        parse_config({"weights": weights})

@@ -14,18 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from etude.config import AdapterConfig, RunConfig
+from etude.config import AdapterConfig, EngineConfig, RunConfig
 from etude.config.parallel import ParallelConfig
+from etude.controller.engines import make_snapshots
 from etude.controller.models import open_model
 from etude.controller.ranks import RankedTrainer, open_trainer
 from etude.errors import CheckpointError, ConfigError, RankError
 from etude.model import LanguageModel
-from etude.model.huggingface import save_model
+from etude.model.huggingface import outline_model, read_fields, save_model
 from etude.records import Group, SamplingParams
 from etude.training import RlTrainer, has_checkpoint
 from etude.weights import MemoryWeights
 from tests.model.builders import small_model
 from tests.training.builders import Rollouts, as_group, rl_config
+from tests.training.pretraining.builders import tiny_tokenizer
 
 Opened = RlTrainer | RankedTrainer
 
@@ -84,7 +86,7 @@ def test_ranks_take_the_steps_of_one_process(sizes: dict[str, int], rule: str, t
         with _open(rollouts, tmp_path, one, **options) as trainer:
             metrics = [dict(trainer.step(groups)) for groups in steps]
             manifest = trainer.publish()
-            model = trainer.model if isinstance(trainer, RankedTrainer) else trainer.whole_model()
+            model = trainer.whole_model()
             results.append((model, metrics, manifest.version.digest))
             assert trainer.version == manifest.version
     (model, metrics, _), (ranked, ranked_metrics, _) = results
@@ -120,7 +122,7 @@ def test_ranks_that_read_their_parts_of_a_checkpoint_take_the_step_of_one_proces
         with open_trainer(model, run, MemoryWeights(), rollouts.blobs.get, tmp_path) as trainer:
             norms = [trainer.step(groups)["grad_norm"] for groups in steps]
             trainer.publish()
-            results.append((trainer.model, norms))
+            results.append((trainer.whole_model(), norms))
     (alone, norms), (ranked, ranked_norms) = results
     _assert_close(ranked, alone, 1e-4)
     assert ranked_norms == pytest.approx(norms, rel=1e-3)
@@ -134,7 +136,7 @@ def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(t
     with _open(rollouts, tmp_path, {"ranks": 1}, **options) as trainer:
         trainer.step(before)
         trainer.step(after)
-        expected = trainer.model
+        expected = trainer.whole_model()
     for first, second in (({"ranks": 2, "fsdp": 2}, {"ranks": 1}), ({"ranks": 1}, {"ranks": 2, "expert": 2})):
         directory = tmp_path / f"saved-by-{first['ranks']}"
         with _open(rollouts, tmp_path, first, **options) as trainer:
@@ -144,7 +146,7 @@ def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(t
             trainer.restore(directory)
             assert trainer.version.step == 1
             trainer.step(after)
-            _assert_close(trainer.model, expected, 1e-4)
+            _assert_close(trainer.whole_model(), expected, 1e-4)
 
 
 @pytest.mark.slow
@@ -219,3 +221,27 @@ def test_other_architectures_are_refused_before_anything_starts(tmp_path: Path) 
         open_trainer(model, run, MemoryWeights(), rollouts.blobs.get, tmp_path),
     ):
         pass
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(_model(0), tmp_path)
+    model = outline_model(read_fields(tmp_path / "config.json"), torch.float32)
+    model.unread = tmp_path
+    run = RunConfig.model_construct(
+        name="run",
+        rl=rl_config(),
+        parallel=ParallelConfig(ranks=2, fsdp=2),
+        device="cpu",
+        dtype="float32",
+        engine=EngineConfig(),
+    )
+    monkeypatch.setattr("etude.model.huggingface.checkpoint.total_memory_bytes", lambda: 1000)
+    with (
+        pytest.raises(CheckpointError, match="memory"),
+        open_trainer(model, run, MemoryWeights(), Rollouts(_model(0)).blobs.get, tmp_path),
+    ):
+        pass
+    with pytest.raises(CheckpointError, match="memory"):
+        make_snapshots(tmp_path / "snapshots", tiny_tokenizer(), model)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.environment.recording.recording_builders import qwen_tokenizer
 from tests.tokens.chat_models import (
     HEADERS,
     TOLD,
@@ -33,6 +36,7 @@ from etude.tokens import (
     QWEN3_TEMPLATE,
     Control,
     MessageStream,
+    Renderer,
     Tokenizer,
     train_tokenizer,
 )
@@ -43,6 +47,7 @@ from etude.tokens.chat_format import choose_format
 from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import XmlGrammar, collect
+from etude.tokens.grammar.hermes import HermesGrammar
 
 TOOLS = [schema.function_schema() for schema in full_registry().schemas]
 CALLS = [
@@ -172,6 +177,42 @@ def test_an_answer_in_channels_says_what_is_reasoning_however_it_is_cut() -> Non
             assert collect([*events, *stream.finish()]) == said
     whole = renderer.read(renderer.encode(pieces))
     assert whole.text == "I look. " and [one.error for one in whole.calls] == ["unknown tool ls"]
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "reasoning"),
+    [
+        ("<|channel|>commentary to=functions.run_analysis<|message|>Yes.", "Yes.", ""),
+        ("<|channel|>analysis<|end|><|channel|>final<|message|>Yes.", "Yes.", ""),
+        ("<|channel|>analysis<|channel|>final<|message|>Yes.", "Yes.", ""),
+        ("<|channel|>analysis<|message|>Why?", "", "Why?"),
+        (
+            "<|channel|>commentary<|message|>So. <|end|><|start|>assistant<|channel|>analysis<|message|>Why?"
+            "<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            "So. Yes.",
+            "Why?",
+        ),
+    ],
+)
+def test_each_channel_is_what_its_own_header_says(said: str, words: str, reasoning: str) -> None:
+    renderer = choose_format(channels_tokenizer()).renderer()
+    parts = [one for one in re.split(r"(<\|.*?\|>)", said) if one]
+    sampled = renderer.encode([Control(one) if one.startswith("<|") else one for one in parts])
+    read = renderer.read(sampled)
+    assert (read.text, read.reasoning) == (words, reasoning)
+    assert renderer.tokenizer.decode(Framing(renderer).without_reasoning(sampled)) == words
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_reasoning_that_was_cut_off_does_not_become_words(opens: bool) -> None:
+    thinking = (Control("<think>"), "\n") if opens else ()
+    template = replace(QWEN3_TEMPLATE, thinking=thinking)
+    framing = Framing(Renderer(qwen_tokenizer(), HermesGrammar([]), template))
+    encode = framing.renderer.encode
+    begun = [] if opens else [Control("<think>"), "\n"]
+    assert not len(framing.without_reasoning(encode([*begun, "Why"])))
+    closed = encode([*begun, "Why?\n", Control("</think>"), "\n\nYes."])
+    assert framing.renderer.tokenizer.decode(framing.without_reasoning(closed)) == "Yes."
 
 
 def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> None:

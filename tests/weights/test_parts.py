@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -59,11 +59,13 @@ class _Peer:
 class _Ranks:
     """Publishers that publish together, each in a thread of its own."""
 
-    def __init__(self, path: Path, size: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, path: Path, size: int, dtype: torch.dtype | None = None, scratch: Sequence[Path] = ()
+    ) -> None:
         self.room = _Room(size)
         self.folders = [FailingFolder(DirectoryFolder(path)) for _ in range(size)]
         self.publishers = [
-            StoreWeights(WeightStore(folder), FAST, dtype, _Peer(self.room, rank))
+            StoreWeights(WeightStore(folder), FAST, dtype, _Peer(self.room, rank), *scratch[rank : rank + 1])
             for rank, folder in enumerate(self.folders)
         ]
 
@@ -259,3 +261,11 @@ def test_a_manifest_of_parts_tells_other_weights(tmp_path: Path) -> None:
             check_tensors(manifest, other)
     with pytest.raises(WeightUpdateError, match="differs"):
         check_tensors(manifest, found | {"a": found["a"][:-1]})
+
+
+def test_a_rank_that_can_keep_nothing_is_an_error_of_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    ranks = _Ranks(tmp_path / "store", 2, scratch=[tmp_path / "scratch", tmp_path / "file"])
+    for error in ranks.publish(0):
+        assert isinstance(error, StoreError) and error.field == "weights.scratch"
+    ranks.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from etude.errors import StoreError, WeightUpdateError
 from etude.records import ADAPTER_PREFIX, PolicyVersion, WeightManifest
 from etude.weights import Subscriber, describe_tensors
 from etude.weights.commits import commit_name
+from etude.weights.disk import DiskTensors
 from etude.weights.publisher import StoreWeights
 from etude.weights.relay import Relay
 from etude.weights.store import WeightStore, split_url
@@ -89,6 +92,31 @@ def test_a_scratch_directory_that_cannot_be_written_is_named(tmp_path: Path) -> 
         with pytest.raises(StoreError, match=r"weights\.scratch"):
             publisher.publish(version_at(0), tensors_at(0))
         assert not Subscriber(WeightStore.open(str(tmp_path / "store"))).counters.snapshots
+
+
+def test_a_failed_upload_leaves_no_third_version_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    made: list[weakref.ref[DiskTensors]] = []
+
+    class Counted(DiskTensors):
+        def __init__(self, directory: Path) -> None:
+            super().__init__(directory)
+            made.append(weakref.ref(self))
+            gc.collect()
+            counts.append(sum(one() is not None for one in made))
+
+    monkeypatch.setattr("etude.weights.publisher.DiskTensors", Counted)
+    store, folder = failing_store(tmp_path / "store")
+    with StoreWeights(store, FAST, scratch=tmp_path / "scratch") as publisher:
+        _publish(publisher, range(2))
+        folder.refuse_writes = {"files"}
+        with pytest.raises(StoreError):
+            _publish(publisher, range(2, 3))
+        folder.refuse_writes = set()
+        _publish(publisher, range(3, 5))
+    assert max(counts) == 2
 
 
 def test_a_version_is_waited_for_while_it_is_uploaded(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etude.config.base import Section
 from etude.config.secrets import SecretSource
@@ -27,8 +28,9 @@ class WeightsConfig(Section):
     smaller than the model. `bfloat16`: rounded, with deltas tens to hundreds of times smaller; engines then
     compute with rounded weights, which importance correction must compensate."""
     scratch: str = ""
-    """Directory on a local disk for the two versions that a publisher keeps: the last one and the one on its
-    way. Empty: they stay in memory. Only with `url`; adapters are copied whole each time."""
+    """Absolute path of a directory on a local disk for the two versions that a publisher keeps: the last one
+    and the one on its way. Empty: they stay in memory. Only with `url`; adapters are copied whole each
+    time."""
     snapshot_every: int = Field(default=20, ge=1)
     """Number of versions between two full snapshots, and so the longest chain of deltas that a new engine
     reads."""
@@ -44,3 +46,11 @@ class WeightsConfig(Section):
     """Seconds that trainer and engines keep trying a store or relay that does not answer or is full."""
     lease_s: float = Field(default=10.0, gt=0)
     """Seconds of silence after which a publisher is considered dead, and another may take over."""
+
+    @model_validator(mode="after")
+    def _scratch_is_used(self) -> WeightsConfig:
+        if self.scratch and not PurePath(self.scratch).is_absolute():
+            raise ValueError(f"scratch: must be an absolute path, received {self.scratch!r}")
+        if self.scratch and not self.url:
+            raise ValueError("scratch: is only for a store, name one with url or leave it out")
+        return self

@@ -20,6 +20,7 @@ from etude.inference.vllm import (
     make_vllm_sampler,
 )
 from etude.model import LanguageModel
+from etude.model.huggingface import check_memory
 from etude.model.loading import AnyModel, load_any_model, read_vocab_size
 from etude.observe.machine import available_cores
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -87,6 +88,7 @@ def make_vllm(
 def make_snapshots(root: Path, tokenizer: Tokenizer, model: AnyModel) -> ModelSnapshots:
     """Writes what is published where vLLM reads it, below `root`."""
     if isinstance(model, LanguageModel) and model.unread is not None:
+        check_memory(model)
         model = copy.deepcopy(model).to_empty(device="cpu")
         model.reset_rotation()
     beside = root / "tokenizer"

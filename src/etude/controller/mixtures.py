@@ -26,6 +26,7 @@ from etude.model import DraftLayers, LanguageModel, build_model
 from etude.model.huggingface import load_draft_layers
 from etude.model.huggingface.drafts import add_draft_layers
 from etude.model.loading import AnyModel, read_architecture
+from etude.model.scoring import device_of
 from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document, save_checkpoint
@@ -164,7 +165,9 @@ class _Training:
         }
         whole = trainer.whole_model()
         if self.drafts is not None:
-            self.report["acceptance"] = self._measure_acceptance(whole, self.drafts)
+            self.report["acceptance"] = self._measure_acceptance(
+                whole.to(device_of(self.drafts)), self.drafts
+            )
         environment = self.run.environment
         self.report |= {key: environment.get(key, {}) for key in ("machine", "versions", "commit")}
         save_checkpoint(self.run.checkpoints / FINAL, whole, write_more=self._write_beside)

@@ -26,6 +26,7 @@ from etude.controller.compute import choose_device
 from etude.controller.models import check_routing
 from etude.errors import EtudeError, StoreError
 from etude.model import LanguageModel, block_of
+from etude.model.huggingface import check_memory
 from etude.model.lora import Adapters
 from etude.model.ops import Ops
 from etude.model.scoring import device_of
@@ -245,7 +246,11 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
 
     @property
     def model(self) -> LanguageModel:
-        """A copy of the weights as they are now, whole."""
+        """The first rank's part of it: its weights are not whole, its configuration is."""
+        return self.trainer.model
+
+    def whole_model(self) -> LanguageModel:
+        """See RlTrainer."""
         return self._do(RlTrainer.whole_model)
 
     @property
@@ -346,7 +351,11 @@ def open_team(model: LanguageModel, run: RunConfig) -> Iterator[Team[Any]]:
     check_spreadable(model)
     device = run.device if model.unread is not None else device_of(model).type
     threads = max(1, torch.get_num_threads() // run.parallel.ranks)
-    team = Team.join(run.parallel, device) or Team.spawn(run.parallel, device, threads)
+    team = Team.join(run.parallel, device)
+    if team is None:
+        if device == "cpu":
+            check_memory(model)
+        team = Team.spawn(run.parallel, device, threads)
     try:
         yield team
     finally:

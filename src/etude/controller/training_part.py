@@ -161,7 +161,8 @@ def save_merged(trainer: AnyTrainer, directory: Path, tokenizer: Tokenizer | Non
     """Writes a trainer's weights as they are now, adapters merged."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if trainer.adapters is None else trainer.adapters.merged():
-        save_checkpoint(directory, trainer.model, write_more=None if tokenizer is None else tokenizer.save)
+        write_more = None if tokenizer is None else tokenizer.save
+        save_checkpoint(directory, trainer.whole_model(), write_more=write_more)
 
 
 def save_adapters(trainer: AnyTrainer, directory: Path, base: str, observer: Observer) -> None:
@@ -169,6 +170,6 @@ def save_adapters(trainer: AnyTrainer, directory: Path, base: str, observer: Obs
     if trainer.adapters is None:
         return
     try:
-        save_peft(trainer.adapters, trainer.model, directory, base)
+        save_peft(trainer.adapters, trainer.whole_model(), directory, base)
     except CheckpointError as error:
         observer.say(f"no adapters are written for the peft library: {error}")

@@ -130,7 +130,8 @@ class RlTrainer:
         return self._ranks.frozen_copy(self.model)
 
     def whole_model(self) -> LanguageModel:
-        """The model with all of its weights in this process; with several ranks a copy, and collective."""
+        """The model with all of its weights. With several ranks: collective, a copy in host memory that only
+        the first one gets; what others get has no storage."""
         return self._ranks.whole_model(self.model)
 
     def offload_states(self) -> None:

@@ -125,19 +125,25 @@ class StoreWeights:
         With peers, `tensors` are this process's parts, by `Part.stored_name`; all of them make the model, and
         every rank gets the same manifest.
 
-        Raises StoreError if the upload before this one failed: that version was never committed, and the next
-        delta is taken from the last that was. With peers, all of them raise it.
+        Raises StoreError if nothing can be kept, or if the upload before this one failed: that version was
+        never committed, and the next delta is taken from the last that was. With peers, all of them raise it.
         """
         self.flush()
-        copies, own = self._keep(version, tensors)
+        kept: list[Mapping[str, Tensor]] = []
+
+        def keep() -> tuple[list[TensorEntry], int | None]:
+            copies, own = self._keep(version, tensors)
+            kept.append(copies)
+            return own, self._writer and self._writer.next_sequence
+
+        told = self._agree(keep)
         if self._dtype is not None:
             version = replace(version, format=dtype_name(self._dtype))
-        told = self._peers.exchange((own, self._writer and self._writer.next_sequence))
         entries = join_entries(entry for part, _ in told for entry in part)
         version = replace(version, digest=digest_entries(entries))
         base = None if self._committed is None else self._committed[0]
-        self._current = (version, copies)
-        self._upload = self._pool.submit(self._write, version, copies)
+        self._current = (version, kept[0])
+        self._upload = self._pool.submit(self._write, version, kept[0])
         return WeightManifest(version, entries, self._store.version_url(told[0][1]), base)
 
     def _keep(
@@ -145,6 +151,8 @@ class StoreWeights:
     ) -> tuple[Mapping[str, Tensor], list[TensorEntry]]:
         """Copies that nobody changes, and what they are."""
         if self._scratch is not None:
+            if self._current is not None and self._current[1] is self._spare:
+                self._current = None  # its upload failed
             self._spare = {}  # its file goes away before another is written
             kept = DiskTensors(self._scratch)
             own: list[TensorEntry] = []

@@ -1,6 +1,7 @@
 """Hugging Face directories in and out: `config.json` and safetensors, one file or many."""
 
 from etude.model.huggingface.checkpoint import (
+    check_memory,
     from_huggingface,
     load_draft_layers,
     load_model,
@@ -11,6 +12,7 @@ from etude.model.huggingface.checkpoint import (
 from etude.model.huggingface.fields import read_fields
 
 __all__ = [
+    "check_memory",
     "from_huggingface",
     "load_draft_layers",
     "load_model",

@@ -59,7 +59,7 @@ def outline_model(fields: CheckpointFields, dtype: torch.dtype) -> LanguageModel
 def fill_model(model: LanguageModel, tensors: Tensors, num_mtp_layers: int = 0) -> LanguageModel:
     """Gives storage and these weights to what `outline_model` returned, once names and shapes are right;
     returns it. Raises CheckpointError as `load_model` does."""
-    _check_memory(model)
+    check_memory(model)
     check_names(entries(model), tensors, model.config.num_layers, num_mtp_layers)
     model.to_empty(device="cpu").reset_rotation()
     for name, target in entries(model).items():
@@ -109,7 +109,8 @@ def from_huggingface(model: LanguageModel, tensors: Mapping[str, Tensor]) -> Non
         target.write(tensors[name])
 
 
-def _check_memory(model: LanguageModel) -> None:
+def check_memory(model: LanguageModel) -> None:
+    """Raises CheckpointError for a model that is larger than this machine's memory."""
     needed, total = sum(p.numel() * p.element_size() for p in model.parameters()), total_memory_bytes()
     if needed > total:
         raise CheckpointError(

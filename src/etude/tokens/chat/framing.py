@@ -15,8 +15,8 @@ from etude.errors import ConfigError
 from etude.tokens.chat.client_tools import told_call
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Message, Opening, Results, SystemWords, UserWords
-from etude.tokens.grammar.channels import MESSAGE
-from etude.tokens.grammar.message_parser import THINK_CLOSE
+from etude.tokens.grammar.channels import ChannelMarks
+from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
 
@@ -78,23 +78,32 @@ class Framing:
 
     def without_reasoning(self, sampled: Tokens) -> Tokens:
         """A sampled message as templates show it that drop reasoning: what follows the last closing mark, or
-        the last header of a channel.
+        the channels that are not reasoning. Nothing of reasoning that was never closed.
 
         The rest is encoded anew: it is given, not sampled.
         """
         renderer = self.renderer
         pieces = renderer.tokenizer.pieces(sampled, renderer.tags)
-        close = MESSAGE.name if self.template.has_channels else THINK_CLOSE
+        has_channels = self.template.has_channels
+        if has_channels:
+            marks = ChannelMarks()
+            pieces = [one for piece in pieces for one in marks.translate(piece)]
         kept: list[Piece] = []
+        thinking = bool(self.template.thinking) and not has_channels and renderer.reasoning != "off"
         for piece in pieces:
             if isinstance(piece, str):
                 _, mark, rest = piece.rpartition(THINK_CLOSE)
                 if mark and renderer.reasoning == "text":
-                    kept, piece = [], rest
-            elif piece.name == close:
-                kept = []
+                    kept, thinking, piece = [], False, rest
+            elif piece.name == THINK_CLOSE:
+                kept, thinking = kept if has_channels else [], False
                 continue
-            kept.append(piece)
+            elif piece.name == THINK_OPEN and (
+                has_channels or (renderer.reasoning == "control" and not kept)
+            ):
+                thinking = True
+            if not thinking:
+                kept.append(piece)
         if kept and isinstance(kept[0], str):
             kept[0] = kept[0].lstrip("\n")
         return renderer.encode(kept)

@@ -81,19 +81,20 @@ class MeshRanks:
 
     @torch.no_grad()
     def whole_model(self, model: ModelT, *, everywhere: bool = False) -> ModelT:
-        """See Ranks. Only the first rank has all of it afterwards, unless it is wanted `everywhere`; what
-        others get has no storage."""
+        """See Ranks. Only the first rank has all of it afterwards, in host memory, unless it is wanted
+        `everywhere`; what others get has no storage."""
         assert isinstance(model, LanguageModel)
         release(model)
         places = Places(model, self._mesh)
         with torch.device("meta"):
             whole = LanguageModel(model.config, model.vocab_size)
-        weights: dict[str, Tensor] = dict(model.named_buffers())
+        weights: dict[str, Tensor] = {n: b.to("cpu", copy=True) for n, b in model.named_buffers()}
         parts = dict(model.named_parameters())
         for name, parameter in parts.items():
             gathered = places.whole(name, local_part(parameter.data))
             if everywhere or self.is_main:
-                weights[name] = nn.Parameter(gathered.clone(), requires_grad=parameter.requires_grad)
+                kept = gathered.to("cpu", copy=True)
+                weights[name] = nn.Parameter(kept, requires_grad=parameter.requires_grad)
         for name, tensor in weights.items():
             module, _, last = name.rpartition(".")
             setattr(whole.get_submodule(module), last, tensor)

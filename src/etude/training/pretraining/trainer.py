@@ -120,7 +120,7 @@ class NextTokenTrainer:
         return {**figures, "step_s": time.perf_counter() - began}
 
     def whole_model(self) -> LanguageModel:
-        """The model with all of its weights in this process; with several ranks a copy, and collective."""
+        """See RlTrainer.whole_model."""
         return self._ranks.whole_model(self.model)
 
     def evaluate(self, documents: Sequence[Document]) -> float:
