@@ -90,3 +90,19 @@ def test_an_environment_that_others_cannot_read_is_refused(project: Path) -> Non
     with pytest.raises(ConfigError, match="cannot be read by other users") as refused:
         HostView(project).add_python(project / ".venv")
     assert refused.value.fix is not None and "chmod -R o+rX" in refused.value.fix
+
+
+class CoveringView(HostView):
+    """One that shows a directory of the host in place of /etc, and a link below it."""
+
+    @property
+    def links(self) -> dict[str, str]:
+        return {"/etc/link": "/workspace"}
+
+
+def test_making_a_sandbox_writes_nothing_into_what_it_shows(tmp_path: Path, project: Path) -> None:
+    (project / "gitconfig").write_text("the host's")
+    before = sorted(entry.name for entry in project.iterdir())
+    view = CoveringView(project, {"/etc": str(project)})
+    assert run_in(tmp_path, view, "cat /etc/gitconfig").stdout == "the host's"
+    assert sorted(entry.name for entry in project.iterdir()) == before
