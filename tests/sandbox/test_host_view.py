@@ -248,3 +248,23 @@ def test_a_python_behind_a_hop_runs(tmp_path: Path, project: Path) -> None:
     view.add_python(project / ".venv")
     done = run_in(tmp_path, view, f"python -c 'import sys, theirs; print(sys.prefix)'; ls {base}/me/bin")
     assert done.stdout == f"{project}/.venv\npython\n"
+
+
+@pytest.mark.parametrize("active", [".", "..", "../link"])
+def test_no_active_environment_is_found_that_holds_the_project(
+    project: Path, monkeypatch, active: str
+) -> None:
+    lay(project.parent, {"pyvenv.cfg": "", "project/pyvenv.cfg": "", "link": "project"})
+    (project / ".venv").rename(project / "elsewhere")
+    monkeypatch.setenv("VIRTUAL_ENV", str(project / active))
+    assert find_environment(project) is None
+    (project / ".venv").symlink_to(".")
+    assert find_environment(project) is None
+    monkeypatch.setenv("VIRTUAL_ENV", str(project / "elsewhere"))
+    assert find_environment(project) == project / "elsewhere"
+
+
+def test_a_project_that_sandboxes_see_as_it_is_gets_no_environment(project: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "base_prefix", str(project.parent))
+    with pytest.raises(ConfigError, match="lies in a directory that every sandbox sees"):
+        HostView(project).add_python(project / ".venv")

@@ -77,6 +77,14 @@ class HostView:
                 received=str(environment),
                 fix="make it with `python -m venv DIR`, or leave the project's out with --venv none",
             )
+        if self._is_shown(str(self.project)):
+            raise ConfigError(
+                "the project lies in a directory that every sandbox sees as it is: an environment could run "
+                "its unchanged code",
+                field="--venv",
+                received=str(self.project),
+                fix="move the project, or go without: --venv none",
+            )
         is_environment = (prefix / "pyvenv.cfg").is_file() or _is_installation(prefix)
         if reason := self._why_hidden(prefix, is_environment):
             raise _refusal(reason, str(prefix))
@@ -154,10 +162,13 @@ class HostView:
 
 
 def find_environment(project: Path) -> Path | None:
-    """The virtual environment of a project: its own `.venv` or `venv`, else the one that is active."""
+    """The virtual environment of a project: its own `.venv` or `venv`, else the one that is active.
+
+    One that holds the project cannot be shown (`HostView._why_hidden`), and is not found.
+    """
     active = os.environ.get("VIRTUAL_ENV")
     for place in (project / ".venv", project / "venv", *([Path(active)] if active else [])):
-        if (place / "pyvenv.cfg").is_file():
+        if (place / "pyvenv.cfg").is_file() and not project.resolve().is_relative_to(place.resolve()):
             return place
     return None
 
