@@ -268,3 +268,14 @@ def test_a_project_that_sandboxes_see_as_it_is_gets_no_environment(project: Path
     monkeypatch.setattr(sys, "base_prefix", str(project.parent))
     with pytest.raises(ConfigError, match="lies in a directory that every sandbox sees"):
         HostView(project).add_python(project / ".venv")
+
+
+def test_a_repositorys_link_to_another_of_its_directories_is_no_environment(
+    project: Path, monkeypatch
+) -> None:
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    lay(project, {"config/pyvenv.cfg": "", "config/key": "", "venv": "config"})
+    shared = (project / ".venv").rename(project.parent / "shared")
+    assert find_environment(project) is None
+    (project / ".venv").symlink_to(shared)
+    assert find_environment(project) == project / ".venv"

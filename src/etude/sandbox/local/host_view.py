@@ -164,13 +164,20 @@ class HostView:
 def find_environment(project: Path) -> Path | None:
     """The virtual environment of a project: its own `.venv` or `venv`, else the one that is active.
 
-    One that holds the project cannot be shown (`HostView._why_hidden`), and is not found.
+    One that holds the project cannot be shown (`HostView._why_hidden`), and is not found. Nor is a link to
+    another directory of the project: a repository can bring one, to what its owner keeps there.
     """
     active = os.environ.get("VIRTUAL_ENV")
-    for place in (project / ".venv", project / "venv", *([Path(active)] if active else [])):
-        if (place / "pyvenv.cfg").is_file() and not project.resolve().is_relative_to(place.resolve()):
+    project = project.resolve()
+    own = [place for place in (project / ".venv", project / "venv") if not _leads_into(project, place)]
+    for place in (*own, *([Path(active)] if active else [])):
+        if (place / "pyvenv.cfg").is_file() and not project.is_relative_to(place.resolve()):
             return place
     return None
+
+
+def _leads_into(project: Path, place: Path) -> bool:
+    return place.is_symlink() and place.resolve().is_relative_to(project)
 
 
 def _is_installation(directory: Path) -> bool:
