@@ -99,6 +99,7 @@ def _add_environment(view: HostView, venv: str, note: Callable[[str], None]) -> 
         view.add_python(found)
     except ConfigError as error:
         view.directories.clear()
+        view.hops.clear()
         note(f"{found} is not in the sandbox: {error.message}; {error.fix}")
         return False
     note(f"Python of the sandbox: {found}")

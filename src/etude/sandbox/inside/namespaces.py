@@ -52,9 +52,11 @@ ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
 """For commands of an emulated root: apt must not try to become another user, of whom there is none."""
 PYTHON = "/dev/etude/python"
 """Where sandboxes with an image find the standard library of the interpreter that runs their tests."""
-_GIT_CONFIG = "[safe]\n\tdirectory = *\n[core]\n\texcludesFile = /etc/gitignore\n"
-"""A project's history that is shown belongs to another user than the sandbox's."""
-_GIT_IGNORE = ".etude/\n"
+_GIT = {
+    "gitconfig": "[safe]\n\tdirectory = *\n[core]\n\texcludesFile = /etc/gitignore\n",
+    "gitignore": ".etude/\n",
+}
+"""Files of /etc: a project's history that is shown belongs to another user than the sandbox's."""
 _APT_CONFIG = 'APT::Sandbox::User "root";\n'
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
@@ -160,7 +162,7 @@ def _build_root(prefix: str, images: str, view: Mapping[str, Mapping[str, str]])
         _show(name)
     if not f"{prefix}/".startswith("/usr/"):
         _show(prefix.lstrip("/"))
-    _fill_etc()
+    _fill_etc({**_ETC, **_GIT} if view else _ETC)
     _fill_dev(prefix)
     if view:
         _show_more(view["directories"], view["links"])
@@ -189,17 +191,17 @@ def _show(name: str) -> None:
 
 
 def _show_more(directories: Mapping[str, str], links: Mapping[str, str]) -> None:
-    """Shows directories of the host, none of them below one that is shown already, and makes links."""
+    """Makes links, and shows directories of the host, none of them below one that is shown already.
+
+    The links come first: made after, one below such a directory would be written on the host.
+    """
+    for path, target in links.items():
+        os.makedirs(os.path.dirname(f"/root{path}"), exist_ok=True)
+        os.symlink(target, f"/root{path}")
     for path, source in directories.items():
         os.makedirs(f"/root{path}", exist_ok=True)
         kernel.mount(f"/host{source}", f"/root{path}", flags=MS_BIND | MS_REC)
         _shown.append(path[1:])
-    for path, target in links.items():
-        os.makedirs(os.path.dirname(f"/root{path}"), exist_ok=True)
-        os.symlink(target, f"/root{path}")
-    for name, text in (("gitconfig", _GIT_CONFIG), ("gitignore", _GIT_IGNORE)):
-        with open(f"/root/etc/{name}", "w") as file:
-            file.write(text)
 
 
 def without_mounts_below(names: list[str], mounts: str) -> list[str]:
@@ -211,9 +213,9 @@ def without_mounts_below(names: list[str], mounts: str) -> list[str]:
     return [name for name in names if not any(point.startswith(f"/root/{name}/") for point in points)]
 
 
-def _fill_etc() -> None:
+def _fill_etc(files: Mapping[str, str]) -> None:
     os.mkdir("/root/etc")
-    for name, text in _ETC.items():
+    for name, text in files.items():
         with open(f"/root/etc/{name}", "w") as file:
             file.write(text)
     if os.path.isfile("/host/etc/ld.so.cache"):

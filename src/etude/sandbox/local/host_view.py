@@ -5,6 +5,10 @@ Each directory is shown read-only at its own path, since environments name their
     /home/me/project/.venv     the host's, read-only            (python, pytest, the packages)
     /home/me/project/src       -> /workspace/src                (an editable install finds the copy)
     /opt/python/3.12           the host's, read-only            (the Python that the environment came from)
+    /home/me/.local/bin/python -> /opt/python/3.12/bin/python   (a link on the way, nothing beside it)
+
+A repository can bring an environment of its own, whose links lead anywhere: `HostView._why_hidden` says what
+may be shown of the host because of them.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,12 +39,17 @@ class HostView:
     """The directory that the workspace is a copy of; absolute, without links."""
     directories: dict[str, str] = field(default_factory=dict[str, str])
     """Path in the sandbox -> directory of the host."""
+    hops: dict[str, str] = field(default_factory=dict[str, str])
+    """Path in the sandbox -> where the host's link of that path leads."""
     programs: str = ""
     """Directory of programs that come first in PATH."""
 
     @property
     def links(self) -> dict[str, str]:
-        """Path in the sandbox -> what of the workspace it leads to."""
+        """Path in the sandbox -> what it leads to: something of the workspace, or the next of the hops."""
+        return {**self.hops, **self._workspace_links()}
+
+    def _workspace_links(self) -> dict[str, str]:
         project = str(self.project)
         below = [path for path in self.directories if path.startswith(f"{project}/")]
         if not below:
@@ -69,10 +77,60 @@ class HostView:
                 received=str(environment),
                 fix="make it with `python -m venv DIR`, or leave the project's out with --venv none",
             )
+        if self._is_shown(str(self.project)):
+            raise ConfigError(
+                "the project lies in a directory that every sandbox sees as it is: an environment could run "
+                "its unchanged code",
+                field="--venv",
+                received=str(self.project),
+                fix="move the project, or go without: --venv none",
+            )
+        is_environment = (prefix / "pyvenv.cfg").is_file() or _is_installation(prefix)
+        if reason := self._why_hidden(prefix, is_environment):
+            raise _refusal(reason, str(prefix))
         self._show(str(prefix), prefix)
-        for home in _homes(python):
-            self._show(str(home), home.resolve())
+        self._add_homes(python)
         self.programs = str(prefix / "bin")
+
+    def _add_homes(self, python: Path) -> None:
+        """Shows the installations that the links from `python` lead to; of other places the link alone."""
+        for _ in range(_NUM_LINKS):
+            home, is_link = python.parent.parent, python.is_symlink()
+            target = Path(os.path.normpath(python.parent / python.readlink())) if is_link else python
+            if not self._is_shown(str(python)):
+                source = home.resolve()
+                is_home = python.parent.name == "bin" and _is_installation(source)
+                reason = self._why_hidden(source, is_home)
+                if not reason and not source.is_relative_to(self.project):
+                    self._show(str(home), source)
+                elif not is_link:
+                    reason = reason or "lies in the project, and is not the environment"
+                    raise _refusal(f"is the Python of this environment, but {home} {reason}", str(python))
+                elif not python.is_relative_to(self.project):
+                    _check_place(str(python))
+                    self.hops[str(python)] = str(target)
+            if not is_link:
+                return
+            python = target
+        raise _refusal("is a link that leads through too many others", str(python))
+
+    def _why_hidden(self, directory: Path, is_python: bool) -> str:
+        """Why a directory (without links) may not be shown because of an environment; empty if it may.
+
+        What is shown can be read whole, by a model's commands and by the tests of a repository that may be
+        hostile and may name any place by a link. So nothing is shown but what is a Python environment or
+        installation, of which no repository can make one elsewhere on the host; and of these none that holds
+        the project (its ignored files, which no copy has, could be read, and its tests would judge the
+        unchanged code) or what a person has at home. `/` holds every project.
+        """
+        home = Path.home().resolve()
+        if self.project.is_relative_to(directory):
+            return "holds the project: commands would read its ignored files and run its unchanged code"
+        if home.is_relative_to(directory):
+            return f"holds {home}, and all that is there could be read"
+        if not is_python:
+            return "is no Python environment or installation, and all that is there could be read"
+        return ""
 
     def add_history(self) -> bool:
         """Shows the project's `.git`; False where it has none, lies elsewhere or cannot be read."""
@@ -91,48 +149,68 @@ class HostView:
         shown = [
             *self.directories,
             os.path.realpath(sys.base_prefix),
-            *(f"/{name}" for name in HOST_DIRECTORIES),
+            *(f"/{name}" for name in (*HOST_DIRECTORIES, "etc/alternatives")),
         ]
         return any(f"{path}/".startswith(f"{one}/") for one in shown)
 
     def _show(self, path: str, source: Path) -> None:
         if self._is_shown(path):
             return
-        if owner := _owner(path):
-            raise ConfigError(
-                f"lies below /{owner}, where a sandbox has files of its own: it cannot be shown there",
-                field="--venv",
-                received=path,
-                fix="move the project or its environment to another place, use --image or --dockerfile, or "
-                "go without it: --venv none",
-            )
+        _check_place(path)
         _check_readable(source)
         self.directories[path] = str(source)
 
 
 def find_environment(project: Path) -> Path | None:
-    """The virtual environment of a project: its own `.venv` or `venv`, else the one that is active."""
+    """The virtual environment of a project: its own `.venv` or `venv`, else the one that is active.
+
+    One that holds the project cannot be shown (`HostView._why_hidden`), and is not found. Nor is a link to
+    another directory of the project: a repository can bring one, to what its owner keeps there.
+    """
     active = os.environ.get("VIRTUAL_ENV")
-    for place in (project / ".venv", project / "venv", *([Path(active)] if active else [])):
-        if (place / "pyvenv.cfg").is_file():
+    project = project.resolve()
+    own = [place for place in (project / ".venv", project / "venv") if not _leads_into(project, place)]
+    for place in (*own, *([Path(active)] if active else [])):
+        if (place / "pyvenv.cfg").is_file() and not project.is_relative_to(place.resolve()):
             return place
     return None
 
 
-def _homes(python: Path) -> Iterator[Path]:
-    """Installations that the links from `python` lead through, each by the path that a link names."""
-    for _ in range(_NUM_LINKS):
-        if not python.is_symlink():
-            return
-        python = Path(os.path.normpath(python.parent / python.readlink()))
-        if python.parent.name == "bin":
-            yield python.parent.parent
+def _leads_into(project: Path, place: Path) -> bool:
+    return place.is_symlink() and place.resolve().is_relative_to(project)
+
+
+def _is_installation(directory: Path) -> bool:
+    """Whether a directory holds a Python with its standard library."""
+    return any(directory.glob("lib*/py*/os.py"))
+
+
+def _refusal(message: str, received: str) -> ConfigError:
+    return ConfigError(
+        message,
+        field="--venv",
+        received=received,
+        fix="make an environment in a directory of its own, from a Python that has one, and name it with "
+        "--venv DIR; or go without: --venv none",
+    )
 
 
 def _owner(path: str) -> str:
-    """The sandbox's own directory that hides a path of the host; empty if none does."""
+    """The sandbox's own directory that hides a path of the host (`/` for itself); empty if none does."""
     first = path.split("/")[1]
-    return first if first in _OWN or not first else ""
+    return (first or "/") if first in ("", *_OWN) else ""
+
+
+def _check_place(path: str) -> None:
+    """Raises ConfigError for a path that is the sandbox's own."""
+    if owner := _owner(path):
+        raise ConfigError(
+            f"lies below /{owner.strip('/')}, where a sandbox has files of its own: it cannot be shown there",
+            field="--venv",
+            received=path,
+            fix="move the project or its environment to another place, use --image or --dockerfile, or "
+            "go without it: --venv none",
+        )
 
 
 def _check_readable(directory: Path) -> None:
