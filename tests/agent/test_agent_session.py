@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 from agent_builders import FINISH, MEND, NEW, OLD, READ, TEST, chunk, new_session, renderer, run_script
+from tests.tokens.chat_models import channels_tokenizer
 
-from etude.agent import SessionFacts, SessionLimits
+from etude.agent import AgentSession, SessionFacts, SessionLimits
 from etude.errors import ConfigError, SamplerError
 from etude.protocols import Finished, RunCalls, Sample
 from etude.records import (
@@ -14,7 +15,10 @@ from etude.records import (
     ToolCall,
     ToolErrorClass,
     ToolResult,
+    TrajectoryId,
 )
+from etude.tokens import Renderer
+from etude.tokens.chat_format import choose_format
 
 
 def say(session, *parts, digest="d"):
@@ -376,6 +380,31 @@ def test_an_empty_message_is_no_answer():
     session = new_session(SessionLimits(words_end=True))
     say(session, " \n")
     assert session.next_action() == RunCalls((ToolCall("", error="no call"),))
+
+
+def in_channels():
+    return choose_format(channels_tokenizer()).renderer()
+
+
+def in_marks():
+    tokenizer = renderer().tokenizer.with_control_tokens(["<think>", "</think>"])
+    return Renderer(tokenizer, renderer().grammar)
+
+
+@pytest.mark.parametrize("make", [in_channels, in_marks])
+def test_a_message_that_only_reasons_is_no_answer(make):
+    own = make()
+    limits = SessionLimits(words_end=True)
+    session = AgentSession("why?", own, TrajectoryId("run", "task", 0, 0, 0), limits)
+
+    def sample(*pieces):
+        session.on_chunk(chunk(own.encode([*pieces, own.template.end]), finish="stop"))
+
+    sample(*own.reasoned("It may be the sum."))
+    assert session.next_action() == RunCalls((ToolCall("", error="no call"),))
+    answer(session, "error: no call")
+    sample(*own.reasoned("It is."), "It is the sum.")
+    assert session.next_action() == Finished(Status.DONE)
 
 
 def test_results_that_were_shown_are_not_shown_again():

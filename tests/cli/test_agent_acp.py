@@ -6,7 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import pytest
 acp = pytest.importorskip("acp", reason="the package agent-client-protocol is not installed")
 from acp import schema  # noqa: E402
 
+from etude.agent.mcp import McpServer  # noqa: E402
 from etude.cli.agent_acp import serve_editor  # noqa: E402
 from etude.cli.agent_acp_transport import LineTransport  # noqa: E402
 from etude.controller.agent.models import ModelChoice  # noqa: E402
@@ -115,14 +116,21 @@ async def connected(
 
 @contextlib.asynccontextmanager
 async def beside(
-    root: Path, messages: Any, editor: Editor, mode: str = "ask", files: Any = FILES, tools: str = ""
+    root: Path,
+    messages: Any,
+    editor: Editor,
+    mode: str = "ask",
+    files: Any = FILES,
+    tools: str = "",
+    servers: Sequence[McpServer] = (),
 ) -> AsyncIterator[Any]:
     """The same in this process, over a pair of sockets: quicker to start."""
     choice = ModelChoice(script=write_script(root / "script.json", messages), tools=tools)
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
-        serving = asyncio.create_task(serve_editor(choice, mode, SandboxChoice("memory"), agents))
+        opening = serve_editor(choice, mode, SandboxChoice("memory"), agents, None, servers)
+        serving = asyncio.create_task(opening)
         reader, writer = await asyncio.open_connection(sock=theirs)
         connection = acp.connect_to_agent(editor, writer, reader)
         try:
@@ -248,37 +256,87 @@ def test_what_the_user_refuses_is_not_done(root: Path, answer: str | None) -> No
 
 
 SERVER = """
+import os, pathlib, sys
 from mcp.server.mcpserver import MCPServer
+pathlib.Path(sys.argv[1], str(os.getpid())).touch()
 server = MCPServer("echo")
 @server.tool()
 def shout(text: str) -> str:
     return text.upper()
 server.run()
 """
+ABSENT = schema.McpServerStdio(name="absent", command="/nonexistent/server", args=[], env=[])
+REMOTE = schema.HttpMcpServer(name="remote", type="http", url="http://localhost:1/mcp", headers=[])
+SHOUT: Any = {"name": "my_echo_shout", "arguments": {"text": "hello"}}
+
+
+@pytest.fixture
+def servers(root: Path) -> Path:
+    """A folder with a file for each server that was started, named by its process."""
+    (root / "server.py").write_text(SERVER)
+    (root / "servers").mkdir()
+    return root / "servers"
+
+
+def echo(servers: Path, name: str = "My Echo") -> Any:
+    arguments = [str(servers.parent / "server.py"), str(servers)]
+    return schema.McpServerStdio(name=name, command=sys.executable, args=arguments, env=[])
+
+
+def running(servers: Path) -> int:
+    return sum(Path("/proc", one.name).exists() for one in servers.iterdir())
+
+
+def outputs_of(editor: Editor) -> list[str]:
+    updates = editor.told("tool_call_update")
+    return [update["raw_output"]["output"] for update in updates if "raw_output" in update]
 
 
 @pytest.mark.slow
-def test_the_editors_servers_give_the_agent_their_tools(root: Path) -> None:
-    (root / "server.py").write_text(SERVER)
-    editor = Editor(("once",))
-    messages = [[{"name": "my_echo_shout", "arguments": {"text": "hello"}}], ["Done."]]
-    line = {"name": "My Echo", "command": sys.executable, "args": [str(root / "server.py")], "env": []}
-    absent = {"name": "absent", "command": "/nonexistent/server", "args": [], "env": []}
+def test_servers_that_do_not_work_leave_the_editors_others_to_the_agent(root: Path, servers: Path) -> None:
+    first, second = Editor(("once",)), Editor(("once",))
+    cwd = str(root / "repo")
 
     async def go() -> None:
-        async with beside(root, messages, editor) as connection:
-            for named in (line, absent):
-                session = await connection.new_session(
-                    cwd=str(root / "repo"), mcp_servers=[schema.McpServerStdio(**named)]
-                )
-                await say(connection, session, "say it")
+        async with beside(root, [[SHOUT], ["Done."]], first) as connection:
+            session = await connection.new_session(cwd=cwd, mcp_servers=[echo(servers)])
+            await say(connection, session, "say it")
+        async with beside(root, [[SHOUT], ["Done."], [SHOUT], ["Done."]], second) as connection:
+            named = [REMOTE, echo(servers), ABSENT, echo(servers)]
+            await connection.load_session(cwd=cwd, session_id=session.session_id, mcp_servers=named)
+            await say(connection, session, "again")
 
     asyncio.run(go())
-    outputs = [
-        update["raw_output"]["output"] for update in editor.told("tool_call_update") if "raw_output" in update
-    ]
-    assert "HELLO" in outputs[0]
-    assert "the editor's MCP servers are not connected" in editor.words()
+    assert "HELLO" in outputs_of(first)[0] and "HELLO" in outputs_of(second)[-1]
+    assert "is not connected" not in first.words()
+    told = [line.split(" is not")[0] for line in second.words().splitlines() if "is not connected" in line]
+    assert told == [f"[the MCP server {name}" for name in ("remote", "absent", "My Echo")]
+    assert running(servers) == 0
+
+
+@pytest.mark.slow
+def test_a_session_starts_the_editors_servers_alone_and_ends_them_if_it_cannot_be_loaded(
+    root: Path, servers: Path
+) -> None:
+    editor = Editor(("once",))
+    cwd = str(root / "repo")
+    own = McpServer(sys.executable, (str(root / "server.py"), str(servers)), prefix="own")
+    messages = [[SHOUT], [{**SHOUT, "name": "own_shout"}], ["Done."]]
+
+    async def go() -> None:
+        async with beside(root, messages, editor, servers=[own]) as connection:
+            session = await connection.new_session(cwd=cwd, mcp_servers=[echo(servers)])
+            await say(connection, session, "say it")
+            assert running(servers) == 2
+        async with beside(root, messages, editor, servers=[own]) as connection:
+            other = [echo(servers, "other")]
+            with pytest.raises(acp.RequestError):
+                await connection.load_session(cwd=cwd, session_id=session.session_id, mcp_servers=other)
+            assert running(servers) == 1
+
+    asyncio.run(go())
+    assert [output.rstrip() for output in outputs_of(editor)] == ["HELLO", "HELLO"]
+    assert running(servers) == 0
 
 
 def test_modes_and_commands(root: Path) -> None:

@@ -336,18 +336,13 @@ class AgentSession:
         """Parses the message that has just ended; its calls await results."""
         message = self._close_message()
         parsed = self.renderer.parse(message)
-        if self.limits.words_end and not parsed and self._has_words(message):
+        if self.limits.words_end and not parsed and self.renderer.read(message).text.strip():
             self._add_turn(message, ())
             self.facts.on_turn((), ())
             self._end(Status.DONE)
             return
         self.progress.pending = calls = admit(parsed, self.limits.max_calls_per_turn)
         self._add_turn(message, calls)
-
-    def _has_words(self, message: NDArray[np.int32]) -> bool:
-        """Whether a message without a call says anything."""
-        text = self.renderer.tokenizer.decode(message)
-        return bool(text.removesuffix(self.renderer.template.end.name).strip())
 
     def _end_summary(self) -> None:
         """The summary has ended, or was cut: it is used as far as it goes."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +42,7 @@ from acp.schema import (
 )
 
 import etude
-from etude.agent.mcp import McpServer
+from etude.agent.mcp import McpServer, McpTool
 from etude.cli.agent_acp_history import history
 from etude.cli.agent_acp_transport import LineTransport
 from etude.cli.agent_acp_tree import EditorTree
@@ -104,7 +104,7 @@ async def serve_editor(
     open_people_backend(sandbox.backend)  # to say at once what keeps it from working
     async with contextlib.AsyncExitStack() as stack:
         policy = await stack.enter_async_context(open_policy(choice, False, servers))
-        agent = EditorAgent(choice, policy, sandbox, mode, max_turns, servers)
+        agent = EditorAgent(choice, policy, sandbox, mode, max_turns)
         stack.push_async_callback(agent.close)
         await run_agent(cast(Any, agent), transport)
 
@@ -177,14 +177,12 @@ class EditorAgent:
         sandbox: SandboxChoice,
         mode: str,
         max_turns: int | None = None,
-        servers: Sequence[McpServer] = (),
     ) -> None:
         self._choice = choice
         self._policy = policy
         self._sandbox = sandbox
         self._mode = mode
         self._max_turns = max_turns
-        self._servers = tuple(servers)
         self._backends: dict[Path, tuple[SandboxBackend, Surroundings]] = {}
         self._client: Client | None = None
         self._offered: ClientCapabilities | None = None
@@ -305,18 +303,22 @@ class EditorAgent:
         one.queue.put_nowait(update_agent_message_text(text))
         return None
 
-    async def _policy_for(self, one: _Open, named: Sequence[Any] | None) -> Policy:
-        """The model, with the tools of the servers that the editor names for a session."""
-        if not named:
-            return self._policy
-        try:
-            servers = (*self._servers, *map(_server, named))
-            return await self._stack.enter_async_context(open_policy(self._choice, False, servers))
-        except EtudeError as error:
-            one.queue.put_nowait(
-                update_agent_message_text(f"[the editor's MCP servers are not connected: {error}]\n")
-            )
-            return self._policy
+    async def _policy_for(
+        self, one: _Open, named: Sequence[Any] | None, stack: contextlib.AsyncExitStack
+    ) -> Policy:
+        """The model, with the tools of the servers that the editor names for a session: they end with
+        `stack`. Each is connected on its own; of one that cannot be, the editor gets a message."""
+        policy, choice = self._policy, replace(self._choice, index="off")
+        for server in named or ():
+            connected = [tool for tool in policy.registry.values() if isinstance(tool, McpTool)]
+            try:
+                opening = open_policy(choice, False, [_server(server)], connected)
+                policy = await stack.enter_async_context(opening)
+            except EtudeError as error:
+                text = f"[the MCP server {server.name} is not connected: {error}]\n"
+                one.queue.put_nowait(update_agent_message_text(text))
+        policy.indexes = self._policy.indexes
+        return policy
 
     async def _open(
         self, folder: SessionFolder, disk: DirectoryTree, mode: str, named: Sequence[Any] | None = None
@@ -334,11 +336,13 @@ class EditorAgent:
             for text in notes:
                 one.queue.put_nowait(update_agent_message_text(f"[{text}]\n"))
         backend, around = self._backends[disk.root]
-        policy = await self._policy_for(one, named)
-        opening = open_conversation(folder, tree, policy, backend, face, mode, around, self._max_turns)
-        one.conversation = conversation = await self._stack.enter_async_context(opening)
-        one.updates = Updates(disk.root, lambda: conversation.state.todos)
-        await self._stack.enter_async_context(_pumping(one))
+        async with contextlib.AsyncExitStack() as opened:  # a session that cannot be opened leaves nothing
+            policy = await self._policy_for(one, named, opened)
+            opening = open_conversation(folder, tree, policy, backend, face, mode, around, self._max_turns)
+            one.conversation = conversation = await opened.enter_async_context(opening)
+            one.updates = Updates(disk.root, lambda: conversation.state.todos)
+            await opened.enter_async_context(_pumping(one))
+            await self._stack.enter_async_context(opened.pop_all())
         self._sessions[one.id] = one
         commands = AvailableCommandsUpdate(
             session_update="available_commands_update", available_commands=_COMMANDS
@@ -360,7 +364,7 @@ def _server(named: Any) -> McpServer:
         raise ConfigError(
             "only servers that are commands are connected",
             field="mcpServers",
-            received=str(getattr(named, "name", named)),
+            received=named.name,
             fix="name a command that speaks MCP on standard input and output",
         )
     env = {variable.name: variable.value for variable in named.env}

@@ -143,10 +143,10 @@ class Policy:
 
 @contextlib.asynccontextmanager
 async def open_policy(
-    choice: ModelChoice, one_shot: bool, servers: Sequence[McpServer] = ()
+    choice: ModelChoice, one_shot: bool, servers: Sequence[McpServer] = (), tools: Sequence[Tool] = ()
 ) -> AsyncIterator[Policy]:
     """The chosen model. `one_shot`: with the limits that it was trained with, where they are known;
-    `servers`: whose tools it gets beside ours.
+    `servers`: whose tools it gets beside ours and beside `tools`, which the caller keeps connected.
 
     Raises UserError for a model that is not there or cannot be used, InfrastructureError for a server.
     """
@@ -158,11 +158,10 @@ async def open_policy(
             fix="use a model behind an endpoint, or leave it out",
         )
     async with contextlib.AsyncExitStack() as stack:
-        tools: Sequence[Tool] = ()
         if servers:
             from etude.agent.mcp import connect_servers  # heavy
 
-            tools = await stack.enter_async_context(connect_servers(servers))
+            tools = [*tools, *await stack.enter_async_context(connect_servers(servers))]
         policy = await stack.enter_async_context(_opening(choice, one_shot, tools))
         policy.indexes = await stack.enter_async_context(open_indexes(choice.index))
         yield policy
