@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.cli.doctor_parts import PACKAGES
+from etude.cli.doctor_parts import PACKAGES, PROGRAMS
 from etude.errors.packages import install_command, missing_package, package_of
 
 
@@ -40,7 +40,8 @@ def test_what_the_doctor_offers_is_an_extra_or_comes_with_the_rest() -> None:
     project = tomllib.loads((Path(etude.__file__).parents[2] / "pyproject.toml").read_text())["project"]
     core = " ".join(project["dependencies"])
     offered = project["optional-dependencies"]
-    assert set(PACKAGES) - {"serve", "acp", "mcp"} == set(offered) - {"dev"}
+    assert set(PACKAGES) - {"serve", "acp", "mcp"} == set(offered) - {"dev", "agent"}
+    assert "ruff" in PROGRAMS and "ruff>=" in " ".join(offered["agent"])
     for name, (_, packages) in PACKAGES.items():
         text = " ".join(offered[name]) if name in offered else core
         assert all(f"{package}>=" in text for package in packages), name

@@ -45,6 +45,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> LanguageM
     """
     fields = read_fields(directory / "config.json")
     model = outline_model(fields, dtype)
+    check_memory(model)  # before a file is mapped
     with open_tensors(directory, fields.fp8_block) as tensors:
         return fill_model(model, tensors, fields.num_mtp_layers)
 
@@ -59,7 +60,6 @@ def outline_model(fields: CheckpointFields, dtype: torch.dtype) -> LanguageModel
 def fill_model(model: LanguageModel, tensors: Tensors, num_mtp_layers: int = 0) -> LanguageModel:
     """Gives storage and these weights to what `outline_model` returned, once names and shapes are right;
     returns it. Raises CheckpointError as `load_model` does."""
-    check_memory(model)
     check_names(entries(model), tensors, model.config.num_layers, num_mtp_layers)
     model.to_empty(device="cpu").reset_rotation()
     for name, target in entries(model).items():

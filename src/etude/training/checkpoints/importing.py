@@ -12,7 +12,7 @@ from etude.errors import CheckpointError
 from etude.model import build_model
 from etude.model.gguf_file import GgufFile
 from etude.model.huggingface import save_model
-from etude.model.huggingface.checkpoint import fill_model, outline_model
+from etude.model.huggingface.checkpoint import check_memory, fill_model, outline_model
 from etude.model.huggingface.fields import parse_fields
 from etude.model.loading import read_architecture, read_vocab_size, read_window
 from etude.tokens.gguf_tokenizer import tokenizer_files
@@ -44,7 +44,9 @@ def import_model(source: Path, target: Path, dtype: torch.dtype = torch.float32)
     opened = GgufFile(source)
     fields, files = parse_fields(opened.config()), tokenizer_files(opened.metadata)
     _check_tokens(Tokenizer(files[TOKENIZER_FILE], json.loads(files[CONFIG_FILE])), fields.vocab_size)
-    model = fill_model(outline_model(fields, dtype), opened)
+    model = outline_model(fields, dtype)
+    check_memory(model)
+    fill_model(model, opened)
 
     def fill(partial: Path) -> None:
         save_model(model, partial)
