@@ -346,6 +346,19 @@ def test_what_became_of_the_images_links_reaches_grading(tmp_path: Path, command
     assert play_on(LinkedImage(), task, command).reward == 1.0
 
 
+def test_a_made_up_path_of_a_link_empties_no_directory(tmp_path: Path) -> None:
+    """The list of links comes from the agent's sandbox, where its shell may have been replaced."""
+    kept = "#!/bin/sh\n[ -d /logs/agent ] && reward=1\n"
+    kept += "echo ${reward:-0} > /logs/verifier/reward.txt\n"
+    files: dict[str, str | bytes] = {"environment/workspace/a": ""}
+    task = read_harbor(write_task(tmp_path, kept, files=files))
+
+    async def scenario(backend: SandboxBackend) -> Verdict:
+        return await Grader(backend).judge(task, {}, FileKinds(links={"..": "a"}))
+
+    assert with_backend("local", scenario).reward == 1.0
+
+
 def test_the_images_links_stay_where_the_agents_are_not_known(tmp_path: Path) -> None:
     test = "#!/bin/sh\n[ -L current ] && reward=1\necho ${reward:-0} > /logs/verifier/reward.txt\n"
     task = read_harbor(write_task(tmp_path, test))
