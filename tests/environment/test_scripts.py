@@ -235,7 +235,13 @@ def test_the_tests_cannot_be_where_the_agents_changes_are_laid(
 
 
 @pytest.mark.parametrize(
-    ("start", "said"), [("set -e", "unpacking"), ("set --", "making executable files and links")]
+    ("start", "said"),
+    [
+        ("set -e", "unpacking"),
+        ("while IFS=", "listing links and executable files"),
+        ("printf", "listing the links of the task's image"),
+        ("set --", "making executable files and links"),
+    ],
 )
 def test_what_of_ours_took_too_long_is_no_verdict(tmp_path: Path, start: str, said: str) -> None:
     write_task(tmp_path)
@@ -245,6 +251,16 @@ def test_what_of_ours_took_too_long_is_no_verdict(tmp_path: Path, start: str, sa
 
     with pytest.raises(SandboxError, match=said):
         play_on(ChangedCommands(change=change), read_harbor(tmp_path), "touch a; chmod +x a")
+
+
+def test_more_links_than_are_taken_over_are_a_failure_with_its_cause(tmp_path: Path) -> None:
+    def change(cmd: str, result: CommandResult) -> CommandResult:
+        return replace(result, truncated=True) if cmd.startswith("while IFS=") else result
+
+    task = read_harbor(write_task(tmp_path))
+    verdict = play_on(ChangedCommands(change=change), task, "echo hello > greeting.txt")
+    assert (verdict.passed, verdict.reward) == (False, None)
+    assert verdict.cause == "the names of links and executable files take more than 16 MiB"
 
 
 LINK_TEST = """#!/bin/sh
@@ -257,7 +273,7 @@ RUN_TEST = """#!/bin/sh
 """
 PLANTED_TEST = """#!/bin/sh
 echo 1 > /logs/verifier/reward.txt
-if [ -L out ] && [ ! -e /tests/planted ]; then echo 0 > /logs/verifier/reward.txt; fi
+if [ -L out ] && [ ! -L sub/planted ]; then echo 0 > /logs/verifier/reward.txt; fi
 """
 
 
@@ -274,6 +290,106 @@ def test_symbolic_links_of_the_workspace_reach_grading(tmp_path: Path, command: 
     assert play_on(LocalBackend(), task, command).reward == reward
 
 
+STEAL_TEST = """#!/bin/sh
+cmp -s answer.json /tests/expected.json && reward=1
+echo ${reward:-0} > /logs/verifier/reward.txt
+"""
+COUNT_TEST = """#!/bin/sh
+echo 0 > /logs/verifier/reward.txt
+echo 1 > result.txt
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "command", "reward"),
+    [
+        (STEAL_TEST, "ln -s /tests/expected.json answer.json", 0.0),
+        (STEAL_TEST, "ln -s ../tests/expected.json answer.json", 0.0),
+        (STEAL_TEST, 'ln -s "$PWD/../tests/expected.json" answer.json', 0.0),
+        (STEAL_TEST, "mkdir d; touch d/f; ln -s .. d/up; ln -s d/up/../tests/expected.json answer.json", 0.0),
+        (COUNT_TEST, "ln -s /logs/verifier/reward.txt result.txt", 0.0),
+        (STEAL_TEST, 'echo 42 > a; ln -s "$PWD/a" answer.json', 1.0),
+        (STEAL_TEST, "mkdir d; echo 42 > a; touch d/f; ln -s ../a d/b; ln -s ./d/b answer.json", 1.0),
+    ],
+)
+def test_no_link_of_the_agents_leads_to_the_tests_or_their_reward(
+    tmp_path: Path, test: str, command: str, reward: float
+) -> None:
+    task = read_harbor(write_task(tmp_path, test, files={"tests/expected.json": "42\n"}))
+    assert play_on(LocalBackend(), task, command).reward == reward
+
+
+class LinkedImage(LocalBackend):
+    """Every sandbox begins with a link `current`."""
+
+    async def create(self, *arguments: Any, **named: Any) -> MachineSandbox:
+        sandbox = await super().create(*arguments, **named)
+        await sandbox.commands.run("ln -s v1.txt current")
+        return sandbox
+
+
+@pytest.mark.parametrize(
+    ("command", "test"),
+    [
+        ("rm current; echo new > current", '[ ! -L current ] && [ "$(cat v1.txt current)" = "old\nnew" ]'),
+        ("rm current; mkdir current; echo new > current/a", '[ "$(cat current/a)" = new ]'),
+        ("rm current", "[ ! -L current ]"),
+        ("ln -sfn v2.txt current", '[ "$(readlink current)" = v2.txt ]'),
+        ("ln -sfn /etc/passwd current", '[ "$(readlink current)" = v1.txt ]'),
+        ("true", '[ "$(readlink current)" = v1.txt ]'),
+    ],
+)
+def test_what_became_of_the_images_links_reaches_grading(tmp_path: Path, command: str, test: str) -> None:
+    script = f"#!/bin/sh\n{test} && reward=1\necho ${{reward:-0}} > /logs/verifier/reward.txt\n"
+    script = script.replace("old\nnew", "$(printf 'old\\nnew')")
+    task = read_harbor(write_task(tmp_path, script, files={"environment/workspace/v1.txt": "old\n"}))
+    assert play_on(LinkedImage(), task, command).reward == 1.0
+
+
+def test_a_made_up_path_of_a_link_empties_no_directory(tmp_path: Path) -> None:
+    """The list of links comes from the agent's sandbox, where its shell may have been replaced."""
+    kept = "#!/bin/sh\n[ -d /logs/agent ] && reward=1\n"
+    kept += "echo ${reward:-0} > /logs/verifier/reward.txt\n"
+    files: dict[str, str | bytes] = {"environment/workspace/a": ""}
+    task = read_harbor(write_task(tmp_path, kept, files=files))
+
+    async def scenario(backend: SandboxBackend) -> Verdict:
+        return await Grader(backend).judge(task, {}, FileKinds(links={"..": "a"}))
+
+    assert with_backend("local", scenario).reward == 1.0
+
+
+def test_the_images_links_stay_where_the_agents_are_not_known(tmp_path: Path) -> None:
+    test = "#!/bin/sh\n[ -L current ] && reward=1\necho ${reward:-0} > /logs/verifier/reward.txt\n"
+    task = read_harbor(write_task(tmp_path, test))
+
+    async def scenario(_: SandboxBackend) -> Verdict:
+        backend = LinkedImage()
+        try:
+            return await Grader(backend).judge(task, {})
+        finally:
+            await backend.close()
+
+    assert with_backend("local", scenario).reward == 1.0
+
+
+def test_a_link_takes_the_place_of_directories_in_directories(tmp_path: Path) -> None:
+    files: dict[str, str | bytes] = {"environment/workspace/current/deep/er/a": "wrong"}
+    task = read_harbor(write_task(tmp_path, LINK_TEST, files=files))
+    command = "rm -r current; mkdir new; echo right > new/said; ln -s new current"
+    assert play_on(LocalBackend(), task, command).reward == 1.0
+
+
+def test_names_that_are_no_utf_8_are_graded(tmp_path: Path) -> None:
+    command = (
+        'name="$(printf \'a\\377\')"; echo x > "$name"; chmod +x "$name"; ln -s "$name" b; ln -s b "$name"b; '
+    )
+    verdict = play_on(
+        LocalBackend(), read_harbor(write_task(tmp_path)), command + "echo hello > greeting.txt"
+    )
+    assert verdict.reward == 1.0
+
+
 def test_a_file_that_was_only_made_executable_reaches_grading(tmp_path: Path) -> None:
     write_task(tmp_path, RUN_TEST, files={"environment/workspace/run": "#!/bin/sh\nexit 0\n"})
     assert play_on(LocalBackend(), read_harbor(tmp_path), "chmod +x run").reward == 1.0
@@ -281,7 +397,7 @@ def test_a_file_that_was_only_made_executable_reaches_grading(tmp_path: Path) ->
 
 
 def test_a_link_leads_no_other_link_out_of_the_workspace(tmp_path: Path) -> None:
-    task = read_harbor(write_task(tmp_path, PLANTED_TEST))
+    task = read_harbor(write_task(tmp_path, PLANTED_TEST, files={"environment/workspace/sub/a": ""}))
 
     async def judge(links: dict[str, str]) -> float | None:
         backend = LocalBackend()
@@ -290,8 +406,8 @@ def test_a_link_leads_no_other_link_out_of_the_workspace(tmp_path: Path) -> None
         finally:
             await backend.close()
 
-    assert asyncio.run(judge({"out": "/tests", "out/planted": "/etc/passwd"})) == 0.0
-    assert asyncio.run(judge({"other": "/tests"})) == 1.0  # the test can tell
+    assert asyncio.run(judge({"out": "sub", "out/planted": "a"})) == 0.0
+    assert asyncio.run(judge({"other": "sub"})) == 1.0  # the test can tell
 
 
 def test_a_task_may_use_every_core_for_as_long_as_it_takes(tmp_path: Path) -> None:

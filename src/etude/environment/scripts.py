@@ -5,9 +5,9 @@
     pristine image ──> a fresh sandbox + /tests + diff ── test.sh ── every process dead ──> reward file
 
 What the agent changed in its workspace reaches grading: regular files with their contents, whether they can
-be executed, and symbolic links. Everything outside of the workspace stays behind. The reward is read once
-nothing runs that could write it, by the image's programs: none of ours come from the workspace, whatever the
-image's PATH says.
+be executed, and symbolic links that lead to something of it. Everything outside of the workspace stays
+behind. The reward is read once nothing runs that could write it, by the image's programs: none of ours come
+from the workspace, whatever the image's PATH says.
 
 Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Such
 tasks are said to be forgeable (`Grader.find_twins`).
@@ -21,13 +21,14 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import network_to, task_resources, task_template
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.errors import (
+    DiffTooLargeError,
     PathKindError,
     PathMissingError,
     SandboxKilledByAgentError,
@@ -42,6 +43,7 @@ _SETUP_S = 60.0
 _MAX_SOLUTION_S = 3600.0
 """Of a reference solution whose task gives the agent no time limit."""
 _REWARD_BYTES = 64 << 10
+_NAMES_BYTES = 16 << 20
 _SAID_CHARS = 200
 _OWN_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -73,13 +75,16 @@ if command -v find > /dev/null; then
     find . -type f -perm -100 -exec printf '%s\0\0' {} +
     find . -type l -exec sh -c 'for path; do printf "%s\0%s\0" "$path" "$(readlink "$path")"; done' sh {} +
 fi"""
+_LIST_LINKS = r"""printf '%s\0' "$(pwd -P)"
+if command -v find > /dev/null; then find . -type l -exec printf '%s\0' {} +; fi"""
 # A link goes only where no link leads: else one of the agent's would put the next one into /tests.
 _SET_LINKS = """here="$(pwd -P)"
 while IFS= read -r path && IFS= read -r target; do
     folder="$here/$path"
     folder="${folder%/*}"
     [ "$(cd "$folder" 2> /dev/null && pwd -P)" = "$folder" ] || continue
-    [ -L "./$path" ] || [ ! -d "./$path" ] || rmdir "./$path" || continue
+    [ -L "./$path" ] || [ ! -d "./$path" ] || find "./$path" -depth -type d -exec rmdir {} +
+    [ -L "./$path" ] || [ ! -d "./$path" ] || continue
     ln -sfn -- "$target" "./$path"
 done"""
 _SET_EXECUTABLE = """set --
@@ -96,8 +101,8 @@ class FileKinds:
 
     executable: frozenset[str] = frozenset()
     """Files that can be executed, also those whose contents are as they were."""
-    links: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Symbolic links of the workspace: path -> target."""
+    links: Mapping[str, str] | None = None
+    """All symbolic links of the workspace: path -> target. None: not known, the image's stay."""
 
 
 class RewardError(ValueError):
@@ -183,15 +188,23 @@ async def find_kinds(task: Task, sandbox: Sandbox, changes: Mapping[str, bytes |
     listed = "".join(f"{path}\n" for path in sorted(asked))
     try:
         result = await sandbox.commands.run(
-            _LIST_KINDS, _SETUP_S, _OWN_ENV, limit_bytes=1 << 24, stdin=listed
+            _LIST_KINDS,
+            _SETUP_S,
+            _OWN_ENV,
+            limit_bytes=_NAMES_BYTES,
+            stdin=listed.encode(errors="surrogateescape"),
         )
     except SandboxKilledByAgentError:
         raise
     except AgentError:
         return FileKinds()  # the agent took the shell away, or the memory to run it in
+    if result.timed_out:
+        raise _too_slow("listing links and executable files", task)
+    if result.truncated:
+        raise DiffTooLargeError("the names of links and executable files take more than 16 MiB")
     words = result.stdout.split("\0")
     pairs = [(path.removeprefix("./"), target) for path, target in zip(words[::2], words[1::2], strict=False)]
-    links = {path: target for path, target in pairs if target and "\n" not in path + target}
+    links = {path: target for path, target in pairs if target}
     executable = {path: None for path, target in pairs if path and not target and "\n" not in path}
     allowed = allowed_changes(task, dict.fromkeys(links))
     return FileKinds(
@@ -203,6 +216,8 @@ async def _lay_over(
     fresh: Sandbox, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds
 ) -> None:
     """Makes the agent's changes in a sandbox that is as the agent's was at first."""
+    here = await _remove_links(fresh, task, kinds.links)
+    links = kinds.links or {}
     for path in (path for path, data in changes.items() if data is None):
         with contextlib.suppress(PathMissingError, PathKindError):
             await fresh.files.remove(path)
@@ -217,12 +232,45 @@ async def _lay_over(
                 await fresh.files.remove(path)
                 await fresh.files.write(path, data)
     executable = [f"{path}\n" for path in sorted(kinds.executable)]
-    links = [f"{path}\n{target}\n" for path, target in kinds.links.items()]
-    for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, links)):
+    laid = [f"{path}\n{to}\n" for path, to in links.items() if _stays_inside(path, to, here)]
+    for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:
-            result = await fresh.commands.run(command, _SETUP_S, _OWN_ENV, stdin="".join(lines))
+            result = await fresh.commands.run(
+                command, _SETUP_S, _OWN_ENV, stdin="".join(lines).encode(errors="surrogateescape")
+            )
             if result.timed_out:
                 raise _too_slow("making executable files and links", task)
+
+
+async def _remove_links(fresh: Sandbox, task: Task, kept: Mapping[str, str] | None) -> str:
+    """Removes the image's links that the agent did not keep as links: the working directory's full path."""
+    found = await fresh.commands.run(_LIST_LINKS, _SETUP_S, _OWN_ENV, limit_bytes=_NAMES_BYTES)
+    if found.timed_out or "\0" not in found.stdout:
+        raise _too_slow("listing the links of the task's image", task)
+    here, *paths, _ = found.stdout.split("\0")
+    gone = allowed_changes(task, dict.fromkeys(path.removeprefix("./") for path in paths))
+    for path in gone.keys() - (gone if kept is None else kept).keys():
+        with contextlib.suppress(PathMissingError):
+            await fresh.files.remove(path)
+    return here
+
+
+def _stays_inside(path: str, target: str, here: str) -> bool:
+    """Whether a link leads to something of the working directory `here`, by its words alone.
+
+    It may climb only at first, where every step is a directory: behind a link `..` leads elsewhere. Names
+    with newlines or bytes that are no UTF-8 do not come over as they were, and are refused.
+    """
+    if {"", ".", ".."} & set(path.split("/")) or {"\n", "\ufffd"} & set(path + target):
+        return False
+    depth = path.count("/")
+    if target.startswith("/"):
+        if not f"{target}/".startswith(f"{here}/"):
+            return False
+        depth, target = 0, target[len(here) :]
+    steps = [step for step in target.split("/") if step not in ("", ".")]
+    climbs = next((number for number, step in enumerate(steps) if step != ".."), len(steps))
+    return climbs <= depth and ".." not in steps[climbs:]
 
 
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:

@@ -75,8 +75,8 @@ class Grader:
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        links = {path: target.encode(errors="surrogateescape") for path, target in kinds.links.items()}
-        extra = _digest(dict.fromkeys(kinds.executable)) + _digest(links)
+        links = {path: to.encode(errors="surrogateescape") for path, to in (kinds.links or {}).items()}
+        extra = _digest(dict.fromkeys(kinds.executable)) + (b"" if kinds.links is None else _digest(links))
         key = _judge_digest(task) + _digest(changes) + extra
         return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
 
