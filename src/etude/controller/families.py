@@ -183,7 +183,7 @@ def _import_family(name: str) -> Callable[[RunConfig], TaskFamily]:
             received=name,
             fix="start the command in the directory that holds the module, or install the module",
         ) from error
-    return found
+    return cast(Callable[[RunConfig], TaskFamily], found)
 
 
 class BugFixes:
