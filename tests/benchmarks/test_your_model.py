@@ -45,7 +45,9 @@ def test_smollm2_from_gguf_is_that_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize("name", ["qwen3", "llama-3", "deepseek-v3", "kimi-k2", "smollm2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3.5", "llama-3", "deepseek-v3", "kimi-k2", "minimax-m2", "gpt-oss", "smollm2"]
+)
 def test_sessions_of_a_family_have_the_tokens_that_its_official_template_gives(name: str) -> None:
     outcome = _measure_family(name)
     assert not outcome.refused
@@ -57,17 +59,8 @@ def test_sessions_of_a_family_have_the_tokens_that_its_official_template_gives(n
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("qwen3.5", "<think>"),
-        ("glm", "<|assistant|>"),
-        ("minimax-m2", "<think>"),
-        ("gpt-oss", "strftime_now"),
-    ],
-)
-def test_a_family_that_no_frame_describes_is_refused_with_the_reason(name: str, reason: str) -> None:
-    assert reason in _measure_family(name).refused
+def test_a_family_that_no_frame_describes_is_refused_with_the_reason() -> None:
+    assert "<|assistant|>" in _measure_family("glm").refused
 
 
 def _measure_family(name: str) -> chat_families.Outcome:
