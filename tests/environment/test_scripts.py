@@ -238,7 +238,6 @@ def test_the_tests_cannot_be_where_the_agents_changes_are_laid(
     ("start", "said"),
     [
         ("set -e", "unpacking"),
-        ("while IFS=", "listing links and executable files"),
         ("printf", "listing the links of the task's image"),
         ("set --", "making executable files and links"),
     ],
@@ -253,14 +252,26 @@ def test_what_of_ours_took_too_long_is_no_verdict(tmp_path: Path, start: str, sa
         play_on(ChangedCommands(change=change), read_harbor(tmp_path), "touch a; chmod +x a")
 
 
-def test_more_links_than_are_taken_over_are_a_failure_with_its_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"truncated": True}, "the names of links and executable files take more than 16 MiB"),
+        (
+            {"timed_out": True, "exit_code": -9},
+            "listing links and executable files took more than 60 s",
+        ),
+    ],
+)
+def test_links_that_cannot_be_listed_are_the_agents_failure_with_its_cause(
+    tmp_path: Path, changed: dict[str, Any], cause: str
+) -> None:
     def change(cmd: str, result: CommandResult) -> CommandResult:
-        return replace(result, truncated=True) if cmd.startswith("while IFS=") else result
+        return replace(result, **changed) if cmd.startswith("while IFS=") else result
 
     task = read_harbor(write_task(tmp_path))
     verdict = play_on(ChangedCommands(change=change), task, "echo hello > greeting.txt")
     assert (verdict.passed, verdict.reward) == (False, None)
-    assert verdict.cause == "the names of links and executable files take more than 16 MiB"
+    assert verdict.cause == cause
 
 
 LINK_TEST = """#!/bin/sh
