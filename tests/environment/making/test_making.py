@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -136,11 +135,8 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(making: Ma
 
     # Called again it goes on from its journal: nothing is tested twice, and the tasks that are there stay.
     before = (making.out / STATE / "journal").read_bytes()
-    for path in found[:1]:
-        shutil.rmtree(path)
     again = making.make()
-    assert len(again.written) == len(report.written)
-    assert {path.name for path in found[1:]} <= set(again.written)
+    assert {path.name for path in found} <= set(again.written)
     assert (making.out / STATE / "journal").read_bytes() == before
     with pytest.raises(TaskError, match="was begun from another project"):
         making.make(seed=1)
