@@ -45,7 +45,8 @@ class Planner:
     ) -> None:
         self._sources, self._tests, self._seed = sources, tests, seed
         self._quotas, self._num_tasks = quotas, quotas.most_tasks
-        self._given: set[str] = set()
+        self._given: dict[str, None] = {}
+        """Ids of changes, in the order in which they were planned."""
         self._singles = in_turn([plan_bugs(sources, seed), plan_deletions(sources, seed)])
         self._pairs: Iterator[Change] | None = None
         self._functions: Counter[tuple[str, str]] = Counter()
@@ -91,8 +92,9 @@ class Planner:
         return None
 
     def select(self, report: MakeReport) -> list[Found]:
-        """The candidates that become tasks; `report` is given the reasons of the others."""
-        found = select([one.verified for one in self._found.values()], self._quotas)
+        """The candidates that become tasks; `report` is given the reasons of the others. They are asked in the
+        order of planning: which tests ended first decides nothing."""
+        found = select([self._found[one].verified for one in self._given if one in self._found], self._quotas)
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)
         report.missed = found.missed
@@ -100,7 +102,7 @@ class Planner:
 
     def _is_new(self, change: Change) -> bool:
         is_new = change.id not in self._given
-        self._given.add(change.id)
+        self._given[change.id] = None
         return is_new
 
     def _has_room(self, change: Change) -> bool:
