@@ -50,7 +50,7 @@ def test_it_reads_its_options(tmp_path: Path) -> None:
     [
         ("no_such_module:Swapped", "No module named 'no_such_module'"),
         ("swapped:Other", "no attribute 'Other'"),
-        ("swapped:__name__", "is no class or function"),
+        ("swapped:__name__", "cannot be called"),
     ],
 )
 def test_what_cannot_be_imported_is_refused(tmp_path: Path, name: str, words: str) -> None:

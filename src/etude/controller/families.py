@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import math
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -33,6 +31,7 @@ from etude.controller.corpus import (
 from etude.controller.task_sets import load_task_set
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import ConfigError, TaskError
+from etude.kit.importing import import_callable
 from etude.observe import Observer
 from etude.observe.machine import available_cores
 from etude.records import Segment, Task
@@ -164,26 +163,7 @@ def open_family(config: RunConfig) -> TaskFamily:
         "directory": _Directory,
     }
     name = config.tasks.family
-    return (kinds.get(name) or _import_family(name))(config)
-
-
-def _import_family(name: str) -> Callable[[RunConfig], TaskFamily]:
-    module, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # last: nothing there takes the place of a library
-        sys.path.append(here)
-    try:
-        found = getattr(importlib.import_module(module), function)
-        if not callable(found):
-            raise AttributeError(f"{name} is no class or function")
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError(
-            f"the family of tasks cannot be imported: {error}",
-            field="tasks.family",
-            received=name,
-            fix="start the command in the directory that holds the module, or install the module",
-        ) from error
-    return cast(Callable[[RunConfig], TaskFamily], found)
+    return (kinds.get(name) or import_callable(name, "tasks.family"))(config)
 
 
 class BugFixes:

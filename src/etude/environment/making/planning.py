@@ -92,8 +92,8 @@ class Planner:
         return None
 
     def select(self, report: MakeReport) -> list[Found]:
-        """The candidates that become tasks; `report` is given the reasons of the others. They are asked in the
-        order of planning: which tests ended first decides nothing."""
+        """The candidates that become tasks; `report` is given the reasons of the others. They are asked in
+        the order of planning: which tests ended first decides nothing."""
         found = select([self._found[one].verified for one in self._given if one in self._found], self._quotas)
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)

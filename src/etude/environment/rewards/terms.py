@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from etude.environment.rewards.evidence import Evidence
 from etude.environment.rewards.length import Effort, concave_price
 from etude.environment.rewards.review import find_linter
 from etude.errors import ConfigError
+from etude.kit.importing import import_callable
 from etude.records import RewardBreakdown, Status, ToolErrorClass
 
 REWARD_VERSION = "1"
@@ -102,31 +102,7 @@ def check_reward(config: RewardConfig) -> None:
 
 def load_custom(name: str) -> CustomTerm:
     """The function `package.module:function`. Raises ConfigError, also where importing its module fails."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"there is no such function: {error}",
-            field="rl.reward.custom",
-            received=name,
-            fix="name a function as package.module:function, of a module on PYTHONPATH",
-        ) from error
-    except Exception as error:
-        raise ConfigError(
-            f"its module cannot be imported: {error!r}",
-            field="rl.reward.custom",
-            received=name,
-            fix=f"correct the module {module}",
-        ) from error
-    if not callable(found):
-        raise ConfigError(
-            "cannot be called",
-            field="rl.reward.custom",
-            received=name,
-            fix="name a function, as package.module:function",
-        )
-    return cast(CustomTerm, found)
+    return cast(CustomTerm, import_callable(name, "rl.reward.custom"))
 
 
 def _verdict(evidence: Evidence, config: RewardConfig) -> float:
