@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -14,15 +15,18 @@ import pytest
 
 from etude.config.images import ImagesConfig
 from etude.environment.making import pipeline
+from etude.environment.making.baseline import Baseline
 from etude.environment.making.pipeline import STATE, MakeSettings, make_tasks
 from etude.environment.making.projects import read_project
 from etude.environment.making.reports import MakeReport
+from etude.environment.making.suites import Suite
+from etude.environment.making.verifying import Noticed, verify_change
 from etude.errors import TaskError
 from etude.observe import SilentObserver
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.local.backend import LocalBackend
 from etude.tasks.harbor import find_directories, read_harbor
-from etude.tasks.making.changes import Quotas
+from etude.tasks.making.changes import Change, Quotas, Rejection
 from tests.environment.making.python_image import save_python_image
 from tests.sandbox.images.image_builders import write_tree
 
@@ -99,8 +103,18 @@ def making(tmp_path: Path) -> Making:
 
 
 @pytest.mark.slow
-def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(making: Making) -> None:
-    report = making.make()
+def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
+    making: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = itertools.cycle((0.5, 0.0))
+
+    async def verify_unevenly(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
+        await asyncio.sleep(next(turn))  # the second of two is known first: that must decide nothing
+        return await verify_change(change, suite, baseline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "verify_change", verify_unevenly)
+        report = making.make()
     assert report.baseline.stable == (
         "tests/test_prices.py::test_discount[0.25]",
         "tests/test_prices.py::test_discount[0.5]",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -36,6 +37,7 @@ from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
 from etude.kit.journal import LineJournal
 from etude.kit.leftovers import ScratchDirectory
+from etude.kit.tasks import end_tasks
 from etude.observe import Observer
 from etude.records import TaskImage
 from etude.sandbox.images.building import BuildOptions
@@ -50,6 +52,8 @@ FIRST_RUN_S = 600.0
 _VERIFIER_S = 60.0
 _SINGLES = 0.7
 """Share of the time for changes that are no combinations of others."""
+_AHEAD = 2
+"""Changes that are planned before their predecessors' results are known, for each sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,19 +271,33 @@ class _Search:
         self._journal, self._known, self._report = journal, known, report
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
-        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up."""
+        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up.
 
+        The planner hears of results in the order in which it gave the changes, so that a change follows from
+        the results before it, and not from which tests ended first.
+        """
         singles_until = time.monotonic() + _SINGLES * (until - time.monotonic())
+        places = asyncio.Semaphore(at_once)
+        under_way: deque[tuple[Change, asyncio.Task[dict[str, Any]]]] = deque()
 
-        async def work() -> None:
-            while (now := time.monotonic()) < until:
-                change = self._planner.next_change(now > singles_until)
-                if change is None:
+        async def test(change: Change) -> dict[str, Any]:
+            async with places:
+                return self._known.get(change.id) or await self._test(change)
+
+        try:
+            while True:
+                while len(under_way) < _AHEAD * at_once and (now := time.monotonic()) < until:
+                    change = self._planner.next_change(now > singles_until)
+                    if change is None:
+                        break
+                    under_way.append((change, asyncio.create_task(test(change))))
+                if not under_way:
                     return
-                await self._take(change, self._known.get(change.id) or await self._test(change))
+                await self._take(under_way[0][0], await under_way[0][1])
+                under_way.popleft()
                 observer.stage_advances(self._planner.num_found, {})
-
-        await asyncio.gather(*(work() for _ in range(at_once)))
+        finally:
+            await end_tasks(*(testing for _, testing in under_way))
 
     async def _test(self, change: Change) -> dict[str, Any]:
         found = await verify_change(change, self._suite, self._baseline)
