@@ -13,6 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from etude.errors import StoreError
+from etude.kit.memory import return_free_memory
 from etude.records import PolicyVersion
 from etude.weights.commits import Commit, StoredFile, commit_name, pack_commit
 from etude.weights.delta import KernelChoice, write_update
@@ -91,6 +92,9 @@ def upload(
             name = f"{publication.directory}/{kind}-{process:04d}-{index:05d}.etude"
             folder.write(name, data)
             uploaded.append(StoredFile(name, len(data), blake3(data).hexdigest()))
+            if isinstance(target, DiskTensors):
+                del stream, data
+                return_free_memory()
     return Uploaded(tuple(delta), tuple(full))
 
 

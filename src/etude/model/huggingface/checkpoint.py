@@ -23,6 +23,8 @@ HEAD = "lm_head.weight"
 """Their name of the output head."""
 _NAMED = 4
 """How many tensor names an error lists."""
+_CHECKED_AT_ONCE = 1 << 20
+"""Numbers whose check takes memory at the same time."""
 
 
 def save_model(model: LanguageModel, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -161,7 +163,7 @@ def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) ->
 
 def finite(name: str, tensor: Tensor) -> Tensor:
     """The tensor of this name. Raises CheckpointError for values that are not finite."""
-    if not bool(tensor.isfinite().all()):
+    if not all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_CHECKED_AT_ONCE)):
         raise CheckpointError(
             "has values that are not finite",
             field=name,

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from etude.kit.memory import return_free_memory
 from etude.model.huggingface.checkpoint import HEAD, check_names, check_tied, finite, outline_model
 from etude.model.huggingface.fields import read_fields
 from etude.model.huggingface.files import FileTensors, open_tensors
@@ -74,6 +75,7 @@ class PartReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        return_free_memory()
 
     @torch.no_grad()
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -86,9 +88,12 @@ class PartReader:
         rows = torch.empty((stop - start, *whole.shape[1:]), dtype=whole.dtype)
         for piece in pieces:
             if piece.select is None:
-                first, last = max(start, piece.start), min(stop, piece.stop)
-                target = rows[first - start : last - start]
-                target.copy_(self._read(piece.name, first - piece.start, last - piece.start))
+                end = min(stop, piece.stop)
+                step = max(1, _MAPPED_BYTES // max(1, whole[0].nbytes))
+                for first in range(max(start, piece.start), end, step):
+                    target = rows[first - start : min(first + step, end) - start]
+                    at = first - piece.start
+                    target.copy_(self._read(piece.name, at, at + len(target)))
             else:
                 offset = piece.view.storage_offset() - start * whole.stride(0)
                 target = rows.as_strided(piece.view.size(), piece.view.stride(), offset)
@@ -100,6 +105,7 @@ class PartReader:
     def _read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         if self._num_mapped > _MAPPED_BYTES:
             self._stack.close()
+            return_free_memory()
             self._tensors = self._open()
         tensor = self._tensors.read(name)[start:stop]  # of a mapped file: only these rows are read
         self._num_mapped += tensor.nbytes

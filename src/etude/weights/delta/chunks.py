@@ -142,9 +142,8 @@ def _whole(target: Words) -> bytes:
 
 
 def _write_planes(writer: Writer, words: Words) -> None:
-    planes = np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T)
-    for plane in planes:
-        packed = zstandard.compress(plane, _ZSTD_LEVEL)
+    for plane in words.view(np.uint8).reshape(-1, words.itemsize).T:
+        packed = zstandard.compress(np.ascontiguousarray(plane), _ZSTD_LEVEL)
         writer.number(len(packed))
         writer.raw(packed)
 

@@ -28,7 +28,7 @@ from etude.weights.delta.container import (
     read_update,
 )
 from etude.weights.delta.kernels import DeltaKernels
-from etude.weights.delta.variable import Reader, Writer
+from etude.weights.delta.variable import Reader, pack_number
 from etude.weights.delta.words import layout_of
 from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, dtype_name, hash_tensor
 
@@ -149,13 +149,12 @@ def _encode_tensor(base: Tensor | None, target: Tensor, kernels: DeltaKernels, *
         base = None
     layout, after = layout_of(target.dtype), _words(target)
     before = None if base is None else _words(base)
-    writer = Writer()
+    chunks: list[bytes] = []
     for part in _parts(after):
         own = None if before is None else before[part]
         chunk = encode_chunk(own, after[part], layout, kernels, overwrite=overwrite)
-        writer.number(len(chunk))
-        writer.raw(chunk)
-    return writer.finish()
+        chunks += [pack_number(len(chunk)), chunk]
+    return b"".join(chunks)
 
 
 def _decode_tensor(frame: memoryview, base: Tensor | None, target: Tensor, kernels: DeltaKernels) -> None:

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 
+def pack_number(value: int) -> bytes:
+    """A whole number >= 0: seven bits a byte, lowest first."""
+    packed = bytearray()
+    while value > 0x7F:
+        packed.append(value & 0x7F | 0x80)
+        value >>= 7
+    packed.append(value)
+    return bytes(packed)
+
+
 class Writer:
     """Collects bytes."""
 
@@ -14,11 +24,8 @@ class Writer:
         self._parts.append(value)
 
     def number(self, value: int) -> None:
-        """A whole number >= 0: seven bits a byte, lowest first."""
-        while value > 0x7F:
-            self._parts.append(value & 0x7F | 0x80)
-            value >>= 7
-        self._parts.append(value)
+        """See `pack_number`."""
+        self._parts += pack_number(value)
 
     def raw(self, data: bytes | memoryview) -> None:
         """Bytes whose number the reader knows."""
