@@ -272,7 +272,7 @@ class MachineBackend(SnapshotKeeper):
                 return
             # Closed until it sleeps: what is answered after the copy was made would be lost.
             with sandbox.closed():
-                info = await self._keep(sandbox, mode, f"asleep-{sandbox.id}", temporary)
+                info = await self._save(sandbox, mode, f"asleep-{sandbox.id}", temporary)
                 if sandbox.id not in self._live:
                     await self.delete_snapshot(info.id)
                     raise SandboxError(
@@ -315,7 +315,7 @@ class MachineBackend(SnapshotKeeper):
         if kind is None:
             raise self.unsupported("full")
         async with sandbox.lifecycle:
-            info = await self._keep(sandbox, kind, None, temporary=True)
+            info = await self._save(sandbox, kind, None, temporary=True)
         try:
             snapshot = await self.snapshots.open(info.id)
             spec = self.copied_spec(sandbox)
@@ -336,10 +336,13 @@ class MachineBackend(SnapshotKeeper):
             raise SandboxError(
                 "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
             )
-        shares = isinstance(target, MachineBackend) and target.snapshots.root == self.snapshots.root
         try:
             moved = await transfer(
-                lambda file: self.export_snapshot(saved, file), self.state, target, remaining_s, shares
+                lambda file: self.export_snapshot(saved, file),
+                self.state,
+                target,
+                remaining_s,
+                target is self,
             )
         except BaseException:
             await asyncio.shield(self.resume(sandbox))
