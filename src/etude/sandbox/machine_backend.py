@@ -229,7 +229,7 @@ class MachineBackend(SnapshotKeeper):
     # What sandboxes ask of their backend
 
     async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
-        """See Owner.blame."""
+        """What a failed call raises: `error` where the failure is ours, else the agent's doing."""
         if sandbox.has_expired:
             return SandboxKilledByAgentError(
                 "its time to live is over", field="sandbox", received=sandbox.id, fix="give it more time"

@@ -302,10 +302,10 @@ class Fleet:
     ) -> FleetSandbox:
         """One attempt on one host; the reservation is confirmed or given back."""
         try:
-            inner = await host.within(
+            inner = await host.call(
                 host.backend.create(template, snapshot=snapshot, **asked),  # type: ignore[arg-type]
-                self.config.create_timeout_s,
                 _kill,
+                self.config.create_timeout_s,
             )
         except BaseException:
             self.registry.scheduler.cancel(placement.ticket)

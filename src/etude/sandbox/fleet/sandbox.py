@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
@@ -17,27 +17,16 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import SandboxInfo, SnapshotInfo, SnapshotKind
 from etude.sandbox.wrapping import Operation, WrappedSandbox
 
+if TYPE_CHECKING:
+    from etude.sandbox.fleet.fleet import Fleet
+
 Result = TypeVar("Result")
-
-
-class Owner(Protocol):
-    """What a sandbox needs of its fleet."""
-
-    def forget(self, sandbox: FleetSandbox) -> None:
-        """It has ended: its place is free."""
-        ...
-
-    def suspect(self, host: FleetHost) -> None:
-        """A sandbox of the host is lost, and perhaps all of it: nothing is placed there for a moment."""
-        ...
-
-    async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]: ...
 
 
 class FleetSandbox(WrappedSandbox):
     """`Sandbox` on a host that may change."""
 
-    def __init__(self, owner: Owner, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
+    def __init__(self, owner: Fleet, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
         super().__init__(sandbox_id)
         self.host = host
         self.inner = inner

@@ -12,13 +12,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.guarded import GuardedProcess
+from etude.sandbox.guest_program import python_words
 from etude.sandbox.gvisor.entering import IMAGE, RUNSC, WORK
 
 OLDEST = 20240729
@@ -39,13 +39,6 @@ _FLAGS = (
     # What is mounted from the host is read-only and expected to stay as it is: its metadata may be kept.
     "--file-access-mounts=exclusive",
 )
-_LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from etude.sandbox.gvisor.entering import main
-main(sys.argv[2:])
-"""
-_SOURCE = str(Path(__file__).resolve().parents[3])
 
 
 def parse_version(text: str) -> tuple[str, int] | None:
@@ -95,7 +88,7 @@ class Runsc:
             "control": [str(path) for path in control],
             "argv": [RUNSC, *_FLAGS, *words],
         }
-        command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, json.dumps(plan)]
+        command = python_words("etude.sandbox.gvisor.entering", json.dumps(plan))
         return await GuardedProcess.spawn(command, stdin=line, stdout=line)
 
     async def call(self, words: Sequence[str], binds: dict[str, Path], deadline_s: float) -> None:

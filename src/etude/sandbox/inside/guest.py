@@ -1,6 +1,6 @@
-"""The program of a guest: a server on a virtio-serial port, a vsock or standard input and output.
+"""The program of a guest: a server on a virtio-serial port or standard input and output.
 
-    python3 -I -S guest.pyz --line stdio|PATH|vsock:PORT --workspace DIR --base DIR [--uid N] ...
+    python3 -I -S guest.pyz --line stdio|PATH --workspace DIR --base DIR [--uid N] ...
 
 A guest outlives its owner's line: it is copied, put to sleep and moved. Before that the owner says `hold`,
 and whoever it wakes for says `hello`, with the time, fresh entropy and a name: two copies of one guest must
@@ -266,13 +266,6 @@ def open_line(name: str) -> tuple[int, int]:
         os.dup2(2, 1)
         os.close(null)
         return reader, writer
-    if name.startswith("vsock:"):
-        with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as listener:
-            listener.bind((socket.VMADDR_CID_ANY, int(name.partition(":")[2])))
-            listener.listen(1)
-            line, _ = listener.accept()
-        descriptor = line.detach()
-        return descriptor, descriptor
     descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     return descriptor, descriptor
 
