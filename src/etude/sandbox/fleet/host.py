@@ -12,7 +12,7 @@ from etude.kit.tasks import Tasks
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fleet.hosts import NO_CAPACITY, Capacity
 from etude.sandbox.fleet.probe import HostProbe, NoProbe
-from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import SandboxInfo
 
 Result = TypeVar("Result")
@@ -144,3 +144,8 @@ class FleetHost:
 
     def _note_undoing_error(self, error: BaseException) -> None:
         self.last_error = f"a late start could not be undone: {error}"
+
+
+async def kill(sandbox: Sandbox) -> None:
+    """Undoes the making of a sandbox."""
+    await sandbox.kill()

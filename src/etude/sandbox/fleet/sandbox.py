@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
-from etude.sandbox.fleet.host import FleetHost, Undo
+from etude.sandbox.fleet.host import FleetHost, Undo, kill
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import SandboxInfo, SnapshotInfo, SnapshotKind
 from etude.sandbox.wrapping import Operation, WrappedSandbox
@@ -120,7 +120,7 @@ class FleetSandbox(WrappedSandbox):
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         """See Sandbox.migrate. Moves it out of the fleet, to a backend that the caller names."""
-        moved = await self.attempt(lambda s: s.migrate(target), _kill)
+        moved = await self.attempt(lambda s: s.migrate(target), kill)
         self.end(SandboxMissingError("the sandbox left the fleet", field="sandbox", received=self.id))
         self._owner.forget(self)
         return moved
@@ -135,7 +135,3 @@ class FleetSandbox(WrappedSandbox):
             return
         self.end(SandboxMissingError("the sandbox was killed", field="sandbox", received=self.id))
         self._owner.forget(self)
-
-
-async def _kill(sandbox: Sandbox) -> None:
-    await sandbox.kill()
