@@ -26,8 +26,7 @@ from etude.sandbox.errors import SandboxLostError, SandboxStateError
 from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.inside.waiting import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.network.environment import proxy_environment
-from etude.sandbox.network.proxy import EgressProxy
+from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.outputs import Outputs
 from etude.sandbox.template import Template
 from etude.sandbox.types import (

@@ -21,8 +21,7 @@ from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
 from etude.sandbox.gvisor.container import IMAGE_FILES, Container
-from etude.sandbox.gvisor.doctor import find_problems
-from etude.sandbox.gvisor.runsc import Runsc
+from etude.sandbox.gvisor.runsc import Runsc, find_problems
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec, greeting

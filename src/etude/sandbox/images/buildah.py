@@ -32,8 +32,7 @@ from etude.sandbox.guest_program import python_words
 from etude.sandbox.inside.enclosure import FAILED, PLACE, REASON
 from etude.sandbox.inside.ids import Spare
 from etude.sandbox.local.host_ids import BUILD_IDS
-from etude.sandbox.network.environment import proxy_environment
-from etude.sandbox.network.proxy import EgressProxy
+from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.network.streams import AsyncioStream
 
 _REGISTRIES = "registries.conf"

@@ -29,13 +29,11 @@ from typing import Any
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.inside.memory_floor import MemoryFloor, keep_in_memory
 from etude.sandbox.inside.processes import NamespaceProcesses, Table, UserProcesses
-from etude.sandbox.inside.processor_time import ProcessorWatch
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.server import FILE_OPERATION_WALL_S, Answer, Server
-from etude.sandbox.inside.watch import Watch
+from etude.sandbox.inside.watches import MemoryFloor, ProcessorWatch, Watch, keep_in_memory
 
 _libc = ctypes.CDLL(None)
 _acting: int | None = None
@@ -136,7 +134,7 @@ class AgentProcesses(UserProcesses):
 
 
 class GuestServer(Server):
-    """A server that bounds what its kernel does not: see `processor_time` and `memory_floor`."""
+    """A server that bounds what its kernel does not: see `watches`."""
 
     def __init__(self, *parts: Any, watches: Sequence[Watch], **named: Any) -> None:
         super().__init__(*parts, **named)
