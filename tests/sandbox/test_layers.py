@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.inside import layers
 from etude.sandbox.inside.layers import (
     OPAQUE,
     LayerError,
@@ -394,9 +393,3 @@ def test_merged_layers_hide_and_show_what_they_did_one_by_one(tmp_path: Path) ->
     # What hid a directory of the template goes on hiding it.
     opaque = {name for name, row in found.items() if row[2] is True}
     assert opaque == {"replaced", "from_file", "from_whiteout"}
-
-
-def test_is_empty(tmp_path: Path) -> None:
-    assert layers.is_empty(str(tmp_path))
-    (tmp_path / "x").touch()
-    assert not layers.is_empty(str(tmp_path))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import SandboxError
+from etude.kit.durable import DRAFTS
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend
@@ -103,14 +104,14 @@ def test_a_process_killed_in_a_move_leaves_nothing_to_the_next_start(tmp_path: P
     async def scenario(backend: ForkServerBackend) -> None:
         kill_in(stage, here, there)
         left = entries(here)
-        assert any(path.startswith(f"{SNAPSHOTS}/snap-") for path in left), left
+        assert any(path.startswith(f"{SNAPSHOTS}/{DRAFTS}") for path in left), left
         if stage == "import":
             assert any(path.startswith(f"{MOVING}/") for path in left), left
         assert await backend.list_snapshots() == []
         await only_make_one(backend)
         assert entries(here) == []
         if stage == "create":
-            assert any(path.startswith(f"{SNAPSHOTS}/.transit-") for path in entries(there))
+            assert any(path.startswith(f"{SNAPSHOTS}/{DRAFTS}") for path in entries(there))
             clear_litter(there)
         assert not there.exists() or entries(there) == []
 
@@ -139,7 +140,7 @@ def test_a_copy_that_nobody_fetched_goes_when_its_time_is_over_or_the_backend_cl
 
     async def send(backend: ForkServerBackend) -> None:
         sandbox = await backend.create(Template({"f": "x"}))
-        info = await backend._keep(sandbox, "filesystem", None, temporary=True)
+        info = await backend._save(sandbox, "filesystem", None, temporary=True)
         await backend.export_snapshot(info.id, file)
         await backend.delete_snapshot(info.id)
 

@@ -40,8 +40,7 @@ from etude.sandbox.errors import (
 )
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.file_streams import receive_file
-from etude.sandbox.files import batches, split_write
-from etude.sandbox.host_paths import below
+from etude.sandbox.files import batches, below, split_write
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import LocalBackend

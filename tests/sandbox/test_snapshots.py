@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.kit.leftovers import owner_tag
+from etude.kit.durable import DRAFTS
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.snapshots import (
@@ -27,7 +27,6 @@ from etude.sandbox.snapshots import (
 )
 from etude.sandbox.template import Image, Template
 from etude.sandbox.template_packing import encode_template, unpack_templates
-from etude.sandbox.temporary import TRANSIT_S
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
 TEMPLATE = Template({"a": "x", "d/b": bytes(range(256))}, "named")
@@ -431,45 +430,40 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def with_dead_owner(mark: Path) -> None:
-    """As if a process had made it that has died since."""
-    mark.rename(mark.with_name(mark.name.replace(owner_tag(), "1-1")))
-
-
-def test_a_temporary_snapshot_is_in_no_list_and_goes_with_its_mark(tmp_path: Path) -> None:
+def test_a_temporary_snapshot_is_in_no_list_and_goes_when_it_is_deleted(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     kept, snapshot = keep(store).id, owned(store)
     assert [info.id for info in store.list("local")] == [kept]
     opened(store, snapshot)
     store.sweep()
-    assert names(tmp_path) == [f".owned-{owner_tag()}-{snapshot}", kept, snapshot]
+    opened(store, snapshot)
+    assert len(names(tmp_path)) == 2
     store.delete(snapshot)
     assert names(tmp_path) == [kept]
 
 
 def test_temporary_snapshots_of_the_dead_are_swept_by_the_next_writer(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
-    kept, mine, orphan = keep(store).id, owned(store), owned(store)
-    with_dead_owner(tmp_path / f".owned-{owner_tag()}-{orphan}")
-    (tmp_path / ".owned-1-1-snap-that-never-appeared").touch()
+    kept, mine = keep(store).id, owned(store)
+    orphan = tmp_path / f"{DRAFTS}of-the-dead" / "snap-1"
+    orphan.mkdir(parents=True)
     later = keep(store).id
-    assert names(tmp_path) == sorted([f".owned-{owner_tag()}-{mine}", kept, mine, later])
+    assert not orphan.exists()
+    opened(store, mine)
+    assert names(tmp_path)[1:] == sorted([kept, later])
 
 
-def test_a_copy_in_transit_has_a_short_life(tmp_path: Path) -> None:
+def test_a_copy_in_transit_is_temporary_where_it_arrives(tmp_path: Path) -> None:
     here, there = SnapshotStore(tmp_path / "here"), SnapshotStore(tmp_path / "there")
     temporary, durable = owned(here), keep(here).id
-    for snapshot in (temporary, durable):
+    for snapshot in (temporary, durable, temporary):
         asyncio.run(here.export(snapshot, tmp_path / snapshot))
         assert asyncio.run(there.import_(tmp_path / snapshot, "local")).id == snapshot
     assert (there.is_in_transit(temporary), there.is_in_transit(durable)) == (True, False)
     assert not here.is_in_transit(temporary)
-    mark = there.root / f".transit-{owner_tag()}-{temporary}"
-    there.sweep()
-    assert names(there.root) == [mark.name, *sorted([temporary, durable])]
-    past_s = mark.stat().st_mtime - TRANSIT_S - 1
-    os.utime(mark, (past_s, past_s))
-    there.sweep()
+    assert len(names(there.root)) == 2
+    assert [info.id for info in there.list("local")] == [durable]
+    opened(there, temporary)
+    there.delete(temporary)
     assert names(there.root) == [durable]
-    # Its life there was short because it was in transit: here its owner lives.
-    assert temporary in names(here.root)
+    opened(here, temporary)

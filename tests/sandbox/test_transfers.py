@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from etude.errors import ToolArgumentError
 from etude.sandbox.errors import DiskFullError, PathKindError, PathMissingError, PathOutsideError
-from etude.sandbox.files import PIECE_BYTES
-from etude.sandbox.host_paths import below, name_below
+from etude.sandbox.files import PIECE_BYTES, below, name_below
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import Resources
 from tests.sandbox.scenes import in_sandbox

@@ -12,9 +12,14 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.inside.memory_floor import MemoryFloor, available_bytes
 from etude.sandbox.inside.processes import Process, Table
-from etude.sandbox.inside.processor_time import SHORTEST_S, ProcessorWatch, processor_time_s
+from etude.sandbox.inside.watches import (
+    SHORTEST_S,
+    MemoryFloor,
+    ProcessorWatch,
+    available_bytes,
+    processor_time_s,
+)
 
 
 class Burners:

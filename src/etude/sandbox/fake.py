@@ -19,7 +19,6 @@ from etude.errors import SandboxError
 from etude.sandbox.arguments import check_count, check_life
 from etude.sandbox.calls import Answer, agents_fault, prepared
 from etude.sandbox.errors import (
-    SandboxMissingError,
     SandboxStateError,
     SnapshotError,
     SnapshotMissingError,
@@ -33,7 +32,7 @@ from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of, default_state_directory, transfer
-from etude.sandbox.refusals import check_move, unsupported_copy
+from etude.sandbox.refusals import check_move, missing_sandbox, unsupported_copy
 from etude.sandbox.template import Template
 from etude.sandbox.template_packing import encode_template, unpack_templates
 from etude.sandbox.types import (
@@ -256,7 +255,7 @@ class MemoryBackend:
             if sandbox.id == sandbox_id:
                 await sandbox.resume()
                 return sandbox
-        raise SandboxMissingError("no such sandbox", field="sandbox", received=sandbox_id)
+        raise missing_sandbox(sandbox_id)
 
     async def list(self) -> list[SandboxInfo]:
         """See SandboxBackend.list."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.errors import AgentError
+from etude.errors import AgentError, ToolArgumentError
 from etude.kit.durable import whole_file
 from etude.sandbox.answers import Shapes, nonsense, rows
 from etude.sandbox.calls import Transport
-from etude.sandbox.errors import PathKindError, SandboxKilledByAgentError, fault_error
-from etude.sandbox.host_paths import below, files_of, name_below
+from etude.sandbox.errors import PathKindError, PathOutsideError, SandboxKilledByAgentError, fault_error
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.types import FileInfo, GrepMatch
@@ -226,3 +226,46 @@ class Files:
     def _check_size(self, data: bytes, limit_bytes: int) -> None:
         if len(data) > max(0, limit_bytes):
             raise nonsense(self._sandbox.id, "payload", len(data), f"at most {limit_bytes} bytes")
+
+
+def files_of(source: Path) -> list[tuple[Path, str]]:
+    """(file, its name below the source) of everything that is to be copied; "" names a source that is a file.
+
+    Symbolic links are left out. Raises ToolArgumentError if there is nothing.
+    """
+    if source.is_dir():
+        return [(file, file.relative_to(source).as_posix()) for file in _regular(source)]
+    if source.is_file():
+        return [(source, "")]
+    raise ToolArgumentError(
+        "no such file or directory", field="source", received=str(source), fix="name one that exists"
+    )
+
+
+def below(target: Path, name: str) -> Path:
+    """Where a relative path that the other side made up belongs below `target`. Raises PathOutsideError."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise PathOutsideError("the other side names a path that leads out", field="path", received=name)
+    path = target
+    for part in parts[:-1]:
+        path = path / part
+        if path.is_symlink():
+            raise PathOutsideError("a link lies in the way", field="target", received=str(path))
+    return path / parts[-1]
+
+
+def name_below(path: str, folder: str) -> str:
+    """The rest of a listed path below the folder that was listed; "" if it does not lie there."""
+    prefix = "" if folder == "." else folder + "/"
+    return path[len(prefix) :] if path.startswith(prefix) else ""
+
+
+def _regular(directory: Path) -> Iterator[Path]:
+    """Regular files below a directory, sorted; links are not followed."""
+    for folder, names, files in os.walk(directory):
+        names.sort()
+        for name in sorted(files):
+            path = Path(folder, name)
+            if path.is_file() and not path.is_symlink():
+                yield path

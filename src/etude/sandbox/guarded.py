@@ -6,19 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.sandbox.guest_program import python_words
 
-_LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from etude.sandbox.inside.guard import main
-main(sys.argv[2:])
-"""
-_SOURCE = str(Path(__file__).resolve().parents[2])
 _LOG_BYTES = 4000
 _END_S = 10.0
 _SIGNALLED = 128
@@ -53,8 +46,8 @@ class GuardedProcess:
         """
         owner = os.pidfd_open(os.getpid())
         log = os.memfd_create("log")
-        command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, str(owner)]
-        command += ["-" if user is None else f"{user[0]}:{user[1]}", *argv]
+        as_user = "-" if user is None else f"{user[0]}:{user[1]}"
+        command = python_words("etude.sandbox.inside.guard", str(owner), as_user, *argv)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,

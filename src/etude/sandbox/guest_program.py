@@ -1,8 +1,9 @@
-"""Packs the program that runs inside guests: one zip file, standard library only."""
+"""The programs of `inside`: packed for guests, or started here in an interpreter of their own."""
 
 from __future__ import annotations
 
 import io
+import sys
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,13 @@ from pathlib import Path
 _INSIDE = Path(__file__).parent / "inside"
 _MAIN = "import sys\nfrom etude.sandbox.inside.guest import main\nmain(sys.argv[1:])\n"
 _DATE = (1980, 1, 1, 0, 0, 0)
+_SOURCE = str(Path(__file__).resolve().parents[2])
+_LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(sys.argv[2:])"
+
+
+def python_words(module: str, *words: str, interpreter: str = sys.executable) -> list[str]:
+    """The command line that runs `main` of a module of ours in an interpreter that knows nothing else."""
+    return [interpreter, "-I", "-S", "-B", "-c", _LAUNCH.format(module), _SOURCE, *words]
 
 
 @cache

@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from etude.errors import EtudeError, SandboxError
+from etude.errors import SandboxError
 from etude.sandbox.arguments import check_count
 from etude.sandbox.calls import Answer, agents_fault, prepared, too_large
 from etude.sandbox.channel import Channel
@@ -26,8 +26,7 @@ from etude.sandbox.errors import SandboxLostError, SandboxStateError
 from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.inside.waiting import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.network.environment import proxy_environment
-from etude.sandbox.network.proxy import EgressProxy
+from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.outputs import Outputs
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
@@ -39,6 +38,9 @@ from etude.sandbox.types import (
     SnapshotInfo,
     SnapshotKind,
 )
+
+if TYPE_CHECKING:
+    from etude.sandbox.machine_backend import MachineBackend
 
 OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself ends it after 20 s."""
@@ -56,33 +58,6 @@ class Spec:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     parent: str | None = None
     """The sandbox or snapshot it continues."""
-
-
-class Owner(Protocol):
-    """What a sandbox asks of its backend."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
-        """What a failed call raises: `error` where the failure is ours, else the agent's doing."""
-        ...
-
-    async def kill(self, sandbox: MachineSandbox) -> None: ...
-
-    async def pause(self, sandbox: MachineSandbox, mode: SnapshotKind) -> None: ...
-
-    async def resume(self, sandbox: MachineSandbox) -> None: ...
-
-    async def snapshot(
-        self, sandbox: MachineSandbox, kind: SnapshotKind | None, name: str | None
-    ) -> SnapshotInfo: ...
-
-    async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]: ...
-
-    async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox: ...
-
-    def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None: ...
 
 
 class _Stopwatch:
@@ -145,7 +120,7 @@ class _Gate:
 class MachineSandbox(Sandbox):
     """One sandbox of a `MachineBackend`."""
 
-    def __init__(self, owner: Owner, sandbox_id: str, spec: Spec) -> None:
+    def __init__(self, owner: MachineBackend, sandbox_id: str, spec: Spec) -> None:
         super().__init__(sandbox_id)
         self.spec = spec
         self.state: SandboxState = "running"

@@ -26,7 +26,7 @@ from etude.sandbox.arguments import check_life
 from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.copies import gather_copies
-from etude.sandbox.errors import SandboxKilledByAgentError, SandboxMissingError
+from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, transfer
@@ -35,6 +35,7 @@ from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.refusals import (
     check_move,
     check_resources,
+    missing_sandbox,
     unsupported_copy,
 )
 from etude.sandbox.snapshot_keeper import SnapshotKeeper
@@ -157,7 +158,7 @@ class MachineBackend(SnapshotKeeper):
         self._live[sandbox.id] = sandbox
         try:
             # Once more: it may have been closed since the start was asked for.
-            self._check_accepting()
+            self.check_accepting()
             await self._attach(sandbox, start(sandbox, *arguments))
         except BaseException:
             await asyncio.shield(self.kill(sandbox))
@@ -171,9 +172,7 @@ class MachineBackend(SnapshotKeeper):
         if sandbox.id not in self._live:
             channel.close("the sandbox was killed while it started")
             await asyncio.shield(self.stop(sandbox))
-            raise SandboxError(
-                "the sandbox was killed while it started", field="sandbox", received=sandbox.id
-            )
+            raise _killed(sandbox, "started")
         sandbox.attach(channel)
         await self.connect_network(sandbox)
 
@@ -196,12 +195,7 @@ class MachineBackend(SnapshotKeeper):
         """See SandboxBackend.connect."""
         sandbox = self._live.get(sandbox_id)
         if sandbox is None:
-            raise SandboxMissingError(
-                "no such sandbox: it was killed, or its time to live is over",
-                field="sandbox",
-                received=sandbox_id,
-                fix="list the sandboxes to see which live",
-            )
+            raise missing_sandbox(sandbox_id)
         if sandbox.state == "paused":
             await self.resume(sandbox)
         return sandbox
@@ -229,7 +223,7 @@ class MachineBackend(SnapshotKeeper):
     # What sandboxes ask of their backend
 
     async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
-        """See Owner.blame."""
+        """What a failed call raises: `error` where the failure is ours, else the agent's doing."""
         if sandbox.has_expired:
             return SandboxKilledByAgentError(
                 "its time to live is over", field="sandbox", received=sandbox.id, fix="give it more time"
@@ -272,12 +266,10 @@ class MachineBackend(SnapshotKeeper):
                 return
             # Closed until it sleeps: what is answered after the copy was made would be lost.
             with sandbox.closed():
-                info = await self._keep(sandbox, mode, f"asleep-{sandbox.id}", temporary)
+                info = await self._save(sandbox, mode, f"asleep-{sandbox.id}", temporary)
                 if sandbox.id not in self._live:
                     await self.delete_snapshot(info.id)
-                    raise SandboxError(
-                        "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
-                    )
+                    raise _killed(sandbox, "went to sleep")
                 self._asleep[sandbox.id] = info.id
                 sandbox.detach("paused")
                 await to_the_end(self.stop(sandbox))
@@ -315,7 +307,7 @@ class MachineBackend(SnapshotKeeper):
         if kind is None:
             raise self.unsupported("full")
         async with sandbox.lifecycle:
-            info = await self._keep(sandbox, kind, None, temporary=True)
+            info = await self._save(sandbox, kind, None, temporary=True)
         try:
             snapshot = await self.snapshots.open(info.id)
             spec = self.copied_spec(sandbox)
@@ -333,13 +325,14 @@ class MachineBackend(SnapshotKeeper):
         await self._fall_asleep(sandbox, "filesystem", temporary=True)
         saved = self._asleep.get(sandbox.id)
         if saved is None:
-            raise SandboxError(
-                "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
-            )
-        shares = isinstance(target, MachineBackend) and target.snapshots.root == self.snapshots.root
+            raise _killed(sandbox, "went to sleep")
         try:
             moved = await transfer(
-                lambda file: self.export_snapshot(saved, file), self.state, target, remaining_s, shares
+                lambda file: self.export_snapshot(saved, file),
+                self.state,
+                target,
+                remaining_s,
+                target is self,
             )
         except BaseException:
             await asyncio.shield(self.resume(sandbox))
@@ -380,16 +373,21 @@ class MachineBackend(SnapshotKeeper):
         sandbox.has_expired = sandbox.is_in_use and sandbox.state == "running"
         self.spawn(self.kill(sandbox))
 
-    def _check_accepting(self) -> None:
+    def check_accepting(self) -> None:
+        """Raises SandboxError once it is closed."""
         if self._closed:
             raise SandboxError("the backend is closed", field="sandbox.backend", received=self.name)
 
     def _check(self, spec: Spec) -> None:
         """Refuses what this backend or this host cannot give."""
-        self._check_accepting()
+        self.check_accepting()
         able = self.capabilities()
         if spec.network.allow and not able.network:
             raise self.unsupported("network")
         if spec.template.image is not None and not able.images:
             raise self.unsupported("images")
         check_resources(spec.resources)
+
+
+def _killed(sandbox: MachineSandbox, doing: str) -> SandboxError:
+    return SandboxError(f"the sandbox was killed while it {doing}", field="sandbox", received=sandbox.id)

@@ -1,6 +1,6 @@
 """A sandbox on its way as a snapshot: exported here, taken in there, made a sandbox again.
 
-What lies between the steps belongs to the process that made it (reaping.py, temporary.py): one that is killed
+What lies between the steps belongs to the process that made it (`kit.leftovers`): one that is killed
 leaves it to the next start of its state directory.
 """
 
@@ -63,7 +63,7 @@ async def transfer(
 ) -> Sandbox:
     """A sandbox over there that continues what `export` writes to a file; the copy over there goes again.
 
-    `shares_store`: the target has the very snapshot that is exported, so it stays.
+    `shares_store`: the target is the source, and has the very snapshot that is exported: it stays.
     """
     async with transit_directory(state) as directory:
         file = directory / "snapshot.tar"

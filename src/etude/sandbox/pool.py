@@ -21,10 +21,10 @@ from pathlib import Path
 from etude.errors import EtudeError, SandboxError
 from etude.kit.retry import Backoff
 from etude.kit.tasks import Tasks
-from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.places import Places
 from etude.sandbox.pooled import TENANT, PooledSandbox
+from etude.sandbox.refusals import missing_sandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import NO_NETWORK, Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 
@@ -153,12 +153,7 @@ class PooledBackend:
             sandbox.ended(forget=True)
             sandbox = None
         if sandbox is None:
-            raise SandboxMissingError(
-                "no such sandbox: it was killed, or its time to live is over",
-                field="sandbox",
-                received=sandbox_id,
-                fix="list the sandboxes to see which live",
-            )
+            raise missing_sandbox(sandbox_id)
         await sandbox.resume()
         return sandbox
 

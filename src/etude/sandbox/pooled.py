@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from etude.errors import SandboxError
 from etude.sandbox.arguments import check_count
@@ -18,44 +18,17 @@ from etude.sandbox.types import (
 )
 from etude.sandbox.wrapping import WrappedSandbox
 
+if TYPE_CHECKING:
+    from etude.sandbox.pool import PooledBackend
+
 TENANT = "tenant"
 """The key of a sandbox's metadata that says whose turn it takes."""
-
-
-@runtime_checkable
-class Pool(Protocol):
-    """What a sandbox asks of its pool."""
-
-    @property
-    def inner(self) -> SandboxBackend: ...
-
-    async def acquire(self, tenant: str, num: int = 1) -> None:
-        """Waits for places. Raises CapacityError."""
-        ...
-
-    def give_back(self, num: int = 1) -> None:
-        """Places that are no longer held."""
-        ...
-
-    def adopt(
-        self, inner: Sandbox, metadata: Mapping[str, str] | None, timeout_s: float | None = None
-    ) -> PooledSandbox:
-        """Makes a sandbox of the inner backend, whose place is held, the pool's own."""
-        ...
-
-    def forget(self, sandbox: PooledSandbox) -> None:
-        """The sandbox has ended."""
-        ...
-
-    def expect_end(self, timeout_s: float | None) -> None:
-        """A time to live was set."""
-        ...
 
 
 class PooledSandbox(WrappedSandbox):
     """`Sandbox` that gives its place back exactly once: paused, killed, moved, expired or lost."""
 
-    def __init__(self, pool: Pool, inner: Sandbox, metadata: Mapping[str, str] | None) -> None:
+    def __init__(self, pool: PooledBackend, inner: Sandbox, metadata: Mapping[str, str] | None) -> None:
         """`metadata`: the caller's, where it may differ from what the inner sandbox was made with."""
         super().__init__(inner.id)
         self._pool = pool
@@ -167,7 +140,7 @@ class PooledSandbox(WrappedSandbox):
         return task is not None and (task.cancelled() or task.exception() is not None)
 
     async def _move(self, info: SandboxInfo, target: SandboxBackend) -> Sandbox:
-        if not isinstance(target, Pool):
+        if not isinstance(target, type(self._pool)):
             return await self._inner.migrate(target)
         await target.acquire(info.metadata.get(TENANT, ""))
         try:

@@ -6,7 +6,7 @@ import os
 from typing import Literal
 
 from etude.errors import ResourceError
-from etude.sandbox.errors import Unsupported
+from etude.sandbox.errors import SandboxMissingError, Unsupported
 from etude.sandbox.types import Capabilities, Resources, SnapshotKind
 
 _ABLE: dict[str, str] = {"full": "vm or gvisor", "filesystem": "local", "network": "local", "images": "local"}
@@ -19,6 +19,16 @@ _MOST, _MOST_PROCESSES, _MOST_FILES = (1 << 63) - 1, 4_000_000, 1 << 20
 """What a kernel takes as a limit: of bytes and seconds, of processes, of open files."""
 _FLEET = "fleet"
 """A backend over others, which says itself what it takes in."""
+
+
+def missing_sandbox(sandbox_id: str) -> SandboxMissingError:
+    """The error for an id that no living sandbox has."""
+    return SandboxMissingError(
+        "no such sandbox: it was killed, or its time to live is over",
+        field="sandbox",
+        received=sandbox_id,
+        fix="list the sandboxes to see which live",
+    )
 
 
 def check_resources(resources: Resources) -> None:

@@ -14,8 +14,11 @@ from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.migration import SNAPSHOTS, clear_litter, default_state_directory
 from etude.sandbox.refusals import unsupported
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft, SnapshotStore
-from etude.sandbox.temporary import TRANSIT_S
 from etude.sandbox.types import SnapshotInfo, SnapshotKind
+
+TRANSIT_S = 300.0
+"""How long a temporary snapshot from elsewhere stays: whoever sent it makes a sandbox of it at once, or is
+dead."""
 
 
 class SnapshotKeeper:
@@ -31,8 +34,6 @@ class SnapshotKeeper:
         self.snapshots = SnapshotStore(self.state / SNAPSHOTS)
         self._asleep: dict[str, str] = {}
         """For each paused sandbox, the snapshot that it sleeps in."""
-        self._passing: set[str] = set()
-        """Sandboxes whose present copy is temporary."""
         self._in_transit: dict[str, asyncio.TimerHandle] = {}
         """Temporary snapshots from elsewhere, of which sandboxes are to be made."""
         self._mishaps: list[BaseException] = []
@@ -95,19 +96,10 @@ class SnapshotKeeper:
                 # Whoever sent it deletes it, too.
                 await self.delete_snapshot(snapshot)
 
-    async def _keep(
-        self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None, temporary: bool
+    async def _save(
+        self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None, temporary: bool = False
     ) -> SnapshotInfo:
         """A snapshot, made under the sandbox's lock; a temporary one goes with this process."""
-        if not temporary:
-            return await self._save(sandbox, kind, name)
-        self._passing.add(sandbox.id)
-        try:
-            return await self._save(sandbox, kind, name)
-        finally:
-            self._passing.discard(sandbox.id)
-
-    async def _save(self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None) -> SnapshotInfo:
         draft = self.snapshots.draft(sandbox.id)
         try:
             await self._write_state(sandbox, kind, draft)
@@ -122,7 +114,7 @@ class SnapshotKeeper:
                 resources=sandbox.spec.resources,
                 network=sandbox.spec.network,
                 metadata=sandbox.spec.metadata,
-                temporary=sandbox.id in self._passing,
+                temporary=temporary,
             )
         except BaseException:
             self.snapshots.discard(draft)

@@ -2,8 +2,7 @@
 
     <root>/<id>/manifest.json     what it is, of which machine, and size and BLAKE3 digest of each file
     <root>/<id>/<files>           the backend's: memory, disk, layers, and `template`
-    <root>/.making-<pid>-<start>-<id>/   one that is being written; swept once its writer is dead
-    <root>/.owned-..., .transit-...      say which are temporary: see temporary.py
+    <root>/.etude-draft-<any>/<id>/   one that is being written, or is temporary: it goes with its process
 
 A snapshot is written beside its place, synced, and renamed into it last: a crash leaves none or all of
 it. Opening one checks every byte. Who made it (backend and version, processor, kernel) is recorded, and a
@@ -35,7 +34,6 @@ from etude.sandbox.inside.frames import pack
 from etude.sandbox.refusals import foreign_snapshot
 from etude.sandbox.template import Template
 from etude.sandbox.template_packing import encode_template, unpack_templates
-from etude.sandbox.temporary import Marks
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
 FORMAT = 1
@@ -106,7 +104,8 @@ class SnapshotStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._marks = Marks(root)
+        self._temporary: dict[str, SnapshotDraft] = {}
+        """By id: complete, and never to be published."""
 
     def draft(self, sandbox_id: str) -> SnapshotDraft:
         """Begins a snapshot; nobody sees it before `publish`. Raises SnapshotError."""
@@ -160,12 +159,14 @@ class SnapshotStore:
         try:
             await asyncio.to_thread(self._write, draft, manifest, pack(*encode_template(template)))
             if temporary:
-                self._marks.add("owned", draft.id)
-            publish_directory(draft.directory, self.root / draft.id)
+                self._temporary[draft.id] = draft
+            else:
+                publish_directory(draft.directory, self.root / draft.id)
         except OSError as error:
             raise _error(draft.id, f"could not be written: {error}", "free disk space") from error
         finally:
-            self.discard(draft)
+            if draft.id not in self._temporary:
+                self.discard(draft)
         return _info(manifest)
 
     def _write(self, draft: SnapshotDraft, manifest: dict[str, Any], template: bytes) -> None:
@@ -207,10 +208,9 @@ class SnapshotStore:
 
         Looks at manifests and sizes alone, so a flipped bit shows only when one is opened.
         """
-        temporary = self._marks.snapshots()
         found: list[SnapshotInfo] = []
         for entry in sorted(self.root.glob("snap-*")) if self.root.is_dir() else []:
-            if entry.name in temporary or not entry.is_dir():
+            if not entry.is_dir():
                 continue
             try:
                 info = _listed(entry)
@@ -223,18 +223,21 @@ class SnapshotStore:
 
     def is_in_transit(self, snapshot: str) -> bool:
         """Whether a snapshot came from elsewhere, and only to become a sandbox."""
-        return snapshot in self._marks.snapshots("transit")
+        draft = self._temporary.get(snapshot)
+        return draft is not None and draft.id != snapshot
 
     def delete(self, snapshot: str) -> None:
         """Removes one. Raises SnapshotError if there is none."""
         directory = self._directory(snapshot)
+        if snapshot in self._temporary:
+            self.discard(self._temporary.pop(snapshot))
+            return
         try:
             remove_directory(directory)
         except FileNotFoundError as error:
             raise _error(
                 snapshot, "does not exist", "it was deleted just now", SnapshotMissingError
             ) from error
-        self._marks.remove(snapshot)
 
     async def export(self, snapshot: str, target: Path) -> None:
         """Writes one as an uncompressed tar file. Raises SnapshotError."""
@@ -253,25 +256,29 @@ class SnapshotStore:
     async def import_(self, source: Path, backend: str) -> SnapshotInfo:
         """Takes in what `export` wrote for `backend`. Raises SnapshotError; then nothing is left behind.
 
-        What was temporary there is temporary here, for `TRANSIT_S` at most.
+        What was temporary there is temporary here.
         """
         draft = self.draft("import")
+        stays = False
         try:
             manifest = await asyncio.to_thread(_take_in, source, draft.directory)
             info = _info(manifest)
             if info.backend != backend:
                 raise _error(info.id, *foreign_snapshot(info.backend, backend), SnapshotRefusedError)
-            if not (self.root / info.id).exists():
-                if manifest.get("temporary"):
-                    self._marks.add("transit", info.id)
+            if manifest.get("temporary"):
+                stays = self._temporary.setdefault(info.id, draft) is draft
+            elif not (self.root / info.id).exists():
                 await asyncio.to_thread(sync_tree, draft.directory)
                 # Another import of it may be quicker.
                 publish_directory(draft.directory, self.root / info.id, keep=lambda: True)
             return info
         finally:
-            self.discard(draft)
+            if not stays:
+                self.discard(draft)
 
     def _directory(self, snapshot: str) -> Path:
+        if snapshot in self._temporary:
+            return self._temporary[snapshot].directory
         if not _NAME.fullmatch(snapshot) or not (self.root / snapshot).is_dir():
             raise _error(
                 snapshot, "does not exist", "list the snapshots to see which do", SnapshotMissingError
@@ -279,9 +286,8 @@ class SnapshotStore:
         return self.root / snapshot
 
     def sweep(self) -> None:
-        """Removes what dead processes left: drafts, temporary snapshots, and copies that nobody fetched."""
+        """Removes what dead processes left: drafts and temporary snapshots."""
         sweep(self.root, DRAFTS)
-        self._marks.sweep()
 
 
 def _take_in(source: Path, directory: Path) -> dict[str, Any]:

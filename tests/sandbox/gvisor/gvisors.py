@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from etude.sandbox.gvisor.backend import GvisorBackend
-from etude.sandbox.gvisor.doctor import find_problems
+from etude.sandbox.gvisor.runsc import find_problems
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources

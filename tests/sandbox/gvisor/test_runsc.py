@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ResourceError
-from etude.sandbox.gvisor.doctor import find_problems
-from etude.sandbox.gvisor.runsc import Runsc, checkpoint_words, parse_version, restore_words, run_words
+from etude.sandbox.gvisor.runsc import (
+    Runsc,
+    checkpoint_words,
+    find_problems,
+    parse_version,
+    restore_words,
+    run_words,
+)
 from tests.fakes.runsc import INTERPRETER, install_fake
 
 needs_interpreter = pytest.mark.skipif(not Path(INTERPRETER).exists(), reason=f"no {INTERPRETER} here")

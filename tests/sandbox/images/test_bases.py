@@ -12,7 +12,8 @@ import pytest
 
 from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.bases import Base, DebianBases, parse_sources
+from etude.sandbox.images.bases import Base, DebianBases
+from etude.sandbox.images.debootstrap import parse_sources
 from etude.sandbox.images.image_store import ImageStore
 from tests.sandbox.images.image_builders import file_member, leftovers, read_image, tar_bytes
 
@@ -75,7 +76,7 @@ def test_a_base_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.Monke
     asyncio.run(twice())
     assert read_image(store, store.load("debian:bookworm-slim"), "/etc/debian_version") == b"12"
     (line,) = log.read_text().splitlines()
-    assert line.startswith("946684800 --variant=minbase --format=tar")
+    assert line.startswith("946684800 --format=tar --quiet --variant=minbase")
     assert " bookworm " in line
     assert leftovers(store.layers) == []
 

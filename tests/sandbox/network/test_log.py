@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import SandboxError
-from etude.sandbox.network.environment import proxy_environment
 from etude.sandbox.network.log import RequestLog, RequestRecord
+from etude.sandbox.network.proxy import proxy_environment
 
 
 def test_a_file_gets_one_json_line_per_request(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from etude.errors import ConfigError, SandboxError
-from etude.sandbox.network.environment import proxy_environment
 from etude.sandbox.network.log import RequestLog
-from etude.sandbox.network.proxy import EgressProxy, ProxyLimits
+from etude.sandbox.network.proxy import EgressProxy, ProxyLimits, proxy_environment
 from tests.fakes.network import FakeNames, memory_streams
 from tests.sandbox.network.builders import (
     LOOPBACK,

@@ -189,9 +189,11 @@ class ContainerBackend(MachineBackend):
 
     # Inner workings
 
-    async def _save(self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None) -> SnapshotInfo:
+    async def _save(
+        self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None, temporary: bool = False
+    ) -> SnapshotInfo:
         try:
-            info = await super()._save(sandbox, kind, name)
+            info = await super()._save(sandbox, kind, name, temporary)
         except BaseException:
             image = self._committed.pop(sandbox.id, None)
             if image is not None:

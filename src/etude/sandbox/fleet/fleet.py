@@ -27,7 +27,7 @@ from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fleet.draining import DrainReport, drain
 from etude.sandbox.fleet.forking import fork_sandbox
 from etude.sandbox.fleet.heartbeat import Heartbeats
-from etude.sandbox.fleet.host import FleetHost, HostSpec
+from etude.sandbox.fleet.host import FleetHost, HostSpec, kill
 from etude.sandbox.fleet.hosts import Demand, Placement, Request
 from etude.sandbox.fleet.registry import FleetConfig, HostStatus, Registry
 from etude.sandbox.fleet.sandbox import FleetSandbox
@@ -302,10 +302,10 @@ class Fleet:
     ) -> FleetSandbox:
         """One attempt on one host; the reservation is confirmed or given back."""
         try:
-            inner = await host.within(
+            inner = await host.call(
                 host.backend.create(template, snapshot=snapshot, **asked),  # type: ignore[arg-type]
+                kill,
                 self.config.create_timeout_s,
-                _kill,
             )
         except BaseException:
             self.registry.scheduler.cancel(placement.ticket)
@@ -353,10 +353,6 @@ class Fleet:
                 self.registry.scheduler.image_dropped(name, digest, self.registry.clock())
             return False
         return True
-
-
-async def _kill(sandbox: Sandbox) -> None:
-    await sandbox.kill()
 
 
 def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:

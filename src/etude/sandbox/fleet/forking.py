@@ -8,6 +8,7 @@ from etude.errors import InfrastructureError, SandboxError
 from etude.sandbox.arguments import check_count
 from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import CapacityError, SandboxMissingError
+from etude.sandbox.fleet.host import kill
 from etude.sandbox.fleet.hosts import Placement
 from etude.sandbox.fleet.registry import Registry
 from etude.sandbox.fleet.sandbox import FleetSandbox
@@ -65,7 +66,7 @@ async def _settle(
 async def _move(source: FleetSandbox, copy: Sandbox, registry: Registry, place: Placement) -> Sandbox:
     try:
         target = registry.placed(place)
-        return await source.host.call(copy.migrate(target.backend), _kill)
+        return await source.host.call(copy.migrate(target.backend), kill)
     except BaseException:
         if not source.host.is_dead:
             await asyncio.shield(copy.kill())
@@ -79,10 +80,6 @@ def _no_room(sandbox_id: str) -> CapacityError:
         received=sandbox_id,
         fix="fork fewer, or add hosts",
     )
-
-
-async def _kill(sandbox: Sandbox) -> None:
-    await sandbox.kill()
 
 
 async def _kill_all(copies: list[Sandbox | SandboxError]) -> None:

@@ -12,7 +12,7 @@ from etude.kit.tasks import Tasks
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fleet.hosts import NO_CAPACITY, Capacity
 from etude.sandbox.fleet.probe import HostProbe, NoProbe
-from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import SandboxInfo
 
 Result = TypeVar("Result")
@@ -85,8 +85,14 @@ class FleetHost:
             fix="start the session again; the fleet places it on another host",
         )
 
-    async def call(self, operation: Coroutine[Any, Any, Result], undo: Undo | None = None) -> Result:
-        """The operation's result, or SandboxLostError as soon as the host dies.
+    async def call(
+        self,
+        operation: Coroutine[Any, Any, Result],
+        undo: Undo | None = None,
+        timeout_s: float | None = None,
+    ) -> Result:
+        """The operation's result, or SandboxLostError as soon as the host dies. Raises TimeoutError after
+        `timeout_s`, even if the operation cannot be cancelled.
 
         An operation that is left behind (the host died, the caller was cancelled) and succeeds
         all the same is undone: `undo` is called with its result.
@@ -97,7 +103,7 @@ class FleetHost:
         task = asyncio.ensure_future(operation)
         death = self._future()
         try:
-            await asyncio.wait((task, death), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, death), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             try:
@@ -107,6 +113,8 @@ class FleetHost:
             raise
         if not task.done():
             self._abandon(task, undo)
+            if not death.done():
+                raise TimeoutError(f"host {self.name} did not answer within {timeout_s} s")
             raise self.lost()
         try:
             return task.result()
@@ -114,25 +122,6 @@ class FleetHost:
             if self.is_dead:
                 raise self.lost() from error
             raise
-
-    async def within(
-        self, operation: Coroutine[Any, Any, Result], timeout_s: float, undo: Undo | None = None
-    ) -> Result:
-        """As `call`. Raises TimeoutError after `timeout_s`, even if the operation cannot be cancelled."""
-        task = asyncio.ensure_future(self.call(operation, undo))
-        try:
-            done, _ = await asyncio.wait((task,), timeout=timeout_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            try:
-                await asyncio.wait((task,), timeout=CLEANUP_S)
-            finally:
-                self._abandon(task, undo)
-            raise
-        if not done:
-            self._abandon(task, undo)
-            raise TimeoutError(f"host {self.name} did not answer within {timeout_s} s")
-        return task.result()
 
     async def settle(self) -> None:
         """Waits a moment for what was left behind."""
@@ -155,3 +144,8 @@ class FleetHost:
 
     def _note_undoing_error(self, error: BaseException) -> None:
         self.last_error = f"a late start could not be undone: {error}"
+
+
+async def kill(sandbox: Sandbox) -> None:
+    """Undoes the making of a sandbox."""
+    await sandbox.kill()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from etude.errors import ConfigError
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError, SnapshotMissingError
 from etude.sandbox.fleet.host import FleetHost, HostSpec
 from etude.sandbox.fleet.hosts import Placement, Policy, Pressure
 from etude.sandbox.fleet.queue import PlacementQueue
-from etude.sandbox.fleet.sandbox import FleetSandbox, Owner
+from etude.sandbox.fleet.sandbox import FleetSandbox
 from etude.sandbox.fleet.scheduler import Scheduler
 from etude.sandbox.interface import Sandbox
+
+if TYPE_CHECKING:
+    from etude.sandbox.fleet.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class HostStatus:
 class Registry:
     """Hosts, places and handles. What changes here serves the queue."""
 
-    def __init__(self, config: FleetConfig, clock: Callable[[], float], owner: Owner) -> None:
+    def __init__(self, config: FleetConfig, clock: Callable[[], float], owner: Fleet) -> None:
         self.config = config
         self.clock = clock
         self.scheduler = Scheduler(policy=config.policy, seed=config.seed)

@@ -8,36 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
-from etude.sandbox.fleet.host import FleetHost, Undo
+from etude.sandbox.fleet.host import FleetHost, Undo, kill
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import SandboxInfo, SnapshotInfo, SnapshotKind
 from etude.sandbox.wrapping import Operation, WrappedSandbox
 
+if TYPE_CHECKING:
+    from etude.sandbox.fleet.fleet import Fleet
+
 Result = TypeVar("Result")
-
-
-class Owner(Protocol):
-    """What a sandbox needs of its fleet."""
-
-    def forget(self, sandbox: FleetSandbox) -> None:
-        """It has ended: its place is free."""
-        ...
-
-    def suspect(self, host: FleetHost) -> None:
-        """A sandbox of the host is lost, and perhaps all of it: nothing is placed there for a moment."""
-        ...
-
-    async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]: ...
 
 
 class FleetSandbox(WrappedSandbox):
     """`Sandbox` on a host that may change."""
 
-    def __init__(self, owner: Owner, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
+    def __init__(self, owner: Fleet, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
         super().__init__(sandbox_id)
         self.host = host
         self.inner = inner
@@ -131,7 +120,7 @@ class FleetSandbox(WrappedSandbox):
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         """See Sandbox.migrate. Moves it out of the fleet, to a backend that the caller names."""
-        moved = await self.attempt(lambda s: s.migrate(target), _kill)
+        moved = await self.attempt(lambda s: s.migrate(target), kill)
         self.end(SandboxMissingError("the sandbox left the fleet", field="sandbox", received=self.id))
         self._owner.forget(self)
         return moved
@@ -146,7 +135,3 @@ class FleetSandbox(WrappedSandbox):
             return
         self.end(SandboxMissingError("the sandbox was killed", field="sandbox", received=self.id))
         self._owner.forget(self)
-
-
-async def _kill(sandbox: Sandbox) -> None:
-    await sandbox.kill()

@@ -9,11 +9,8 @@ get entropy and the clock from the host, and a hostname and machine id of their 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import os
-import secrets
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,11 +21,10 @@ from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
 from etude.sandbox.gvisor.container import IMAGE_FILES, Container
-from etude.sandbox.gvisor.doctor import find_problems
-from etude.sandbox.gvisor.runsc import Runsc
+from etude.sandbox.gvisor.runsc import Runsc, find_problems
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox, Spec, greeting
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
@@ -205,14 +201,7 @@ class GvisorBackend(MachineBackend):
 
 async def _greet(channel: Channel, sandbox: MachineSandbox, deadline_s: float) -> None:
     """Gives the guest its identity and fresh entropy; after a hold, lets it speak again."""
-    header: dict[str, object] = {
-        "op": "hello",
-        "time_s": time.time(),
-        "entropy": secrets.token_hex(32),
-        "hostname": sandbox.id,
-        "machine_id": hashlib.blake2b(sandbox.id.encode(), digest_size=16).hexdigest(),
-    }
-    await channel.request(header, b"", deadline_s)
+    await channel.request(greeting(sandbox.id), b"", deadline_s)
 
 
 async def _explained(error: SandboxError, container: Container, what: str) -> SandboxError:

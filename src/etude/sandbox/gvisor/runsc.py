@@ -1,4 +1,4 @@
-"""runsc's command line: where it is, which version, and the words of each call.
+"""runsc's command line: where it is, which version, what keeps it from working, and the words of each call.
 
 Every call runs below a guard and behind `entering`, in a user namespace. A sandbox's processes are never
 ended by runsc: its guard kills them all, and its directory holds all that runsc would remember of it.
@@ -7,6 +7,7 @@ ended by runsc: its guard kills them all, and its directory holds all that runsc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,9 @@ from pathlib import Path
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.guarded import GuardedProcess
+from etude.sandbox.guest_program import python_words
 from etude.sandbox.gvisor.entering import IMAGE, RUNSC, WORK
+from etude.sandbox.local import doctor
 
 OLDEST = 20240729
 """The oldest release that was tried. systrap is older; checkpoints that leave the container running are not
@@ -28,6 +31,7 @@ INSTALL = (
     "install a newer runsc: apt-get install -t bookworm-backports runsc, or a release from gvisor.dev, "
     "and put it on the PATH"
 )
+_SYSCTL = Path("/proc/sys")
 _VERSION_S = 30.0
 _VERSION = re.compile(r"^runsc version (\S*?(\d{8})\S*)$", re.MULTILINE)
 _FLAGS = (
@@ -39,13 +43,6 @@ _FLAGS = (
     # What is mounted from the host is read-only and expected to stay as it is: its metadata may be kept.
     "--file-access-mounts=exclusive",
 )
-_LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from etude.sandbox.gvisor.entering import main
-main(sys.argv[2:])
-"""
-_SOURCE = str(Path(__file__).resolve().parents[3])
 
 
 def parse_version(text: str) -> tuple[str, int] | None:
@@ -95,7 +92,7 @@ class Runsc:
             "control": [str(path) for path in control],
             "argv": [RUNSC, *_FLAGS, *words],
         }
-        command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, json.dumps(plan)]
+        command = python_words("etude.sandbox.gvisor.entering", json.dumps(plan))
         return await GuardedProcess.spawn(command, stdin=line, stdout=line)
 
     async def call(self, words: Sequence[str], binds: dict[str, Path], deadline_s: float) -> None:
@@ -141,6 +138,26 @@ def checkpoint_words(container: str) -> list[str]:
         "--compression=none",
         container,
     ]
+
+
+def find_problems(program: str = "runsc", sysctl: Path = _SYSCTL) -> list[str]:
+    """One line for each obstacle: what is wrong, then the command that mends it."""
+    if sys.platform != "linux":
+        return ["gVisor needs Linux: use the unisolated backend for code that you trust"]
+    problems = doctor.find_problems(sysctl)
+    try:
+        Runsc.find(program)
+    except ResourceError as error:
+        problems.append(f"{error.message}: {error.fix}")
+    scope = ""
+    with contextlib.suppress(OSError):
+        scope = (sysctl / "kernel/yama/ptrace_scope").read_text().strip()
+    if scope.isdigit() and int(scope) > 1:
+        problems.append(
+            f"ptrace is forbidden (ptrace_scope {scope}), which systrap begins with: "
+            "sysctl -w kernel.yama.ptrace_scope=1"
+        )
+    return problems
 
 
 def _error(message: str, received: object) -> ResourceError:

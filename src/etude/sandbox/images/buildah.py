@@ -22,31 +22,23 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from etude.errors import ResourceError
 from etude.kit.leftovers import ScratchDirectory, sweep
+from etude.sandbox.guest_program import python_words
 from etude.sandbox.inside.enclosure import FAILED, PLACE, REASON
 from etude.sandbox.inside.ids import Spare
 from etude.sandbox.local.host_ids import BUILD_IDS
-from etude.sandbox.network.environment import proxy_environment
-from etude.sandbox.network.proxy import EgressProxy
+from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.network.streams import AsyncioStream
 
 _REGISTRIES = "registries.conf"
 NUM_IDS = 1 << 16
 OUTPUT_CHARS = 64_000
 """Of one command's output, the end is kept."""
-_LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from etude.sandbox.inside.enclosure import main
-main(sys.argv[2:])
-"""
-_SOURCE = str(Path(__file__).resolve().parents[3])
 _ENVIRONMENT = {"_CONTAINERS_USERNS_CONFIGURED": "done", "LC_ALL": "C.UTF-8"}
 """It is root of a user namespace already, and need not make one."""
 
@@ -142,10 +134,10 @@ class Buildah:
     async def enclose(self, command: list[str], on_line: OnLine | None = None) -> tuple[int, str]:
         """Runs any program so. See `run`; FAILED where there can be no namespaces."""
         ours, theirs = socket.socketpair()
-        words = [_SOURCE, str(theirs.fileno()), str(self.root), *self._ids.words(), "--", *command]
+        words = [str(theirs.fileno()), str(self.root), *self._ids.words(), "--", *command]
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, *words,
+                *python_words("etude.sandbox.inside.enclosure", *words),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 env=self._environment(), pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip

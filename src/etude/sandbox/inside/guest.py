@@ -1,6 +1,6 @@
-"""The program of a guest: a server on a virtio-serial port, a vsock or standard input and output.
+"""The program of a guest: a server on a virtio-serial port or standard input and output.
 
-    python3 -I -S guest.pyz --line stdio|PATH|vsock:PORT --workspace DIR --base DIR [--uid N] ...
+    python3 -I -S guest.pyz --line stdio|PATH --workspace DIR --base DIR [--uid N] ...
 
 A guest outlives its owner's line: it is copied, put to sleep and moved. Before that the owner says `hold`,
 and whoever it wakes for says `hello`, with the time, fresh entropy and a name: two copies of one guest must
@@ -29,13 +29,11 @@ from typing import Any
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.inside.memory_floor import MemoryFloor, keep_in_memory
 from etude.sandbox.inside.processes import NamespaceProcesses, Table, UserProcesses
-from etude.sandbox.inside.processor_time import ProcessorWatch
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.server import FILE_OPERATION_WALL_S, Answer, Server
-from etude.sandbox.inside.watch import Watch
+from etude.sandbox.inside.watches import MemoryFloor, ProcessorWatch, Watch, keep_in_memory
 
 _libc = ctypes.CDLL(None)
 _acting: int | None = None
@@ -136,7 +134,7 @@ class AgentProcesses(UserProcesses):
 
 
 class GuestServer(Server):
-    """A server that bounds what its kernel does not: see `processor_time` and `memory_floor`."""
+    """A server that bounds what its kernel does not: see `watches`."""
 
     def __init__(self, *parts: Any, watches: Sequence[Watch], **named: Any) -> None:
         super().__init__(*parts, **named)
@@ -266,13 +264,6 @@ def open_line(name: str) -> tuple[int, int]:
         os.dup2(2, 1)
         os.close(null)
         return reader, writer
-    if name.startswith("vsock:"):
-        with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as listener:
-            listener.bind((socket.VMADDR_CID_ANY, int(name.partition(":")[2])))
-            listener.listen(1)
-            line, _ = listener.accept()
-        descriptor = line.detach()
-        return descriptor, descriptor
     descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     return descriptor, descriptor
 

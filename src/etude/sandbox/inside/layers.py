@@ -28,7 +28,6 @@ __all__ = [
     "LayerError",
     "UnpackableError",
     "copy_tree",
-    "is_empty",
     "merge_tree",
     "pack_tree",
     "remove_tree",
@@ -221,9 +220,3 @@ def remove_tree(directory: str) -> None:
             pending.append(number)
         os.rmdir(folder)
     os.rmdir(hold)
-
-
-def is_empty(directory: str) -> bool:
-    """Whether a directory has no entries."""
-    with os.scandir(directory) as entries:
-        return next(entries, None) is None

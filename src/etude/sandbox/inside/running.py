@@ -18,7 +18,6 @@ from etude.sandbox.inside.jobs import (
     Job,
     Output,
     limit_own_memory,
-    program_child,
     shell_child,
     start_job,
     tests_child,
@@ -168,15 +167,11 @@ class Running:
         background = bool(header.get("background"))
         env = self._settings.environment(self._root, header["env"])
         cwd = os.path.join(self._root, header["cwd"])
-        argv = header.get("argv")
-        check_texts([*(argv or [header["cmd"]]), *env.values(), header["cwd"]], env)
-        if argv:
-            child = program_child(argv, env, cwd, self._limits)
-        else:
-            child = shell_child(header["cmd"], env, cwd, self._limits)
+        check_texts([header["cmd"], *env.values(), header["cwd"]], env)
+        child = shell_child(header["cmd"], env, cwd, self._limits)
         wants_input = background or bool(header.get("stdin"))
         job = self._start(child, 2, header["limit_bytes"], header["timeout_s"], True, wants_input)
-        job.cmd = " ".join(argv) if argv else header["cmd"]
+        job.cmd = header["cmd"]
         job.stream = bool(header.get("stream"))
         if job.input is not None and not background:
             self._feed(job, payload, close=True)

@@ -218,8 +218,7 @@ class ForkServerBackend(MachineBackend):
 
     async def _ensure_started(self) -> ForkServer:
         """The fork server. A caller that is cancelled leaves the start to the next one, or to `close`."""
-        if self._closed:
-            raise SandboxError("the backend is closed", field="sandbox.backend", received=self.name)
+        self.check_accepting()
         if self._server is not None:
             return self._server
         if self._starting is None:

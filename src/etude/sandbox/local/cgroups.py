@@ -37,7 +37,6 @@ _OPTIONAL = ("cpu.weight", "memory.kmem.tcp.limit_in_bytes")
 """Not handed down everywhere, or not in every kernel."""
 _SERVER = "server"
 _REMOVE_S = 2.0
-_ROUNDS = 20
 
 
 class ControlGroups:

@@ -10,12 +10,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import TemplateError, fault_error
+from etude.sandbox.guest_program import python_words
 from etude.sandbox.inside.frames import MAX_REQUEST_BYTES
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
@@ -24,12 +24,6 @@ START_S = 60.0
 CLOSE_S = 10.0
 LAYER_S = 300.0
 """Longest copy, packing or unpacking of a layer."""
-_LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from etude.sandbox.inside.zygote import main
-main(sys.argv[2:])
-"""
 
 
 class ForkServer:
@@ -52,9 +46,8 @@ class ForkServer:
         ours.settimeout(START_S)
         log = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the fork server lives
         owner = os.pidfd_open(os.getpid())
-        source = str(Path(__file__).resolve().parents[3])
-        command = [interpreter, "-I", "-S", "-B", "-c", _LAUNCH, source]
-        command += [str(theirs.fileno()), str(owner), *arguments]
+        words = (str(theirs.fileno()), str(owner), *arguments)
+        command = python_words("etude.sandbox.inside.zygote", *words, interpreter=interpreter)
         path = os.environ.get("PATH", "/usr/bin:/bin")
         try:
             launcher = subprocess.Popen(

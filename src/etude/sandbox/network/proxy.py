@@ -21,6 +21,9 @@ from etude.sandbox.network.messages import MAX_HEAD_BYTES, Refusal, RequestHead,
 from etude.sandbox.network.rules import FIELD, Rule, join_authority, parse_rules, permits
 from etude.sandbox.network.streams import CHUNK_BYTES, BufferedStream, Stream, UpstreamStream
 
+PROXY_PORT = 3128
+"""Port of the proxy on the sandbox's own loopback."""
+_NO_PROXY = "localhost,127.0.0.1,::1"
 _ANSWER_S = 5.0
 _LINGER_S = 1.0
 _LINGER_BYTES = 256 << 10
@@ -231,3 +234,10 @@ class EgressProxy:
         except SandboxError:
             self._log_failed = True
             raise
+
+
+def proxy_environment(port: int = PROXY_PORT) -> dict[str, str]:
+    """Environment variables for commands inside; both cases, because programs disagree on which they read."""
+    url = f"http://127.0.0.1:{port}"
+    names = {"http_proxy": url, "https_proxy": url, "all_proxy": url, "no_proxy": _NO_PROXY}
+    return names | {name.upper(): value for name, value in names.items()}

@@ -22,6 +22,7 @@ from etude.sandbox.fleet.remote_probe import SharedProbe
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
+from etude.sandbox.refusals import missing_sandbox
 from etude.sandbox.template import Template
 from etude.sandbox.template_packing import template_key
 from etude.serving.long_answers import OutputBuffer
@@ -253,12 +254,7 @@ class ServerState:
                     return self.hold(name, await backend.connect(sandbox_id))
         if sandbox_id in self._ended:
             return self._ended[sandbox_id]
-        raise SandboxMissingError(
-            "no such sandbox here: it was killed, or its time to live is over",
-            field="sandbox",
-            received=sandbox_id,
-            fix="list the sandboxes to see which live",
-        )
+        raise missing_sandbox(sandbox_id)
 
     async def connect(self, sandbox_id: str) -> Held:
         """A sandbox by its id; one that sleeps is woken. Raises SandboxMissingError."""

@@ -249,8 +249,7 @@ class VmBackend(MachineBackend):
 
         Raises SandboxError if it cannot run here, TemplateError without its image.
         """
-        if self._closed:
-            raise SandboxError("the backend is closed", field="target", received=self.name)
+        self.check_accepting()
         _, accelerator = await self._prepare()
         check_offer(offer, accelerator)
         image = await self._image_of(offer.image)

@@ -1,4 +1,5 @@
-"""The guest image: kernel, initramfs and root file system, made of Debian packages, named by their digest.
+"""The guest image: kernel, initramfs and root file system, made of Debian packages by `mmdebstrap` and
+`mkfs.erofs`, named by their digest.
 
     <state>/images/vm/<digest>/{kernel,initrd,root.img,manifest.json}
     <state>/images/vm/current          names the one that new sandboxes use
@@ -13,12 +14,12 @@ import asyncio
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
-import stat
+import subprocess
 import tarfile
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,9 @@ from typing import Any
 from etude.kit.durable import DRAFTS, publish_directory, sync_tree, write_text
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.debootstrap import write_archive
 from etude.sandbox.vm.cpio import DIRECTORY, FILE, PROGRAM, Entry, pack_cpio
-from etude.sandbox.vm.erofs import Node, write_erofs
 from etude.sandbox.vm.guest_boot import DIRECTORIES, MODULES, init_script
-from etude.sandbox.vm.packages import (
-    KERNEL_DIRECTORY,
-    fetch_packages,
-    host_codename,
-    host_sources,
-    unpack_package,
-)
 
 FORMAT = 1
 FIX = "etude sandbox image build"
@@ -44,9 +38,21 @@ NEEDED_PACKAGES = ("python3", "busybox-static", "e2fsprogs")
 KERNEL, INITRD, ROOT, MANIFEST, CURRENT = "kernel", "initrd", "root.img", "manifest.json", "current"
 EPOCH_S = 1_700_000_000
 """The one date of all files."""
-_UUID = uuid.UUID("65747564-6500-4000-8000-6775657374ff")
+BUILD_S = 1800.0
+_KERNEL = "linux-image-cloud-amd64"
+_KERNEL_DIRECTORY = "etude-kernel"
+"""Where the kernel's package lies in what mmdebstrap writes."""
+_FETCH_KERNEL = (
+    f'mkdir "$1/{_KERNEL_DIRECTORY}" && cd "$1/{_KERNEL_DIRECTORY}" '
+    '&& export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" '
+    f"&& apt-get -q download $(apt-cache depends {_KERNEL} "
+    "| sed -n 's/.*Depends: \\(linux-image-[^ ]*\\)$/\\1/p')"
+)
+_LEFT_OUT = tuple(f"/usr/share/{name}/*" for name in ("doc", "man", "locale", "info"))
+_MAKE_ROOT = ("mkfs.erofs", "--quiet", "-x-1", f"-T{EPOCH_S}", "-U65747564-6500-4000-8000-6775657374ff",
+              "--all-root", "-Eforce-inode-compact")  # fmt: skip
 _DROPPED = ("boot", "dev", "var/cache", "var/log", "var/lib/apt", "var/lib/dpkg/info", "tmp", "run",
-            "var/lib/systemd", KERNEL_DIRECTORY)  # fmt: skip
+            "var/lib/systemd")  # fmt: skip
 """Directories whose contents stay out."""
 _REPLACED: dict[str, bytes | str] = {
     "etc/hostname": b"etude\n",
@@ -94,34 +100,47 @@ async def build_image(
     codename: str | None = None,
     sources: Sequence[str] | None = None,
 ) -> VmImage:
-    """Builds an image and makes it the current one. Takes a minute or so.
+    """Builds an image and makes it the current one. Takes minutes.
 
-    `sources`: lines of a sources.list; None: this host's. Raises TemplateError.
+    `sources`: lines of a sources.list; None: this host's. Raises TemplateError, ResourceError.
     """
-    return await asyncio.to_thread(_build_image, state, packages, codename, sources)
-
-
-def _build_image(
-    state: Path, packages: Sequence[str], codename: str | None, sources: Sequence[str] | None
-) -> VmImage:
     missing = sorted(set(NEEDED_PACKAGES) - set(packages))
     if missing:
         raise TemplateError("packages that every guest needs are missing", field="packages", received=missing)
-    codename = codename or host_codename()
+    codename = codename or _host_codename()
     directory = images_directory(state)
     directory.mkdir(parents=True, exist_ok=True)
     sweep(directory, DRAFTS)
+    options = ["--variant=essential", f"--include={','.join(packages)}"]
+    options += [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
+    options.append(f"--customize-hook={_FETCH_KERNEL}")
+    lines = None if sources is None else "\n".join(sources) + "\n"
     with ScratchDirectory(directory, DRAFTS) as scratch:
-        making = scratch / "image"
+        archive, making = scratch / "root.tar", scratch / "image"
+        await write_archive(codename, archive, options, EPOCH_S, lines, BUILD_S)
         making.mkdir(mode=0o700)
-        archive = making / "root.tar"
-        fetch_packages(packages, codename, sources or host_sources(codename), archive, EPOCH_S)
-        manifest = _write_image(archive, making, codename, packages)
+        manifest = await asyncio.to_thread(_write_image, archive, making, codename, packages)
         digest = str(manifest["digest"])
         # A damaged one makes room: its error said to build it anew, which gives the same digest.
         publish_directory(making, directory / digest, keep=lambda: _is_whole(state, digest))
         write_text(directory / CURRENT, digest + "\n")
     return find_image(state)
+
+
+def _host_codename() -> str:
+    """The Debian release of this host, such as `bookworm`. Raises TemplateError on another system."""
+    try:
+        release = platform.freedesktop_os_release()
+    except OSError:
+        release = {}
+    if release.get("ID") != "debian" or "VERSION_CODENAME" not in release:
+        raise TemplateError(
+            "guest images are built from the host's Debian sources",
+            field="image",
+            received=release.get("PRETTY_NAME"),
+            fix="build on Debian, or give the lines of a sources.list of Debian",
+        )
+    return release["VERSION_CODENAME"]
 
 
 def find_image(state: Path, digest: str | None = None) -> VmImage:
@@ -162,22 +181,15 @@ def _damaged(digest: str | None, reason: str) -> TemplateError:
 
 
 def _write_image(archive: Path, target: Path, codename: str, packages: Sequence[str]) -> dict[str, Any]:
-    """Writes the four files of an image beside the archive, which is removed; returns the manifest."""
-    with tarfile.open(archive) as tar:
-        members = {_name(member): member for member in tar}
-        kernel_package = target / "kernel.deb"
-        for name, member in members.items():
-            if name.startswith(f"{KERNEL_DIRECTORY}/") and member.isreg():
-                kernel_package.write_bytes(_content(tar, member)())
-        versions = _versions(_content(tar, members["var/lib/dpkg/status"])().decode())
-        busybox = next(
-            _content(tar, members[name])() for name in ("usr/bin/busybox", "bin/busybox") if name in members
-        )
-        tree = build_tree(tar, members)
-        with (target / ROOT).open("wb") as file:
-            write_erofs(tree, file, _UUID.bytes, EPOCH_S)
-    release = _write_kernel(kernel_package, busybox, target)
-    archive.unlink()
+    """Writes the four files of an image into `target`; returns the manifest. Raises TemplateError."""
+    tree = archive.with_name("tree")
+    unpack_root(archive, tree)
+    versions = _versions((tree / "var/lib/dpkg/status").read_text(encoding="utf-8"))
+    busybox = next(path for path in (tree / "usr/bin/busybox", tree / "bin/busybox") if path.exists())
+    (package,) = (tree / _KERNEL_DIRECTORY).iterdir()
+    release = _write_kernel(package, busybox.read_bytes(), target)
+    shutil.rmtree(tree / _KERNEL_DIRECTORY)
+    make_root(tree, target / ROOT)
     files = {name: _file_digest(target / name) for name in (KERNEL, INITRD, ROOT)}
     digest = hashlib.blake2b("\n".join(files.values()).encode(), digest_size=20).hexdigest()
     manifest: dict[str, Any] = {
@@ -195,82 +207,64 @@ def _write_image(archive: Path, target: Path, codename: str, packages: Sequence[
     return manifest
 
 
-def build_tree(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo]) -> Node:
-    """The root file system: what the archive holds, less caches and devices; no set-user-id programs."""
-    root = Node(stat.S_IFDIR | 0o755)
-    nodes = {"": root}
-    for name, member in members.items():
-        if not name or any(name.startswith(f"{folder}/") for folder in _DROPPED):
-            continue
-        permissions = member.mode & 0o1777
-        if member.isdir():
-            node = Node(stat.S_IFDIR | permissions)
-        elif member.isreg():
-            node = _file(permissions, name, member, _content(tar, member))
-        elif member.issym():
-            node = _link(member.linkname)
-        elif member.islnk():
-            node = nodes[_name_of(member.linkname)]
-        else:
-            continue
-        nodes[name] = node
-        folder, _, base = name.rpartition("/")
-        nodes[folder].children[base] = node
-    for name in (KERNEL_DIRECTORY, "boot"):
-        root.children.pop(name, None)
+def unpack_root(archive: Path, tree: Path) -> None:
+    """Lays the root file system out: what the archive holds, less caches and devices, and no set-user-id
+    programs."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(tree, filter=_select)
+    shutil.rmtree(tree / "boot", ignore_errors=True)
     for name in DIRECTORIES:
-        root.children.setdefault(name, Node(stat.S_IFDIR | 0o755))
+        (tree / name).mkdir(exist_ok=True)
+        (tree / name).chmod(0o755)
     for name, content in _REPLACED.items():
-        folder, _, base = name.rpartition("/")
-        node = _link(content) if isinstance(content, str) else _plain(content)
-        nodes[folder].children[base] = node
-    return root
+        path = tree / name
+        path.unlink(missing_ok=True)
+        if isinstance(content, str):
+            path.symlink_to(content)
+        else:
+            path.write_bytes(content)
+            path.chmod(0o644)
+    for folder, _, names in os.walk(tree):
+        for path in (Path(folder, name) for name in names if name.endswith(".pyc")):
+            data = path.read_bytes()
+            # Compiled Python that is taken without a look at its source's time: all times become one.
+            path.write_bytes(data[:4] + (1).to_bytes(4, "little") + bytes(8) + data[16:])
 
 
-def _file(permissions: int, name: str, member: tarfile.TarInfo, read: Callable[[], bytes]) -> Node:
-    if name.endswith(".pyc"):
-        return Node(stat.S_IFREG | permissions, member.size, lambda: _always_valid(read()))
-    return Node(stat.S_IFREG | permissions, member.size, read)
-
-
-def _always_valid(data: bytes) -> bytes:
-    """Compiled Python that is taken without a look at its source's time: all times become one here."""
-    return data[:4] + (1).to_bytes(4, "little") + bytes(8) + data[16:]
-
-
-def _link(target: str) -> Node:
-    data = target.encode()
-    return Node(stat.S_IFLNK | 0o777, len(data), lambda: data)
-
-
-def _plain(data: bytes) -> Node:
-    return Node(stat.S_IFREG | 0o644, len(data), lambda: data)
-
-
-def _name_of(path: str) -> str:
-    return os.path.normpath(path).lstrip("./") if path.startswith(".") else path.strip("/")
-
-
-def _name(member: tarfile.TarInfo) -> str:
+def _select(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
     name = member.name.removeprefix("./").strip("/")
-    return "" if name == "." else name
+    is_kept = member.isdir() or member.isreg() or member.issym() or member.islnk()
+    if not is_kept or any(name.startswith(f"{folder}/") for folder in _DROPPED):
+        return None
+    plain = member.replace(mode=member.mode & 0o1777, uid=os.getuid(), gid=os.getgid(), uname="", gname="")
+    return tarfile.tar_filter(plain, place)
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Callable[[], bytes]:
-    def read() -> bytes:
-        file = tar.extractfile(member)
-        assert file is not None, "only regular files are read"
-        return file.read()
+def make_root(tree: Path, target: Path) -> None:
+    """Writes the file system, in which all is root's; equal trees give equal bytes. Raises TemplateError."""
+    run_tool(*_MAKE_ROOT, target, tree)
 
-    return read
+
+def run_tool(program: str, *arguments: str | Path) -> None:
+    """Runs a program of Debian's to its end. Raises TemplateError."""
+    try:
+        subprocess.run([program, *arguments], check=True, capture_output=True, timeout=BUILD_S)
+    except FileNotFoundError as error:
+        package = {"mkfs.erofs": "erofs-utils"}.get(program, program)
+        raise TemplateError(
+            "is not installed", field="image", received=program, fix=f"install the package {package}"
+        ) from error
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or b""
+        raise TemplateError(
+            f"{program} fails: {said.decode(errors='replace').strip()[-1500:] or error}", field="image"
+        ) from error
 
 
 def _write_kernel(package: Path, busybox: bytes, target: Path) -> str:
     """Writes kernel and initramfs out of the kernel's package; returns the kernel's release."""
-    unpacked = target / "unpacked"
-    if not package.exists():
-        raise TemplateError("the kernel's package was not found", field="image", received=str(package.name))
-    unpack_package(package, unpacked)
+    unpacked = package.with_name("unpacked")
+    run_tool("dpkg-deb", "-x", package, unpacked)
     (kernel,) = unpacked.glob("boot/vmlinuz-*")
     shutil.copyfile(kernel, target / KERNEL)
     modules = _modules({path.stem.replace("-", "_"): path for path in unpacked.rglob("*.ko")})
@@ -283,8 +277,6 @@ def _write_kernel(package: Path, busybox: bytes, target: Path) -> str:
     ]
     entries += [(f"modules/{name}.ko", FILE, data) for name, data in modules]
     (target / INITRD).write_bytes(pack_cpio(entries))
-    shutil.rmtree(unpacked)
-    package.unlink()
     return kernel.name.removeprefix("vmlinuz-")
 
 

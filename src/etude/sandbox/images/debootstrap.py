@@ -1,0 +1,133 @@
+"""`mmdebstrap`: Debian packages as an archive of a root file system, from the package sources of this host.
+
+Nothing here names a mirror: they come from the host's apt configuration, and where that has none for the
+suite, from mmdebstrap's own defaults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.errors import ResourceError, SandboxError
+from etude.sandbox.errors import TemplateError
+
+BUILD_TIMEOUT_S = 900.0
+_TAIL_CHARS = 1500
+# What sources.list says; CODENAME would need package lists that were fetched, and are not being replaced.
+_REPOSITORY_FORMAT = "$(RELEASE)|$(COMPONENT)|$(REPO_URI)"
+
+
+async def write_archive(
+    suite: str,
+    target: Path,
+    options: Sequence[str],
+    epoch_s: int,
+    sources: str | None = None,
+    timeout_s: float = BUILD_TIMEOUT_S,
+) -> None:
+    """Writes a root file system to `target`, a tar file in a directory of its own. Takes minutes.
+
+    `epoch_s`: the latest time of a file; `sources`: lines of a sources.list (None: this host's). Raises
+    ResourceError if mmdebstrap is missing or its sources cannot be reached.
+    """
+    tool = shutil.which("mmdebstrap")
+    if tool is None:
+        raise ResourceError(
+            "mmdebstrap is not installed", field="base image", received=suite,
+            fix="apt-get install mmdebstrap, or import an OCI archive of the base image",
+        )  # fmt: skip
+    if sources is None:
+        sources = await asyncio.to_thread(_host_sources, suite)
+    # Packages are unpacked by other users, too, where mmdebstrap does not run as root.
+    target.parent.chmod(0o711)
+    argv = [tool, "--format=tar", "--quiet", *options, suite, str(target), *(["-"] if sources else [])]
+    environment = {
+        **os.environ,
+        "SOURCE_DATE_EPOCH": str(epoch_s),
+        "TMPDIR": str(target.parent),
+        "LC_ALL": "C.UTF-8",
+    }
+    with (target.parent / "log").open("w+b") as log:
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.communicate(sources.encode())
+        except TimeoutError as error:
+            raise ResourceError(
+                f"mmdebstrap took longer than {timeout_s:g} s", field="base image",
+                fix="look at the network and the mirror, or allow more time",
+            ) from error  # fmt: skip
+        finally:
+            await _end(process)
+        if process.returncode != 0:
+            log.seek(0)
+            tail = log.read().decode(errors="replace")[-_TAIL_CHARS:]
+            raise ResourceError(
+                f"mmdebstrap ended with exit code {process.returncode}: {tail.strip()}",
+                field="base image",
+                fix="see that apt-get update works here; as a plain user, install uidmap",
+            )
+
+
+def _host_sources(suite: str) -> str:
+    """The host's own package sources for a suite with its updates, as lines of sources.list; may be empty."""
+    try:
+        found = subprocess.run(
+            ["apt-get", "indextargets", "--format", _REPOSITORY_FORMAT, "Created-By: Packages"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return ""
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError("apt-get does not answer", field="base image") from error
+    if found.returncode != 0:
+        raise ResourceError(
+            f"apt does not say what its sources are: {found.stderr.strip()[-_TAIL_CHARS:]}",
+            field="base image",
+            fix="see that apt-get update works here",
+        )
+    return parse_sources(found.stdout, suite)
+
+
+def parse_sources(listing: str, suite: str) -> str:
+    """Lines of sources.list from `release|component|address` rows: the suite, its updates, its fixes.
+
+    Empty if the suite itself is not among them. Raises TemplateError for addresses that hold a password.
+    """
+    lines: set[str] = set()
+    for row in listing.splitlines():
+        release, component, address = (*row.split("|"), "", "")[:3]
+        if release not in (suite, f"{suite}-updates", f"{suite}-security") or component != "main":
+            continue
+        if "@" in address:
+            raise TemplateError(
+                "the host's package source holds a password, which would end up in the image",
+                field="base image",
+                received=release,
+                fix="keep passwords in apt's auth.conf",
+            )
+        lines.add(f"deb {address} {release} main\n")
+    return "".join(sorted(lines)) if any(f" {suite} main" in line for line in lines) else ""
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends mmdebstrap and all that it started, if it runs still."""
+    if process.returncode is not None:
+        return
+    # It unmounts and tidies up when it is asked to end.
+    for number, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await process.wait()
+            return
