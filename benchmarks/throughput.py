@@ -39,7 +39,6 @@ from torch import Tensor
 from etude.agent import open_renderer
 from etude.config import AgentConfig, ModelConfig, RunConfig, load_config
 from etude.controller.compute import set_threads, use_sampling_threads
-from etude.controller.corpus import load_sessions, make_documents, train_corpus_tokenizer
 from etude.controller.local import LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
@@ -52,11 +51,12 @@ from etude.protocols import Sampler
 from etude.records import Group, PolicyVersion, SampleChunk, SampleRequest, Scores, Segment
 from etude.rollout.collect import Collected, GroupCollector
 from etude.store.trajectories import TrajectoryLog
-from etude.tasks.generator import TaskGenerator
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import NextTokenTrainer, RlTrainer, ShuffledDocuments
 from etude.training.batches import split_updates
 from etude.training.intake import ModelLimits, take_groups
+from etude_quickstart.corpus import load_sessions, make_documents, train_corpus_tokenizer
+from etude_quickstart.generator import TaskGenerator
 
 STUDY = {"decode_tokens_per_s": 2_100.0, "prefill_tokens_per_s": 7_900.0, "training_tokens_per_s": 6_300.0}
 """In-loop figures of the feasibility study that the project began with, on a machine of the same kind."""

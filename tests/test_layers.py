@@ -153,3 +153,9 @@ def _mechanism(node: ast.AST) -> str | None:
     ):
         return "rename"
     return name if name in ("fsync", "fdatasync", "add_done_callback") else None
+
+
+def test_the_quickstarts_tasks_are_reached_by_their_name_alone() -> None:
+    source = ROOT / "src" / "etude"
+    found = [path for path in source.rglob("*.py") if "etude_quickstart" in path.read_text()]
+    assert found == [source / "config" / "run.py"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from etude.records import Task
-from etude.tasks.frozen import acting_tasks, evaluation_tasks
+from etude_quickstart.frozen import acting_tasks, evaluation_tasks
 
 SQUARE = '''def solve(n):
     """The square of n, and of what is more than 100 a tenth; no negative n."""

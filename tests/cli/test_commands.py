@@ -200,8 +200,25 @@ def test_tasks_are_exported_as_harbor_directories(tmp_path: Path) -> None:
 def test_tasks_of_the_families_of_acting_are_shown_by_the_names_of_their_suites() -> None:
     shown = etude("tasks", "show", "0", "--split", "composed_heldout")
     assert shown.exit_code == 0
-    assert shown.stdout.startswith("composed-heldout-0-0: ")
-    assert etude("tasks", "show", "0", "--split", "observed_train").stdout.startswith("observed-train-0-0: ")
+    assert shown.stdout.startswith("eval-composed_heldout-0000: ")
+    shown = etude("tasks", "show", "1", "--split", "observed_train")
+    assert shown.stdout.startswith("eval-observed_train-0001: ")
+    refused = etude("tasks", "show", "0", "--split", "unseen")
+    assert (refused.exit_code, "one of heldout, validation, " in refused.stderr) == (2, True)
+
+
+def test_tasks_for_training_are_those_of_the_seed_and_the_configured_family() -> None:
+    show = ("tasks", "show", "3", "--set", "seed=5")
+    assert etude(*show).stdout.startswith("train-5-3: ")
+    assert etude(*show, "--seed", "6").stdout.startswith("train-6-3: ")
+    assert etude(*show, "--set", "tasks.family=trails").stdout.startswith("trail-train-5-3: ")
+
+
+def test_a_family_whose_sessions_are_no_chats_has_none_to_write(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    result = etude("tasks", "sessions", str(file), "--set", "tasks.family=trails")
+    assert (result.exit_code, "cannot be written as chats" in result.stderr) == (2, True)
+    assert not file.exists()
 
 
 def test_a_place_that_cannot_be_written_is_a_mistake_in_words(tmp_path: Path) -> None:

@@ -20,17 +20,17 @@ from blake3 import blake3
 import etude
 from etude.agent import core_registry, open_renderer
 from etude.config import AgentConfig, RunConfig
-from etude.controller.corpus import make_documents
+from etude.controller.expert_chats import ScriptedSession
 from etude.model import LanguageModel
 from etude.records import Task, ToolCall
-from etude.rollout import ScriptedSession
-from etude.rollout.corpus import play_script
-from etude.tasks.expert import Expert
-from etude.tasks.generator import Split, TaskGenerator
-from etude.tasks.skill import ExpertSkill
 from etude.tokens import ETUDE_TEMPLATE, Renderer, Tokenizer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
 from etude.training import NextTokenTrainer, ShuffledDocuments, load_checkpoint, save_checkpoint
+from etude_quickstart.corpus import make_documents
+from etude_quickstart.expert import Expert
+from etude_quickstart.generator import Split, TaskGenerator
+from etude_quickstart.sessions import play_script
+from etude_quickstart.skill import ExpertSkill
 
 SKILL = ExpertSkill(
     right_edit=0.2,

@@ -11,7 +11,7 @@ from etude.config import RunConfig, parse_config
 from etude.observe import RunDirectory
 from etude.records import Group, Task, ToolCall, Trajectory, TrajectoryId
 from etude.store import TrajectoryLog
-from etude.tasks import TaskGenerator
+from etude_quickstart import TaskGenerator
 from tests.environment.stored import Message, byte_renderer, record
 
 LIST, TEST, FINISH = ToolCall("list_dir"), ToolCall("run_tests"), ToolCall("finish")

@@ -17,7 +17,8 @@ from etude.observe.metrics import read_metrics
 from etude.records import Task
 from etude.rollout.epochs import EpochSource
 from etude.store.trajectories import TrajectoryLog
-from etude.tasks import TaskGenerator, write_harbor
+from etude.tasks import write_harbor
+from etude_quickstart import TaskGenerator
 from tests.controller.running import num_stored_parts, run_elsewhere, run_here, tiny_config, wait_until
 
 NUM_TASKS = 7

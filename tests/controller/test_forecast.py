@@ -17,6 +17,7 @@ from etude.controller.forecast import (
     with_validation,
 )
 from etude.errors import ConfigError
+from etude.evaluation import ActingTasks
 
 EVALUATIONS = 3
 SPEEDS = Speeds(midtrain_step_s=0.5, rl_step_s=6.0, evaluation_s=20.0)
@@ -44,7 +45,8 @@ def test_evaluations_are_forecast_by_the_sessions_that_are_played() -> None:
     assert after == [("after", before[1]), ("family", family[1])]
     few = evaluation_sizes(settings, 8, has_other_families=False, acting=())
     assert few == [("before", (8 + 8 * 7 / 2) / 240), ("after", (8 + 8 * 7 / 2) / 240)]
-    observed = evaluation_sizes(settings, 8, has_other_families=False, acting=("observed",))[1]
+    kind = ActingTasks("observed", mask=lambda task: task)
+    observed = evaluation_sizes(settings, 8, has_other_families=False, acting=(kind,))[1]
     assert observed == ("observed before", 24 * (1 + 8 + 4) / 2 / 240)
 
 

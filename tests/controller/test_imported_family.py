@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from etude.controller.evaluation import load_suite
 from etude.controller.families import open_family
 from etude.errors import ConfigError
 from etude.store.trajectories import TrajectoryLog
+from tests.cli.commands import etude
 from tests.controller.running import run_here, tiny_config
 
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "tasks.md"
@@ -38,6 +40,34 @@ def test_a_run_trains_and_is_judged_on_it(tmp_path: Path) -> None:
     assert all(group.members[0].id.task.startswith("swapped-") for group in groups)
     assert report["rl_steps"] == 2
     assert report["heldout_after"]["greedy"] is not None
+
+
+def test_it_is_shown_and_its_split_is_a_suite(tmp_path: Path) -> None:
+    settings = ("--set", "tasks.family=swapped:Swapped", "--set", "tasks.options.most=9")
+    assert etude("tasks", "show", "1", *settings).stdout.startswith("swapped-2: fix test_take_away")
+    (task,) = load_suite("heldout", 1, tiny_config(tmp_path, tasks=FAMILY))
+    assert task.id == "swapped-1"
+    with pytest.raises(ConfigError, match="neither a split of the family") as caught:
+        load_suite("validation", 1, tiny_config(tmp_path, tasks=FAMILY))
+    assert caught.value.fix == "one of heldout, or a directory of tasks"
+
+
+def test_a_family_without_all_members_is_refused_by_their_names(tmp_path: Path) -> None:
+    module = "class Partial:\n    splits = notes = acting = ()\n\n    def __init__(self, config): ...\n"
+    (tmp_path / "partial.py").write_text(module)
+    with pytest.raises(ConfigError, match="lacks documents, evaluation_tasks, scripted_session, ") as caught:
+        open_family(tiny_config(tmp_path, tasks={"family": "partial:Partial"}))
+    assert caught.value.field == "tasks.family"
+
+
+def test_the_quickstarts_families_have_short_names(tmp_path: Path) -> None:
+    names = [tiny_config(tmp_path, tasks={"family": name}).tasks.family for name in ("bug_fixes", "trails")]
+    assert names == ["etude_quickstart.bug_fixes:BugFixes", "etude_quickstart.trail_family:Trails"]
+    assert tiny_config(tmp_path).tasks.family == names[0]
+    assert [type(open_family(tiny_config(tmp_path, tasks={"family": name}))).__name__ for name in names] == [
+        "BugFixes",
+        "Trails",
+    ]
 
 
 def test_it_reads_its_options(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from etude.agent import AgentSession, agent_format, core_registry, describe_tool
 from etude.cli.served_model import open_checkpoint
 from etude.config import AgentConfig, ModelConfig, RunConfig
 from etude.controller.agent.models import ModelChoice, open_policy
-from etude.controller.corpus import load_sessions
 from etude.controller.evaluation import EvaluationRequest, evaluate
 from etude.controller.expert_chats import write_chats
 from etude.controller.sft import check_sft, fine_tune
@@ -31,6 +30,7 @@ from etude.tokens import Tokenizer
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.grammar import HermesGrammar
 from etude.training.checkpoints.exchange import convert_model
+from etude_quickstart.corpus import load_sessions
 from tests.controller.running import run_here, tiny_config
 from tests.tokens.chat_models import HEADERS, TOLD, chat_tokenizer
 

@@ -15,8 +15,8 @@ from etude.errors import ConfigError, TaskError, UserError
 from etude.records import Status, ToolCall, Trajectory, TrajectoryId
 from etude.store import TrajectoryLog
 from etude.store.comparison import compare
-from etude.tasks import evaluation_tasks
 from etude.tasks.harbor import write_harbor
+from etude_quickstart import evaluation_tasks
 from tests.controller.recorded import make_run, solving, task_of, write_script
 from tests.environment.stored import byte_renderer
 

@@ -26,8 +26,8 @@ from etude.errors import TaskError
 from etude.records import Task
 from etude.sandbox.containers.engine import EngineError
 from etude.sandbox.local.doctor import find_problems
-from etude.tasks.generator import TaskGenerator
 from etude.tasks.harbor import write_harbor
+from etude_quickstart.generator import TaskGenerator
 from tests.cli.commands import etude
 from tests.environment.target import TARGET
 from tests.tasks.harbor_tasks import KINDS, write_task

@@ -23,10 +23,10 @@ from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.inside.running import MAX_RESULT_BYTES
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import ProbeReport, ProbeResult
-from etude.tasks.composed import ComposedGenerator
-from etude.tasks.generator import TaskGenerator
-from etude.tasks.observed import ObservedGenerator
-from etude.tasks.trails import TrailGenerator
+from etude_quickstart.composed import ComposedGenerator
+from etude_quickstart.generator import TaskGenerator
+from etude_quickstart.observed import ObservedGenerator
+from etude_quickstart.trails import TrailGenerator
 from tests.environment.target import TARGET
 from tests.sandbox.backends import with_backend
 

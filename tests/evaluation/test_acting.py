@@ -10,13 +10,14 @@ from etude.agent import ScriptedSampler
 from etude.evaluation import evaluate_family, evaluate_masked
 from etude.evaluation.acting import MASKED_SAMPLES
 from etude.records import Task, ToolCall
-from etude.tasks.observed import CEILING, NUM_RULES, ObservedGenerator
+from etude_quickstart.observed import CEILING, NUM_RULES, ObservedGenerator, mask_output
 from tests.environment.playing import FINISH, TEST, Turn, new_environment, script_of
 
 TASKS = [
     ObservedGenerator(0).build(f"rule-{rule}", "constant", rule, Random("one draw"))
     for rule in range(NUM_RULES)
 ]
+MASKED = [mask_output(task) for task in TASKS]
 
 
 def edit_of(task: Task, rule: int | None = None) -> ToolCall:
@@ -52,6 +53,6 @@ def test_edits_after_a_run_are_told_from_edits_before_it_or_beside_it() -> None:
 
 def test_a_policy_that_always_writes_one_rule_is_at_the_ceiling_of_the_masked_ablation() -> None:
     sampler = sampler_of(*[((TEST,), (edit_of(task, 3),), (TEST,), (FINISH,)) for task in TASKS])
-    figures = asyncio.run(evaluate_masked(new_environment(), sampler, TASKS, "masked", 0, 4))
+    figures = asyncio.run(evaluate_masked(new_environment(), sampler, MASKED, CEILING, "masked", 0, 4))
     assert figures["masked_ablation"] == figures["first_edit_ceiling"] == CEILING
     assert figures["masked_sessions"] == MASKED_SAMPLES * NUM_RULES

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from etude.errors import TaskError
 from etude.records import Task
-from etude.tasks.generator import TaskGenerator
 from etude.tasks.harbor import read_harbor, write_harbor
+from etude_quickstart.generator import TaskGenerator
 from tests.tasks.harbor_tasks import write_task
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -23,29 +22,16 @@ from etude.records import Task
 
 if TYPE_CHECKING:
     from etude.environment.making.reports import MakeReport
-    from etude.tasks.acting import ActingFamily
-    from etude.tasks.generator import FunctionSplit, Split
 
 tasks_app = typer.Typer(name="tasks", help="Show, export, check and make tasks.", no_args_is_help=True)
 
 
-class TaskSplit(StrEnum):
-    """Where a task comes from."""
-
-    TRAIN = "train"
-    VALIDATION = "validation"
-    HELDOUT = "heldout"
-    HELDOUT_FAMILY = "heldout_family"
-    OBSERVED_TRAIN = "observed_train"
-    OBSERVED_VALIDATION = "observed_validation"
-    OBSERVED_HELDOUT = "observed_heldout"
-    COMPOSED_TRAIN = "composed_train"
-    COMPOSED_VALIDATION = "composed_validation"
-    COMPOSED_HELDOUT = "composed_heldout"
-
-
-SplitOption = Annotated[TaskSplit, typer.Option(help="Split of the tasks.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the generator.")]
+SplitOption = Annotated[
+    str, typer.Option(help="`train`, or a split on which the family of tasks is judged, such as heldout.")
+]
+TrainSeedOption = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the split `train`. Other splits have no seed.")
+]
 ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")]
 SettingsOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
@@ -55,12 +41,16 @@ SettingsOption = Annotated[
 @tasks_app.command("show")
 def show_command(
     index: Annotated[int, typer.Argument(min=0, help="Index of the task.")],
-    split: SplitOption = TaskSplit.TRAIN,
-    seed: SeedOption = 0,
+    split: SplitOption = "train",
+    seed: TrainSeedOption = None,
     solution: Annotated[bool, typer.Option("--solution", help="Also show the reference solution.")] = False,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
 ) -> None:
-    """Show one generated task: the instruction and the files."""
-    task = _source(seed, split)(index)
+    """Show one task of the configured family: the instruction and the files."""
+    task = next(_read_tasks(split, range(index, index + 1), seed, config, settings), None)
+    if task is None:
+        raise TaskError("the split has fewer tasks", field="INDEX", received=index, fix="name a smaller one")
     console = output_console()
     console.print(Text(f"{task.id}: {task.instruction}", style="bold"))
     console.print(Text("  ".join(f"{key} {value}" for key, value in task.metadata.items()), style="dim"))
@@ -75,23 +65,25 @@ def show_command(
 @tasks_app.command("export")
 def export_command(
     directory: Annotated[Path, typer.Argument(help="Directory to write to, with one directory per task.")],
-    split: SplitOption = TaskSplit.HELDOUT,
+    split: SplitOption = "heldout",
     count: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 10,
-    seed: SeedOption = 0,
+    seed: TrainSeedOption = None,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
 ) -> None:
-    """Write generated tasks as Harbor task directories."""
+    """Write tasks of the configured family as Harbor task directories."""
     from etude.tasks.harbor import write_harbor
 
     if directory.exists() and any(directory.iterdir()):
         raise TaskError(
             "is not empty", field="DIR", received=str(directory), fix="name a new or empty directory"
         )
-    source = _source(seed, split)
-    for index in range(count):
-        task = source(index)
-        write_harbor(task, directory / task.id)
-        typer.echo(directory / task.id)
-    error_console().print(f"tasks: {count}")
+    written: list[Path] = []
+    for task in _read_tasks(split, range(count), seed, config, settings):
+        written.append(directory / task.id)
+        write_harbor(task, written[-1])
+        typer.echo(written[-1])
+    error_console().print(f"tasks: {len(written)}")
 
 
 @tasks_app.command("sessions")
@@ -104,17 +96,18 @@ def sessions_command(
         bool, typer.Option("--flawless", help="Only sessions whose tests pass the first time they run.")
     ] = False,
 ) -> None:
-    """Write sessions of the scripted expert as chats, for `etude sft` to fine-tune a published model on.
+    """Write sessions of a scripted author as chats, for `etude sft` to fine-tune a published model on.
 
-    Tools and system words are those of the section `agent`. Sessions that call other tools, or show malformed
-    calls, are left out.
+    The author is that of the configured family, tools and system words those of the section `agent`. Sessions
+    that call other tools, or show malformed calls, are left out.
     """
     from etude.config import load_config
-    from etude.controller.corpus import load_sessions
     from etude.controller.expert_chats import write_chats
+    from etude.controller.families import open_family
 
-    agent = load_config(config, settings or []).agent
-    written = write_chats(load_sessions(count, open_observer()), file, agent, flawless=flawless)
+    run_config = load_config(config, settings or [])
+    sessions = open_family(run_config).sessions(count, open_observer())
+    written = write_chats(sessions, file, run_config.agent, flawless=flawless)
     error_console().print(f"{written} of {count} sessions")
 
 
@@ -159,7 +152,7 @@ def make_command(
     num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="Number of tasks.")] = 200,
     runs: Annotated[int, typer.Option(min=2, help="Runs of the tests, by which flaky ones are found.")] = 20,
     minutes: Annotated[float, typer.Option(min=0.1, help="No change is tested after so long.")] = 45.0,
-    seed: SeedOption = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the changes.")] = 0,
     image: Annotated[
         str | None, typer.Option(help="Image that has the project's packages. Default: one is built.")
     ] = None,
@@ -224,14 +217,22 @@ def _print_report(report: MakeReport) -> None:
         output_console().print(report.missed, highlight=False)
 
 
-def _source(seed: int, split: TaskSplit) -> Callable[[int], Task]:
-    from etude.tasks.acting import ACTING_SUITES, acting_source
-    from etude.tasks.generator import TaskGenerator
+def _read_tasks(
+    split: str, numbers: range, seed: int | None, config: Path | None, settings: list[str] | None
+) -> Iterator[Task]:
+    """Tasks of the configured family; fewer where a split has no more. A finite set is read once."""
+    from etude.config import load_config
+    from etude.controller.families import open_family
+    from etude.rollout.epochs import EpochSource
 
-    if split.value not in ACTING_SUITES:
-        return TaskGenerator(seed, cast("Split", split.value)).task
-    family, _, part = split.value.partition("_")
-    return acting_source(seed, cast("ActingFamily", family), cast("FunctionSplit", part))
+    chosen = [f"seed={seed}"] if seed is not None else []
+    family = open_family(load_config(config, [*(settings or []), *chosen]))
+    if split == "train":
+        source = family.source()
+        if isinstance(source, EpochSource):
+            numbers = range(numbers.start, min(numbers.stop, len(source)))
+        return map(source, numbers)
+    return iter(family.evaluation_tasks(split, numbers.stop)[numbers.start :])
 
 
 def _print_solution(console: Console, task: Task) -> None:

@@ -48,6 +48,7 @@ from etude.config.reinforcement import (
 from etude.config.reward import LengthConfig, RewardConfig
 from etude.config.routing import RouterConfig
 from etude.config.run import (
+    QUICKSTART_FAMILY,
     AgentConfig,
     EvaluationConfig,
     GrammarName,
@@ -59,6 +60,7 @@ from etude.config.sandbox import SandboxConfig, SandboxServerConfig, ServersFile
 from etude.config.weights import WeightsConfig
 
 __all__ = [
+    "QUICKSTART_FAMILY",
     "AdapterConfig",
     "AgentConfig",
     "Baseline",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from etude.config.base import Section
 from etude.config.checkpoint import CheckpointConfig
@@ -73,19 +73,22 @@ class AgentConfig(Section):
     """Text that requests a summary. A large model does better with instructions about its contents."""
 
 
-_FAMILIES = ("bug_fixes", "trails", "directory")
+QUICKSTART_FAMILY = "etude_quickstart.bug_fixes:BugFixes"
+"""The family of tasks of `make train`: a plug-in as any other, which comes with Étude."""
+_FAMILIES = {"bug_fixes": QUICKSTART_FAMILY, "trails": "etude_quickstart.trail_family:Trails"}
+"""Short names."""
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class TasksConfig(Section):
     """Tasks on which the agent is trained and evaluated."""
 
-    family: str = "bug_fixes"
-    """`bug_fixes`: small repositories with a planted bug. `trails`: chains of files that refer to each other,
-    more than fit into a context, with a key to remember. `directory`: your own tasks, which are repeated in
-    each epoch; mid-training, if there is any, uses the corpus of `bug_fixes`. `MODULE:FUNCTION`: a family of
-    your own, which Python imports from the current directory or wherever it is installed. See
-    docs/tasks.md."""
+    family: str = QUICKSTART_FAMILY
+    """`MODULE:FUNCTION`: a family of tasks, which Python imports from the current directory or wherever it is
+    installed, such as one of your own. `bug_fixes` and `trails` are short names for the quickstart's: small
+    repositories with a planted bug, and chains of files that refer to each other, more than fit into a
+    context, with a key to remember. `directory`: tasks in a directory, which are repeated in each epoch;
+    mid-training, if there is any, uses the corpus of `bug_fixes`. See docs/tasks.md."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Settings of a family of your own."""
     directory: str = ""
@@ -124,13 +127,17 @@ class TasksConfig(Section):
     """Loss weight of summaries and of the answer in mid-training, relative to the agent's other messages: a
     key is copied once where names of files are copied twenty times."""
 
+    @field_validator("family")
+    @classmethod
+    def _with_its_module(cls, name: str) -> str:
+        """A short name written out."""
+        if name in _FAMILIES or name == "directory" or _IMPORTED.fullmatch(name):
+            return _FAMILIES.get(name, name)
+        raise ValueError(f"must be {', '.join(_FAMILIES)}, directory or MODULE:FUNCTION, received {name!r}")
+
     @model_validator(mode="after")
     def _directory_is_named(self) -> TasksConfig:
-        if self.family not in _FAMILIES and not _IMPORTED.fullmatch(self.family):
-            raise ValueError(
-                f"family: must be {', '.join(_FAMILIES)} or MODULE:FUNCTION, received {self.family!r}"
-            )
-        if self.options and self.family in _FAMILIES:
+        if self.options and self.family in ("directory", *_FAMILIES.values()):
             raise ValueError(f"options: are for families of your own, received some with {self.family!r}")
         if (self.family == "directory") != bool(self.directory):
             raise ValueError(

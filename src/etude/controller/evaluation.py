@@ -29,17 +29,16 @@ from etude.evaluation import (
     plays_of,
     session_figures,
     summarize,
+    tasks_digest,
 )
 from etude.evaluation.results import PLAN, TRAJECTORIES
 from etude.kit.durable import make_directory, write_json
 from etude.observe import Observer, RunDirectory, summarize_behaviour
 from etude.records import Task, Trajectory
 from etude.store.trajectories import TrajectoryLog
-from etude.tasks.acting import ACTING_SUITES
-from etude.tasks.frozen import tasks_digest
 
-FROZEN_SPLITS = ("heldout", "validation", "heldout_family", *ACTING_SUITES)
-"""Suites by name. But for `*_train`, no training step saw their tasks."""
+_SPLITS_FIRST = ("heldout", "validation", "heldout_family")
+"""Splits that are meant even where a directory has such a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class EvaluationRequest:
     target: str
     """A run's directory, a checkpoint's, or the address of an OpenAI-compatible endpoint."""
     suite: str = "heldout"
-    """A frozen split, or a directory of Harbor task directories."""
+    """A split of the target's family of tasks, or a directory of Harbor task directories."""
     num_tasks: int = 240
     num_samples: int = 1
     temperature: float | None = None
@@ -87,14 +86,15 @@ def load_suite(
     suite: str, num_tasks: int, config: RunConfig, say: Callable[[str], None] = lambda words: None
 ) -> list[Task]:
     """The first tasks of a suite; of a directory, those that are verified. Raises ConfigError, TaskError."""
-    if suite in FROZEN_SPLITS:
-        return open_family(config).evaluation_tasks(suite, num_tasks)
-    if not Path(suite).is_dir():
+    if suite in _SPLITS_FIRST or not Path(suite).is_dir():
+        family = open_family(config)
+        if suite in family.splits:
+            return family.evaluation_tasks(suite, num_tasks)
         raise ConfigError(
-            "is neither a split nor a directory",
+            "is neither a split of the family nor a directory",
             field="--suite",
             received=suite,
-            fix=f"one of {', '.join(FROZEN_SPLITS)}, or a directory of tasks",
+            fix=f"one of {', '.join(family.splits)}, or a directory of tasks",
         )
     tasks, notes = load_task_set(Path(suite), "--suite", config)
     for words in notes:
@@ -186,7 +186,7 @@ def _plan(request: EvaluationRequest, target: Target, tasks: Sequence[Task]) -> 
     return {
         "target": target.describe(),
         "suite": request.suite,
-        "tasks": tasks_digest(list(tasks)),
+        "tasks": tasks_digest(tasks),
         "temperature": request.temperature,
         "seed": target.config.seed,
     }

@@ -1,10 +1,11 @@
-"""Sessions of the scripted expert as chats: what models of others are fine-tuned on."""
+"""Sessions of a scripted author, and these as chats: what models of others are fine-tuned on."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,27 @@ from etude.agent.prompts import agent_words
 from etude.config import AgentConfig
 from etude.kit.durable import write_text
 from etude.records import ToolCall
-from etude.rollout.corpus import ScriptedSession
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.grammar import ToolSchema
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedTurn:
+    """One message and what the agent was shown for it."""
+
+    parts: tuple[ToolCall | str, ...]
+    """Calls, or raw text where the author erred."""
+    outputs: tuple[str, ...]
+    """Empty for the message that ended the session."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedSession:
+    """One session of a scripted author."""
+
+    instruction: str
+    turns: tuple[ScriptedTurn, ...]
+
 
 _PASSED = re.compile(r"\d+ passed")
 
@@ -25,7 +44,7 @@ def write_chats(
     """Writes sessions as chats, one JSON object a line, with the tools and the system words of `agent`;
     returns how many.
 
-    Sessions are left out in which the expert shows what is malformed in tags of our own, or calls a tool that
+    Sessions are left out in which the author shows what is malformed in tags of our own, or calls a tool that
     is not offered. `flawless`: also those whose tests did not pass the first and only time they ran. Raises
     ConfigError for a tool that there is not.
     """
@@ -44,7 +63,7 @@ def write_chats(
 
 
 def _is_written(session: ScriptedSession, names: set[str]) -> bool:
-    """Whether all that the expert writes can be written with these tools."""
+    """Whether all that the author writes can be written with these tools."""
     parts = [part for turn in session.turns for part in turn.parts]
     return all(part.name in names if isinstance(part, ToolCall) else "<" not in part for part in parts)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from etude.config import EvaluationConfig, RunConfig
 from etude.controller.stages import STAGE
 from etude.errors import ConfigError, RunDirectoryError
-from etude.evaluation.acting import MASKED_SAMPLES
+from etude.evaluation.acting import MASKED_SAMPLES, ActingTasks
 from etude.observe import RunDirectory, read_metrics
 
 MIN_RL_SHARE = 0.4
@@ -90,21 +90,21 @@ class Forecast:
 
 
 def evaluation_sizes(
-    settings: EvaluationConfig, num_heldout: int, *, has_other_families: bool, acting: Sequence[str]
+    settings: EvaluationConfig, num_heldout: int, *, has_other_families: bool, acting: Sequence[ActingTasks]
 ) -> list[tuple[str, float]]:
     """Name and size of each evaluation of a run, in their order: half of them come before reinforcement
     learning. Speeds.evaluation_s is the time of size 1. `num_heldout`: tasks that there are to be judged on.
-    `acting`: families that only acting solves."""
+    `acting`: kinds of tasks that only acting solves."""
     num_repeated = min(num_heldout, settings.num_repeated_tasks)
     played = num_heldout + num_repeated * (settings.num_samples - 1) / 2
     before, after = [("before", played)], [("after", played)]
     if has_other_families:
         others = float(min(settings.num_tasks, settings.num_family_tasks))
         before, after = [*before, ("family before", others)], [*after, ("family", others)]
-    for name in acting:
-        num_played = 1 + settings.num_samples + (MASKED_SAMPLES if name == "observed" else 0)
+    for kind in acting:
+        num_played = 1 + settings.num_samples + (MASKED_SAMPLES if kind.mask else 0)
         tried = settings.num_acting_tasks * num_played / 2
-        before, after = [*before, (f"{name} before", tried)], [*after, (f"{name} after", tried)]
+        before, after = [*before, (f"{kind.name} before", tried)], [*after, (f"{kind.name} after", tried)]
     return [(name, size / settings.num_tasks) for name, size in (*before, *after)]
 
 

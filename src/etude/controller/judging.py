@@ -121,7 +121,7 @@ class Judging:
         """The mid-trained model's figures, in the written report, but for those that an earlier sitting has.
         `others`: tasks of families that are never trained on."""
         judged = self._report.get("families", {})
-        lacks_families = any("before" not in judged.get(name, {}) for name in family.acting)
+        lacks_families = any("before" not in judged.get(kind.name, {}) for kind in family.acting)
         if "heldout_before" in self._report and not lacks_families:
             return
         manifest = await trainer.call("publish")
@@ -150,18 +150,22 @@ class Judging:
         `when`: "before" or "after" reinforcement learning."""
         settings, slots = self._config.evaluation, self._config.engine.num_slots
         found: dict[str, dict[str, Any]] = self._report.setdefault("families", {}) if family.acting else {}
-        for name in family.acting:
+        for kind in family.acting:
+            name = kind.name
             sides = found.setdefault(name, {})
             if when in sides:
                 continue
             began = self._stop.elapsed_s
             self._observer.stage_begins(f"evaluation {name} {when}", 1)
             tasks = family.evaluation_tasks(f"{name}_heldout", settings.num_acting_tasks)
-            label, played = f"{self._config.name}-{name}-{when}", (parts.environment, parts.service, tasks)
+            label, playing = f"{self._config.name}-{name}-{when}", (parts.environment, parts.service)
             seed = self._config.seed
-            sides[when] = await evaluate_family(*played, label, seed, slots, settings.num_samples)
-            if name == "observed":
-                sides[when] |= await evaluate_masked(*played, f"{label}-masked", seed, slots)
+            sides[when] = await evaluate_family(*playing, tasks, label, seed, slots, settings.num_samples)
+            if kind.mask is not None:
+                masked = [kind.mask(task) for task in tasks]
+                sides[when] |= await evaluate_masked(
+                    *playing, masked, kind.ceiling, f"{label}-masked", seed, slots
+                )
             self._observer.stage_advances(1, {"pass_rate": sides[when]["sampled"]["pass_rate"]})
             self._observer.stage_ends()
             add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)

@@ -1,8 +1,9 @@
-"""Figures of the families that only acting solves: do first edits follow what a test run said?"""
+"""Figures of tasks that only acting solves: do first edits follow what a test run said?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from etude.evaluation.sessions import SessionRow, play_sessions, plays_of
@@ -10,10 +11,21 @@ from etude.evaluation.statistics import mean, pass_rates, summarize, verdicts_by
 from etude.evaluation.suite import check_infrastructure
 from etude.protocols import EpisodeRunner, Sampler
 from etude.records import SamplingParams, Task, Trajectory
-from etude.tasks.observed import CEILING, mask_output
 
 MASKED_SAMPLES = 4
 """Sessions of each task in the ablation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActingTasks:
+    """A kind of tasks that only acting solves: a run reports its figures by themselves."""
+
+    name: str
+    """In reports."""
+    mask: Callable[[Task], Task] | None = None
+    """For the ablation: the same task, whose failing tests tell nothing. None: no ablation."""
+    ceiling: float = 1.0
+    """The chance of a right first edit without a test run."""
 
 
 async def evaluate_family(
@@ -52,22 +64,23 @@ async def evaluate_masked(
     environment: EpisodeRunner,
     sampler: Sampler,
     tasks: Sequence[Task],
+    ceiling: float,
     name: str,
     seed: int,
     max_sessions: int,
 ) -> dict[str, Any]:
-    """Observed tasks once more at temperature 1, with failing tests that tell nothing.
+    """Masked tasks at temperature 1: their failing tests tell nothing.
 
-    Keys: `first_edit_ceiling`, the chance of a right first edit without a test run; `masked_ablation`, the
+    Keys: `first_edit_ceiling`, as given; `masked_ablation`, the
     share of right first edits here, which must not be above it but by luck; `masked_sessions`, their number.
     """
-    plays = plays_of([mask_output(task) for task in tasks], MASKED_SAMPLES)
+    plays = plays_of(tasks, MASKED_SAMPLES)
     params = SamplingParams(temperature=1.0)
     played = await play_sessions(environment, sampler, plays, name, seed, params, max_sessions)
     check_infrastructure(played)
     graded = [one for one in played if one.reward is not None]
     return {
-        "first_edit_ceiling": CEILING,
+        "first_edit_ceiling": ceiling,
         "masked_ablation": mean([bool(one.facts["first_edit_right"]) for one in graded]),
         "masked_sessions": len(graded),
     }

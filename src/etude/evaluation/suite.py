@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,3 +80,28 @@ def check_infrastructure(trajectories: Sequence[Trajectory]) -> None:
             received=failed[0].cause,
             fix="correct what failed the first of them, and begin again",
         )
+
+
+def tasks_digest(tasks: Sequence[Task]) -> str:
+    """Digest of a list of tasks, in order."""
+    return _digest("\n".join(_task_digest(task) for task in tasks))
+
+
+def _task_digest(task: Task) -> str:
+    """Digest of all that a task holds; 32 hexadecimal digits."""
+    fields = {
+        "id": task.id,
+        "instruction": task.instruction,
+        "files": dict(task.files),
+        "hidden_files": dict(task.hidden_files),
+        "solution_files": dict(task.solution_files),
+        "allowed_paths": task.allowed_paths,
+        "test_paths": task.test_paths,
+        "hidden_test_paths": task.hidden_test_paths,
+        "metadata": dict(task.metadata),
+    }
+    return _digest(json.dumps(fields, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

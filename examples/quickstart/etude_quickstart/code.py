@@ -1,0 +1,87 @@
+"""Plain code and fixes of the train split, for learning to read and write them by next-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from etude_quickstart.edits import body_start
+from etude_quickstart.families import FAMILIES, draw_caller
+from etude_quickstart.functions import NAMES, FunctionSpec, draw_function, name_shape, shape_hash
+from etude_quickstart.generator import TaskGenerator, canonical_parameters, split_of_hash
+from etude_quickstart.mutations import mutations
+
+NUMBERED_SHARE = 0.5
+"""Documents written as the file tool shows them: line number, tab, line."""
+FIX_MARK = "\nfix "
+"""What stands between a broken file and the line that mends it: its number, a tab, its text."""
+REWRITE_MARK = "\nrewrite "
+"""What stands between a broken file and its function's body as it should be: its lines, then the body."""
+_MAX_BUGS = 3
+_CALLER_SHARE = 0.1
+
+
+def code_documents(seed: int, count: int) -> Iterator[str]:
+    """`count` files with one right function each, docstring first; the same for the same seed.
+
+    Half are plain, half numbered. No function of another split is among them.
+    """
+    rng = Random(f"code/{seed}")
+    for _ in range(count):
+        source = _draw(rng).source
+        if rng.random() < NUMBERED_SHARE:
+            source = numbered(source)
+        yield source
+
+
+def fix_documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
+    """What a history of fixes teaches: a broken file, numbered, then the line that mends it.
+
+    Documents `first` .. `first + count - 1`, the same for the same seed. They hold no tool calls: how a fix
+    is made with tools, only sessions show.
+    """
+    tasks = TaskGenerator(seed, "train")
+    for index in range(first, first + count):
+        task = tasks.task(index)
+        path, line = str(task.metadata["path"]), int(task.metadata["line"])
+        mended = task.solution_files[path].split("\n")[line - 1]
+        yield f"{numbered(task.files[path])}{FIX_MARK}{line}\t{mended}"
+
+
+def rewrite_documents(seed: int, count: int) -> Iterator[str]:
+    """A file with one to three bugs, numbered, then the function's body as it should be.
+
+    With several bugs, writing what the docstring says is right more often than copying.
+    """
+    rng = Random(f"rewrite/{seed}")
+    for _ in range(count):
+        source, changes = "", dict[int, str]()
+        while not changes:
+            source = _draw(rng).source
+            wrong = [(bug.line, bug.apply(source).split("\n")[bug.line - 1]) for bug in mutations(source)]
+            changes = dict(rng.choice(wrong) for _ in range(rng.randint(1, _MAX_BUGS)) if wrong)
+        lines = source.removesuffix("\n").split("\n")
+        first = body_start(lines)
+        broken = "\n".join(changes.get(number, line) for number, line in enumerate(lines, 1))
+        body = "\n".join(lines[first - 1 :])
+        yield f"{numbered(broken)}{REWRITE_MARK}{first}-{len(lines)}\n{body}"
+
+
+def numbered(source: str) -> str:
+    """The file as the file tool shows it."""
+    lines = source.removesuffix("\n").split("\n")
+    return "\n".join(f"{number}\t{line}" for number, line in enumerate(lines, 1))
+
+
+def _draw(rng: Random) -> FunctionSpec:
+    """A function, or now and then a caller of one, of the train split."""
+    name, other = rng.sample(NAMES, 2)
+    while True:
+        spec = draw_function(rng.choice(FAMILIES), name, rng)
+        if split_of_hash(spec.hash) != "train":
+            continue
+        if rng.random() >= _CALLER_SHARE:
+            return spec
+        shape = draw_caller(rng, spec.returns, canonical_parameters(spec))
+        if split_of_hash(shape_hash(shape)) == "train":
+            return name_shape(shape, "caller", other, rng, imports=(spec,))
