@@ -4,6 +4,8 @@ from __future__ import annotations
 
 PROXY_PORT = 3128
 """Port of the proxy on the sandbox's own loopback."""
+OWN_URL = f"http://127.0.0.1:{PROXY_PORT}"
+"""Where programs inside reach the server of the process that made the sandbox, if they may."""
 _NO_PROXY = "localhost,127.0.0.1,::1"
 
 
