@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,7 +10,6 @@ from urllib.parse import urlsplit
 
 from etude.agent import agent_format, open_renderer
 from etude.config import HarnessConfig, RunConfig
-from etude.controller.backends import open_run_backend
 from etude.environment.episodes import Environment, EpisodeLimits, RouteKeeper
 from etude.environment.runners import TimedRunner
 from etude.errors import ConfigError
@@ -43,7 +41,8 @@ async def open_environment(
     from etude.environment.recording.server import build_app
     from etude.serving.process import served
 
-    machines = _prepared(harness, backend)
+    assert isinstance(backend, MachineBackend), "so RunConfig wants it"
+    _show_python(harness, backend)
     held = MapLimits(limits.session.max_tokens)
     if limits.session.max_session_tokens:
         held = replace(held, max_session_tokens=limits.session.max_session_tokens)
@@ -51,44 +50,32 @@ async def open_environment(
     sessions = LiveSessions(shelf, RecordingLimits(session=held))
     async with served(build_app(sessions)) as url:
         doorway = Doorway(url)
-        if machines.capabilities().network:
-            machines.own_server = urlsplit(url).netloc
-            doorway = Doorway(OWN_URL, (machines.own_server,))
+        if backend.capabilities().network:
+            backend.own_server = urlsplit(url).netloc
+            doorway = Doorway(OWN_URL, (backend.own_server,))
         yield HarnessEnvironment(backend, renderer, limits, reward, keep_routes, harness, sessions, doorway)
 
 
 def check_harness(config: RunConfig) -> None:
-    """Raises ConfigError, before a run has a directory, for sandboxes in which no command runs or that cannot
-    reach the endpoint, and for an environment that they cannot be shown."""
+    """Raises ConfigError, before a run has a directory, for an environment that its sandboxes cannot see."""
     if config.agent.harness.command:
-        backend = open_run_backend(config.sandbox)
-        try:
-            _prepared(config.agent.harness, backend)
-        finally:
-            asyncio.run(backend.close())
+        _show_python(config.agent.harness, LocalBackend())
 
 
-def _prepared(harness: HarnessConfig, backend: SandboxBackend) -> MachineBackend:
-    """The backend, whose sandboxes see the environment with the agent."""
-    if not isinstance(backend, MachineBackend) or not backend.capabilities().commands:
+def _show_python(harness: HarnessConfig, backend: SandboxBackend) -> None:
+    """Has sandboxes see the environment with the agent, if one is named. Raises ConfigError."""
+    if not harness.python:
+        return
+    assert isinstance(backend, LocalBackend), "so RunConfig wants it"
+    view = HostView()
+    try:
+        view.add_python(Path(harness.python).absolute())
+    except ConfigError as error:
         raise ConfigError(
-            "a foreign agent cannot be run in sandboxes of this kind",
-            field="sandbox.backend",
-            received=backend.capabilities().backend,
-            fix="local, gvisor, vm, docker or podman",
-        )
-    if harness.python:
-        assert isinstance(backend, LocalBackend), "so RunConfig wants it"
-        view = HostView()
-        try:
-            view.add_python(Path(harness.python).absolute())
-        except ConfigError as error:
-            raise ConfigError(
-                error.message,
-                field="agent.harness.python",
-                received=harness.python,
-                fix="name one made with `python -m venv DIR`, not below /tmp, that other users may read",
-            ) from error
-        view.programs = ""  # for the command alone: tests find the Python that they find without it
-        backend.view = view
-    return backend
+            error.message,
+            field="agent.harness.python",
+            received=harness.python,
+            fix="name one made with `python -m venv DIR`, not below /tmp, that other users may read",
+        ) from error
+    view.programs = ""  # the command names its own: tests find the Python that they find without it
+    backend.view = view

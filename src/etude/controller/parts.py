@@ -97,7 +97,8 @@ async def _open_engine(
     config: RunConfig, tokenizer: Tokenizer, deterministic: bool
 ) -> AsyncIterator[tuple[WeightPublisher, Service]]:
     engine = make_engine(config, tokenizer, SampledModel.configured(config, tokenizer))
-    delay = config.engine.tool_delay_steps if deterministic else None
+    is_foreign = bool(config.agent.harness.command)  # nobody can say when it asks again
+    delay = config.engine.tool_delay_steps if deterministic and not is_foreign else None
     with open_weights(config.weights, in_parts=config.parallel.ranks > 1) as (weights, fetch):
         async with EngineService(engine, fetch, delay) as service:
             yield weights, service
