@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from etude.config import RunConfig
 from etude.controller.harness import open_environment
 from etude.environment.episodes import EpisodeLimits
-from etude.records import SamplingParams, Status, Task, Trajectory, TrajectoryId
+from etude.records import SamplingParams, Status, Trajectory, TrajectoryId
 from etude.sandbox.machine_backend import MachineBackend
 from etude.store.blobs import MemoryBlobs
 from tests.environment.playing import TASK
@@ -35,7 +36,7 @@ AGENT = textwrap.dedent(
         messages += [{"role": "user", "content": done.stdout or "ok"}]
     """
 )
-COMMAND = f"cat > /tmp/agent.py <<'END'\n{AGENT}\nEND\nexec python3 /tmp/agent.py {{instruction}}"
+COMMAND = f"exec python3 -c {shlex.quote(AGENT)} {{instruction}}"
 MEND = "printf 'def tally(xs):\\n    return sum(xs)\\n' > lib/tally.py"
 
 
@@ -46,21 +47,20 @@ def play(
     command: str = COMMAND,
     timeout_s: float = 60.0,
     refusals: int = 0,
-    task: Task = TASK,
+    backend: str = "local",
 ) -> tuple[Trajectory, TellingSampler]:
-    """One episode in a local sandbox, and the sampler that played the answers. `refusals`: requests that it
-    fails first."""
+    """One episode, and the sampler that played the answers. `refusals`: requests that it fails first."""
     agent = {"harness": {"command": command, "timeout_s": timeout_s}, "max_message_tokens": 200}
     config = RunConfig.model_validate({"agent": agent})
     sampler = TellingSampler(replies(answers), refusals=refusals)
-    identity = TrajectoryId("run", task.id, 0, 0, 0)
+    identity = TrajectoryId("run", TASK.id, 0, 0, 0)
 
     async def scenario(backend: MachineBackend) -> Trajectory:
         limits, blobs = EpisodeLimits.from_config(config), MemoryBlobs()
         async with open_environment(config, backend, qwen_tokenizer(), limits, blobs.put) as runner:
-            return await runner.run(task, identity, sampler, (7, 1), SamplingParams(), training=True)
+            return await runner.run(TASK, identity, sampler, (7, 1), SamplingParams(), training=True)
 
-    return on_backend(state, scenario), sampler
+    return on_backend(state, scenario, backend), sampler
 
 
 def test_a_foreign_agent_solves_its_task_and_its_tokens_are_recorded_as_sampled(tmp_path: Path) -> None:
@@ -77,8 +77,14 @@ def test_a_foreign_agent_solves_its_task_and_its_tokens_are_recorded_as_sampled(
     assert sampler.closed == [segment.id]
 
 
+@pytest.mark.filterwarnings("ignore:the unisolated")
+def test_without_isolation_the_endpoint_is_reached_where_it_is(tmp_path: Path) -> None:
+    trajectory, _ = play(tmp_path, [MEND, "done"], backend="unisolated")
+    assert trajectory.status is Status.DONE and trajectory.facts["passed"]
+
+
 def test_an_agent_that_ends_with_an_error_is_graded_all_the_same(tmp_path: Path) -> None:
-    trajectory, _ = play(tmp_path, [MEND, "done"], command=f"({COMMAND}\n) && echo no use >&2 && exit 3")
+    trajectory, _ = play(tmp_path, [MEND, "done"], command=f"({COMMAND}) && echo no use >&2 && exit 3")
     assert (trajectory.status, trajectory.cause) == (Status.DONE, "exit 3: no use")
     assert trajectory.facts["passed"] and not trajectory.facts["finished"]
 
