@@ -7,9 +7,9 @@ since sandboxes have a /tmp of their own), plays every session of `etude train -
 24 tasks: a word that the instruction names is to be written into a file, and `tests/test.sh` looks at the
 file. A small model from random weights is first fine-tuned (`etude sft`) on chats that show the form alone:
 the word that they write is drawn at random from four. So it earns 1 in about a quarter of the sessions, and
-what RL adds it has learnt from the foreign agent's own sessions.
+some groups have both rewards.
 
-    harness_steps        RL steps that trained on a group with rewards 1 and 0
+    harness_steps        RL steps that trained on groups with rewards 1 and 0
     reward_first, _last  mean reward of the first and the last step's sessions
 """
 
@@ -99,7 +99,7 @@ max_staleness = {max_staleness}
 validate_every = 0
 
 [rl.optimizer]
-learning_rate = 2e-3
+learning_rate = {learning_rate}
 warmup_steps = 0
 
 [evaluation]
@@ -113,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--harness-env", type=Path, required=True, help="Virtual environment of the agent.")
     parser.add_argument("--steps", type=int, default=4, help="RL steps.")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="As rl.optimizer.learning_rate.")
     parser.add_argument("--max-staleness", type=int, default=0, help="As rl.max_staleness.")
     parser.add_argument("--keep", type=Path, help="Directory to work in, which is kept.")
     parser.add_argument("--json", type=Path, help="Where the figures are written.")
@@ -189,6 +190,7 @@ def train(directory: Path, model: Path, options: argparse.Namespace) -> Path:
     environment = options.harness_env.resolve()
     paths = {"runs": directory / "runs", "tasks": directory / "tasks", "environment": environment}
     numbers = {"num_steps": options.steps, "max_staleness": options.max_staleness}
+    numbers["learning_rate"] = options.learning_rate
     config = directory / "harness.toml"
     config.write_text(CONFIG.format(model=model, **paths, **numbers), encoding="utf-8")
     etude("train", "--config", str(config), "--harness", harness_command(environment))

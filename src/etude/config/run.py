@@ -215,8 +215,9 @@ class RunConfig(Section):
     same steps. A limit too short for 40 % of the mid-training steps and one RL step is refused. Afterwards no
     clock ends anything: on a machine that becomes slower the run takes longer, and the progress line says how
     long. Where the run cannot be measured beforehand (a GPU, several processes, `colocated`, vLLM, borrowed
-    replicas, other clusters), and in `etude pretrain`, `etude sft` and runs on recorded trajectories, a limit
-    ends each sitting as Ctrl-C does: the state is saved, the stage is not finished, `--resume` goes on."""
+    replicas, other clusters, a foreign agent), and in `etude pretrain`, `etude sft` and runs on recorded
+    trajectories, a limit ends each sitting as Ctrl-C does: the state is saved, the stage is not finished,
+    `--resume` goes on."""
     initial_checkpoint: str | None = None
     """Hugging Face directory to start from instead of mid-training. Its config.json replaces the section
     `model`. Architectures that Étude does not define train through transformers and sample through vLLM."""
