@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from etude.config import CurriculumConfig
 from etude.errors import ConfigError, TaskError
-from etude.records import Group, RewardBreakdown, Task
+from etude.records import Group, RewardBreakdown, Task, TestScript
 from etude.rollout.curriculum import CollectorState, Curriculum, LevelRecord
 from etude.rollout.epochs import EpochSource
 from tests.environment.playing import TASK
@@ -44,6 +44,14 @@ def play(curriculum: Curriculum, verdicts: dict[str, float]) -> list[str]:
         curriculum.resolve([(number, group(number, verdicts.get(task.id, 0.5)))])
         played.append(task.id)
     return played
+
+
+def test_tasks_with_other_scripts_of_their_own_are_other_tasks() -> None:
+    digests = {
+        EpochSource([replace(TASK, verifier=TestScript(archive))], seed=0).digest
+        for archive in (b"one", b"two")
+    }
+    assert len(digests) == 2
 
 
 def test_each_epoch_has_every_task_once_in_an_order_of_its_own() -> None:

@@ -17,6 +17,7 @@ from etude.sandbox.channel import Channel
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.network.proxy import OWN_URL
 from etude.sandbox.template import Template
 from etude.sandbox.types import CommandResult, Network, Resources
 from tests.sandbox.scenes import becomes_true, on_backend, open_descriptors
@@ -307,3 +308,30 @@ def test_a_log_that_cannot_be_opened_makes_no_sandbox(tmp_path: Path) -> None:
         assert await backend.list() == []
 
     on_backend(tmp_path, scenario)
+
+
+def test_the_owners_server_is_reached_at_the_proxys_own_address_by_whom_the_rules_allow(
+    tmp_path: Path,
+) -> None:
+    async def scenario(backend: ForkServerBackend) -> None:
+        async with upstream(backend) as server:
+            backend.allow_private, backend.own_server = (), f"127.0.0.1:{server.port}"
+            template = Template({"fetch.py": FETCH})
+            allowed = await backend.create(template, ROOMY, Network((backend.own_server,)))
+            elsewhere = await backend.create(template, ROOMY, Network(("example.com",)))
+            offline = await backend.create(template, ROOMY)
+            answers = [
+                await s.commands.run(f"python3 fetch.py {OWN_URL}/s/1") for s in (allowed, elsewhere, offline)
+            ]
+            assert [answer.stdout.split()[0] for answer in answers] == ["small", "HTTPError", "URLError"]
+            assert server.requests == ["GET /s/1 HTTP/1.1"]
+
+    on_backend(tmp_path, scenario)
+
+
+def test_without_a_server_of_the_owners_a_path_alone_is_no_request(tmp_path: Path) -> None:
+    async def scene(s: Sandbox, server: Upstream) -> None:
+        answer = await s.commands.run(f"python3 fetch.py {OWN_URL}/")
+        assert answer.stdout.startswith("HTTPError 400") and not server.requests
+
+    online(tmp_path, scene)

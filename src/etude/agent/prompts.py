@@ -25,9 +25,11 @@ work is done; a message without a call ends your turn: say in it what you did, a
 
 
 def agent_format(tokenizer: Tokenizer, agent: AgentConfig) -> ChatFormat:
-    """How the agent is spoken to, as the section `agent` says. Raises ConfigError where no known format fits
-    the tokenizer, and for a tool that there is not."""
+    """How the agent is spoken to, as the section `agent` says; a foreign one brings its own tools and words.
+    Raises ConfigError where no known format fits the tokenizer, and for a tool that there is not."""
     chosen = choose_format(tokenizer, agent.template, agent.grammar)
+    if agent.harness.command:
+        return chosen
     tools, words = agent_words(agent, "core" if chosen.is_own else "full")
     has_tags = chosen.is_own and all(tokenizer.has_control(f"<{tool.name}>") for tool in tools)
     system = None if has_tags and agent.system == "auto" else words

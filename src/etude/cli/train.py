@@ -61,6 +61,14 @@ def train_command(
             help="Train on stored sessions. Short for --set rl.stream.source=RUN.",
         ),
     ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Foreign agent to train: a command run in each task's sandbox. Short for --set "
+            "agent.harness.command=COMMAND.",
+        ),
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Training processes. Short for --set parallel.ranks=N.")
     ] = None,
@@ -73,7 +81,10 @@ def train_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Train an agent: mid-training, reinforcement learning, and an evaluation before and after."""
-    numbers, texts = {"seed": seed, "parallel.ranks": ranks}, {"name": name, "executor": executor}
+    numbers = {"seed": seed, "parallel.ranks": ranks}
+    texts = {"name": name, "executor": executor, "agent.harness.command": harness}
+    if harness == "":
+        raise ConfigError("needs a command", field="--harness", received=harness, fix="leave it out")
     settings = _merge(overrides or [], numbers, texts, from_log)
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.

@@ -8,6 +8,7 @@ from etude.config.clusters import ClustersConfig
 from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
 from etude.config.forks import ForkConfig, ForkTurn
+from etude.config.harness import HarnessConfig
 from etude.config.loading import (
     drop_key,
     dump_config,
@@ -77,6 +78,7 @@ __all__ = [
     "ForkConfig",
     "ForkTurn",
     "GrammarName",
+    "HarnessConfig",
     "LengthConfig",
     "LossConfig",
     "MidtrainConfig",

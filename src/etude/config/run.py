@@ -13,6 +13,7 @@ from etude.config.cluster import ClusterConfig
 from etude.config.clusters import ClustersConfig
 from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
+from etude.config.harness import HarnessConfig
 from etude.config.images import ImagesConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
@@ -71,12 +72,15 @@ class AgentConfig(Section):
     """Largest number of summaries; after that a full context ends the session."""
     summary_request: str = "Summarise."
     """Text that requests a summary. A large model does better with instructions about its contents."""
+    harness: HarnessConfig = HarnessConfig()
+    """A foreign agent in place of Étude's own."""
 
 
 QUICKSTART_FAMILY = "etude_quickstart.bug_fixes:BugFixes"
 """The family of tasks of `make train`: a plug-in as any other, which comes with Étude."""
 _FAMILIES = {"bug_fixes": QUICKSTART_FAMILY, "trails": "etude_quickstart.trail_family:Trails"}
 """Short names."""
+_NEAR = "its endpoint is in the run's own process, and so must its sandboxes be"
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -218,8 +222,9 @@ class RunConfig(Section):
     same steps. A limit too short for 40 % of the mid-training steps and one RL step is refused. Afterwards no
     clock ends anything: on a machine that becomes slower the run takes longer, and the progress line says how
     long. Where the run cannot be measured beforehand (a GPU, several processes, `colocated`, vLLM, borrowed
-    replicas, other clusters), and in `etude pretrain`, `etude sft` and runs on recorded trajectories, a limit
-    ends each sitting as Ctrl-C does: the state is saved, the stage is not finished, `--resume` goes on."""
+    replicas, other clusters, a foreign agent), and in `etude pretrain`, `etude sft` and runs on recorded
+    trajectories, a limit ends each sitting as Ctrl-C does: the state is saved, the stage is not finished,
+    `--resume` goes on."""
     initial_checkpoint: str | None = None
     """Hugging Face directory to start from instead of mid-training. Its config.json replaces the section
     `model`. Architectures that Étude does not define train through transformers and sample through vLLM."""
@@ -321,6 +326,8 @@ class RunConfig(Section):
             )
         if self.agent.summary_at_tokens:
             self._check_summaries()
+        if self.agent.harness.command:
+            self._check_harness()
         return self
 
     @property
@@ -338,6 +345,27 @@ class RunConfig(Section):
             raise ValueError(
                 f"agent.summary_at_tokens: must leave {kept} of agent.max_tokens={agent.max_tokens} for a "
                 f"message and a summary, received {agent.summary_at_tokens}"
+            )
+
+    def _check_harness(self) -> None:
+        sandbox = self.sandbox
+        for field, received, why in (
+            ("rl.stream.source", self.rl.stream.source, "recorded sessions are not played"),
+            ("rl.forks.share", self.rl.forks.share, "nobody can fork a foreign agent in its middle"),
+            ("agent.summary_at_tokens", self.agent.summary_at_tokens, "a foreign agent sums up by itself"),
+            ("sandbox.server", sandbox.server or sandbox.servers_file or sandbox.servers, _NEAR),
+            ("cluster.workers", self.cluster.workers, _NEAR),
+            ("clusters.listen", self.clusters.listen, _NEAR),
+            ("evaluation.every_steps", self.evaluation.every_steps, _NEAR),
+        ):
+            if received:
+                raise ValueError(
+                    f"{field}: must not be set with agent.harness.command, received {received!r}: {why}"
+                )
+        if self.agent.harness.python and sandbox.backend != "local":
+            raise ValueError(
+                'agent.harness.python: needs sandbox.backend = "local", received '
+                f"{sandbox.backend!r}; put the agent into the image instead"
             )
 
     def _check_vllm_replicas(self) -> None:

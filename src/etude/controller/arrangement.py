@@ -122,6 +122,7 @@ def is_reproducible(config: RunConfig) -> bool:
     """Whether the same run gives the same tokens twice: it keeps a schedule, or else the order of requests
     changes no bit, since every sum has a fixed order and no weights change meanwhile."""
     elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
+    elsewhere = elsewhere or config.agent.harness.command
     fixed = config.numerics == "invariant" and config.rl.max_staleness == 0 and not elsewhere
     return keeps_schedule(config) or fixed
 
@@ -131,6 +132,8 @@ def keeps_schedule(config: RunConfig) -> bool:
     and so do several processes or clusters that sample or run sessions, or one that samples while another
     trains, and replicas that come and go."""
     if config.engine.backend != "etude" or config.clusters.listen or config.elastic.router:
+        return False
+    if config.agent.harness.command:  # which asks when it likes
         return False
     cluster = config.cluster
     alone = cluster.engines == 1 and not cluster.workers

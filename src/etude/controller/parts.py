@@ -12,8 +12,9 @@ from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm
+from etude.controller.harness import open_environment
 from etude.controller.remote.fleet import EngineFleet
-from etude.environment.episodes import Environment, EpisodeLimits
+from etude.environment.episodes import EpisodeLimits
 from etude.environment.runners import TimedRunner
 from etude.inference import EngineService
 from etude.inference.vllm import VllmSampler
@@ -71,15 +72,16 @@ async def open_parts(
     backend = open_run_backend(config.sandbox, owner)
     renderer = open_renderer(tokenizer, config.agent)
     blobs = open_blobs(routes)
-    environment = Environment(
-        backend, renderer, EpisodeLimits.from_config(config), config.rl.reward, blobs.put
-    )
+    limits = EpisodeLimits.from_config(config)
     if config.engine.backend == "vllm":
         opening = _open_vllm(config, tokenizer, model, snapshots)
     else:
         opening = _open_engine(config, tokenizer, deterministic)
     try:
-        async with opening as (weights, service):
+        async with (
+            open_environment(config, backend, tokenizer, limits, blobs.put) as environment,
+            opening as (weights, service),
+        ):
             yield Parts(renderer, blobs, weights, service, environment)
     finally:
         await backend.close()
@@ -95,7 +97,8 @@ async def _open_engine(
     config: RunConfig, tokenizer: Tokenizer, deterministic: bool
 ) -> AsyncIterator[tuple[WeightPublisher, Service]]:
     engine = make_engine(config, tokenizer, SampledModel.configured(config, tokenizer))
-    delay = config.engine.tool_delay_steps if deterministic else None
+    is_foreign = bool(config.agent.harness.command)  # nobody can say when it asks again
+    delay = config.engine.tool_delay_steps if deterministic and not is_foreign else None
     with open_weights(config.weights, in_parts=config.parallel.ranks > 1) as (weights, fetch):
         async with EngineService(engine, fetch, delay) as service:
             yield weights, service

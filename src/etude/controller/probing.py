@@ -67,9 +67,11 @@ _NAME = "probe"
 
 
 def can_probe(config: RunConfig) -> bool:
-    """Whether a probe of this process says what the run will take: one process on a CPU, and our engine."""
+    """Whether a probe of this process says what the run will take: one process on a CPU, our engine, and our
+    agent."""
     alone = config.executor == "local" and config.parallel.ranks == 1 and not config.colocated
     elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
+    elsewhere = elsewhere or config.agent.harness.command
     on_cpu = config.device != "cuda" and choose_device(config.device, config.numerics) == "cpu"
     return on_cpu and alone and not elsewhere
 

@@ -10,6 +10,7 @@ from etude.controller.clusters.runner import check_clusters
 from etude.controller.compute import choose_device, choose_place, choose_weight_dtype, settle_numerics
 from etude.controller.engines import check_engine
 from etude.controller.families import open_family
+from etude.controller.harness import check_harness
 from etude.controller.models import check_format, settle_model
 from etude.controller.planning import check_machine
 from etude.environment.rewards import check_reward
@@ -22,10 +23,11 @@ def check_start(config: RunConfig) -> None:
     """Refuses, before a run directory is made, what would end the run sooner or later.
 
     Raises ConfigError for an initial checkpoint that is none, does not fit or cannot be spoken to as asked,
-    experts that cannot be divided so, a term of the reward that cannot be computed, vLLM that is neither
-    installed nor named, a Ray cluster or any sandbox server that does not answer; StoreError for a weight
-    store whose scheme is not known, that does not answer or that may not be written; ResourceError for a
-    device, for kernels or for sandboxes that cannot be had, or parts that do not fit this machine.
+    experts that cannot be divided so, a term of the reward that cannot be computed, sandboxes in which a
+    foreign harness cannot be run, vLLM that is neither installed nor named, a Ray cluster or any sandbox
+    server that does not answer; StoreError for a weight store whose scheme is not known, that does not answer
+    or that may not be written; ResourceError for a device, for kernels or for sandboxes that cannot be had,
+    or parts that do not fit this machine.
     """
     config = settle_numerics(settle_model(config))
     check_format(config)
@@ -34,6 +36,7 @@ def check_start(config: RunConfig) -> None:
         check_reward(config.rl.reward)
         open_family(config)
         check_run_backend(config.sandbox)
+        check_harness(config)
         if config.engine.backend == "etude":
             check_engine(config)
     check_store(config.weights)

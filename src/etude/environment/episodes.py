@@ -86,7 +86,7 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Play:
+class Play:
     """What every attempt at an episode has in common."""
 
     task: Task
@@ -135,7 +135,7 @@ class Environment:
         first_attempt: int = 0,
     ) -> Trajectory:
         """See EpisodeRunner.run. `first_attempt`: how often the episode has been begun elsewhere."""
-        play = _Play(task, identity, params, training)
+        play = Play(task, identity, params, training)
 
         async def attempt(session: AgentSession, number: int) -> Trajectory:
             world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
@@ -164,7 +164,7 @@ class Environment:
         Infrastructure failures of the episode are retried as in `run`, with all that left it; siblings that
         fail are reported as such.
         """
-        play = _Play(task, identity, params, training=True)
+        play = Play(task, identity, params, training=True)
 
         async def attempt(session: AgentSession, number: int) -> ForkedEpisode:
             # Held open until its siblings are: what is computed together must not depend on how long
@@ -182,7 +182,7 @@ class Environment:
 
     async def _until_done(
         self,
-        play: _Play,
+        play: Play,
         attempt: Callable[[AgentSession, int], Awaitable[Done]],
         failed: Callable[[Trajectory], Done],
         number: int,
@@ -201,7 +201,7 @@ class Environment:
                 self.times.num_episodes += 1
                 return done
 
-    def _new_session(self, play: _Play) -> AgentSession:
+    def _new_session(self, play: Play) -> AgentSession:
         summary = self._limits.summary
         if summary is not None and not play.training:
             summary = replace(summary, jitter=0.0)
@@ -217,7 +217,7 @@ class Environment:
 
     async def _fork(
         self,
-        play: _Play,
+        play: Play,
         session: AgentSession,
         world: EnvironmentSession,
         timings: Timings,
@@ -250,7 +250,7 @@ class Environment:
 
     async def _sibling(
         self,
-        play: _Play,
+        play: Play,
         told: Trajectory,
         forked: ForkedWorlds,
         place: Place,
@@ -291,7 +291,7 @@ class Environment:
             world.origin.digest,
             {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
         )
-        return self._rewarded(replace(trajectory, facts=_facts(trajectory, outcome.verdict)))
+        return self._rewarded(replace(trajectory, facts=session_facts(trajectory, outcome.verdict)))
 
     def _rewarded(self, trajectory: Trajectory) -> Trajectory:
         """With the price of its length, which takes its tokens to know."""
@@ -315,7 +315,7 @@ def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
     )
 
 
-def _facts(trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:
+def session_facts(trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:
     """What the session did, with what the verdict adds: was the first edit the whole fix?"""
     facts = dict(trajectory.facts)
     right_at_once = bool(facts["first_edit_right"]) or (verdict.passed and facts["num_edits"] == 1)

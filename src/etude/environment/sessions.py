@@ -116,10 +116,14 @@ class EnvironmentSession:
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    def begin(cls, site: Site, task: Task, resources: Resources | None = None) -> EnvironmentSession:
-        """A session on a task. Its sandbox is made in the meantime: the first use waits for it."""
+    def begin(
+        cls, site: Site, task: Task, resources: Resources | None = None, reach: tuple[str, ...] = ()
+    ) -> EnvironmentSession:
+        """A session on a task. Its sandbox is made in the meantime: the first use waits for it. `reach`: what
+        it may reach beside the task's own hosts, as in `Network.allow`."""
         template, machine = task_template(task), task.machine
-        network = network_to(machine.hosts) if machine is not None else None
+        hosts = (machine.hosts or ()) if machine is not None else ()
+        network = network_to((*hosts, *reach))
         origin = Origin(template, task_resources(task, resources or Resources()), network)
         sandbox = DeferredSandbox(site.backend, template, origin.resources, network)
         return cls(site, origin, sandbox, task, user=user_of(task))

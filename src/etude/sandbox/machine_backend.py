@@ -59,6 +59,8 @@ class MachineBackend(SnapshotKeeper):
 
     allow_private: tuple[str, ...] = ()
     """`IP:port`s of private addresses that sandboxes may reach if their rules do: an operator's choice."""
+    own_server: str = ""
+    """`IP:port` of a server of this process. Sandboxes whose rules allow it reach it at `OWN_URL`."""
 
     def __init__(self, state: Path | None = None) -> None:
         """`state`: directory of snapshots, logs and working files, made when first needed."""
@@ -181,7 +183,13 @@ class MachineBackend(SnapshotKeeper):
         rules = sandbox.spec.network.allow
         if rules:
             await sandbox.connect_network(
-                EgressProxy(rules, self.request_log(), sandbox.id, allow_private=self.allow_private)
+                EgressProxy(
+                    rules,
+                    self.request_log(),
+                    sandbox.id,
+                    allow_private=self.allow_private,
+                    own_server=self.own_server,
+                )
             )
 
     def request_log(self) -> RequestLog:

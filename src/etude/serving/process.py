@@ -162,10 +162,19 @@ class HeadTimedProtocol(H11Protocol):
             self.transport.close()
 
 
+class _ServerBeside(uvicorn.Server):
+    """uvicorn's server beside something else in its process, to which signals are."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leaves them alone."""
+        yield
+
+
 @asynccontextmanager
 async def served(app: FastAPI) -> AsyncIterator[str]:
     """The address of an application on a free port of the loopback address, in this event loop."""
-    server = uvicorn.Server(configure(app))
+    server = _ServerBeside(configure(app))
     listeners = open_listeners("127.0.0.1", 0)
     running = asyncio.ensure_future(server.serve(listeners))
     try:

@@ -79,12 +79,12 @@ async def open_surroundings(
             )
         return open_people_backend(choice.backend), Surroundings(network=network)
     view = HostView(project)
-    has_environment = _add_environment(view, choice.venv, note)
+    has_environment = _add_environment(view, project, choice.venv, note)
     files = {".git": f"gitdir: {project}/.git\n".encode()} if view.add_history() else {}
     return open_people_backend("local", view), Surroundings(None, network, files, has_environment)
 
 
-def _add_environment(view: HostView, venv: str, note: Callable[[str], None]) -> bool:
+def _add_environment(view: HostView, project: Path, venv: str, note: Callable[[str], None]) -> bool:
     """Raises ConfigError for an environment that was named and cannot be shown; of one that was found the
     reason is noted."""
     if venv == NO_VENV:
@@ -92,7 +92,7 @@ def _add_environment(view: HostView, venv: str, note: Callable[[str], None]) -> 
     if venv:
         view.add_python(Path(venv).expanduser())
         return True
-    found = find_environment(view.project)
+    found = find_environment(project)
     if found is None:
         return False
     try:

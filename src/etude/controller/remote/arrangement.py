@@ -35,6 +35,7 @@ from etude.controller.backends import open_run_backend
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import ElasticPool
 from etude.controller.engines import SampledModel
+from etude.controller.harness import open_environment
 from etude.controller.parts import Blobs, Parts, open_blobs
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.episodes import RemoteEpisodes
@@ -46,7 +47,7 @@ from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
 from etude.controller.supervision import FaultJournal, Spawn, Supervision
-from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
+from etude.environment.episodes import EpisodeLimits, failed_trajectory
 from etude.environment.runners import TimedRunner
 from etude.inference.exchange import Build
 from etude.model import LanguageModel
@@ -160,8 +161,8 @@ class _Here:
         config = self.config
         backend = open_run_backend(config.sandbox, sandbox_owner(self.place))
         try:
-            renderer = open_renderer(self.tokenizer, config.agent)
-            yield Environment(backend, renderer, self.limits, config.rl.reward, blobs.put)
+            async with open_environment(config, backend, self.tokenizer, self.limits, blobs.put) as runner:
+                yield runner
         finally:
             await backend.close()
 

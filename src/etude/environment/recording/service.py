@@ -73,6 +73,8 @@ class AnswerService:
     serving: Serving = field(default_factory=Serving)
     journal: SessionJournal | None = None
     """Where the map's inputs are written down; None: nowhere."""
+    rng_key: tuple[int, ...] = ()
+    """Of the noise, before a branch's number; empty: made of the session's name."""
     tasks: Tasks = field(init=False, default_factory=Tasks)
     """Answers that are being sampled."""
     _opened: set[str] = field(init=False, default_factory=set)
@@ -144,7 +146,8 @@ class AnswerService:
 
     def _request(self, generation: Generation, ask: Ask) -> SampleRequest:
         branch = generation.branch
-        key = (ask.seed,) if ask.seed is not None else (_seed(self.session_map.trajectory_id), branch.number)
+        noise = self.rng_key or (_seed(self.session_map.trajectory_id),)
+        key = (ask.seed,) if ask.seed is not None else (*noise, branch.number)
         return SampleRequest(
             id=f"{branch.id}:{next(self._numbers)}",
             session_id=branch.id,

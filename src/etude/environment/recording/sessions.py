@@ -11,16 +11,11 @@ A live session is journaled (`journal`): a server that was killed has it again (
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from blake3 import blake3
+from typing import Any
 
 from etude.environment.recording.errors import (
     BusyError,
@@ -31,12 +26,12 @@ from etude.environment.recording.errors import (
 )
 from etude.environment.recording.journal import SessionJournal
 from etude.environment.recording.limits import RecordingLimits
+from etude.environment.recording.live import LiveSessions, RecordedSession, new_names
 from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
-from etude.environment.recording.session_map import SessionMap
 from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec
 from etude.protocols import Sampler
-from etude.records import Group, RewardBreakdown, Status, Trajectory
+from etude.records import Group, RewardBreakdown, Status
 from etude.serving.access import find_token
 from etude.store.blobs import BlobStore, FileBlobs
 from etude.store.trajectories import TrajectoryLog
@@ -46,53 +41,7 @@ from etude.tokens.chat.shelf import RendererShelf
 _MAX_ENDED = 4096
 
 
-@dataclass(slots=True, eq=False)
-class RecordedSession:
-    """One session of one agent."""
-
-    id: str
-    """Cannot be guessed: who knows it may send requests, and nothing else."""
-    key: str
-    """The agent's API key, where its base URL does not name the session."""
-    tenant: str
-    spec: SessionSpec
-    service: AnswerService
-    created_s: float
-    used_s: float
-    """Monotonic, as `created_s`."""
-    num_requests: int = 0
-    """Under way."""
-    state: Literal["live", "finishing"] = "live"
-    reward: RewardBreakdown | None = None
-
-    @property
-    def map(self) -> SessionMap:
-        """Its histories."""
-        return self.service.session_map
-
-    @property
-    def journal(self) -> SessionJournal:
-        """What is on the disk of it."""
-        assert self.service.journal is not None, "recorded sessions have one"
-        return self.service.journal
-
-    def describe(self) -> dict[str, Any]:
-        """What its owner may know, as plain JSON values."""
-        return {
-            "id": self.id,
-            "trajectory": str(self.spec.trajectory_id),
-            "state": self.state,
-            "requests_running": self.num_requests,
-            "branches": len(self.map.branches),
-            "tokens": self.map.num_tokens,
-            "sampled_tokens": self.map.num_sampled_tokens,
-            "counts": asdict(self.map.counts),
-            "reward": None if self.reward is None else self.reward.total,
-            "metadata": dict(self.spec.metadata),
-        }
-
-
-class Recordings:
+class Recordings(LiveSessions):
     """All sessions of one server. For one event loop; the store's files are written by threads."""
 
     def __init__(
@@ -106,32 +55,17 @@ class Recordings:
         blobs: BlobStore | None = None,
     ) -> None:
         """`store`: directory of the trajectory log. `tenants`: token -> name of who may create sessions."""
-        self.renderers = renderers
-        self.limits = limits or RecordingLimits()
-        self.draining = False
-        self.counts: Counter[str] = Counter()
+        super().__init__(renderers, limits, serving)
         self._sampler = sampler
-        self._serving = serving or Serving()
         self._log = TrajectoryLog(store)
         self._live = store / LIVE
         self._blobs: BlobStore = FileBlobs(store / RECORDED_ROUTES) if blobs is None else blobs
         self._tenants = dict(tenants)
         self._store_lock = asyncio.Lock()
-        self._sessions: dict[str, RecordedSession] = {}
-        self._by_key: dict[str, RecordedSession] = {}
         self._ended: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
         """Finished sessions: tenant, and what finishing them answered."""
         self._heard_s: dict[str, float] = {}
         """Tenant -> when it was last heard of."""
-
-    def __len__(self) -> int:
-        """Sessions that have not ended."""
-        return len(self._sessions)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that are being answered."""
-        return sum(session.num_requests for session in self._sessions.values())
 
     # ---- who ------------------------------------------------------------------------------------
 
@@ -144,13 +78,10 @@ class Recordings:
         return tenant
 
     def find(self, session_id: str) -> RecordedSession:
-        """The live session of an id. Raises NoSuchSessionError and SessionEndedError."""
-        session = self._sessions.get(session_id)
-        if session is None and session_id in self._ended:
+        """See LiveSessions.find."""
+        if session_id not in self._sessions and session_id in self._ended:
             raise SessionEndedError("the session has ended", field="session")
-        if session is None:
-            raise NoSuchSessionError("no such session", field="session", fix="create it first")
-        return session
+        return super().find(session_id)
 
     def find_owned(self, tenant: str, session_id: str) -> RecordedSession:
         """The same, for its owner alone: of others' sessions it says that there are none."""
@@ -160,23 +91,10 @@ class Recordings:
         return session
 
     def find_for_agent(self, path_id: str | None, header_id: str | None, key: str) -> RecordedSession:
-        """The session that an agent's request belongs to: by its path, its key, or a tenant's token with a
-        header. Raises RefusedKeyError, NoSuchSessionError and SessionEndedError."""
-        if path_id is not None:
-            session = self.find(path_id)
-        elif key in self._by_key:
-            session = self._by_key[key]
-        elif header_id is not None:
-            session = self.find_owned(self.tenant_of(key), header_id)
-        else:
-            raise RefusedKeyError(
-                "no session has this key",
-                field="Authorization",
-                fix="use the session's base URL, or its key as the API key",
-            )
-        if session.state != "live":
-            raise SessionEndedError("the session is being finished", field="session")
-        return session
+        """See LiveSessions.find_for_agent; also by a tenant's token with a header."""
+        if path_id is None and header_id is not None and key not in self._by_key:
+            path_id = self.find_owned(self.tenant_of(key), header_id).id
+        return super().find_for_agent(path_id, header_id, key)
 
     # ---- beginning and end ----------------------------------------------------------------------
 
@@ -211,30 +129,12 @@ class Recordings:
                 received=str(spec.trajectory_id),
                 fix="use another run, epoch, group or index",
             )
-        session_map = SessionMap(
-            str(spec.trajectory_id), self.renderers.find, self.limits.session, spec.keep_thinking
-        )
-        session_id, key = secrets.token_hex(16), f"etude-{secrets.token_urlsafe(24)}"
+        session_id, key = new_names()
         described = session_document(session_id, key, tenant, spec, self.limits.session, self.renderers)
         journal = SessionJournal.create(self._live / f"{session_id}.jsonl", described)
-        service = AnswerService(session_map, self._sampler, self._serving, journal=journal)
+        service = AnswerService(self._map_of(spec), self._sampler, self._serving, journal=journal)
         self.counts["sessions_created"] += 1
         return self._hold(session_id, key, tenant, spec, service)
-
-    def _hold(
-        self,
-        session_id: str,
-        key: str,
-        tenant: str,
-        spec: SessionSpec,
-        service: AnswerService,
-        age_s: float = 0.0,
-        reward: RewardBreakdown | None = None,
-    ) -> RecordedSession:
-        now = time.monotonic()
-        session = RecordedSession(session_id, key, tenant, spec, service, now - age_s, now, reward=reward)
-        self._sessions[session.id] = self._by_key[session.key] = session
-        return session
 
     async def set_reward(self, session: RecordedSession, reward: RewardBreakdown) -> None:
         """Sets the reward, durably; a later one replaces it. Raises StoreError and SessionEndedError."""
@@ -243,22 +143,6 @@ class Recordings:
         await session.journal.sync()
         self._check_live(session)  # else its trajectory may have been made without
         session.reward = reward
-
-    def enter(self, session: RecordedSession) -> None:
-        """A request of the session begins. Raises BusyError, and SessionEndedError for one that has ended
-        since it was found."""
-        self._check_live(session)
-        if session.num_requests >= self.limits.requests_per_session:
-            raise BusyError(
-                "too many requests of one session at once", field="session", received=session.num_requests
-            )
-        session.num_requests += 1
-        session.used_s = time.monotonic()
-
-    def leave(self, session: RecordedSession) -> None:
-        """A request of the session has ended."""
-        session.num_requests -= 1
-        session.used_s = time.monotonic()
 
     async def finish(
         self,
@@ -290,7 +174,7 @@ class Recordings:
         session.state = "finishing"
         try:
             await session.service.stop()
-            trajectory = await asyncio.to_thread(self._trajectory, session, status, cause)
+            trajectory = await asyncio.to_thread(session.trajectory, status, cause, self._blobs.put)
             identity = trajectory.id
             group = Group(
                 f"{identity.run}/{identity.task}/e{identity.epoch}/g{identity.group}",
@@ -370,37 +254,3 @@ class Recordings:
             await session.service.stop()
         finally:
             session.journal.close()
-
-    def _is_live(self, session: RecordedSession) -> bool:
-        return session.state == "live" and session.id in self._sessions
-
-    def _check_live(self, session: RecordedSession) -> None:
-        if not self._is_live(session):
-            raise SessionEndedError("the session has ended, or is being finished", field="session")
-
-    def _forget(self, session: RecordedSession) -> None:
-        self._sessions.pop(session.id, None)
-        self._by_key.pop(session.key, None)
-
-    def _trajectory(self, session: RecordedSession, status: Status, cause: str) -> Trajectory:
-        recorded, spec = session.map, session.spec
-        failed = status is Status.INFRASTRUCTURE
-        facts = {
-            **asdict(recorded.counts),
-            "abandoned": [list(row) for row in recorded.abandoned()],
-            "metadata": dict(spec.metadata),
-        }
-        openings = sorted({e.key.hex() for b in recorded.branches for e in b.entries[:1]})
-        return Trajectory(
-            id=spec.trajectory_id,
-            segments=recorded.segments(self._blobs.put),
-            turns=recorded.turns(),
-            status=status,
-            cause=cause,
-            reward=None if failed else session.reward,
-            harness_digest=blake3(json.dumps(openings).encode()).hexdigest(),
-            timings={"session": time.monotonic() - session.created_s},
-            tenant=session.tenant,
-            consent=spec.consent,
-            facts=facts,
-        )

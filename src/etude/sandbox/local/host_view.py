@@ -35,8 +35,8 @@ _NUM_LINKS = 40
 class HostView:
     """Directories of the host that sandboxes see, and links to their workspace at the project's own path."""
 
-    project: Path
-    """The directory that the workspace is a copy of; absolute, without links."""
+    project: Path | None = None
+    """The directory that the workspaces are copies of, absolute and without links; None: of none."""
     directories: dict[str, str] = field(default_factory=dict[str, str])
     """Path in the sandbox -> directory of the host."""
     hops: dict[str, str] = field(default_factory=dict[str, str])
@@ -50,6 +50,8 @@ class HostView:
         return {**self.hops, **self._workspace_links()}
 
     def _workspace_links(self) -> dict[str, str]:
+        if self.project is None:
+            return {}
         project = str(self.project)
         below = [path for path in self.directories if path.startswith(f"{project}/")]
         if not below:
@@ -77,7 +79,7 @@ class HostView:
                 received=str(environment),
                 fix="make it with `python -m venv DIR`, or leave the project's out with --venv none",
             )
-        if self._is_shown(str(self.project)):
+        if self.project is not None and self._is_shown(str(self.project)):
             raise ConfigError(
                 "the project lies in a directory that every sandbox sees as it is: an environment could run "
                 "its unchanged code",
@@ -101,12 +103,12 @@ class HostView:
                 source = home.resolve()
                 is_home = python.parent.name == "bin" and _is_installation(source)
                 reason = self._why_hidden(source, is_home)
-                if not reason and not source.is_relative_to(self.project):
+                if not reason and not self._is_in_project(source):
                     self._show(str(home), source)
                 elif not is_link:
                     reason = reason or "lies in the project, and is not the environment"
                     raise _refusal(f"is the Python of this environment, but {home} {reason}", str(python))
-                elif not python.is_relative_to(self.project):
+                elif not self._is_in_project(python):
                     _check_place(str(python))
                     self.hops[str(python)] = str(target)
             if not is_link:
@@ -124,7 +126,7 @@ class HostView:
         unchanged code) or what a person has at home. `/` holds every project.
         """
         home = Path.home().resolve()
-        if self.project.is_relative_to(directory):
+        if self.project is not None and self.project.is_relative_to(directory):
             return "holds the project: commands would read its ignored files and run its unchanged code"
         if home.is_relative_to(directory):
             return f"holds {home}, and all that is there could be read"
@@ -132,8 +134,13 @@ class HostView:
             return "is no Python environment or installation, and all that is there could be read"
         return ""
 
+    def _is_in_project(self, path: Path) -> bool:
+        return self.project is not None and path.is_relative_to(self.project)
+
     def add_history(self) -> bool:
         """Shows the project's `.git`; False where it has none, lies elsewhere or cannot be read."""
+        if self.project is None:
+            return False
         git = self.project / ".git"
         if git.is_symlink() or not git.is_dir() or self._is_shown(str(git)) or _owner(str(git)):
             return False

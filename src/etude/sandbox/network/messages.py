@@ -106,20 +106,23 @@ class ResponseHead:
     """Content-Length as received; also says how long the body of a HEAD would have been."""
 
 
-def parse_request_head(data: bytes) -> RequestHead:
-    """A request from the bytes of its head, empty line included. Raises Refusal, and nothing else."""
+def parse_request_head(data: bytes, own: Target | None = None) -> RequestHead:
+    """A request from the bytes of its head, empty line included. Raises Refusal, and nothing else.
+
+    `own`: the server that a request means which names a path alone, whatever its Host header says.
+    """
     first, headers = _split_head(data, 400)
     match = _REQUEST_LINE.fullmatch(first)
     if match is None:
         raise Refusal(400, "malformed", "not a request line of HTTP/1.1")
     method, minor_version = match[1].decode("ascii"), int(match[3])
-    target = _parse_target(method, match[2].decode("ascii"))
+    target = _parse_target(method, match[2].decode("ascii"), own)
     hosts = _values(headers, b"host")
     if len(hosts) > 1 or (minor_version == 1 and not hosts):
         raise Refusal(400, "malformed", "a request has exactly one Host header", target.host)
     if method == "CONNECT":
         return RequestHead(method, target, headers, Framing("none"), minor_version, False)
-    if hosts:
+    if hosts and not match[2].startswith(b"/"):
         _check_host_header(hosts[0], target)
     framing, _ = _framing(headers, 400)
     if framing.kind == "chunked" and minor_version == 0:
@@ -197,10 +200,12 @@ def _split_head(data: bytes, status: int) -> tuple[bytes, tuple[Header, ...]]:
     return first, parse_headers(rest, status)
 
 
-def _parse_target(method: str, text: str) -> Target:
-    """The target of CONNECT (`host:port`) or of a plain request (`http://host/path`)."""
+def _parse_target(method: str, text: str, own: Target | None) -> Target:
+    """The target of CONNECT (`host:port`), of a plain request (`http://host/path`), or of one to `own`."""
     if method == "CONNECT":
         authority, port, path = text, None, ""
+    elif own is not None and text.startswith("/"):
+        return Target(own.host, own.port, text)
     else:
         scheme, colon, rest = text.partition("://")
         if not colon or scheme.lower() != "http":

@@ -17,12 +17,20 @@ from etude.sandbox.network.addresses import parse_private
 from etude.sandbox.network.dialing import Connect, Dialer, Resolve, open_tcp, resolve_name
 from etude.sandbox.network.exchange import CutError, Forwarding, Tunnel
 from etude.sandbox.network.log import RequestLog, RequestRecord
-from etude.sandbox.network.messages import MAX_HEAD_BYTES, Refusal, RequestHead, parse_request_head
+from etude.sandbox.network.messages import (
+    MAX_HEAD_BYTES,
+    Refusal,
+    RequestHead,
+    Target,
+    parse_request_head,
+)
 from etude.sandbox.network.rules import FIELD, Rule, join_authority, parse_rules, permits
 from etude.sandbox.network.streams import CHUNK_BYTES, BufferedStream, Stream, UpstreamStream
 
 PROXY_PORT = 3128
 """Port of the proxy on the sandbox's own loopback."""
+OWN_URL = f"http://127.0.0.1:{PROXY_PORT}"
+"""Where programs inside reach the server of the process that made the sandbox, if they may."""
 _NO_PROXY = "localhost,127.0.0.1,::1"
 _ANSWER_S = 5.0
 _LINGER_S = 1.0
@@ -41,6 +49,8 @@ class ProxyLimits:
     """To resolve a name and connect to one of its addresses."""
     idle_s: float = 60.0
     """Without a byte to or from the server."""
+    own_idle_s: float = 900.0
+    """The same of the owner's server: a model's answer takes as long as it is long."""
     num_connections: int = 64
     """At once."""
     num_requests: int = 100_000
@@ -61,9 +71,12 @@ class EgressProxy:
         connect: Connect = open_tcp,
         limits: ProxyLimits | None = None,
         allow_private: Iterable[str] = (),
+        own_server: str = "",
     ) -> None:
         """`rules`: as in `Network.allow`. `allow_private`: exact `IP:port` that are reached although
-        they are private or this machine's own; the operator's choice, never a sandbox's.
+        they are private or this machine's own; the operator's choice, never a sandbox's. `own_server`: one
+        more, of a server of the owner's: requests of a path alone, as programs send them that take the proxy
+        for the server, are for it.
 
         Raises ConfigError for what is no rule or no exact address.
         """
@@ -71,9 +84,10 @@ class EgressProxy:
         self._log = log
         self._sandbox_id = sandbox_id
         self._limits = limits or ProxyLimits()
-        self._dialer = Dialer(
-            resolve, connect, parse_private(allow_private), self._limits.connect_s, self._limits.num_lookups
-        )
+        own = parse_private([own_server] if own_server else ())
+        self._own = next((Target(host, port) for host, port in own), None)
+        private = parse_private(allow_private) | own
+        self._dialer = Dialer(resolve, connect, private, self._limits.connect_s, self._limits.num_lookups)
         self._num_open = 0
         self._num_requests = 0
         self._log_failed = False
@@ -161,9 +175,14 @@ class EgressProxy:
                 return False
             forwarding = Forwarding(client, upstream, request)
             try:
-                return await forwarding.run(self._limits.idle_s)
+                return await forwarding.run(self._idle_s(target))
             finally:
                 record.status = forwarding.status
+
+    def _idle_s(self, target: Target) -> float:
+        own = self._own
+        is_own = own is not None and (own.host, own.port) == (target.host, target.port)
+        return self._limits.own_idle_s if is_own else self._limits.idle_s
 
     async def _run_tunnel(self, tunnel: Tunnel, record: RequestRecord) -> None:
         try:
@@ -183,7 +202,7 @@ class EgressProxy:
             raise Refusal(400, "incomplete", "the connection ended within the request's head") from error
         if data is None:
             raise Refusal(431, "head_too_large", "a head of more than 32 KiB")
-        return parse_request_head(data)
+        return parse_request_head(data, self._own)
 
     @asynccontextmanager
     async def _connected(self, request: RequestHead, record: RequestRecord) -> AsyncIterator[UpstreamStream]:

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from etude.environment.recording.errors import ERRORS
-from etude.environment.recording.server.requests import AGENT_HEADER, recordings_of, session_of, with_body
+from etude.environment.recording.live import RecordedSession
+from etude.environment.recording.server.requests import AGENT_HEADER, session_of, sessions_of, with_body
 from etude.environment.recording.service import Ask
-from etude.environment.recording.sessions import RecordedSession
 from etude.errors import EtudeError
 from etude.serving.answers import EventStream, Sending
 from etude.serving.application import unless_gone
@@ -90,21 +90,21 @@ async def _read(
 async def _answer(
     request: Request, session: RecordedSession, dialect: Dialect, read: ChatRequest, ask: Ask
 ) -> Response:
-    recordings = recordings_of(request)
-    recordings.counts["requests"] += 1
+    sessions = sessions_of(request)
+    sessions.counts["requests"] += 1
     ahead = await session.service.encode_ahead(ask.messages)
-    recordings.enter(session)
+    sessions.enter(session)
     try:
         started = session.service.start(ask, ahead)
     except BaseException:
-        recordings.leave(session)
+        sessions.leave(session)
         raise
-    events, tokenizer = started.events, recordings.renderers.tokenizer
+    events, tokenizer = started.events, sessions.renderers.tokenizer
     model = read.model or _MODEL
     writer = dialect.writer(read, secrets.token_hex(12), started.prompt_tokens, tokenizer, model)
 
     def describe(error: Exception) -> ErrorAnswer:
-        recordings.counts["errors"] += 1
+        sessions.counts["errors"] += 1
         if not isinstance(error, EtudeError):
             _log.error("a request failed", exc_info=error)
         return respell_error(dialect.path, error, ERRORS.describe(error))
@@ -113,11 +113,11 @@ async def _answer(
         pieces = written(events, writer)
 
         def ended(status: int) -> None:
-            recordings.leave(session)
+            sessions.leave(session)
 
         return EventStream(Sending(pieces, describe, encode_event, ended))
     try:
         document = await unless_gone(request, written_whole(events, writer))
     finally:
-        recordings.leave(session)
+        sessions.leave(session)
     return JSONResponse(document)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
 from etude.environment.recording.errors import ERRORS
+from etude.environment.recording.live import LiveSessions
 from etude.environment.recording.server import agent_routes, control_routes
-from etude.environment.recording.server.requests import recordings_of
+from etude.environment.recording.server.requests import sessions_of
 from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
 from etude.serving.application import build_application
@@ -24,19 +26,25 @@ _log = logging.getLogger("etude.recording.server")
 _SWEEP_S = 30.0
 
 
-def build_app(recordings: Recordings) -> FastAPI:
-    """An ASGI application that serves recorded sessions and closes them when it ends."""
+def build_app(sessions: LiveSessions) -> FastAPI:
+    """An ASGI application that serves sessions to agents. Of `Recordings` it also has the routes of whoever
+    trains, stores those that nobody uses any more, and closes them when it ends."""
+
+    recordings = sessions if isinstance(sessions, Recordings) else None
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if recordings is None:
+            yield
+            return
         try:
-            async with sweeping(lambda: _sweep(recordings), recordings.limits.idle_s, _SWEEP_S):
+            async with sweeping(partial(_sweep, recordings), recordings.limits.idle_s, _SWEEP_S):
                 yield
         finally:
             await recordings.close()
 
     def on_error(connection: HTTPConnection, error: Exception, status: int) -> None:
-        recordings.counts["errors"] += 1
+        sessions.counts["errors"] += 1
 
     app = build_application(
         "Étude recordings",
@@ -47,10 +55,11 @@ def build_app(recordings: Recordings) -> FastAPI:
         figures=_figures,
         respell=lambda connection, error, answer: respell_error(connection.url.path, error, answer),
     )
-    app.state.recordings = recordings
+    app.state.sessions = sessions
     app.include_router(agent_routes.router)
     app.include_router(agent_routes.router, prefix="/s/{session}", dependencies=[Depends(_named)])
-    app.include_router(control_routes.router)
+    if recordings is not None:
+        app.include_router(control_routes.router)
     return app
 
 
@@ -67,15 +76,15 @@ async def _sweep(recordings: Recordings) -> None:
 
 
 async def _health(request: Request) -> Response:
-    recordings = recordings_of(request)
-    state = {"status": "draining" if recordings.draining else "ok", "sessions": len(recordings)}
-    return JSONResponse(state, 503 if recordings.draining else 200)
+    sessions = sessions_of(request)
+    state = {"status": "draining" if sessions.draining else "ok", "sessions": len(sessions)}
+    return JSONResponse(state, 503 if sessions.draining else 200)
 
 
 async def _figures(request: Request) -> str:
-    recordings = recordings_of(request)
+    sessions = sessions_of(request)
     found = Metrics()
-    for name, value in recordings.counts.items():
+    for name, value in sessions.counts.items():
         found.count(f"etude_recording_{name}", value)
-    gauges = {"sessions": len(recordings), "requests_running": recordings.num_requests}
+    gauges = {"sessions": len(sessions), "requests_running": sessions.num_requests}
     return found.text({f"etude_recording_{name}": value for name, value in gauges.items()})

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from etude.environment.recording.errors import RefusedKeyError
-from etude.environment.recording.sessions import RecordedSession, Recordings
+from etude.environment.recording.live import LiveSessions, RecordedSession
+from etude.environment.recording.sessions import Recordings
 from etude.serving.access import bearer_of
 from etude.serving.application import read_parsed
 from etude.tokens.chat.fields import parse_body
@@ -18,9 +19,14 @@ SESSION_HEADER = "x-etude-session"
 AGENT_HEADER = "x-etude-agent"
 
 
-def recordings_of(request: Request) -> Recordings:
+def sessions_of(request: Request) -> LiveSessions:
     """The sessions of the server that got the request."""
-    return request.app.state.recordings
+    return request.app.state.sessions
+
+
+def recordings_of(request: Request) -> Recordings:
+    """The same, of a server that stores them."""
+    return request.app.state.sessions
 
 
 def key_of(request: Request) -> str:
@@ -40,7 +46,7 @@ def session_of(request: Request) -> RecordedSession:
     """The session that an agent's request belongs to."""
     path_id = request.path_params.get("session")
     header_id = request.headers.get(SESSION_HEADER)
-    return recordings_of(request).find_for_agent(path_id, header_id, key_of(request))
+    return sessions_of(request).find_for_agent(path_id, header_id, key_of(request))
 
 
 async def body_of(request: Request) -> dict[str, Any]:
@@ -51,5 +57,5 @@ async def body_of(request: Request) -> dict[str, Any]:
 async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
     """What `work` makes of a request's JSON object; of a large one in a thread. Raises BodyTooLargeError,
     BadRequestError, and what `work` raises."""
-    limit_bytes = recordings_of(request).limits.body_bytes
+    limit_bytes = sessions_of(request).limits.body_bytes
     return await read_parsed(request, limit_bytes, lambda data: work(parse_body(data)))

@@ -1,0 +1,253 @@
+"""Claim: an agent that was not written for Étude is trained by RL, unmodified, in a closed loop.
+
+    python benchmarks/foreign_harness.py --harness-env DIR --json FILE
+
+mini-swe-agent, from the virtual environment DIR (`pip install mini-swe-agent==2.4.6 mcp`; not below /tmp,
+since sandboxes have a /tmp of their own), plays every session of `etude train --harness` in the sandboxes of
+24 tasks: a word that the instruction names is to be written into a file, and `tests/test.sh` looks at the
+file. A small model from random weights is first fine-tuned (`etude sft`) on chats that show the form alone:
+the word that they write is drawn at random from four. So it earns 1 in about a quarter of the sessions, and
+some groups have both rewards.
+
+    harness_steps        RL steps that trained on groups with rewards 1 and 0
+    reward_first, _last  mean reward of the first and the last step's sessions
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import Figures, print_table, write_result
+
+from etude.config import ModelConfig
+from etude.model import LanguageModel
+from etude.model.huggingface import save_model
+from etude.observe.metrics import read_metrics
+from etude.records import Group
+from etude.store.trajectories import TrajectoryLog
+from etude.tokens import train_tokenizer
+
+WORDS = ("red", "blue", "green", "black")
+ORDERS = ("Write", "Put", "Store", "Save", "Note", "Keep")
+SYSTEM = "Answer with one command."
+_COMMAND = "from etude.cli import main; main()"
+MARKS = ["<|im_start|>", "<|im_end|>"]
+MODEL = ModelConfig(
+    architecture="qwen3",
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=192,
+    max_positions=1024,
+)
+TEST = """#!/bin/sh
+if [ "$(cat word.txt)" = {word} ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+VARIABLES = {
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_SILENT_STARTUP": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+SETTINGS = {
+    "agent.system_template": SYSTEM,
+    "agent.instance_template": "{{task}}",
+    "agent.step_limit": "3",
+    "model.observation_template": "exit {{output.returncode}}",
+    "model.format_error_template": "no command",
+}
+CONFIG = """
+name = "harness"
+device = "cpu"
+num_threads = 1
+initial_checkpoint = "{model}"
+runs_directory = "{runs}"
+
+[tasks]
+family = "directory"
+directory = "{tasks}"
+
+[agent]
+max_tokens = 512
+max_message_tokens = 48
+
+[agent.harness]
+python = "{environment}"
+timeout_s = 300.0
+max_running = 4
+
+[rl]
+num_steps = {num_steps}
+groups_per_step = 3
+group_size = 4
+updates_per_step = 1
+max_refill_rounds = 1
+max_staleness = {max_staleness}
+
+[rl.reward.price]
+validate_every = 0
+
+[rl.optimizer]
+learning_rate = {learning_rate}
+warmup_steps = 0
+
+[evaluation]
+num_tasks = 4
+num_samples = 1
+num_repeated_tasks = 1
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--harness-env", type=Path, required=True, help="Virtual environment of the agent.")
+    parser.add_argument("--steps", type=int, default=4, help="RL steps.")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="As rl.optimizer.learning_rate.")
+    parser.add_argument("--max-staleness", type=int, default=0, help="As rl.max_staleness.")
+    parser.add_argument("--keep", type=Path, help="Directory to work in, which is kept.")
+    parser.add_argument("--json", type=Path, help="Where the figures are written.")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = options.keep or Path(folder)
+        write_tasks(directory / "tasks")
+        model = fine_tune(directory)
+        run = train(directory, model, options)
+        figures, notes = measure(run)
+    print_table("a foreign agent in a closed loop", figures)
+    if options.json:
+        write_result(options.json, figures, notes)
+
+
+def write_tasks(directory: Path) -> None:
+    """A task for each word and each way of asking for it."""
+    for word in WORDS:
+        for order in ORDERS:
+            files = {
+                "task.toml": 'schema_version = "1.4"\n[environment]\ndocker_image = "host"\n',
+                "instruction.md": instruction(order, word) + "\n",
+                "tests/test.sh": TEST.format(word=word),
+                "solution/solve.sh": f"#!/bin/sh\necho {word} > word.txt\n",
+            }
+            for path, text in files.items():
+                target = directory / f"{order.lower()}-{word}" / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8")
+
+
+def instruction(order: str, word: str) -> str:
+    """What the user says."""
+    return f"{order} the word {word} into word.txt."
+
+
+def answer(command: str) -> str:
+    """A message with one command, as the agent reads it."""
+    return f"```mswea_bash_command\n{command}\n```"
+
+
+def fine_tune(directory: Path) -> Path:
+    """A model that knows the form of the agent's sessions, and not which word to write."""
+    drawn = random.Random(0)
+    chats: list[list[dict[str, str]]] = []
+    for order in ORDERS * 20:
+        for word in WORDS:
+            messages = [
+                ("system", SYSTEM),
+                ("user", instruction(order, word)),
+                ("assistant", answer(f"echo {drawn.choice(WORDS)} > word.txt")),
+                ("user", "exit 0"),
+                ("assistant", answer("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")),
+            ]
+            chats.append([{"role": role, "content": text} for role, text in messages])
+    texts = [message["content"] for chat in chats for message in chat]
+    tokenizer = train_tokenizer(texts, 420, MARKS)
+    model = LanguageModel(MODEL, tokenizer.vocab_size)
+    model.initialise(0)
+    save_model(model, directory / "model")
+    tokenizer.save(directory / "model")
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    (directory / "chats.jsonl").write_text(lines, encoding="utf-8")
+    sources = ["--from", str(directory / "model"), "--data", f"form={directory / 'chats.jsonl'}"]
+    settings = {"runs_directory": f'"{directory / "runs"}"', "num_threads": "1", "device": '"cpu"'}
+    settings |= {"sft.num_steps": "150", "sft.tokens_per_step": "2048", "sft.heldout_every_steps": "0"}
+    settings |= {"sft.optimizer.learning_rate": "3e-3"}
+    etude("sft", *sources, "--name", "form", *(f"--set={key}={value}" for key, value in settings.items()))
+    return directory / "runs" / "form" / "checkpoints" / "final"
+
+
+def train(directory: Path, model: Path, options: argparse.Namespace) -> Path:
+    """The run's directory."""
+    environment = options.harness_env.resolve()
+    paths = {"runs": directory / "runs", "tasks": directory / "tasks", "environment": environment}
+    numbers = {"num_steps": options.steps, "max_staleness": options.max_staleness}
+    numbers["learning_rate"] = options.learning_rate
+    config = directory / "harness.toml"
+    config.write_text(CONFIG.format(model=model, **paths, **numbers), encoding="utf-8")
+    etude("train", "--config", str(config), "--harness", harness_command(environment))
+    return directory / "runs" / "harness"
+
+
+def harness_command(environment: Path) -> str:
+    """mini-swe-agent with commands in its messages' text and prompts that a small model has room for."""
+    words = [
+        "env",
+        *(f"{name}={value}" for name, value in VARIABLES.items()),
+        str(environment / "bin" / "mini"),
+    ]
+    words += ["--model", "openai/etude", "--model-class", "litellm_textbased", "--agent-class", "default"]
+    words += ["--config", "mini_textbased.yaml"]
+    words += [word for key, value in SETTINGS.items() for word in ("--config", f"{key}={value}")]
+    return f"{shlex.join(words)} --yolo --output /tmp/trajectory.json --task {{instruction}}"
+
+
+def etude(*words: str) -> None:
+    """Runs a command of ours; its output goes where this one's does."""
+    subprocess.run([sys.executable, "-c", _COMMAND, *words], check=True, stdout=sys.stderr)
+
+
+def is_mixed(group: Group) -> bool:
+    """Whether some of its sessions solved the task and some did not."""
+    return {member.reward.task for member in group.members if member.reward} >= {0.0, 1.0}
+
+
+def measure(run: Path) -> tuple[Figures, dict[str, Any]]:
+    """Figures of a run, and what it did step by step."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "rl"]
+    groups = list(TrajectoryLog(run / "trajectories").read())
+    sessions = [member for group in groups for member in group.members]
+    versions = sorted({one.oldest_version.step for one in sessions if one.oldest_version})
+    steps = [
+        {
+            name: row[name]
+            for name in ("reward", "trained_groups", "episodes", "infrastructure_failures", "turns")
+        }
+        for row in rows
+    ]
+    harness_s = [one.timings["harness_s"] for one in sessions if "harness_s" in one.timings]
+    figures = {
+        "harness_steps": float(sum(row["trained_groups"] > 0 for row in rows)),
+        "sessions": float(len(sessions)),
+        "mixed_groups": float(sum(map(is_mixed, groups))),
+        "groups": float(len(groups)),
+        "infrastructure_failures": sum(row["infrastructure_failures"] for row in rows),
+        "versions_that_sampled": float(len(versions)),
+        "reward_first": rows[0]["reward"],
+        "reward_last": rows[-1]["reward"],
+        "parity_k3_worst": max(row.get("parity_k3", 0.0) for row in rows),
+        "session_s_median": statistics.median(harness_s),
+    }
+    return figures, {"steps": steps, "causes": sorted({one.cause for one in sessions})}
+
+
+if __name__ == "__main__":
+    main()

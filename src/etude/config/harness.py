@@ -1,0 +1,39 @@
+"""A foreign agent in place of Étude's own."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from etude.config.base import Section
+
+
+class HarnessConfig(Section):
+    """A foreign agent that plays the sessions of training and evaluation; see docs/recording.md.
+
+    `agent.max_tokens`, `max_message_tokens` and `max_session_tokens` hold for it too; the other limits of
+    `agent` and the tools are those of Étude's own agent.
+    """
+
+    command: str = ""
+    """Shell command that runs the agent in each task's sandbox, in its workspace. `{instruction}` stands for
+    the task's instruction, quoted. In its environment: `ETUDE_INSTRUCTION`, `ETUDE_TASK`, and the endpoint as
+    `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. Empty:
+    Étude's own agent."""
+    python: str = ""
+    """Directory of a Python environment of this machine, with the agent in it, that sandboxes see read-only
+    at its own path. Needs `sandbox.backend = "local"`; tasks with an image of their own have the agent in the
+    image. Empty: none."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Time limit of the command in seconds. At its end the session is graded as it stands, with status
+    `limit`. A shorter limit of the task itself holds instead."""
+    max_running: int = Field(default=16, ge=1)
+    """Largest number of commands that run at once."""
+
+    @field_validator("command")
+    @classmethod
+    def _command_has_words(cls, value: str) -> str:
+        if value and not value.strip():
+            raise ValueError(
+                f"must be a shell command, received {value!r}; leave it out for Étude's own agent"
+            )
+        return value

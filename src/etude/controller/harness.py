@@ -1,0 +1,81 @@
+"""Who plays a run's sessions: Étude's own agent, or a foreign one against an endpoint of this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from etude.agent import agent_format, open_renderer
+from etude.config import HarnessConfig, RunConfig
+from etude.environment.episodes import Environment, EpisodeLimits, RouteKeeper
+from etude.environment.runners import TimedRunner
+from etude.errors import ConfigError
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.local.backend import LocalBackend
+from etude.sandbox.local.host_view import HostView
+from etude.sandbox.machine_backend import MachineBackend
+from etude.sandbox.network.proxy import OWN_URL
+from etude.tokens.tokenizer import Tokenizer
+
+
+@contextlib.asynccontextmanager
+async def open_environment(
+    config: RunConfig,
+    backend: SandboxBackend,
+    tokenizer: Tokenizer,
+    limits: EpisodeLimits,
+    keep_routes: RouteKeeper,
+) -> AsyncIterator[TimedRunner]:
+    """What runs the episodes of a run in this process. Raises ConfigError as `check_harness`."""
+    renderer, reward = open_renderer(tokenizer, config.agent), config.rl.reward
+    harness = config.agent.harness
+    if not harness.command:
+        yield Environment(backend, renderer, limits, reward, keep_routes)
+        return
+    # FastAPI comes with them, which other runs do without.
+    from etude.environment.harness import Doorway, HarnessEnvironment
+    from etude.environment.recording import LiveSessions, MapLimits, RecordingLimits
+    from etude.environment.recording.server import build_app
+    from etude.serving.process import served
+
+    assert isinstance(backend, MachineBackend), "so RunConfig wants it"
+    _show_python(harness, backend)
+    held = MapLimits(limits.session.max_tokens)
+    if limits.session.max_session_tokens:
+        held = replace(held, max_session_tokens=limits.session.max_session_tokens)
+    shelf = agent_format(tokenizer, config.agent).shelf()
+    sessions = LiveSessions(shelf, RecordingLimits(session=held))
+    async with served(build_app(sessions)) as url:
+        doorway = Doorway(url)
+        if backend.capabilities().network:
+            backend.own_server = urlsplit(url).netloc
+            doorway = Doorway(OWN_URL, (backend.own_server,))
+        yield HarnessEnvironment(backend, renderer, limits, reward, keep_routes, harness, sessions, doorway)
+
+
+def check_harness(config: RunConfig) -> None:
+    """Raises ConfigError, before a run has a directory, for an environment that its sandboxes cannot see."""
+    if config.agent.harness.command:
+        _show_python(config.agent.harness, LocalBackend())
+
+
+def _show_python(harness: HarnessConfig, backend: SandboxBackend) -> None:
+    """Has sandboxes see the environment with the agent, if one is named. Raises ConfigError."""
+    if not harness.python:
+        return
+    assert isinstance(backend, LocalBackend), "so RunConfig wants it"
+    view = HostView()
+    try:
+        view.add_python(Path(harness.python).absolute())
+    except ConfigError as error:
+        raise ConfigError(
+            error.message,
+            field="agent.harness.python",
+            received=harness.python,
+            fix="name one made with `python -m venv DIR`, not below /tmp, that other users may read",
+        ) from error
+    view.programs = ""  # the command names its own: tests find the Python that they find without it
+    backend.view = view

@@ -1,0 +1,192 @@
+"""Episodes of a foreign agent: a command in the task's sandbox that asks this run's endpoint for its answers.
+
+    command in the sandbox --> Doorway.url --> agent routes --> LiveSessions --> the run's sampler
+    (its own loop and tools)                                        |            (live weights)
+    exits, or is killed at its time --> graded as any session --> Trajectory, as the sampler gave its tokens
+
+What the agent does wrong is an outcome. What failed before the model had said a word is nobody's decision, so
+it counts as the infrastructure's, and the episode is begun again: a command that is not found, a program that
+does not reach the endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from dataclasses import dataclass, replace
+
+from etude.agent import AgentSession
+from etude.config import HarnessConfig, RewardConfig
+from etude.environment.episodes import Environment, EpisodeLimits, Play, RouteKeeper, session_facts
+from etude.environment.recording.live import LiveSessions, RecordedSession
+from etude.environment.recording.spec import SamplingDefaults, SessionSpec
+from etude.environment.sessions import EnvironmentSession
+from etude.errors import AgentError, SamplerError, SandboxError
+from etude.protocols import Sampler
+from etude.records import SamplingParams, Status, Task, ToolResult, Trajectory, TrajectoryId
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import CommandResult
+from etude.tokens.renderer import Renderer
+
+MODEL = "etude"
+_SAID_CHARS = 300
+"""Of what a command said last, in the cause of its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doorway:
+    """How programs in a sandbox reach the endpoint."""
+
+    url: str
+    """Its base, as they see it."""
+    rules: tuple[str, ...] = ()
+    """What their sandbox must be allowed for it; see `Network.allow`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How an agent's session ended."""
+
+    status: Status
+    cause: str
+    is_own: bool
+    """Whether the agent itself ended it, without a failure."""
+
+
+class HarnessEnvironment(Environment):
+    """Runs episodes of a foreign agent, in this process. Implements TimedRunner."""
+
+    def __init__(
+        self,
+        backend: SandboxBackend,
+        renderer: Renderer,
+        limits: EpisodeLimits,
+        reward: RewardConfig,
+        keep_routes: RouteKeeper | None,
+        harness: HarnessConfig,
+        sessions: LiveSessions,
+        doorway: Doorway,
+    ) -> None:
+        """`sessions`: those that the endpoint behind `doorway` serves."""
+        super().__init__(backend, renderer, limits, reward, keep_routes)
+        self._harness = harness
+        self._sessions = sessions
+        self._doorway = doorway
+        self._places = asyncio.Semaphore(harness.max_running)
+
+    async def run(
+        self,
+        task: Task,
+        identity: TrajectoryId,
+        sampler: Sampler,
+        rng_key: tuple[int, ...],
+        params: SamplingParams,
+        training: bool = False,
+        first_attempt: int = 0,
+    ) -> Trajectory:
+        """See EpisodeRunner.run; the sampling is `params`, whatever the agent asks for."""
+        play = Play(task, identity, params, training)
+
+        async def attempt(unused: AgentSession, number: int) -> Trajectory:
+            async with self._places:
+                return await self._attempt(play, sampler, rng_key, number)
+
+        return await self._until_done(play, attempt, lambda failed: failed, first_attempt)
+
+    async def _attempt(
+        self, play: Play, sampler: Sampler, rng_key: tuple[int, ...], number: int
+    ) -> Trajectory:
+        fixed = replace(play.params, max_tokens=self._limits.session.max_message_tokens)
+        sampling = SamplingDefaults(fixed, fixed.max_tokens)
+        session = self._sessions.open(SessionSpec(play.identity, sampling=sampling), sampler, rng_key)
+        world = EnvironmentSession.begin(self._site, play.task, self._limits.sandbox, self._doorway.rules)
+        began = time.perf_counter()
+        try:
+            try:
+                ending = await self._play(play.task, session, world)
+            finally:
+                await asyncio.shield(self._sessions.end(session))
+            harness_s = time.perf_counter() - began
+            _check_sampled(session, ending)
+            return await self._grade(session, world, ending, number, harness_s)
+        finally:
+            await asyncio.shield(world.close())
+
+    async def _play(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
+        """Runs the command to its end. Raises SandboxError if our own machinery failed."""
+        command = self._harness.command.replace("{instruction}", shlex.quote(task.instruction))
+        limit_s = self._harness.timeout_s
+        if task.machine is not None and task.machine.agent_s:
+            limit_s = min(limit_s, task.machine.agent_s)
+        try:
+            return _ending_of(
+                await world.sandbox.commands.run(command, limit_s, self._environment(task, session))
+            )
+        except AgentError as error:
+            return _Ending(Status.AGENT_ERROR, error.message, is_own=False)
+
+    def _environment(self, task: Task, session: RecordedSession) -> dict[str, str]:
+        """Of the command. Its home is the image's, or else not the workspace, where its settings would count
+        as its work."""
+        base = f"{self._doorway.url}/s/{session.id}"
+        has_image = task.machine is not None and not task.machine.is_host
+        return {
+            **({} if has_image else {"HOME": "/tmp"}),
+            "OPENAI_BASE_URL": f"{base}/v1",
+            "OPENAI_API_KEY": session.key,
+            "OPENAI_MODEL": MODEL,
+            "ANTHROPIC_BASE_URL": base,
+            "ANTHROPIC_API_KEY": session.key,
+            "ETUDE_INSTRUCTION": task.instruction,
+            "ETUDE_TASK": task.id,
+        }
+
+    async def _grade(
+        self,
+        session: RecordedSession,
+        world: EnvironmentSession,
+        ending: _Ending,
+        number: int,
+        harness_s: float,
+    ) -> Trajectory:
+        for turn in session.map.turns():
+            # Malformed calls had no results of the agent's.
+            results = [*turn.results, *(ToolResult("") for _ in turn.calls)][: len(turn.calls)]
+            world.facts.on_turn(turn.calls, results)
+        world.facts.finished = ending.is_own
+        outcome = await world.submit(ending.status, ending.cause)
+        self.times.grade_s += world.grade_s
+        session.reward = outcome.reward
+        trajectory = session.trajectory(ending.status, ending.cause, self._keep_routes)
+        facts = {**trajectory.facts, **world.facts.to_dict()}
+        trajectory = replace(
+            trajectory,
+            attempt=number,
+            image_digest=world.origin.digest,
+            timings={"harness_s": harness_s, "grade_s": world.grade_s},
+            facts=facts,
+        )
+        return self._rewarded(replace(trajectory, facts=session_facts(trajectory, outcome.verdict)))
+
+
+def _ending_of(result: CommandResult) -> _Ending:
+    if result.timed_out:
+        return _Ending(Status.LIMIT, "time", is_own=False)
+    if result.exit_code == 0:
+        return _Ending(Status.DONE, "", is_own=True)
+    said = (result.stderr.strip() or result.stdout.strip())[-_SAID_CHARS:]
+    return _Ending(Status.DONE, f"exit {result.exit_code}: {said}", is_own=False)
+
+
+def _check_sampled(session: RecordedSession, ending: _Ending) -> None:
+    """Raises SamplerError where an answer was asked for and never came, SandboxError where none was."""
+    if session.map.counts.failed:
+        raise SamplerError("the agent's requests were not answered", received=session.map.counts.failed)
+    if not session.map.num_sampled_tokens:
+        raise SandboxError(
+            "the harness never had an answer of the model",
+            field="agent.harness.command",
+            received=ending.cause or "it ended by itself",
+            fix="run it in a sandbox by hand: it must ask the endpoint that OPENAI_BASE_URL names",
+        )

@@ -1,0 +1,208 @@
+"""The sessions that agents may use now, by id and by key: all that serving them needs.
+
+`Recordings` adds to them who may begin sessions, and that they outlast the process; a run that plays a
+foreign harness (`environment.harness`) has them as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from etude.environment.recording.errors import (
+    BusyError,
+    NoSuchSessionError,
+    RefusedKeyError,
+    SessionEndedError,
+)
+from etude.environment.recording.journal import SessionJournal
+from etude.environment.recording.limits import RecordingLimits
+from etude.environment.recording.service import AnswerService, Serving
+from etude.environment.recording.session_map import KeepRoutes, SessionMap
+from etude.environment.recording.spec import SessionSpec
+from etude.protocols import Sampler
+from etude.records import RewardBreakdown, Status, Trajectory
+from etude.tokens.chat.shelf import RendererShelf
+
+
+@dataclass(slots=True, eq=False)
+class RecordedSession:
+    """One session of one agent."""
+
+    id: str
+    """Cannot be guessed: who knows it may send requests, and nothing else."""
+    key: str
+    """The agent's API key, where its base URL does not name the session."""
+    tenant: str
+    spec: SessionSpec
+    service: AnswerService
+    created_s: float
+    used_s: float
+    """Monotonic, as `created_s`."""
+    num_requests: int = 0
+    """Under way."""
+    state: Literal["live", "finishing"] = "live"
+    reward: RewardBreakdown | None = None
+
+    @property
+    def map(self) -> SessionMap:
+        """Its histories."""
+        return self.service.session_map
+
+    @property
+    def journal(self) -> SessionJournal:
+        """What is on the disk of it."""
+        assert self.service.journal is not None, "recorded sessions have one"
+        return self.service.journal
+
+    def describe(self) -> dict[str, Any]:
+        """What its owner may know, as plain JSON values."""
+        return {
+            "id": self.id,
+            "trajectory": str(self.spec.trajectory_id),
+            "state": self.state,
+            "requests_running": self.num_requests,
+            "branches": len(self.map.branches),
+            "tokens": self.map.num_tokens,
+            "sampled_tokens": self.map.num_sampled_tokens,
+            "counts": asdict(self.map.counts),
+            "reward": None if self.reward is None else self.reward.total,
+            "metadata": dict(self.spec.metadata),
+        }
+
+    def trajectory(self, status: Status, cause: str, keep_routes: KeepRoutes | None) -> Trajectory:
+        """The session as it ended, with the reward that it has by now."""
+        failed = status is Status.INFRASTRUCTURE
+        facts = {
+            **asdict(self.map.counts),
+            "abandoned": [list(row) for row in self.map.abandoned()],
+            "metadata": dict(self.spec.metadata),
+        }
+        openings = sorted({e.key.hex() for b in self.map.branches for e in b.entries[:1]})
+        return Trajectory(
+            id=self.spec.trajectory_id,
+            segments=self.map.segments(keep_routes),
+            turns=self.map.turns(),
+            status=status,
+            cause=cause,
+            reward=None if failed else self.reward,
+            harness_digest=blake3(json.dumps(openings).encode()).hexdigest(),
+            timings={"session": time.monotonic() - self.created_s},
+            tenant=self.tenant,
+            consent=self.spec.consent,
+            facts=facts,
+        )
+
+
+class LiveSessions:
+    """Sessions that have not ended. For one event loop."""
+
+    def __init__(
+        self, renderers: RendererShelf, limits: RecordingLimits | None = None, serving: Serving | None = None
+    ) -> None:
+        self.renderers = renderers
+        self.limits = limits or RecordingLimits()
+        self.draining = False
+        self.counts: Counter[str] = Counter()
+        self._serving = serving or Serving()
+        self._sessions: dict[str, RecordedSession] = {}
+        self._by_key: dict[str, RecordedSession] = {}
+
+    def __len__(self) -> int:
+        """Sessions that have not ended."""
+        return len(self._sessions)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are being answered."""
+        return sum(session.num_requests for session in self._sessions.values())
+
+    def find(self, session_id: str) -> RecordedSession:
+        """The live session of an id. Raises NoSuchSessionError and SessionEndedError."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise NoSuchSessionError("no such session", field="session", fix="create it first")
+        return session
+
+    def find_for_agent(self, path_id: str | None, header_id: str | None, key: str) -> RecordedSession:
+        """The session that an agent's request belongs to, by its path or its key. `header_id`: for owners of
+        sessions alone. Raises RefusedKeyError, NoSuchSessionError and SessionEndedError."""
+        session = self.find(path_id) if path_id is not None else self._by_key.get(key)
+        if session is None:
+            raise RefusedKeyError(
+                "no session has this key",
+                field="Authorization",
+                fix="use the session's base URL, or its key as the API key",
+            )
+        if session.state != "live":
+            raise SessionEndedError("the session is being finished", field="session")
+        return session
+
+    def open(self, spec: SessionSpec, sampler: Sampler, rng_key: tuple[int, ...]) -> RecordedSession:
+        """Begins a session of which nothing is kept: whoever opens it takes its trajectory. `rng_key`: of
+        its noise, before the number of the segment."""
+        service = AnswerService(self._map_of(spec), sampler, self._serving, rng_key=rng_key)
+        return self._hold(*new_names(), "local", spec, service)
+
+    async def end(self, session: RecordedSession) -> None:
+        """The session takes no more requests; those under way are aborted and have ended. Idempotent."""
+        self._forget(session)
+        session.state = "finishing"
+        await session.service.stop()
+
+    def enter(self, session: RecordedSession) -> None:
+        """A request of the session begins. Raises BusyError, and SessionEndedError for one that has ended
+        since it was found."""
+        self._check_live(session)
+        if session.num_requests >= self.limits.requests_per_session:
+            raise BusyError(
+                "too many requests of one session at once", field="session", received=session.num_requests
+            )
+        session.num_requests += 1
+        session.used_s = time.monotonic()
+
+    def leave(self, session: RecordedSession) -> None:
+        """A request of the session has ended."""
+        session.num_requests -= 1
+        session.used_s = time.monotonic()
+
+    def _map_of(self, spec: SessionSpec) -> SessionMap:
+        name, limits = str(spec.trajectory_id), self.limits.session
+        return SessionMap(name, self.renderers.find, limits, spec.keep_thinking)
+
+    def _hold(
+        self,
+        session_id: str,
+        key: str,
+        tenant: str,
+        spec: SessionSpec,
+        service: AnswerService,
+        age_s: float = 0.0,
+        reward: RewardBreakdown | None = None,
+    ) -> RecordedSession:
+        now = time.monotonic()
+        session = RecordedSession(session_id, key, tenant, spec, service, now - age_s, now, reward=reward)
+        self._sessions[session.id] = self._by_key[session.key] = session
+        return session
+
+    def _is_live(self, session: RecordedSession) -> bool:
+        return session.state == "live" and session.id in self._sessions
+
+    def _check_live(self, session: RecordedSession) -> None:
+        if not self._is_live(session):
+            raise SessionEndedError("the session has ended, or is being finished", field="session")
+
+    def _forget(self, session: RecordedSession) -> None:
+        self._sessions.pop(session.id, None)
+        self._by_key.pop(session.key, None)
+
+
+def new_names() -> tuple[str, str]:
+    """Id and key of a new session; neither can be guessed."""
+    return secrets.token_hex(16), f"etude-{secrets.token_urlsafe(24)}"

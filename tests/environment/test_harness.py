@@ -1,0 +1,145 @@
+"""Episodes of a foreign agent: a program in the sandbox that asks the run's endpoint, graded as any other."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from etude.config import RunConfig
+from etude.controller.harness import open_environment
+from etude.environment.episodes import EpisodeLimits
+from etude.records import SamplingParams, Status, Trajectory, TrajectoryId
+from etude.sandbox.machine_backend import MachineBackend
+from etude.store.blobs import MemoryBlobs
+from tests.environment.playing import TASK
+from tests.environment.recording.recording_builders import TellingSampler, qwen_tokenizer, replies
+from tests.sandbox.scenes import on_backend
+
+AGENT = textwrap.dedent(
+    """
+    import json, os, subprocess, sys, urllib.request
+    def ask(messages):
+        body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "temperature": 0.3})
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        request = urllib.request.Request(url, body.encode(), headers)
+        answer = json.load(urllib.request.urlopen(request, timeout=60))
+        return answer["choices"][0]["message"]["content"]
+    messages = [{"role": "user", "content": sys.argv[1]}]
+    while (answer := ask(messages)) != "done":
+        done = subprocess.run(answer, shell=True, capture_output=True, text=True)
+        messages += [{"role": "assistant", "content": answer}]
+        messages += [{"role": "user", "content": done.stdout or "ok"}]
+    """
+)
+COMMAND = f"exec python3 -c {shlex.quote(AGENT)} {{instruction}}"
+MEND = "printf 'def tally(xs):\\n    return sum(xs)\\n' > lib/tally.py"
+
+
+def play(
+    state: Path,
+    answers: Sequence[str],
+    *,
+    command: str = COMMAND,
+    timeout_s: float = 60.0,
+    refusals: int = 0,
+    backend: str = "local",
+) -> tuple[Trajectory, TellingSampler]:
+    """One episode, and the sampler that played the answers. `refusals`: requests that it fails first."""
+    agent = {"harness": {"command": command, "timeout_s": timeout_s}, "max_message_tokens": 200}
+    config = RunConfig.model_validate({"agent": agent})
+    sampler = TellingSampler(replies(answers), refusals=refusals)
+    identity = TrajectoryId("run", TASK.id, 0, 0, 0)
+
+    async def scenario(backend: MachineBackend) -> Trajectory:
+        limits, blobs = EpisodeLimits.from_config(config), MemoryBlobs()
+        async with open_environment(config, backend, qwen_tokenizer(), limits, blobs.put) as runner:
+            return await runner.run(TASK, identity, sampler, (7, 1), SamplingParams(), training=True)
+
+    return on_backend(state, scenario, backend), sampler
+
+
+def test_a_foreign_agent_solves_its_task_and_its_tokens_are_recorded_as_sampled(tmp_path: Path) -> None:
+    trajectory, sampler = play(tmp_path, ["cat lib/tally.py", MEND, "done"])
+    assert (trajectory.status, trajectory.cause, trajectory.attempt) == (Status.DONE, "", 0)
+    assert trajectory.reward is not None and trajectory.reward.task == 1.0 and trajectory.facts["passed"]
+    (segment,) = trajectory.segments
+    sampled = [chunk for chunks in sampler.given.values() for chunk in chunks]
+    assert segment.logprobs[segment.sampled].tolist() == [x for one in sampled for x in one.logprobs.tolist()]
+    assert segment.routes is not None and segment.sampling.temperature == 1.0, "as the run samples"
+    said = [turn.text.removesuffix("<|im_end|>") for turn in trajectory.turns]
+    assert said == ["cat lib/tally.py", MEND, "done"]
+    assert {request.rng_key for request in sampler.inner.requests} == {(7, 1, 0)}
+    assert sampler.closed == [segment.id]
+
+
+@pytest.mark.filterwarnings("ignore:the unisolated")
+def test_without_isolation_the_endpoint_is_reached_where_it_is(tmp_path: Path) -> None:
+    trajectory, _ = play(tmp_path, [MEND, "done"], backend="unisolated")
+    assert trajectory.status is Status.DONE and trajectory.facts["passed"]
+
+
+def test_an_agent_that_ends_with_an_error_is_graded_all_the_same(tmp_path: Path) -> None:
+    trajectory, _ = play(tmp_path, [MEND, "done"], command=f"({COMMAND}) && echo no use >&2 && exit 3")
+    assert (trajectory.status, trajectory.cause) == (Status.DONE, "exit 3: no use")
+    assert trajectory.facts["passed"] and not trajectory.facts["finished"]
+
+
+def test_an_agent_that_hangs_is_stopped_at_its_time_and_graded(tmp_path: Path) -> None:
+    trajectory, _ = play(tmp_path, [MEND, "sleep 600"], timeout_s=2.0)
+    assert (trajectory.status, trajectory.cause) == (Status.LIMIT, "time")
+    assert trajectory.reward is not None and trajectory.reward.task == 1.0
+
+
+def test_an_agent_that_ends_its_own_sandbox_has_failed(tmp_path: Path) -> None:
+    trajectory, _ = play(tmp_path, [MEND, "kill -9 -1; kill -9 1; cat /dev/zero | tail"])
+    assert trajectory.status in (Status.DONE, Status.AGENT_ERROR)
+    assert trajectory.reward is not None, "what the agent did is never the infrastructure's failure"
+
+
+@pytest.mark.parametrize("command", ["no-such-agent {instruction}", "true", "sleep 60"])
+def test_a_command_that_never_asks_is_tried_again_and_no_reward(tmp_path: Path, command: str) -> None:
+    trajectory, _ = play(tmp_path, [], command=command, timeout_s=0.5)
+    assert (trajectory.status, trajectory.reward, trajectory.attempt) == (Status.INFRASTRUCTURE, None, 2)
+    assert trajectory.cause.startswith("SandboxError: ") and "never had an answer" in trajectory.cause
+
+
+def test_an_answer_that_the_sampler_failed_begins_the_episode_again(tmp_path: Path) -> None:
+    trajectory, _ = play(tmp_path, [MEND, "done"], refusals=1)
+    assert (trajectory.status, trajectory.attempt) == (Status.DONE, 1)
+    assert trajectory.reward is not None and trajectory.reward.task == 1.0
+
+
+def test_calls_of_tools_that_were_not_offered_stay_words_of_the_agent(tmp_path: Path) -> None:
+    call = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    trajectory, _ = play(tmp_path, [call, "done"])
+    assert trajectory.status is Status.DONE and trajectory.facts["malformed"] == 1
+    assert trajectory.reward is not None and trajectory.reward.task == 0.0
+
+
+def test_an_agent_reaches_nothing_but_its_own_session(tmp_path: Path) -> None:
+    look = textwrap.dedent(
+        """
+        import os, re, urllib.error, urllib.request
+        base = os.environ["OPENAI_BASE_URL"]
+        root = re.match("http://[^/]*", base)[0]
+        others = (root + "/sessions", root + "/s/0/v1/models", root + "/v1/models", "http://127.0.0.1:1/")
+        for url in (base + "/models", *others):
+            try:
+                print(urllib.request.urlopen(url, timeout=20).status)
+            except urllib.error.HTTPError as error:
+                print(error.code)
+            except OSError as error:
+                print(type(error).__name__)
+        """
+    )
+    save = f"cat > /tmp/look.py <<'END'\n{look}\nEND\n"
+    trajectory, sampler = play(tmp_path, ["python3 /tmp/look.py", "done"], command=f"{save}{COMMAND}")
+    assert trajectory.status is Status.DONE
+    (last,) = [request for request in sampler.inner.requests if request.id.endswith(":1")]
+    shown = qwen_tokenizer().decode(sampler.contexts[last.id]).rpartition("<|im_start|>user\n")[2]
+    assert shown.startswith("200\n404\n404\n401\nURLError\n"), shown
