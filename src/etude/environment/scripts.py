@@ -1,16 +1,17 @@
 """Grading by a task's own `tests/test.sh`, and solving it by its `solution/solve.sh`: Harbor's kind of task.
 
-    agent's sandbox ── every process dead ──> its diff, as far as the task allows
+    agent's sandbox ── every process dead ──> its changes, as far as the task allows, or its artifacts
                                                  |
-    pristine image ──> a fresh sandbox + /tests + diff ── test.sh ── every process dead ──> reward file
+    pristine image ──> a fresh sandbox + /tests + these ── test.sh ── every process dead ──> reward file
 
 What the agent changed in its workspace reaches grading: regular files with their contents, whether they can
-be executed, and symbolic links that lead to something of it. Everything outside of the workspace stays
-behind. The reward is read once nothing runs that could write it, by the image's programs: none of ours come
-from the workspace, whatever the image's PATH says.
+be executed, and symbolic links that lead to something of it; so do changes elsewhere (`carrying`). Where the
+verifier has a machine of its own, the pristine image is that one's, and only artifacts reach it. The reward
+is read once nothing runs that could write it, by the image's programs: none of ours come from the workspace,
+whatever the image's PATH says.
 
-Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Such
-tasks are said to be forgeable (`Grader.find_twins`).
+Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Tasks
+whose test.sh runs where the agent's changes are laid are said to be forgeable (`Grader.find_twins`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from etude.agent.tools.text_file import off_loop
+from etude.environment.carrying import (
+    Carried,
+    NotLaidError,
+    carry_artifacts,
+    carry_root,
+    lay,
+    stays_inside,
+)
 from etude.environment.grading import Verdict, allowed_changes
-from etude.environment.origins import network_to, task_resources, task_template
+from etude.environment.origins import task_origin, task_template, verifier_origin
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.errors import (
@@ -45,6 +55,8 @@ _MAX_SOLUTION_S = 3600.0
 _REWARD_BYTES = 64 << 10
 _NAMES_BYTES = 16 << 20
 _SAID_CHARS = 200
+_BYTES_PER_MATCH = 16
+"""As many of these as characters that are looked at are worth a thread."""
 _OWN_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     **dict.fromkeys(("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV"), ""),
@@ -60,7 +72,6 @@ for path in /tests /solution /logs; do
 done
 mkdir -p /logs/verifier /logs/agent /logs/artifacts
 rm -f /logs/verifier/reward.txt /logs/verifier/reward.json
-tar -x -o -f - -C {target}
 """
 _READ_REWARD = """cd /logs/verifier || exit 0
 for name in reward.json reward.txt; do
@@ -97,12 +108,14 @@ if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 @dataclass(frozen=True, slots=True)
 class FileKinds:
-    """What the contents of the changed files do not say."""
+    """What the contents of the workspace's changed files do not say."""
 
     executable: frozenset[str] = frozenset()
     """Files that can be executed, also those whose contents are as they were."""
     links: Mapping[str, str] | None = None
     """All symbolic links of the workspace: path -> target. None: not known, the image's stay."""
+    elsewhere: Carried | None = None
+    """What crosses beside the workspace. None: nothing was done, and nothing was looked for."""
 
 
 class RewardError(ValueError):
@@ -125,14 +138,21 @@ async def judge_by_script(
     script, began = task.verifier, time.perf_counter()
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
-    template, resources = task_template(task, script.user), task_resources(task, given or Resources())
-    fresh = await backend.create(template, resources, network_to(script.hosts))
+    is_separate = script.machine is not None
+    if is_separate and kinds.elsewhere is None:
+        kinds = await _untouched(task, backend, given or Resources())
+    origin = verifier_origin(task, given or Resources())
+    fresh = await origin.make(backend)
     try:
         await _unpack(fresh, task, "/tests", script.archive)
-        await _lay_over(fresh, task, changes, kinds)
+        if kinds.elsewhere is not None:
+            await lay(kinds.elsewhere, fresh, _OWN_ENV)
+        if not is_separate:
+            await _lay_over(fresh, task, changes, kinds)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
         # The workspace is home on the host's programs, and the agent's files would be read as settings.
-        env = {**({} if template.image else {"HOME": "/tmp"}), **script.env}
+        has_image = origin.template is not None and origin.template.image is not None
+        env = {**({} if has_image else {"HOME": "/tmp"}), **script.env}
         result = await fresh.commands.run(command, script.timeout_s, env)
         if result.timed_out:
             raise RewardError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
@@ -146,10 +166,46 @@ async def judge_by_script(
         return Verdict(
             passed, int(passed), int(not passed), cause, time.perf_counter() - began, reward=reward
         )
-    except (AgentError, RewardError) as error:
+    except (AgentError, NotLaidError, RewardError) as error:
         return Verdict(False, 0, 1, str(error), time.perf_counter() - began)
     finally:
         await fresh.kill()
+
+
+async def find_left(
+    task: Task, sandbox: Sandbox, without: str = ""
+) -> tuple[dict[str, bytes | None], FileKinds]:
+    """What the agent left behind, as far as it reaches a task's script: allowed changes, and the rest.
+
+    Ends everything that runs. `without`: a directory that is not looked at. Raises AgentError for what the
+    agent did wrong, SandboxError.
+    """
+    script = task.verifier
+    assert script is not None, "the caller chose by it"
+    for hook in script.collect:
+        # As in Harbor: what it could not collect is simply not there.
+        await sandbox.commands.run(hook.command, hook.timeout_s)
+    if script.machine is not None:
+        await _end_processes(sandbox)
+        return {}, FileKinds(elsewhere=await carry_artifacts(script.artifacts, sandbox))
+    found = await sandbox.final_diff(without)
+    size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
+    changes = await off_loop(size, allowed_changes, task, found)
+    kinds = await find_kinds(task, sandbox, changes)
+    template = task_template(task)
+    if template.image is not None:
+        path = template.image.env.get("PATH", "")
+        kinds = replace(kinds, elsewhere=await carry_root(task, sandbox, template.workspace, path))
+    return changes, kinds
+
+
+async def _untouched(task: Task, backend: SandboxBackend, given: Resources) -> FileKinds:
+    """What an agent leaves behind that does nothing."""
+    sandbox = await task_origin(task, given).make(backend)
+    try:
+        return (await find_left(task, sandbox))[1]
+    finally:
+        await sandbox.kill()
 
 
 async def check_isolation(backend: SandboxBackend) -> None:
@@ -233,7 +289,7 @@ async def _lay_over(
                 await fresh.files.remove(path)
                 await fresh.files.write(path, data)
     executable = [f"{path}\n" for path in sorted(kinds.executable)]
-    laid = [f"{path}\n{to}\n" for path, to in links.items() if _stays_inside(path, to, here)]
+    laid = [f"{path}\n{to}\n" for path, to in links.items() if stays_inside(path, to, here)]
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:
             result = await fresh.commands.run(
@@ -256,30 +312,12 @@ async def _remove_links(fresh: Sandbox, task: Task, kept: Mapping[str, str] | No
     return here
 
 
-def _stays_inside(path: str, target: str, here: str) -> bool:
-    """Whether a link leads to something of the working directory `here`, by its words alone.
-
-    It may climb only at first, where every step is a directory: behind a link `..` leads elsewhere. Names
-    with newlines or bytes that are no UTF-8 do not come over as they were, and are refused.
-    """
-    if {"", ".", ".."} & set(path.split("/")) or {"\n", "\ufffd"} & set(path + target):
-        return False
-    depth = path.count("/")
-    if target.startswith("/"):
-        if not f"{target}/".startswith(f"{here}/"):
-            return False
-        depth, target = 0, target[len(here) :]
-    steps = [step for step in target.split("/") if step not in ("", ".")]
-    climbs = next((number for number, step in enumerate(steps) if step != ".."), len(steps))
-    return climbs <= depth and ".." not in steps[climbs:]
-
-
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:
     """Unpacks a directory of the task's where Harbor has it.
 
     Raises TaskError if the image cannot, SandboxError if it was not done in time.
     """
-    command = _UNPACK.format(target=shlex.quote(target))
+    command = _UNPACK + (f"tar -x -o -f - -C {shlex.quote(target)}" if archive else "")
     result = await sandbox.commands.run(command, _SETUP_S, _OWN_ENV, stdin=archive)
     if result.timed_out:
         raise _too_slow(f"unpacking {target}", task)

@@ -241,6 +241,8 @@ class SyncSandbox(Wrapper):
     run_probes = blocking(Sandbox.run_probes)
     diff = blocking(Sandbox.diff)
     final_diff = blocking(Sandbox.final_diff)
+    changed_root = blocking(Sandbox.changed_root)
+    pack = blocking(Sandbox.pack)
     pause = blocking(Sandbox.pause)
     resume = blocking(Sandbox.resume)
     create_snapshot = blocking(Sandbox.create_snapshot)
