@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from etude.errors import SandboxError
-from etude.sandbox.answers import changes, probes_report, root_changes, tests_report, text
+from etude.sandbox.answers import changes, file_kinds, probes_report, root_changes, tests_report, text
 from etude.sandbox.arguments import check_timeout
 from etude.sandbox.calls import Answer
 from etude.sandbox.commands import Command, Commands, command_result
@@ -132,6 +132,12 @@ class Sandbox(ABC):
         """
         _, names = await self.call({"op": "changed"})
         return root_changes(names, self.id)
+
+    async def kinds(self) -> tuple[str, dict[str, str]]:
+        """The workspace's real path inside, and the targets of its links by path; files that can be executed
+        have none, and stand there with an empty text. Raises DiffTooLargeError."""
+        answer, rows = await self.call({"op": "kinds"})
+        return text(answer, "workspace", self.id), file_kinds(rows, self.id)
 
     async def pack(
         self,

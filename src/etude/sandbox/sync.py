@@ -242,6 +242,7 @@ class SyncSandbox(Wrapper):
     diff = blocking(Sandbox.diff)
     final_diff = blocking(Sandbox.final_diff)
     changed_root = blocking(Sandbox.changed_root)
+    kinds = blocking(Sandbox.kinds)
     pack = blocking(Sandbox.pack)
     pause = blocking(Sandbox.pause)
     resume = blocking(Sandbox.resume)

@@ -1,7 +1,7 @@
 """What a sandbox changed in an image's whole root, and archives of what it holds anywhere.
 
-For whoever grades it: names first (`changed`), then the contents of those that count (`pack`). Nothing that
-the agent could have replaced takes part, neither the image's programs nor its clock.
+For whoever grades it: names first (`changed`), then the contents of those that count (`pack`); and what the
+contents of the workspace's files do not say (`kinds`). Nothing that the agent could have replaced takes part.
 
 Which paths may differ is known from the layers that the sandbox wrote to, or, where the engine hides those,
 from an index that was made before anything ran.
@@ -194,11 +194,12 @@ def walk(top: int, most: int = MAX_ENTRIES, own: bool = True) -> Iterator[tuple[
 
 
 class Gathering:
-    """Answers `changed` and `pack`. For a sandbox in which nothing of the agent's runs any more."""
+    """Answers `changed`, `kinds` and `pack`. For a sandbox in which nothing of the agent's runs any more."""
 
     def __init__(self, workspace: str, before: Before | None = None) -> None:
         """`before` None: the root is not an image's, and nothing in it can change."""
         self._workspace = workspace.strip("/")
+        self._top = os.path.realpath(workspace)
         self._before = before
 
     def changed(self) -> bytes:
@@ -224,6 +225,27 @@ class Gathering:
                 if size > _NAMES_BYTES or len(rows) > MAX_ENTRIES:
                     raise Fault(*faults.DIFF_TOO_LARGE)
         return b"".join(rows)
+
+    def kinds(self) -> tuple[str, bytes]:
+        """The workspace's real path, and NUL-ended pairs: a link and its target, or a file that can be
+        executed and nothing. Raises Fault for more than can be carried."""
+        rows: list[bytes] = []
+        size = 0
+        top = os.open(self._top, DIRECTORY_FLAGS)
+        try:
+            for folder, name, status in walk(top, own=False):
+                target = b""
+                if stat.S_ISLNK(status.st_mode):
+                    target = os.fsencode(os.readlink(name, dir_fd=folder.descriptor))
+                elif not (stat.S_ISREG(status.st_mode) and status.st_mode & 0o100):
+                    continue
+                rows.append(os.fsencode(folder.prefix + name) + b"\0" + target + b"\0")
+                size += len(rows[-1])
+                if size > _NAMES_BYTES:
+                    raise Fault(*faults.DIFF_TOO_LARGE)
+        finally:
+            os.close(top)
+        return self._top, b"".join(rows)
 
     def pack(self, paths: Sequence[str], below: bool, exclude: Sequence[str], limit_bytes: int) -> bytes:
         """A tar file of files, directories and links, under the names given; what is not there is left out.

@@ -81,6 +81,7 @@ class Server:
             "grep": self._grep,
             "diff": self._diff,
             "changed": self._changed,
+            "kinds": self._kinds,
             "pack": self._pack,
         }
         self._owners_operations: dict[str, Operation] = {
@@ -231,6 +232,10 @@ class Server:
 
     def _changed(self, header: Header, payload: bytes) -> Answer:
         return {}, self._gathering.changed()
+
+    def _kinds(self, header: Header, payload: bytes) -> Answer:
+        top, rows = self._gathering.kinds()
+        return {"workspace": top}, rows
 
     def _pack(self, header: Header, payload: bytes) -> Answer:
         paths = [os.fsdecode(path) for path in payload.split(b"\0")[:-1]]

@@ -37,6 +37,7 @@ CALLS: Mapping[str, Fields] = {
     "grep": {"pattern": (str,), "path": (str, _NONE), "limit": (int, _NONE)},
     "diff": {"kill_processes": (bool, _NONE), "without": (str, _NONE)},
     "changed": {},
+    "kinds": {},
     "pack": {"below": (bool,), "exclude": (list,), "limit_bytes": (int,)},
     "command": {
         "cmd": (str,),
