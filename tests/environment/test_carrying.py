@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,25 @@ if grep -qx hello /logs/artifacts/greeting.txt; then echo 1; else echo 0; fi > /
 PUBLISH = "#!/bin/sh\necho hello > /logs/artifacts/greeting.txt\n"
 
 
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def own_images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Images of these tests are nobody else's."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        save_image(
+            IMAGE,
+            file_member("data/old/a", b"old"),
+            file_member("data/old/deep/b", b"old"),
+            file_member("data/secret", b"s"),
+            file_member("srv/tool", b"#!/bin/sh\nexit 1\n", 0o644),
+            member("data/current", tarfile.SYMTYPE, link="old"),
+            member("root", tarfile.DIRTYPE, 0o700),
+        )
+        yield
 
 
 def reward_if(condition: str) -> str:
     return f"#!/bin/sh\nif {condition}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
-
-
-def save_small_image(name: str = IMAGE) -> None:
-    rows = (
-        file_member("data/old/a", b"old"),
-        file_member("data/old/deep/b", b"old"),
-        file_member("data/secret", b"s"),
-        file_member("srv/tool", b"#!/bin/sh\nexit 1\n", 0o644),
-        member("data/current", tarfile.SYMTYPE, link="old"),
-        member("root", tarfile.DIRTYPE, 0o700),
-    )
-    save_image(name, *rows)
 
 
 async def grade(backend: SandboxBackend, task: Task, command: str | None) -> Verdict:
@@ -70,17 +69,23 @@ async def grade(backend: SandboxBackend, task: Task, command: str | None) -> Ver
     return await Grader(backend).grade(task, sandbox)
 
 
-def play(directory: Path, *commands: str | None, backend: type[LocalBackend] = LocalBackend) -> list[Verdict]:
+def play_all(
+    wanted: Sequence[tuple[Path, str | None]], backend: type[LocalBackend] = LocalBackend
+) -> list[Verdict]:
+    """What each command earns in the task of its directory, all in one backend."""
+
     async def scenario(_: SandboxBackend) -> list[Verdict]:
-        task = await TaskImages("local").find(read_harbor(directory))
-        images = default_state_directory() / "images"
-        own = backend(images=images if images.exists() else None)
+        own, images = backend(images=default_state_directory() / "images"), TaskImages("local")
         try:
-            return [await grade(own, task, command) for command in commands]
+            return [await grade(own, await images.find(read_harbor(path)), one) for path, one in wanted]
         finally:
             await own.close()
 
     return with_backend("local", scenario)
+
+
+def play(directory: Path, *commands: str | None, backend: type[LocalBackend] = LocalBackend) -> list[Verdict]:
+    return play_all([(directory, command) for command in commands], backend)
 
 
 def rewards(directory: Path, *commands: str | None) -> list[float | None]:
@@ -89,63 +94,133 @@ def rewards(directory: Path, *commands: str | None) -> list[float | None]:
 
 def test_files_anywhere_in_an_image_reach_grading(tmp_path: Path) -> None:
     """As in Harbor's own tutorial: keys in the home directory, while the working directory is elsewhere."""
-    save_small_image()
     test = reward_if("[ -s ~/.ssh/id_rsa ] && [ $(stat -c %a ~/.ssh/id_rsa) = 600 ] && [ -d /app/empty ]")
     solve = "mkdir -m 700 ~/.ssh; echo key > ~/.ssh/id_rsa; chmod 600 ~/.ssh/id_rsa; mkdir -p /app/empty"
     directory = write_task(tmp_path / "task", test, f"#!/bin/sh\n{solve}\n", image=IMAGE)
     assert rewards(directory, None, "true", "mkdir ~/.ssh; echo key > ~/.ssh/id_rsa") == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("command", "condition"),
-    [
-        ("rm /data/secret", "[ ! -e /data/secret ] && [ -e /data/old/a ]"),
-        ("rm -r /data/old", "[ ! -e /data/old ]"),
-        ("rm -r /data/old; mkdir /data/old; touch /data/old/c", "[ $(echo /data/old/*) = /data/old/c ]"),
-        ("rm -r /data/old; echo x > /data/old", "[ -f /data/old ]"),
-        ("rm -r /data/old; ln -s secret /data/old", "[ $(cat /data/old) = s ]"),
-        ("rm /data/secret; mkdir /data/secret; touch /data/secret/x", "[ -f /data/secret/x ]"),
-        (
-            "rm /data/current; mkdir /data/current; touch /data/current/x",
-            "[ -e /data/current/x ] && [ ! -e /data/old/x ]",
-        ),
-        ("chmod +x /srv/tool", "[ -x /srv/tool ]"),
-        ("ln -sfn /srv /data/current", "[ $(readlink /data/current) = /srv ]"),
-        ("mkdir -p /opt/a; ln -s ../../data/secret /opt/a/b", "[ $(cat /opt/a/b) = s ]"),
-        ("echo x > /tmp/found", "[ $(cat /tmp/found) = x ]"),
-        ("mv /data/old /data/new", "[ -f /data/new/deep/b ] && [ ! -e /data/old ]"),
-        ('name="/srv/$(printf \'a\\377\')"; echo x > "$name"', "[ $(ls /srv | wc -l) = 2 ]"),
-    ],
-)
-def test_what_became_of_an_images_files_reaches_grading(tmp_path: Path, command: str, condition: str) -> None:
-    save_small_image()
-    directory = write_task(tmp_path / "task", reward_if(condition), None, image=IMAGE)
-    assert rewards(directory, command, "true") == [1.0, 0.0]
+CHANGES = [
+    ("rm /data/secret", "[ ! -e /data/secret ] && [ -e /data/old/a ]"),
+    ("rm -r /data/old", "[ ! -e /data/old ]"),
+    ("rm -r /data/old; mkdir /data/old; touch /data/old/c", "[ $(echo /data/old/*) = /data/old/c ]"),
+    ("rm -r /data/old; echo x > /data/old", "[ -f /data/old ]"),
+    ("rm -r /data/old; ln -s secret /data/old", "[ $(cat /data/old) = s ]"),
+    ("rm /data/secret; mkdir /data/secret; touch /data/secret/x", "[ -f /data/secret/x ]"),
+    (
+        "rm /data/current; mkdir /data/current; touch /data/current/x",
+        "[ -e /data/current/x ] && [ ! -e /data/old/x ]",
+    ),
+    ("chmod +x /srv/tool", "[ -x /srv/tool ]"),
+    ("ln -sfn /srv /data/current", "[ $(readlink /data/current) = /srv ]"),
+    ("mkdir -p /opt/a; ln -s ../../data/secret /opt/a/b", "[ $(cat /opt/a/b) = s ]"),
+    ("echo x > /tmp/found", "[ $(cat /tmp/found) = x ]"),
+    ("mv /data/old /data/new", "[ -f /data/new/deep/b ] && [ ! -e /data/old ]"),
+    ('name="/srv/$(printf \'a\\377\')"; echo x > "$name"', "[ $(ls /srv | wc -l) = 2 ]"),
+]
+
+
+def test_what_became_of_an_images_files_reaches_grading(tmp_path: Path) -> None:
+    wanted: list[tuple[Path, str]] = []
+    for number, (command, condition) in enumerate(CHANGES):
+        directory = write_task(tmp_path / str(number), reward_if(condition), None, image=IMAGE)
+        wanted += [(directory, command), (directory, "true")]
+    found = [verdict.reward for verdict in play_all(wanted)]
+    assert dict(zip(CHANGES, zip(found[::2], found[1::2], strict=True), strict=True)) == dict.fromkeys(
+        CHANGES, (1.0, 0.0)
+    )
+
+
+def test_what_was_changed_before_a_copy_or_a_pause_reaches_grading(tmp_path: Path) -> None:
+    test = reward_if("[ ! -e /data/secret ] && [ -e /app/a ] && [ -e /app/b ] && [ ! -e /app/c ]")
+    directory = write_task(tmp_path / "task", test, None, image=IMAGE)
+
+    async def scenario(_: SandboxBackend) -> list[float | None]:
+        task = await TaskImages("local").find(read_harbor(directory))
+        backend = LocalBackend(images=default_state_directory() / "images")
+        try:
+            sandbox = await task_origin(task, Resources()).make(backend)
+            await sandbox.commands.run("rm /data/secret; mkdir /app; touch /app/a /app/c")
+            (copy,) = await sandbox.fork()
+            assert not isinstance(copy, SandboxError)
+            await copy.commands.run("rm /app/c")
+            await copy.pause("filesystem")
+            await copy.resume()
+            await copy.commands.run("touch /app/b")
+            return [(await Grader(backend).grade(task, one)).reward for one in (copy, sandbox)]
+        finally:
+            await backend.close()
+
+    assert with_backend("local", scenario) == [1.0, 0.0]
 
 
 READS_TOOLS = reward_if("/bin/grep -qx hello greeting.txt")
 FORGE = "'#!/bin/sh\\nexit 0\\n'"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"rm /bin/grep; printf {FORGE} > /bin/grep; chmod +x /bin/grep",
-        "mkdir /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/extra.sh; exit 0",
-        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json",
-        "mkdir /etc; echo 'hello() { :; }' > /etc/profile",
-        "(while :; do mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json; done) > /dev/null 2>&1 &",
-    ],
-)
-def test_nothing_that_a_test_runs_or_its_reward_comes_from_the_agent(tmp_path: Path, command: str) -> None:
-    save_small_image()
+CHEATS = [
+    f"rm /bin/grep; printf {FORGE} > /bin/grep; chmod +x /bin/grep",
+    "mkdir /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/extra.sh; exit 0",
+    "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json",
+    "mkdir /etc; echo 'hello() { :; }' > /etc/profile",
+    "(while :; do mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json; done) > /dev/null 2>&1 &",
+]
+
+
+def test_nothing_that_a_test_runs_or_its_reward_comes_from_the_agent(tmp_path: Path) -> None:
     directory = write_task(tmp_path / "task", READS_TOOLS, image=IMAGE)
-    assert rewards(directory, command, None) == [0.0, 1.0]
+    *cheats, right = rewards(directory, *CHEATS, None)
+    assert dict(zip(CHEATS, cheats, strict=True)) == dict.fromkeys(CHEATS, 0.0)
+    assert right == 1.0
+
+
+TOOLS = {"PATH": "/bin:/opt/env/bin:/opt/bin:/home/me/bin", "LD_LIBRARY_PATH": "/libs"}
+
+
+SETTINGS = [
+    ("echo x > /opt/env/lib/new.py", "/opt/env/lib/new.py"),
+    ("echo x > /opt/env/bin/other", "/opt/env/bin/other"),
+    (
+        "mv /opt/env /opt/old; mkdir -p /srv/e/bin; touch /srv/e/bin/x; ln -s /srv/e /opt/env",
+        "/opt/env/bin/x",
+    ),
+    ("mkdir /opt/bin; echo x > /opt/bin/tool", "/opt/bin/tool"),
+    ("mkdir -p /home/me/bin; echo x > /home/me/bin/tool", "/home/me/bin/tool"),
+    ("mkdir /libs; echo x > /libs/libc.so", "/libs/libc.so"),
+    ("mkdir -p /srv/site-packages; echo x > /srv/site-packages/a.pth", "/srv/site-packages/a.pth"),
+    ("echo x > ~/.bashrc", "/root/.bashrc"),
+    ("mkdir -p ~/.cache/uv; echo x > ~/.cache/uv/a", "/root/.cache/uv/a"),
+    ("mkdir -p ~/.sshx; echo x > ~/.sshx/a", "/root/.sshx/a"),
+    ("rm -rf /root; mkdir -p /srv/h; touch /srv/h/.profile; ln -s /srv/h /root", "/root/.profile"),
+    ("echo x > /pytest.ini", "/pytest.ini"),
+    ("ln -s /srv/tool /conftest.py", "/conftest.py"),
+    ("mkdir -p /srv/__pycache__; echo x > /srv/__pycache__/a.pyc", "/srv/__pycache__/a.pyc"),
+    ("rm -r /opt/env", "/opt/env/gone || [ ! -e /opt/env/bin/tool"),
+]
+
+
+def test_settings_and_programs_elsewhere_in_an_image_do_not_reach_grading(tmp_path: Path) -> None:
+    """The control: they do where the task names them."""
+    rows = (file_member("opt/env/bin/tool", b"old"), file_member("opt/env/lib/a.py", b"a"))
+    root = member("root", tarfile.DIRTYPE, 0o700)
+    save_image("tools:1", *rows, file_member("srv/tool", b""), root, env=TOOLS)
+    wanted: list[tuple[Path, str]] = []
+    for number, (command, found) in enumerate(SETTINGS):
+        for named in (
+            "",
+            '[metadata.etude]\nallowed_paths = ["/*/**", "/root", "/pytest.ini", "/conftest.py"]\n',
+        ):
+            directory = tmp_path / f"{number}-{bool(named)}"
+            write_task(directory, reward_if(f"[ -e {found} ]"), None, named, image="tools:1")
+            wanted.append((directory, command))
+    earned = [verdict.reward for verdict in play_all(wanted)]
+    assert dict(zip(SETTINGS, zip(earned[::2], earned[1::2], strict=True), strict=True)) == {
+        row: (0.0, 0.0 if "pycache" in row[0] else 1.0) for row in SETTINGS
+    }
 
 
 def test_programs_reach_grading_where_the_task_names_them(tmp_path: Path) -> None:
     """The control of the test before: what the rule keeps out would have been paid."""
-    save_small_image()
     directory = write_task(tmp_path / "task", READS_TOOLS, image=IMAGE)
     with (directory / "task.toml").open("a") as file:
         file.write('[metadata.etude]\nallowed_paths = ["**", "/bin/grep"]\n')
@@ -154,7 +229,6 @@ def test_programs_reach_grading_where_the_task_names_them(tmp_path: Path) -> Non
 
 
 def test_only_allowed_paths_reach_grading(tmp_path: Path) -> None:
-    save_small_image()
     test = reward_if("[ -e /app/out/a ] && [ ! -e /app/b ] && [ ! -e c ]")
     directory = write_task(tmp_path / "task", test, None, image=IMAGE)
     with (directory / "task.toml").open("a") as file:
@@ -162,23 +236,21 @@ def test_only_allowed_paths_reach_grading(tmp_path: Path) -> None:
     assert rewards(directory, "mkdir -p /app/out; touch /app/out/a /app/b c", "touch c") == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "link",
-    [
-        "ln -s /tests/expected.json /srv/answer",
-        "ln -s ../tests/expected.json /srv/answer",
-        "ln -s / /srv/up; ln -s up/tests/expected.json /srv/answer",
-        "ln -s /proc/self/root/tests/expected.json /srv/answer",
-        "mkdir /srv/d; ln -s d/../../tests/expected.json /srv/answer",
-        "ln -s /tests /srv/t; ln -s t/expected.json /srv/answer",
-    ],
-)
-def test_no_link_outside_of_the_workspace_leads_to_the_tests(tmp_path: Path, link: str) -> None:
-    save_small_image()
+LINKS = [
+    "ln -s /tests/expected.json /srv/answer",
+    "ln -s ../tests/expected.json /srv/answer",
+    "ln -s / /srv/up; ln -s up/tests/expected.json /srv/answer",
+    "ln -s /proc/self/root/tests/expected.json /srv/answer",
+    "mkdir /srv/d; ln -s d/../../tests/expected.json /srv/answer",
+    "ln -s /tests /srv/t; ln -s t/expected.json /srv/answer",
+]
+
+
+def test_no_link_outside_of_the_workspace_leads_to_the_tests(tmp_path: Path) -> None:
     test = reward_if("[ $(cat /srv/answer) = $(cat /tests/expected.json) ]")
-    files: Mapping[str, str | bytes] = {"tests/expected.json": "42\n"}
-    directory = write_task(tmp_path / "task", test, None, files=dict(files), image=IMAGE)
-    assert rewards(directory, link, "echo 42 > /srv/right; ln -s right /srv/answer") == [0.0, 1.0]
+    directory = write_task(tmp_path / "task", test, None, files={"tests/expected.json": "42\n"}, image=IMAGE)
+    *found, right = rewards(directory, *LINKS, "echo 42 > /srv/right; ln -s right /srv/answer")
+    assert (dict(zip(LINKS, found, strict=True)), right) == (dict.fromkeys(LINKS, 0.0), 1.0)
 
 
 def test_a_link_is_judged_by_its_words() -> None:
@@ -189,7 +261,6 @@ def test_a_link_is_judged_by_its_words() -> None:
 
 
 def test_more_than_is_carried_is_the_agents_failure(tmp_path: Path) -> None:
-    save_small_image()
     directory = write_task(tmp_path / "task", image=IMAGE)
     (verdict,) = play(
         directory, "mkdir /app; head -c 40000000 /dev/zero > /app/big; echo hello > greeting.txt"
@@ -224,7 +295,6 @@ source = "/app/out"
 exclude = ["*.log", "big"]
 """
     test = reward_if('[ "$(cd /app/out; echo $(find . | sort))" = ". ./a ./d ./d/b ./link" ]')
-    save_small_image()
     rows = (file_member("app/out/before", b"x"), file_member("tests/test.sh", test.encode(), 0o755))
     save_image("other:1", *rows)
     directory = write_task(tmp_path / "task", test, None, toml, image=IMAGE)
@@ -234,7 +304,6 @@ exclude = ["*.log", "big"]
 
 
 def test_artifacts_of_an_image_are_there_though_nothing_was_done(tmp_path: Path) -> None:
-    save_small_image()
     test = reward_if('[ "$(cat /data/old/a)" = new ]')
     solve = "#!/bin/sh\necho new > /data/old/a\n"
     toml = 'artifacts = ["/data"]\n'
@@ -263,23 +332,22 @@ def test_a_shared_verifier_is_forgeable_and_a_separate_one_not(tmp_path: Path) -
     assert find(separate_task(tmp_path / "separate")) == 0
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "ln -s /tests/expected /logs/artifacts/greeting.txt",
-        "rm -r /logs/artifacts; ln -s /tests /logs/artifacts",
-        "rm -r /logs/artifacts; ln -s /tmp/tests /logs/artifacts",
-        "mkdir -p /tmp/tests /tmp/logs/verifier; echo 1 > /tmp/logs/verifier/reward.txt",
-        "ln -s ../verifier/reward.txt /logs/artifacts/greeting.txt",
-        "mknod /logs/artifacts/greeting.txt p || exit 0",
-        "(while :; do echo 1 > /logs/verifier/reward.json; done) > /dev/null 2>&1 &",
-    ],
-)
-def test_no_artifact_leads_to_a_separate_verifiers_own_files(tmp_path: Path, command: str) -> None:
+SEPARATE_CHEATS = [
+    "ln -s /tests/expected /logs/artifacts/greeting.txt",
+    "rm -r /logs/artifacts; ln -s /tests /logs/artifacts",
+    "rm -r /logs/artifacts; ln -s /tmp/tests /logs/artifacts",
+    "mkdir -p /tmp/tests /tmp/logs/verifier; echo 1 > /tmp/logs/verifier/reward.txt",
+    "ln -s ../verifier/reward.txt /logs/artifacts/greeting.txt",
+    "mknod /logs/artifacts/greeting.txt p || exit 0",
+    "(while :; do echo 1 > /logs/verifier/reward.json; done) > /dev/null 2>&1 &",
+]
+
+
+def test_no_artifact_leads_to_a_separate_verifiers_own_files(tmp_path: Path) -> None:
     directory = separate_task(tmp_path, files={"tests/expected": "hello\n"})
-    (verdict, right) = play(directory, command, None)
-    assert verdict.reward == 0.0
-    assert right.reward == 1.0
+    *found, right = rewards(directory, *SEPARATE_CHEATS, None)
+    expected = dict.fromkeys(SEPARATE_CHEATS, 0.0)
+    assert (dict(zip(SEPARATE_CHEATS, found, strict=True)), right) == (expected, 1.0)
 
 
 class Liar(LocalBackend):

@@ -12,10 +12,10 @@ names them.
 
 from __future__ import annotations
 
-import fnmatch
 import io
+import re
 import tarfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -34,9 +34,9 @@ _EVERYWHERE = "/**"
 _VERIFIERS = frozenset(("tests", "logs", "solution", "proc", "sys", "dev"))
 """Directories of the root where nothing of the agent's is laid, and to which none of its links leads."""
 _PROGRAMS = frozenset(("bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"))
-_LIBRARIES = frozenset((".local", ".config", "site-packages", "dist-packages", "node_modules"))
-_SETTINGS = (".bash*", ".profile", ".*rc", ".gitconfig", ".pth", "*.pth", "ld.so.preload")
-"""Names of files that shells, interpreters and their tools read by themselves."""
+_LIBRARIES = frozenset(("dist-packages", "node_modules", "site-packages"))
+_NO_PREFIXES = frozenset(("", "/opt", "/root", "/srv"))
+"""What stands above directories of programs without being an installation of its own."""
 _LAY_S = 60.0
 _MAKE_ROOM = """while IFS= read -r row; do
     path="${row#?}"
@@ -66,18 +66,18 @@ class NotLaidError(ValueError):
     """What the agent left could not be laid where it belongs."""
 
 
-async def carry_root(task: Task, sandbox: Sandbox, workspace: str, path_variable: str) -> Carried:
+async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[str, str]) -> Carried:
     """What the agent changed outside of its working directory, as far as the task allows.
 
-    `path_variable`: the image's PATH. Nothing may run there any more. Raises AgentError for too much.
+    `env`: test.sh's. Nothing may run in the sandbox any more. Raises AgentError for too much.
     """
     if not any(pattern.startswith("/") for pattern in task.allowed_paths):
         return Carried()
-    programs = tuple(f"{folder.rstrip('/')}/" for folder in path_variable.split(":") if folder)
+    programs, home = tuple(_installations(env, workspace)), env.get("HOME", "/root").rstrip("/")
     changed = {
         path: is_there
         for path, is_there in (await sandbox.changed_root()).items()
-        if _crosses(path, task.allowed_paths, programs) and not f"{workspace}/".startswith(f"{path}/")
+        if _crosses(path, task.allowed_paths, programs, home) and not f"{workspace}/".startswith(f"{path}/")
     }
     asked = sorted(path for path, is_there in changed.items() if is_there)
     gone = tuple(sorted((f"-{path}" for path, is_there in changed.items() if not is_there), reverse=True))
@@ -85,7 +85,12 @@ async def carry_root(task: Task, sandbox: Sandbox, workspace: str, path_variable
         return Carried()
     archive = await sandbox.pack(asked, limit_bytes=ROOT_BYTES, below=False) if asked else b""
     names = set(asked)
-    return _looked_through(archive, sandbox, names.__contains__, leads_to_no_verifier, gone)
+
+    def is_asked(path: str, is_folder: bool) -> bool:
+        # Files of the root itself, such as pytest.ini, are settings of whatever runs below it.
+        return path in names and (is_folder or path.count("/") > 1 or path in task.allowed_paths)
+
+    return _looked_through(archive, sandbox, is_asked, leads_to_no_verifier, gone)
 
 
 async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Carried:
@@ -97,7 +102,7 @@ async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Ca
         archive = await sandbox.pack([top], artifact.exclude, limit_bytes=room_bytes)
         room_bytes -= len(archive)
 
-        def is_below(path: str, top: str = top) -> bool:
+        def is_below(path: str, is_folder: bool, top: str = top) -> bool:
             return f"{path}/".startswith(f"{top}/")
 
         def stays(path: str, target: str, top: str = top) -> bool:
@@ -107,16 +112,36 @@ async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Ca
     return _joined(parts)
 
 
-def _crosses(path: str, patterns: Iterable[str], programs: tuple[str, ...]) -> bool:
+def _installations(env: Mapping[str, str], workspace: str) -> Iterator[str]:
+    """Directories of programs and libraries that `env` names; of `PREFIX/bin` all of the prefix."""
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        for folder in filter(None, (one.rstrip("/") for one in env.get(name, "").split(":"))):
+            prefix, _, last = folder.rpartition("/")
+            is_plain = prefix in _NO_PREFIXES or re.fullmatch("/home/[^/]*", prefix) is not None
+            is_around = f"{workspace}/".startswith(f"{prefix}/")
+            yield folder if last not in ("bin", "sbin") or is_plain or is_around else prefix
+
+
+def _crosses(path: str, patterns: Iterable[str], programs: Sequence[str], home: str) -> bool:
     """Whether a change of an absolute path reaches grading."""
     names = path.split("/")[1:]
     if names[0] in _VERIFIERS or "\n" in path or is_bytecode(path):
         return False
     if matches_any(path, (one for one in patterns if one.startswith("/") and one != _EVERYWHERE)):
         return True
-    is_ours = names[0] in _PROGRAMS or not _LIBRARIES.isdisjoint(names) or path.startswith(programs)
-    is_setting = any(fnmatch.fnmatchcase(names[-1], pattern) for pattern in _SETTINGS)
-    return _EVERYWHERE in patterns and not is_ours and not is_setting
+    is_setting = path.startswith(f"{home}/.") and not f"{path}/".startswith(f"{home}/.ssh/")
+    return not (
+        _EVERYWHERE not in patterns
+        or is_setting
+        or names[0] in _PROGRAMS
+        or not _LIBRARIES.isdisjoint(names)
+        or any(_overlap(path, one) for one in programs)
+        or f"{home}/".startswith(f"{path}/")
+    )
+
+
+def _overlap(path: str, program: str) -> bool:
+    return f"{path}/".startswith(f"{program}/") or f"{program}/".startswith(f"{path}/")
 
 
 def leads_to_no_verifier(path: str, target: str) -> bool:
@@ -152,7 +177,7 @@ def _target_of(path: str, target: str) -> list[str] | None:
 def _looked_through(
     archive: bytes,
     sandbox: Sandbox,
-    is_asked: Callable[[str], bool],
+    is_asked: Callable[[str, bool], bool],
     may_link: Callable[[str, str], bool],
     room: tuple[str, ...],
 ) -> Carried:
@@ -172,7 +197,12 @@ def _looked_through(
             for row in given:
                 path = f"/{row.name}"
                 above = accumulate(path.split("/")[1:-1], lambda one, other: f"{one}/{other}", initial="")
-                if not _is_plain(path) or not is_asked(path) or path in laid or not links.isdisjoint(above):
+                if (
+                    not _is_plain(path)
+                    or not is_asked(path, row.isdir())
+                    or path in laid
+                    or not links.isdisjoint(above)
+                ):
                     continue
                 if row.issym() and may_link(path, row.linkname):
                     links.add(path)

@@ -179,10 +179,10 @@ async def find_left(
     size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
     changes = await off_loop(size, allowed_changes, task, found)
     kinds = await _find_kinds(task, sandbox)
-    template = task_template(task)
+    template = task_template(task, script.user)
     if template.image is not None:
-        path = template.image.env.get("PATH", "")
-        kinds = replace(kinds, elsewhere=await carry_root(task, sandbox, template.workspace, path))
+        env = {**template.image.env, **script.env}
+        kinds = replace(kinds, elsewhere=await carry_root(task, sandbox, template.workspace, env))
     return changes, kinds
 
 

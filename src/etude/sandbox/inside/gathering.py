@@ -82,7 +82,7 @@ class LayeredRoot:
         if stat.S_ISLNK(status.st_mode):
             return os.readlink(path, dir_fd=self._base) == os.readlink(f"/{path}")
         return not stat.S_ISREG(status.st_mode) or (
-            before.st_size == status.st_size and self._bytes(path, self._base) == self._bytes(f"/{path}")
+            before.st_size == status.st_size and self._has_same_bytes(path)
         )
 
     def _status(self, path: str) -> os.stat_result | None:
@@ -91,13 +91,19 @@ class LayeredRoot:
         except OSError:
             return None
 
-    def _bytes(self, path: str, folder: int | None = None) -> bytes | None:
-        """A digest would take as long: of files of one size only."""
+    def _has_same_bytes(self, path: str) -> bool:
+        """A file that may not be read is another one."""
         try:
-            with open(os.open(path, _FILE_FLAGS, dir_fd=folder), "rb") as file:
-                return file.read()
+            with (
+                open(os.open(path, _FILE_FLAGS, dir_fd=self._base), "rb") as before,
+                open(os.open(f"/{path}", _FILE_FLAGS), "rb") as now,
+            ):
+                while (piece := before.read(1 << 20)) == now.read(1 << 20):
+                    if not piece:
+                        return True
         except OSError:
-            return None if folder is None else b""
+            pass
+        return False
 
     def _names(self, path: str) -> list[str]:
         try:
