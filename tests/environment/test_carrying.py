@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from etude.environment.origins import task_origin
 from etude.environment.scripts import run_solution
 from etude.environment.task_images import TaskImages
 from etude.environment.verdicts import Grader
+from etude.environment.wire import task_document, task_of
 from etude.errors import SandboxError
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend
@@ -391,6 +394,13 @@ def test_what_collects_runs_before_artifacts_are_taken(tmp_path: Path) -> None:
     hook = '[[verifier.collect]]\ncommand = "cp greeting.txt /logs/artifacts/; false"\n'
     directory = separate_task(tmp_path, solve="#!/bin/sh\necho hello > greeting.txt\n", toml=hook)
     assert rewards(directory, None, "true") == [1.0, 0.0]
+
+
+def test_a_separate_task_crosses_the_wire_whole(tmp_path: Path) -> None:
+    toml = '[[verifier.collect]]\ncommand = "true"\n[environment.healthcheck]\ncommand = "true"\n'
+    task = read_harbor(separate_task(tmp_path, toml=toml))
+    assert task.verifier is not None and task.verifier.machine is not None and task.verifier.artifacts
+    assert task_of(json.loads(json.dumps(task_document(task)))) == replace(task, directory=None)
 
 
 # Health checks
