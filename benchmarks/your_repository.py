@@ -2,8 +2,9 @@
 
     python benchmarks/your_repository.py --harbor-python VENV/bin/python --json FILE
 
-Ten tasks that were written from Harbor's documentation alone (`harbor_tasks`), each with its solution, with
-nothing and with a wrong solution (`solution/wrong.sh`), are graded by Harbor's trials in containers of podman
+Ten tasks that were written from Harbor's documentation alone and three with separate verifiers, artifacts, a
+health check and files elsewhere in the image (`harbor_tasks`), each with its solution, with nothing and with
+a wrong solution (`solution/wrong.sh`), are graded by Harbor's trials in containers of podman
 (`harbor_judge.py`) and by ours. VENV holds Harbor 0.25, which needs Python 3.12; podman has the base image
 under the name that the tasks use.
 

@@ -33,7 +33,7 @@ def test_a_wrapper_has_every_method_of_the_protocol_with_its_parameters(wrapper:
         backend = FaultyBackend(MemoryBackend(), {})
         if wrapper is FaultySandbox:
             return await backend.create(TEMPLATE)
-        sandbox = DeferredSandbox(backend, TEMPLATE, Resources())
+        sandbox = DeferredSandbox(backend.create(TEMPLATE, Resources()))
         await sandbox.ready()
         return sandbox
 
@@ -50,7 +50,7 @@ def test_a_wrapper_has_every_method_of_the_protocol_with_its_parameters(wrapper:
 def test_what_comes_too_early_waits_for_the_sandbox() -> None:
     async def run() -> None:
         backend = SlowBackend()
-        sandbox = DeferredSandbox(backend, TEMPLATE, Resources())
+        sandbox = DeferredSandbox(backend.create(TEMPLATE, Resources()))
         assert sandbox.id == "pending"
         reading = asyncio.create_task(sandbox.files.read("a.py"))
         await asyncio.sleep(0)
@@ -66,7 +66,7 @@ def test_what_comes_too_early_waits_for_the_sandbox() -> None:
 
 def test_every_operation_reaches_the_sandbox() -> None:
     async def run() -> None:
-        sandbox = DeferredSandbox(MemoryBackend(), TEMPLATE, Resources())
+        sandbox = DeferredSandbox(MemoryBackend().create(TEMPLATE, Resources()))
         assert (await sandbox.run_tests(["test_a.py"])).passed == ("test_a",)
         assert (await sandbox.run_probes(["test_a.py"])).error is None
         await sandbox.files.write("b.py", "y")
@@ -88,7 +88,7 @@ def test_every_operation_reaches_the_sandbox() -> None:
 def test_a_sandbox_that_cannot_be_made_fails_each_use_and_can_still_be_killed() -> None:
     async def run() -> None:
         backend = FaultyBackend(MemoryBackend(), {"create": 1})
-        sandbox = DeferredSandbox(backend, TEMPLATE, Resources())
+        sandbox = DeferredSandbox(backend.create(TEMPLATE, Resources()))
         for _ in range(2):
             with pytest.raises(SandboxError, match="failed on purpose"):
                 await sandbox.files.read("a.py")
@@ -101,7 +101,7 @@ def test_a_sandbox_that_cannot_be_made_fails_each_use_and_can_still_be_killed() 
 def test_who_gives_up_waiting_does_not_stop_the_making() -> None:
     async def run() -> None:
         backend = SlowBackend()
-        sandbox = DeferredSandbox(backend, TEMPLATE, Resources())
+        sandbox = DeferredSandbox(backend.create(TEMPLATE, Resources()))
         reading = asyncio.create_task(sandbox.files.read("a.py"))
         await asyncio.sleep(0)
         reading.cancel()

@@ -180,14 +180,13 @@ def test_the_reward_is_read_when_nothing_runs_that_could_write_it(tmp_path: Path
 
         async def create(self, *arguments: Any, **named: Any) -> MachineSandbox:
             sandbox = await super().create(*arguments, **named)
-            run = sandbox.commands.run
+            pack = sandbox.pack
 
-            async def late(cmd: str, *others: Any, **more: Any) -> CommandResult:
-                if cmd.startswith("cd /logs/verifier"):
-                    await asyncio.sleep(1.0)
-                return await run(cmd, *others, **more)
+            async def late(*others: Any, **more: Any) -> bytes:
+                await asyncio.sleep(1.0)
+                return await pack(*others, **more)
 
-            sandbox.commands.run = late
+            sandbox.pack = late
             return sandbox
 
     async def scenario(backend: SandboxBackend) -> Verdict:
@@ -202,7 +201,7 @@ def test_the_reward_is_read_when_nothing_runs_that_could_write_it(tmp_path: Path
 
 FORGE = r"""printf '#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n' > /tests/test.sh
 /bin/chmod +x /tests/test.sh"""
-PLANTED = {"head": "echo 1", "readlink": "exit 1", "tar": f"cat > /dev/null; {FORGE}"}
+PLANTED = {"mkdir": "exit 0", "readlink": "exit 1", "tar": f"cat > /dev/null; {FORGE}"}
 
 
 @pytest.mark.parametrize("tool", PLANTED)
@@ -238,7 +237,6 @@ def test_the_tests_cannot_be_where_the_agents_changes_are_laid(
     ("start", "said"),
     [
         ("set -e", "unpacking"),
-        ("printf", "listing the links of the task's image"),
         ("set --", "making executable files and links"),
     ],
 )
@@ -252,26 +250,12 @@ def test_what_of_ours_took_too_long_is_no_verdict(tmp_path: Path, start: str, sa
         play_on(ChangedCommands(change=change), read_harbor(tmp_path), "touch a; chmod +x a")
 
 
-@pytest.mark.parametrize(
-    ("changed", "cause"),
-    [
-        ({"truncated": True}, "the names of links and executable files take more than 16 MiB"),
-        (
-            {"timed_out": True, "exit_code": -9},
-            "listing links and executable files took more than 60 s",
-        ),
-    ],
-)
-def test_links_that_cannot_be_listed_are_the_agents_failure_with_its_cause(
-    tmp_path: Path, changed: dict[str, Any], cause: str
-) -> None:
-    def change(cmd: str, result: CommandResult) -> CommandResult:
-        return replace(result, **changed) if cmd.startswith("while IFS=") else result
-
+def test_links_whose_names_are_too_much_are_the_agents_failure_with_its_cause(tmp_path: Path) -> None:
+    make = "import os; [os.symlink('a' * 4000, str(number)) for number in range(4300)]"
     task = read_harbor(write_task(tmp_path))
-    verdict = play_on(ChangedCommands(change=change), task, "echo hello > greeting.txt")
+    verdict = play_on(LocalBackend(), task, f'python3 -c "{make}"; echo hello > greeting.txt')
     assert (verdict.passed, verdict.reward) == (False, None)
-    assert verdict.cause == cause
+    assert verdict.cause == "the changes are too large to carry"
 
 
 LINK_TEST = """#!/bin/sh

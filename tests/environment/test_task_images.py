@@ -131,6 +131,33 @@ def seeded_task(directory: Path) -> None:
     (directory / "task.toml").write_text('[environment]\nenv = { MODE = "fast" }\n')
 
 
+def elsewhere_task(directory: Path) -> None:
+    """A task whose solution makes, changes and removes files outside of the working directory."""
+    test = "[ -s ~/.ssh/a ] && [ ! -e /srv/old ] && [ -x /srv/tool ] && [ ! -e /srv/up ]"
+    solve = "mkdir ~/.ssh; echo a > ~/.ssh/a; rm -r /srv/old; chmod +x /srv/tool; ln -s /tests /srv/up"
+    setup = "RUN mkdir -p /srv/old/deep && touch /srv/old/deep/a /srv/tool\n"
+    files: dict[str, str | bytes] = {"environment/Dockerfile": f"FROM {BASE}\n{setup}WORKDIR /app\n"}
+    script = f"#!/bin/sh\nif {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    write_task(directory, script, f"#!/bin/sh\n{solve}\n", files=files)
+    (directory / "task.toml").write_text("")
+
+
+def separate_task(directory: Path) -> None:
+    """A task whose verifier has an image of its own, with the tests in it."""
+    test = "[ $(cat /app/out/a) = right ] && [ ! -e /app/out/before ] && [ ! -e /app/out/b.log ]"
+    solve = "mkdir out; echo right > out/a; touch out/b.log"
+    setup = "RUN mkdir -p /app/out && touch /app/out/before\nCOPY . /tests\n"
+    files: dict[str, str | bytes] = {
+        "environment/Dockerfile": f"FROM {BASE}\nWORKDIR /app\n",
+        "tests/Dockerfile": f"FROM {BASE}\n{setup}",
+    }
+    script = f"#!/bin/sh\nif {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    write_task(directory, script, f"#!/bin/sh\n{solve}\n", files=files)
+    (directory / "tests/test.sh").chmod(0o755)
+    artifacts = 'artifacts = [{ source = "/app/out", exclude = ["*.log"] }]\n'
+    (directory / "task.toml").write_text(artifacts + '[verifier]\nenvironment_mode = "separate"\n')
+
+
 @pytest.mark.slow
 @pytest.mark.foreign
 @pytest.mark.parametrize("backend", ["local", "podman"])
@@ -142,6 +169,8 @@ def test_tasks_are_played_in_their_images(
     for name in ("python", "links", "binary", "background"):
         KINDS[name](tmp_path / "tasks" / name, BASE)
     seeded_task(tmp_path / "tasks/seeded")
+    elsewhere_task(tmp_path / "tasks/elsewhere")
+    separate_task(tmp_path / "tasks/separate")
     bases = {BASE: f"oci-archive:{tmp_path}/base.tar"}
     values = {"sandbox": {"backend": backend}, "images": {"bases": bases}}
     found = check_task_set(tmp_path / "tasks", "DIR", RunConfig.model_validate(values))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from etude.errors import TaskError
-from etude.records import Task
+from etude.records import Artifact, CollectCommand, HealthCheck, Task, TaskMachine
 from etude.tasks.harbor import read_harbor
 from etude.tasks.harbor_fields import REFUSED, TaskTable
 from tests.tasks.harbor_tasks import write_task
@@ -24,6 +24,9 @@ HERE = Path(__file__).parent
 FIELDS = (HERE / "harbor_0_25_fields.txt").read_text().split()
 """Of Harbor 0.25.0, schema 1.4: what `list_harbor_fields.py` printed."""
 DOCS = HERE.parents[1] / "docs/tasks.md"
+
+
+SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'
 
 
 def read_with(directory: Path, toml: str, **options: Any) -> Task:
@@ -60,15 +63,18 @@ VALUES: dict[str, str] = {
     "environment.tpu": 'tpu = { type = "v4", topology = "2x2x1" }',
     "environment.mcp_servers": '[[environment.mcp_servers]]\nname = "a"\nurl = "http://a"',
     "environment.skills_dir": 'skills_dir = "/skills"',
-    "environment.healthcheck": '[environment.healthcheck]\ncommand = "true"',
-    "verifier.environment": "[verifier.environment]\ncpus = 1",
-    "verifier.collect": '[[verifier.collect]]\ncommand = "true"',
+    "verifier.environment.gpus": "[verifier.environment]\ngpus = 1",
+    "verifier.environment.gpu_types": '[verifier.environment]\ngpu_types = ["H100"]',
+    "verifier.environment.tpu": '[verifier.environment]\ntpu = { type = "v4", topology = "2x2x1" }',
+    "verifier.environment.mcp_servers": '[[verifier.environment.mcp_servers]]\nname = "a"\nurl = "http://a"',
+    "verifier.environment.skills_dir": '[verifier.environment]\nskills_dir = "/skills"',
+    "verifier.environment.healthcheck": '[verifier.environment.healthcheck]\ncommand = "true"',
     "steps": '[[steps]]\nname = "one"',
 }
 
 
 def test_a_value_is_tried_for_each_refused_field() -> None:
-    assert set(VALUES) | {"artifacts", "multi_step_reward_strategy"} == set(REFUSED)
+    assert set(VALUES) | {"multi_step_reward_strategy"} == set(REFUSED)
 
 
 @pytest.mark.parametrize("field", VALUES)
@@ -97,7 +103,30 @@ def test_a_refused_field_is_named_with_its_value(tmp_path: Path, field: str) -> 
         ("[agent]\ntimeout_sec = inf", "agent.timeout_sec"),
         ('[agent]\nallowed_hosts = ["a.b"]', "agent.allowed_hosts"),
         ("[agent]\nuser = -1", "agent.user"),
-        ('[verifier]\nenvironment_mode = "separate"', "verifier.environment_mode"),
+        (
+            '[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\ncpus = 1',
+            "verifier.environment_mode",
+        ),
+        ('[verifier]\nenvironment_mode = "apart"', "verifier.environment_mode"),
+        ('[[artifacts]]\nsource = "/app"', "artifacts"),
+        (f'{SEPARATE}[[artifacts]]\nsource = "app"', "artifacts.source"),
+        (f'{SEPARATE}[[artifacts]]\nsource = "/app/../x"', "artifacts.source"),
+        (f'{SEPARATE}[[artifacts]]\nsource = "/"', "artifacts.source"),
+        (f'{SEPARATE}[[artifacts]]\nsource = "/logs"', "artifacts.source"),
+        (f'{SEPARATE}[[artifacts]]\nsource = "/tests/x"', "artifacts.source"),
+        (f'{SEPARATE}[[artifacts]]\nsource = "/tmp"', "artifacts.source"),
+        (f'{SEPARATE}[[artifacts]]\nsource = "/app"\nservice = "db"', "artifacts.0"),
+        (
+            f'{SEPARATE}[[artifacts]]\nsource = "/a"\ndestination = "x"\n[[artifacts]]\nsource = "/x/b"',
+            "artifacts.destination",
+        ),
+        ('[[verifier.collect]]\ncommand = "true"\nuser = "db"', "verifier.collect.user"),
+        ('[[verifier.collect]]\ncommand = "true"\nservice = "db"', "verifier.collect.0.service"),
+        ('[environment.healthcheck]\ncommand = "true"\nretries = 0', "environment.healthcheck.retries"),
+        ('[verifier.environment]\nmemory = "lots"', "verifier.environment.memory"),
+        ('[verifier.environment]\nallowed_hosts = ["a.b"]', "verifier.environment.allowed_hosts"),
+        ("[verifier.environment]\nenv = { A = '1' }", "verifier.environment.env"),
+        ('[metadata.etude]\nallowed_paths = ["/app/**"]', "metadata.etude.allowed_paths"),
         ("[solution]\nenv = { A = 1 }", "solution.env.A"),
     ],
 )
@@ -214,6 +243,58 @@ network_mode = "no-network"
     )
     assert (verifier.timeout_s, verifier.user, verifier.hosts) == (70.5, "checker", ())
     assert task.files == {} and task.instruction == "Write hello into greeting.txt."
+
+
+def test_what_a_separate_verifier_asks_for_is_read(tmp_path: Path) -> None:
+    toml = """network_mode = "no-network"
+[environment.healthcheck]
+command = "true"
+timeout_sec = 7
+[verifier]
+user = "checker"
+[verifier.environment]
+memory_mb = 300
+network_mode = "allowlist"
+allowed_hosts = ["a.example"]
+[[artifacts]]
+source = "/app/out/"
+exclude = ["*.log"]
+destination = "out"
+[[verifier.collect]]
+command = "dump"
+timeout_sec = 5
+"""
+    task = read_with(tmp_path, toml, image="ubuntu:24.04")
+    machine, verifier = task.machine, task.verifier
+    assert machine is not None and machine.health == HealthCheck("true", timeout_s=7.0)
+    assert verifier is not None and verifier.hosts == ("a.example:443", "a.example:80")
+    assert verifier.artifacts == (Artifact("/logs/artifacts"), Artifact("/app/out", ("*.log",)))
+    assert verifier.collect == (CollectCommand("dump", 5.0),)
+    own = verifier.machine
+    assert own == TaskMachine("ubuntu:24.04", memory_bytes=300 << 20, user="checker", hosts=())
+    assert verifier.archive, "the tests are laid into the task's own image"
+    (tmp_path / "tests/Dockerfile").write_text("FROM ubuntu:24.04\nCOPY . /tests\n")
+    built = read_harbor(tmp_path).verifier
+    assert built is not None and built.machine is not None and built.archive == b""
+    assert (built.machine.docker_image, built.machine.context) == ("", "tests")
+    named = toml.replace("memory_mb = 300", 'docker_image = "checker:1"')
+    verifier = read_with(tmp_path, named, image="ubuntu:24.04").verifier
+    assert verifier is not None and verifier.machine is not None
+    assert (verifier.machine.docker_image, verifier.archive) == ("checker:1", b"")
+
+
+@pytest.mark.parametrize(
+    ("toml", "paths"),
+    [
+        ("", ("**", "/**")),
+        ('[metadata.etude]\nallowed_paths = ["src/**", "/app/**"]', ("src/**", "/app/**")),
+    ],
+)
+def test_changes_anywhere_in_an_image_are_allowed_unless_the_task_says_otherwise(
+    tmp_path: Path, toml: str, paths: tuple[str, ...]
+) -> None:
+    assert read_with(tmp_path, toml, image="ubuntu:24.04").allowed_paths == paths
+    assert read_harbor(write_task(tmp_path)).allowed_paths == ("**",)
 
 
 @pytest.mark.parametrize(

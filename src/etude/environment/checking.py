@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.environment.grading import Verdict, allowed_changes
-from etude.environment.origins import network_to, task_resources, task_template
-from etude.environment.scripts import check_isolation, find_kinds, run_solution
+from etude.environment.origins import task_origin
+from etude.environment.scripts import check_isolation, find_left, run_solution
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError, TaskError, UserError
 from etude.records import Task
@@ -94,14 +94,12 @@ async def judge_solution(
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
         return await grader.judge(task, allowed_changes(task, files))
     await check_isolation(backend)
-    network = network_to(task.machine.hosts if task.machine is not None else ())
-    sandbox = await backend.create(task_template(task), task_resources(task, limits), network)
+    sandbox = await task_origin(task, limits).make(backend)
     try:
         failure = await run_solution(task, sandbox)
         if failure is not None:
             return failure
-        changes = allowed_changes(task, await sandbox.final_diff())
-        return await grader.judge(task, changes, await find_kinds(task, sandbox, changes))
+        return await grader.judge(task, *await find_left(task, sandbox))
     finally:
         await sandbox.kill()
 

@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
+from typing import Any
 
 from etude.errors import SandboxError
-from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.template import Template
-from etude.sandbox.types import Network, Resources
+from etude.sandbox.interface import Sandbox
 from etude.sandbox.wrapping import WrappedSandbox
 
 
 class DeferredSandbox(WrappedSandbox):
     """Implements Sandbox. Errors of the making are raised by the first use."""
 
-    def __init__(
-        self,
-        backend: SandboxBackend,
-        template: Template,
-        resources: Resources,
-        network: Network | None = None,
-    ) -> None:
+    def __init__(self, making: Coroutine[Any, Any, Sandbox]) -> None:
         """Begins to make the sandbox at once; needs a running event loop."""
         super().__init__("pending")
-        self._making: asyncio.Task[Sandbox] = asyncio.create_task(
-            backend.create(template, resources, network)
-        )
+        self._making = asyncio.create_task(making)
 
     @property
     def id(self) -> str:

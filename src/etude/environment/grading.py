@@ -212,7 +212,7 @@ def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str
     return {
         path: data
         for path, data in changes.items()
-        if not _is_bytecode(path)
+        if not is_bytecode(path)
         and not is_harness_path(path)
         and matches_any(path, task.allowed_paths)
         and not _collides(path, claimed, folders)
@@ -227,7 +227,8 @@ def matches_any(path: str, patterns: Iterable[str]) -> bool:
 _compiled_pattern = lru_cache(maxsize=1024)(compile_path_pattern)
 
 
-def _is_bytecode(path: str) -> bool:
+def is_bytecode(path: str) -> bool:
+    """Whether a file is Python's own, made from sources."""
     return path.endswith((".pyc", ".pyo")) or "__pycache__" in path.split("/")
 
 

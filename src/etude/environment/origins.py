@@ -8,12 +8,13 @@ import io
 import math
 import os
 import tarfile
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etude.agent.simulated_user import SimulatedUser
-from etude.errors import ConfigError, ResourceError, TaskError
-from etude.records import Task
+from etude.errors import AgentError, ConfigError, ResourceError, SandboxError, TaskError
+from etude.records import HealthCheck, Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Network, Resources
@@ -32,6 +33,10 @@ class Origin:
     network: Network | None = None
     snapshot: str | None = None
     """Continues this snapshot; template and resources are then the snapshot's own."""
+    health: HealthCheck | None = None
+    """What must succeed in a new sandbox before it is used."""
+    publishes: bool = False
+    """Whether it has `/logs/artifacts`, for what a separate verifier sees."""
 
     @property
     def digest(self) -> str:
@@ -42,7 +47,61 @@ class Origin:
         """A new sandbox in the first state. `life_s`: it is then killed, whoever has forgotten it."""
         if self.snapshot is not None:
             return await backend.create(timeout_s=life_s, snapshot=self.snapshot)
-        return await backend.create(self.template, self.resources, self.network, life_s)
+        sandbox = await backend.create(self.template, self.resources, self.network, life_s)
+        try:
+            if self.publishes:
+                await sandbox.commands.run('mkdir -p "$(readlink -f /logs)/artifacts"')
+            if self.health is not None:
+                await _wait_until_healthy(sandbox, self.health)
+        except BaseException:
+            await sandbox.kill()
+            raise
+        return sandbox
+
+
+async def _wait_until_healthy(sandbox: Sandbox, check: HealthCheck) -> None:
+    """Runs a health check until it succeeds. Raises SandboxError: no agent has done anything yet."""
+    began, num_failed = time.monotonic(), 0
+    while True:
+        is_starting = time.monotonic() - began < check.start_period_s
+        try:
+            result = await sandbox.commands.run(check.command, check.timeout_s)
+        except AgentError as error:
+            raise SandboxError(f"its health check ended the sandbox: {error}", field="task") from error
+        if result.exit_code == 0 and not result.timed_out:
+            return
+        num_failed += not is_starting
+        if num_failed >= check.retries:
+            said = (result.stderr or result.stdout).strip()[-200:]
+            raise SandboxError(
+                f"its health check failed {num_failed} times: {said}",
+                field="environment.healthcheck",
+                received=check.command,
+            )
+        await asyncio.sleep(check.start_interval_s if is_starting else check.interval_s)
+
+
+def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Origin:
+    """Where a session on a task begins. `reach`: what it may reach beside the task's own hosts, as in
+    `Network.allow`. Raises TaskError as `task_template`."""
+    machine, verifier = task.machine, task.verifier
+    hosts = machine.hosts if machine is not None else None
+    return Origin(
+        task_template(task),
+        task_resources(task, given),
+        network_to((*(hosts or ()), *reach)),
+        health=machine.health if machine is not None else None,
+        publishes=verifier is not None and verifier.machine is not None,
+    )
+
+
+def verifier_origin(task: Task, given: Resources) -> Origin:
+    """Where its test.sh begins: on the task's machine, or on its own. Raises TaskError as `task_template`."""
+    script = task.verifier
+    assert script is not None, "the caller chose by it"
+    own = task if script.machine is None else replace(task, files={}, machine=script.machine)
+    template = task_template(own, script.user)
+    return Origin(template, task_resources(own, given), network_to(script.hosts))
 
 
 def user_of(task: Task | None) -> SimulatedUser | None:

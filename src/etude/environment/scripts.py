@@ -1,34 +1,45 @@
 """Grading by a task's own `tests/test.sh`, and solving it by its `solution/solve.sh`: Harbor's kind of task.
 
-    agent's sandbox ── every process dead ──> its diff, as far as the task allows
+    agent's sandbox ── every process dead ──> its changes, as far as the task allows, or its artifacts
                                                  |
-    pristine image ──> a fresh sandbox + /tests + diff ── test.sh ── every process dead ──> reward file
+    pristine image ──> a fresh sandbox + /tests + these ── test.sh ── every process dead ──> reward file
 
 What the agent changed in its workspace reaches grading: regular files with their contents, whether they can
-be executed, and symbolic links that lead to something of it. Everything outside of the workspace stays
-behind. The reward is read once nothing runs that could write it, by the image's programs: none of ours come
-from the workspace, whatever the image's PATH says.
+be executed, and symbolic links that lead to something of it; so do changes elsewhere (`carrying`). Where the
+verifier has a machine of its own, the pristine image is that one's, and only artifacts reach it. The reward
+is read once nothing runs that could write it, by the image's programs: none of ours come from the workspace,
+whatever the image's PATH says.
 
-Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Such
-tasks are said to be forgeable (`Grader.find_twins`).
+Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Tasks
+whose test.sh runs where the agent's changes are laid are said to be forgeable (`Grader.find_twins`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import shlex
+import tarfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from etude.agent.tools.text_file import off_loop
+from etude.environment.carrying import (
+    Carried,
+    NotLaidError,
+    carry_artifacts,
+    carry_root,
+    lay,
+    stays_inside,
+)
 from etude.environment.grading import Verdict, allowed_changes
-from etude.environment.origins import network_to, task_resources, task_template
+from etude.environment.origins import task_origin, task_template, verifier_origin
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.errors import (
-    DiffTooLargeError,
     PathKindError,
     PathMissingError,
     SandboxKilledByAgentError,
@@ -42,9 +53,12 @@ FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and 
 _SETUP_S = 60.0
 _MAX_SOLUTION_S = 3600.0
 """Of a reference solution whose task gives the agent no time limit."""
-_REWARD_BYTES = 64 << 10
-_NAMES_BYTES = 16 << 20
+_LOGS = "/logs/verifier"
+_REWARDS = ("reward.json", "reward.txt")
+_REWARD_BYTES = 256 << 10
 _SAID_CHARS = 200
+_BYTES_PER_MATCH = 16
+"""As many of these as characters that are looked at are worth a thread."""
 _OWN_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     **dict.fromkeys(("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV"), ""),
@@ -53,30 +67,17 @@ _OWN_ENV = {
 _UNPACK = """set -e
 here="$(pwd -P)"
 for path in /tests /solution /logs; do
-    real="$(readlink -f "$path")"
+    real="$path"
+    [ ! -L "$path" ] || real="$(readlink -f "$path")"
     case "$real/" in "$here"/*) echo "$path lies in the working directory" >&2; exit 1; esac
     case "$here/" in "$real"/*) echo "the working directory lies in $path" >&2; exit 1; esac
-    mkdir -p "$real"
+    set -- "$@" "$real"
 done
-mkdir -p /logs/verifier /logs/agent /logs/artifacts
-rm -f /logs/verifier/reward.txt /logs/verifier/reward.json
-tar -x -o -f - -C {target}
+mkdir -p "$@" "$3/verifier" "$3/agent" "$3/artifacts"
+for path in "$3/verifier/reward.txt" "$3/verifier/reward.json"; do
+    if [ -e "$path" ] || [ -L "$path" ]; then rm -f "$path"; fi
+done
 """
-_READ_REWARD = """cd /logs/verifier || exit 0
-for name in reward.json reward.txt; do
-    if [ -f "$name" ]; then echo "$name"; head -c {limit} "$name"; exit 0; fi
-done
-echo none; tail -c 1000 test-stdout.txt
-"""
-_LIST_KINDS = r"""while IFS= read -r path; do
-    if [ -x "$path" ]; then printf '%s\0\0' "$path"; fi
-done
-if command -v find > /dev/null; then
-    find . -type f -perm -100 -exec printf '%s\0\0' {} +
-    find . -type l -exec sh -c 'for path; do printf "%s\0%s\0" "$path" "$(readlink "$path")"; done' sh {} +
-fi"""
-_LIST_LINKS = r"""printf '%s\0' "$(pwd -P)"
-if command -v find > /dev/null; then find . -type l -exec printf '%s\0' {} +; fi"""
 # A link goes only where no link leads: else one of the agent's would put the next one into /tests.
 _SET_LINKS = """here="$(pwd -P)"
 while IFS= read -r path && IFS= read -r target; do
@@ -97,12 +98,14 @@ if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 @dataclass(frozen=True, slots=True)
 class FileKinds:
-    """What the contents of the changed files do not say."""
+    """What the contents of the workspace's changed files do not say."""
 
     executable: frozenset[str] = frozenset()
     """Files that can be executed, also those whose contents are as they were."""
     links: Mapping[str, str] | None = None
     """All symbolic links of the workspace: path -> target. None: not known, the image's stay."""
+    elsewhere: Carried | None = None
+    """What crosses beside the workspace. None: nothing was done, and nothing was looked for."""
 
 
 class RewardError(ValueError):
@@ -125,31 +128,71 @@ async def judge_by_script(
     script, began = task.verifier, time.perf_counter()
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
-    template, resources = task_template(task, script.user), task_resources(task, given or Resources())
-    fresh = await backend.create(template, resources, network_to(script.hosts))
+    is_separate = script.machine is not None
+    if is_separate and kinds.elsewhere is None:
+        kinds = await _untouched(task, backend, given or Resources())
+    origin = verifier_origin(task, given or Resources())
+    fresh = await origin.make(backend)
     try:
         await _unpack(fresh, task, "/tests", script.archive)
-        await _lay_over(fresh, task, changes, kinds)
+        if kinds.elsewhere is not None:
+            await lay(kinds.elsewhere, fresh, _OWN_ENV)
+        if not is_separate:
+            await _lay_over(fresh, task, changes, kinds)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
         # The workspace is home on the host's programs, and the agent's files would be read as settings.
-        env = {**({} if template.image else {"HOME": "/tmp"}), **script.env}
+        has_image = origin.template is not None and origin.template.image is not None
+        env = {**({} if has_image else {"HOME": "/tmp"}), **script.env}
         result = await fresh.commands.run(command, script.timeout_s, env)
         if result.timed_out:
             raise RewardError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
         await _end_processes(fresh)
-        told = await fresh.commands.run(_READ_REWARD.format(limit=_REWARD_BYTES), _SETUP_S, _OWN_ENV)
-        if told.timed_out and not told.stdout:
-            raise _too_slow("reading the reward", task)
-        reward = _read_reward(told, result)
+        reward = await _read_reward(fresh, result)
         passed = reward >= 1.0
         cause = None if passed else f"tests/test.sh gave {reward:g}"
         return Verdict(
             passed, int(passed), int(not passed), cause, time.perf_counter() - began, reward=reward
         )
-    except (AgentError, RewardError) as error:
+    except (AgentError, NotLaidError, RewardError) as error:
         return Verdict(False, 0, 1, str(error), time.perf_counter() - began)
     finally:
         await fresh.kill()
+
+
+async def find_left(
+    task: Task, sandbox: Sandbox, without: str = ""
+) -> tuple[dict[str, bytes | None], FileKinds]:
+    """What the agent left behind, as far as it reaches a task's script: allowed changes, and the rest.
+
+    Ends everything that runs. `without`: a directory that is not looked at. Raises AgentError for what the
+    agent did wrong, SandboxError.
+    """
+    script = task.verifier
+    assert script is not None, "the caller chose by it"
+    for hook in script.collect:
+        # As in Harbor: what it could not collect is simply not there.
+        await sandbox.commands.run(hook.command, hook.timeout_s)
+    if script.machine is not None:
+        await _end_processes(sandbox)
+        return {}, FileKinds(elsewhere=await carry_artifacts(script.artifacts, sandbox))
+    found = await sandbox.final_diff(without)
+    size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
+    changes = await off_loop(size, allowed_changes, task, found)
+    kinds = await _find_kinds(task, sandbox)
+    template = task_template(task, script.user)
+    if template.image is not None:
+        env = {**template.image.env, **script.env}
+        kinds = replace(kinds, elsewhere=await carry_root(task, sandbox, template.workspace, env))
+    return changes, kinds
+
+
+async def _untouched(task: Task, backend: SandboxBackend, given: Resources) -> FileKinds:
+    """What an agent leaves behind that does nothing."""
+    sandbox = await task_origin(task, given).make(backend)
+    try:
+        return (await find_left(task, sandbox))[1]
+    finally:
+        await sandbox.kill()
 
 
 async def check_isolation(backend: SandboxBackend) -> None:
@@ -182,43 +225,24 @@ async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
     return f"timeout: solution/solve.sh did not end within {limit_s:g} s" if result.timed_out else None
 
 
-async def find_kinds(task: Task, sandbox: Sandbox, changes: Mapping[str, bytes | None]) -> FileKinds:
-    """The kinds of what `allowed_changes` gave; asked of a sandbox in which nothing runs any more."""
-    asked = {path for path, data in changes.items() if data is not None and "\n" not in path}
-    listed = "".join(f"{path}\n" for path in sorted(asked))
-    try:
-        result = await sandbox.commands.run(
-            _LIST_KINDS,
-            _SETUP_S,
-            _OWN_ENV,
-            limit_bytes=_NAMES_BYTES,
-            stdin=listed.encode(errors="surrogateescape"),
-        )
-    except SandboxKilledByAgentError:
-        raise
-    except AgentError:
-        return FileKinds()  # the agent took the shell away, or the memory to run it in
-    if result.timed_out:
-        # The agent's files or shell are the cause, so it is the agent's failure and no one else's.
-        raise DiffTooLargeError(f"listing links and executable files took more than {_SETUP_S:g} s")
-    if result.truncated:
-        raise DiffTooLargeError("the names of links and executable files take more than 16 MiB")
-    words = result.stdout.split("\0")
-    pairs = [(path.removeprefix("./"), target) for path, target in zip(words[::2], words[1::2], strict=False)]
-    links = {path: target for path, target in pairs if target}
-    executable = {path: None for path, target in pairs if path and not target and "\n" not in path}
-    allowed = allowed_changes(task, dict.fromkeys(links))
-    return FileKinds(
-        frozenset(allowed_changes(task, executable)), {path: links[path] for path in sorted(allowed)}
-    )
+async def _find_kinds(task: Task, sandbox: Sandbox) -> FileKinds:
+    """The kinds of what may reach grading; asked of a sandbox in which nothing runs any more."""
+    _, kinds = await sandbox.kinds()
+    found = {path: kinds[path] for path in sorted(allowed_changes(task, dict.fromkeys(kinds)))}
+    executable = frozenset(path for path, target in found.items() if not target and "\n" not in path)
+    return FileKinds(executable, {path: target for path, target in found.items() if target})
 
 
 async def _lay_over(
     fresh: Sandbox, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds
 ) -> None:
     """Makes the agent's changes in a sandbox that is as the agent's was at first."""
-    here = await _remove_links(fresh, task, kinds.links)
+    here, before = await fresh.kinds()
+    images = allowed_changes(task, {path: None for path, target in before.items() if target})
     links = kinds.links or {}
+    for path in images.keys() - (images if kinds.links is None else links).keys():
+        with contextlib.suppress(PathMissingError):
+            await fresh.files.remove(path)
     for path in (path for path, data in changes.items() if data is None):
         with contextlib.suppress(PathMissingError, PathKindError):
             await fresh.files.remove(path)
@@ -232,8 +256,8 @@ async def _lay_over(
             except PathKindError:
                 await fresh.files.remove(path)
                 await fresh.files.write(path, data)
-    executable = [f"{path}\n" for path in sorted(kinds.executable)]
-    laid = [f"{path}\n{to}\n" for path, to in links.items() if _stays_inside(path, to, here)]
+    executable = [f"{path}\n" for path in sorted(kinds.executable) if before.get(path) != ""]
+    laid = [f"{path}\n{to}\n" for path, to in links.items() if stays_inside(path, to, here)]
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:
             result = await fresh.commands.run(
@@ -243,43 +267,12 @@ async def _lay_over(
                 raise _too_slow("making executable files and links", task)
 
 
-async def _remove_links(fresh: Sandbox, task: Task, kept: Mapping[str, str] | None) -> str:
-    """Removes the image's links that the agent did not keep as links: the working directory's full path."""
-    found = await fresh.commands.run(_LIST_LINKS, _SETUP_S, _OWN_ENV, limit_bytes=_NAMES_BYTES)
-    if found.timed_out or "\0" not in found.stdout:
-        raise _too_slow("listing the links of the task's image", task)
-    here, *paths, _ = found.stdout.split("\0")
-    gone = allowed_changes(task, dict.fromkeys(path.removeprefix("./") for path in paths))
-    for path in gone.keys() - (gone if kept is None else kept).keys():
-        with contextlib.suppress(PathMissingError):
-            await fresh.files.remove(path)
-    return here
-
-
-def _stays_inside(path: str, target: str, here: str) -> bool:
-    """Whether a link leads to something of the working directory `here`, by its words alone.
-
-    It may climb only at first, where every step is a directory: behind a link `..` leads elsewhere. Names
-    with newlines or bytes that are no UTF-8 do not come over as they were, and are refused.
-    """
-    if {"", ".", ".."} & set(path.split("/")) or {"\n", "\ufffd"} & set(path + target):
-        return False
-    depth = path.count("/")
-    if target.startswith("/"):
-        if not f"{target}/".startswith(f"{here}/"):
-            return False
-        depth, target = 0, target[len(here) :]
-    steps = [step for step in target.split("/") if step not in ("", ".")]
-    climbs = next((number for number, step in enumerate(steps) if step != ".."), len(steps))
-    return climbs <= depth and ".." not in steps[climbs:]
-
-
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:
     """Unpacks a directory of the task's where Harbor has it.
 
     Raises TaskError if the image cannot, SandboxError if it was not done in time.
     """
-    command = _UNPACK.format(target=shlex.quote(target))
+    command = _UNPACK + (f"tar -x -o -f - -C {shlex.quote(target)}" if archive else "")
     result = await sandbox.commands.run(command, _SETUP_S, _OWN_ENV, stdin=archive)
     if result.timed_out:
         raise _too_slow(f"unpacking {target}", task)
@@ -306,9 +299,14 @@ async def _end_processes(sandbox: Sandbox) -> None:
         pass
 
 
-def _read_reward(told: CommandResult, ran: CommandResult) -> float:
-    """The reward that stands in the file. Raises RewardError."""
-    name, _, text = told.stdout.partition("\n")
+async def _read_reward(fresh: Sandbox, ran: CommandResult) -> float:
+    """The reward that stands in the file: by the program inside, not by the image's. Raises RewardError."""
+    found = await fresh.pack([f"{_LOGS}/{name}" for name in _REWARDS], limit_bytes=_REWARD_BYTES)
+    with tarfile.open(fileobj=io.BytesIO(found), mode="r:") as archive:
+        texts = {row.name.rpartition("/")[2]: archive.extractfile(row) for row in archive if row.isreg()}
+        name = next((name for name in _REWARDS if texts.get(name) is not None), "")
+        file = texts.get(name)
+        text = file.read().decode(errors="replace") if file is not None else ""
     if name == "reward.json":
         return _number(_reward_of(text), name)
     if name == "reward.txt":
@@ -316,7 +314,8 @@ def _read_reward(told: CommandResult, ran: CommandResult) -> float:
             return _number(float(text), name)
         except ValueError:
             raise RewardError(f"{name} holds no finite number: {text.strip()[:80]!r}") from None
-    said = text.strip()[-_SAID_CHARS:]
+    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, _OWN_ENV)
+    said = told.stdout.strip()[-_SAID_CHARS:]
     words = f"tests/test.sh wrote no reward and ended with {ran.exit_code}"
     raise RewardError(f"{words}: {said}" if said else words)
 

@@ -28,7 +28,7 @@ from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.forking import fork_at, fork_here
 from etude.environment.history import Difference, History, SessionTurn
-from etude.environment.origins import Origin, network_to, task_resources, task_template, user_of
+from etude.environment.origins import Origin, task_origin, user_of
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
@@ -121,11 +121,8 @@ class EnvironmentSession:
     ) -> EnvironmentSession:
         """A session on a task. Its sandbox is made in the meantime: the first use waits for it. `reach`: what
         it may reach beside the task's own hosts, as in `Network.allow`."""
-        template, machine = task_template(task), task.machine
-        hosts = (machine.hosts or ()) if machine is not None else ()
-        network = network_to((*hosts, *reach))
-        origin = Origin(template, task_resources(task, resources or Resources()), network)
-        sandbox = DeferredSandbox(site.backend, template, origin.resources, network)
+        origin = task_origin(task, resources or Resources(), reach)
+        sandbox = DeferredSandbox(origin.make(site.backend))
         return cls(site, origin, sandbox, task, user=user_of(task))
 
     @classmethod

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from etude.config.images import ImagesConfig
 from etude.errors import TaskError
-from etude.records import Task, TaskImage
+from etude.records import Task, TaskImage, TaskMachine
 from etude.sandbox.backends import ENGINES, IMAGES
 from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.building import BuildOptions, build_image
@@ -43,26 +43,35 @@ class TaskImages:
         self._found: dict[str, TaskImage] = {}
 
     async def find(self, task: Task) -> Task:
-        """The task with the image of its machine. Raises TaskError, TemplateError or ResourceError for one
-        that cannot be had."""
-        machine = task.machine
-        if machine is None or machine.is_host:
-            return task
+        """The task with the images of its machine and of its verifier's. Raises TaskError, TemplateError or
+        ResourceError for one that cannot be had."""
+        machine, script = task.machine, task.verifier
+        if machine is not None:
+            task = replace(task, machine=await self._with_image(task, machine))
+        if script is not None and script.machine is not None:
+            own = await self._with_image(task, script.machine)
+            task = replace(task, verifier=replace(script, machine=own))
+        return task
+
+    async def _with_image(self, task: Task, machine: TaskMachine) -> TaskMachine:
+        if machine.is_host:
+            return machine
         if self._engine not in _BACKENDS:
             raise TaskError(
                 f"needs an image, and {self._backend} runs none of a task's",
                 field="task.toml: environment",
-                received=machine.docker_image or "environment/Dockerfile",
+                received=machine.docker_image or f"{machine.context}/Dockerfile",
                 fix=f"use one of the backends {', '.join(_BACKENDS)}",
             )
-        key = machine.docker_image or f"{task.directory}"
+        key = machine.docker_image or f"{task.directory}/{machine.context}"
         if key not in self._found:
-            self._found[key] = await self._find(task, machine.docker_image, machine.build_timeout_s)
+            self._found[key] = await self._find(task, machine)
         if self._engine in ENGINES:
             _check_users(task, self._found[key])
-        return replace(task, machine=replace(machine, image=self._found[key]))
+        return replace(machine, image=self._found[key])
 
-    async def _find(self, task: Task, name: str, build_timeout_s: float) -> TaskImage:
+    async def _find(self, task: Task, machine: TaskMachine) -> TaskImage:
+        name = machine.docker_image
         store = ImageStore(default_state_directory() / IMAGES)
         if name:
             if self._engine in ENGINES and name not in self._bases and not store.has(name):
@@ -70,8 +79,8 @@ class TaskImages:
             image = await find_base(name, store, self._bases)
         else:
             assert task.directory is not None, "read from there"
-            options = replace(self._options, deadline_s=build_timeout_s)
-            context = Path(task.directory) / "environment"
+            options = replace(self._options, deadline_s=machine.build_timeout_s)
+            context = Path(task.directory) / machine.context
             image = await build_image(context, _image_name(context), store, options=options)
         if self._engine not in ENGINES:
             return TaskImage(image.name, image.layers, dict(image.env), image.workdir, image.user)
@@ -118,5 +127,6 @@ def _check_users(task: Task, image: TaskImage) -> None:
 def _image_name(context: Path) -> str:
     """A name for what a directory builds: its task's, with a digest of where it lies."""
     plain = re.sub(r"[^a-z0-9]+", "-", context.parent.name.lower()).strip("-") or "task"
+    plain = plain if context.name == "environment" else f"{plain[:50]}-{context.name}"
     place = blake2b(str(context.resolve()).encode(), digest_size=6).hexdigest()
     return f"harbor/{plain[:60]}-{place}"

@@ -27,7 +27,7 @@ from etude.environment.grading import (
 )
 from etude.environment.hidden_tests import HiddenTest
 from etude.environment.rewards.review import review_changes
-from etude.environment.scripts import FORGEABLE, FileKinds, find_kinds, judge_by_script
+from etude.environment.scripts import FORGEABLE, FileKinds, find_left, judge_by_script
 from etude.environment.twins import OpenTest, Twins
 from etude.errors import AgentError, SandboxError
 from etude.kit.tasks import start_watched
@@ -68,20 +68,25 @@ class Grader:
         """
         began = time.perf_counter()
         try:
-            found = await sandbox.final_diff(HARNESS_DIRECTORY)
-            size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
-            changes = await off_loop(size, allowed_changes, task, found)
-            kinds = await find_kinds(task, sandbox, changes) if task.verifier else FileKinds()
+            if task.verifier is not None:
+                changes, kinds = await find_left(task, sandbox, HARNESS_DIRECTORY)
+            else:
+                found, kinds = await sandbox.final_diff(HARNESS_DIRECTORY), FileKinds()
+                size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
+                changes = await off_loop(size, allowed_changes, task, found)
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
         links = {path: to.encode(errors="surrogateescape") for path, to in (kinds.links or {}).items()}
         extra = _digest(dict.fromkeys(kinds.executable)) + (b"" if kinds.links is None else _digest(links))
+        extra += b"" if kinds.elsewhere is None else kinds.elsewhere.digest
         key = _judge_digest(task) + _digest(changes) + extra
         return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
 
     async def find_twins(self, task: Task) -> Twins:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
+        if task.verifier is not None and task.verifier.machine is not None:
+            return Twins()
         if task.verifier is not None:
             return Twins((), (OpenTest(HiddenTest("tests/test.sh", "reward", ()), FORGEABLE),))
         return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))

@@ -10,7 +10,16 @@ from etude.records.policy import (
 )
 from etude.records.reward import FeedbackEvent, RewardBreakdown
 from etude.records.sampling import NATIVE_ROUTE, SampleChunk, SampleRequest, SamplingParams, Scores
-from etude.records.task import SolutionScript, Task, TaskImage, TaskMachine, TestScript
+from etude.records.task import (
+    Artifact,
+    CollectCommand,
+    HealthCheck,
+    SolutionScript,
+    Task,
+    TaskImage,
+    TaskMachine,
+    TestScript,
+)
 from etude.records.trajectory import (
     Group,
     GroupOrigin,
@@ -28,10 +37,13 @@ __all__ = [
     "ADAPTER_PREFIX",
     "NATIVE_ROUTE",
     "UNKNOWN_FORMAT",
+    "Artifact",
     "BlobRef",
+    "CollectCommand",
     "FeedbackEvent",
     "Group",
     "GroupOrigin",
+    "HealthCheck",
     "PolicyVersion",
     "Relation",
     "RewardBreakdown",

@@ -19,12 +19,30 @@ class TaskImage:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthCheck:
+    """A command that must succeed before the agent begins, tried again as Docker's HEALTHCHECK is."""
+
+    command: str
+    interval_s: float = 5.0
+    """Between tries."""
+    timeout_s: float = 30.0
+    """Of one try."""
+    start_period_s: float = 0.0
+    """From the start on; failures within it do not count."""
+    start_interval_s: float = 5.0
+    """Between tries in that time."""
+    retries: int = 3
+    """So many failures in a row end the wait."""
+
+
+@dataclass(frozen=True, slots=True)
 class TaskMachine:
     """The machine that a task asks for. 0 and empty texts: what the run gives. Sizes in bytes."""
 
     docker_image: str = ""
-    """Name of its image; `host`: the programs of the sandboxes' host; empty: what `environment/Dockerfile`
-    of the task's directory builds."""
+    """Name of its image; `host`: the programs of the sandboxes' host; empty: what the Dockerfile builds."""
+    context: str = "environment"
+    """Directory of the task with the Dockerfile."""
     build_timeout_s: float = 600.0
     image: TaskImage | None = None
     """What that came to, once it was looked for; None on the host's programs."""
@@ -41,11 +59,31 @@ class TaskMachine:
     """What the agent reaches, as `sandbox.types.Network` has it; None: what the run allows."""
     agent_s: float = 0.0
     """Seconds that the agent's tools may run, all calls together; 0: as long as the run allows."""
+    health: HealthCheck | None = None
+    """What must succeed before anything else is done on it."""
 
     @property
     def is_host(self) -> bool:
         """Whether it has no image, but the programs of the sandboxes' host."""
         return self.docker_image == "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A file or directory that an agent leaves to a verifier with a machine of its own."""
+
+    source: str
+    """Its absolute path, in both machines."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of what below it stays behind, as of `tar --exclude`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectCommand:
+    """What is run in the agent's sandbox when the agent has ended, before anything is taken over."""
+
+    command: str
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +93,17 @@ class TestScript:
     __test__ = False
 
     archive: bytes
-    """Tar file of what is unpacked at `/tests`, `test.sh` among it."""
+    """Tar file of what is unpacked at `/tests`, `test.sh` among it; empty: the verifier's image has it."""
     timeout_s: float = 600.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     user: str = ""
     """Whom it runs as, in place of the image's own user."""
     hosts: tuple[str, ...] | None = ()
     """As those of the machine, while it runs."""
+    machine: TaskMachine | None = None
+    """Where it runs, in place of the task's machine: then nothing of the agent's but `artifacts` is there."""
+    artifacts: tuple[Artifact, ...] = ()
+    collect: tuple[CollectCommand, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +133,8 @@ class Task:
     """Paths laid over the workspace for grading; they win over the agent's versions."""
     solution_files: Mapping[str, str] = field(default_factory=dict[str, str])
     allowed_paths: tuple[str, ...] = ("**",)
-    """Glob patterns of the workspace paths whose changes reach grading; all others are restored."""
+    """Glob patterns of the workspace paths whose changes reach grading; all others are restored. Those that
+    begin with a slash are of paths elsewhere in the root of the task's image."""
     test_paths: tuple[str, ...] = ()
     """Visible test files, in the order in which `run_tests` runs them."""
     hidden_test_paths: tuple[str, ...] = ()

@@ -138,6 +138,25 @@ def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None
     return dict(sorted(found.items()))
 
 
+def root_changes(names: bytes, sandbox: str) -> dict[str, bool]:
+    """What `inside.gathering` says of a root: absolute path -> whether something is there."""
+    found: dict[str, bool] = {}
+    for row in names.split(b"\0")[:-1]:
+        path = os.fsdecode(row[1:])
+        if row[:1] not in (b"+", b"-") or not _is_inside(path):
+            raise nonsense(sandbox, "names", path, "signs and paths below the root")
+        found[f"/{path}"] = row[:1] == b"+"
+    return found
+
+
+def file_kinds(rows: bytes, sandbox: str) -> dict[str, str]:
+    """What `inside.gathering` says of a workspace: path -> target of a link, or nothing."""
+    words = [os.fsdecode(word) for word in rows.split(b"\0")[:-1]]
+    if len(words) % 2 or not all(map(_is_inside, words[::2])):
+        raise nonsense(sandbox, "rows", words[:2], "pairs of a path below the workspace and a target")
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
 def encode_changes(found: Mapping[str, bytes | None]) -> tuple[Header, bytes]:
     """What `changes` reads: sizes, and contents and names (of any bytes, each NUL-ended) as bytes."""
     names = b"".join(os.fsencode(path) + b"\0" for path in found)

@@ -16,13 +16,14 @@ killed it: that is `SandboxKilledByAgentError`, an `AgentError`.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from etude.errors import SandboxError
-from etude.sandbox.answers import changes, probes_report, tests_report, text
+from etude.sandbox.answers import changes, file_kinds, probes_report, root_changes, tests_report, text
 from etude.sandbox.arguments import check_timeout
 from etude.sandbox.calls import Answer
 from etude.sandbox.commands import Command, Commands, command_result
@@ -122,6 +123,37 @@ class Sandbox(ABC):
         """Ends every process that the agent started, then as `diff`: nothing can change any more."""
         header: Header = {"op": "diff", "kill_processes": True, "without": without}
         return changes(*await self.call(header), self.id)
+
+    async def changed_root(self) -> dict[str, bool]:
+        """Absolute paths outside of the workspace that changed in an image's root: whether each is there.
+
+        Files, directories and links. For a sandbox in which nothing of the agent's runs any more. Without an
+        image nothing changes there. Raises DiffTooLargeError.
+        """
+        _, names = await self.call({"op": "changed"})
+        return root_changes(names, self.id)
+
+    async def kinds(self) -> tuple[str, dict[str, str]]:
+        """The workspace's real path inside, and the targets of its links by path; files that can be executed
+        have none, and stand there with an empty text. Raises DiffTooLargeError."""
+        answer, rows = await self.call({"op": "kinds"})
+        return text(answer, "workspace", self.id), file_kinds(rows, self.id)
+
+    async def pack(
+        self,
+        paths: Sequence[str],
+        exclude: Sequence[str] = (),
+        limit_bytes: int = 32 << 20,
+        below: bool = True,
+    ) -> bytes:
+        """A tar file of absolute paths, as they are; with all that lies `below` directories, but for what
+        matches a pattern of `exclude` (as of `tar --exclude`). What is not there is left out.
+
+        The sandbox wrote it: nothing in it is to be trusted. Raises DiffTooLargeError.
+        """
+        header: Header = {"op": "pack", "below": below, "exclude": list(exclude), "limit_bytes": limit_bytes}
+        names = b"".join(os.fsencode(path) + b"\0" for path in paths)
+        return (await self.call(header, names))[1]
 
     # Lifecycle
 

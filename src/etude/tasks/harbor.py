@@ -30,7 +30,7 @@ from typing import Any
 
 from etude.errors import TaskError
 from etude.kit.durable import whole_directory
-from etude.records import Task
+from etude.records import Task, TaskMachine, TestScript
 from etude.tasks.archives import pack_directory
 from etude.tasks.harbor_fields import (
     TaskTable,
@@ -43,6 +43,8 @@ from etude.tasks.harbor_fields import (
 
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
+EVERYWHERE = "/**"
+"""Of `allowed_paths`: the whole root of an image, but for programs and settings (`environment.carrying`)."""
 
 _GRADINGS = ("values", "test_sh")
 _NOT_READ = ("**/.harborignore", "trajectory.json", "environment/docker-compose.yaml")
@@ -157,7 +159,7 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
             raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
     if grading == "test_sh":
         task = replace(task, instruction=_without_canary(task.instruction))
-        return _with_scripts(task, fields, directory, host_env)
+        return _with_scripts(task, fields, ours, directory, host_env)
     check_graded_by_values(fields)
     _text(directory, "tests/test.sh")
     hidden = _tree(directory, "tests/hidden")
@@ -171,7 +173,9 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
     )
 
 
-def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequence[str]) -> Task:
+def _with_scripts(
+    task: Task, fields: TaskTable, ours: Mapping[str, Any], directory: Path, host_env: Sequence[str]
+) -> Task:
     """A task that is graded by `tests/test.sh`, on the machine that it asks for."""
     machine = read_machine(fields, host_env)
     if not machine.docker_image and not (directory / "environment/Dockerfile").is_file():
@@ -181,10 +185,15 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
             received=str(directory),
             fix="add one of them",
         )
-    if machine.is_host and machine.env:
+    _check_host(machine, "environment")
+    verifier = _with_tests(read_verifier(fields, host_env), fields, directory)
+    allowed_paths = task.allowed_paths
+    if not machine.is_host and "allowed_paths" not in ours:
+        allowed_paths = ("**", EVERYWHERE)
+    if machine.is_host and any(path.startswith("/") for path in allowed_paths):
         raise TaskError(
-            "needs an image", field="task.toml: environment.env", received=sorted(machine.env),
-            fix="name another image, or set them in tests/test.sh",
+            "needs an image", field="task.toml: metadata.etude.allowed_paths", received=list(allowed_paths),
+            fix="leave out what begins with a slash: on the host only the working directory changes",
         )  # fmt: skip
     solution = None
     if (directory / "solution").is_dir():
@@ -193,9 +202,36 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
         task,
         files=_tree(directory, "environment/workspace") if machine.is_host else {},
         machine=machine,
-        verifier=read_verifier(fields, pack_directory(directory / "tests", "test.sh"), host_env),
+        verifier=verifier,
+        allowed_paths=allowed_paths,
         solution=solution,
     )
+
+
+def _with_tests(verifier: TestScript, fields: TaskTable, directory: Path) -> TestScript:
+    """The verifier with `tests/`, or with the image that has them: by name or by `tests/Dockerfile`."""
+    machine, tests = verifier.machine, directory / "tests"
+    if machine is not None:
+        if (tests / "docker-compose.yaml").is_file():
+            field = "tests/docker-compose.yaml"
+            raise TaskError("is not supported", field=field, received=str(directory), fix="remove it")
+        own = fields.verifier.environment
+        if own is not None and own.docker_image:
+            return verifier
+        if (tests / "Dockerfile").is_file():
+            return replace(verifier, machine=replace(machine, docker_image="", context="tests"))
+        machine = replace(machine, docker_image=fields.environment.docker_image or "")
+        _check_host(machine, "verifier.environment")
+    return replace(verifier, archive=pack_directory(tests, "test.sh"), machine=machine)
+
+
+def _check_host(machine: TaskMachine, table: str) -> None:
+    """Raises TaskError for variables where there is no image that has any."""
+    if machine.is_host and machine.env:
+        raise TaskError(
+            "needs an image", field=f"task.toml: {table}.env", received=sorted(machine.env),
+            fix="name another image, or set them in tests/test.sh",
+        )  # fmt: skip
 
 
 def _without_canary(text: str) -> str:
@@ -367,4 +403,8 @@ def _paths(ours: Mapping[str, Any], key: str, default: tuple[str, ...]) -> tuple
     field = f"task.toml: metadata.etude.{key}"
     if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
         raise TaskError("must be a list of paths", field=field, received=value, fix='for example ["lib/**"]')
-    return tuple(_inside(entry, field) for entry in value)
+    rooted = "/" if key == "allowed_paths" else "\0"
+    return tuple(
+        "/" + _inside(entry[1:], field) if entry.startswith(rooted) else _inside(entry, field)
+        for entry in value
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ from etude.environment.names import check_files, check_task_name
 from etude.environment.origins import (
     Origin,
     directory_template,
-    network_to,
     repository_template,
-    task_resources,
+    task_origin,
     task_template,
 )
 from etude.environment.server.host import Held, SessionHost
@@ -53,14 +53,16 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
     resources = resources_of(named.get("resources")) or Resources()
     network = network_of(named.get("network"))
     if task is not None and task.machine is not None:
-        resources = task_resources(task, resources)
-        network = network or network_to(task.machine.hosts)
-    if "snapshot" in named:
+        origin = task_origin(task, resources)
+        origin = replace(origin, network=network or origin.network)
+    elif task is not None:
+        origin = Origin(task_template(task), resources, network)
+    elif "snapshot" in named:
         if host.snapshots.get(named["snapshot"]) != tenant:
             raise no_such_snapshot(named["snapshot"])
         origin = Origin(snapshot=named["snapshot"])
     else:
-        origin = Origin(await _template(host, named, task), resources, network)
+        origin = Origin(await _template(host, named), resources, network)
     return await EnvironmentSession.open(
         host.site, origin, task, named.get("instruction"), named.get("test_paths", ())
     )
@@ -76,9 +78,7 @@ async def _forked(host: SessionHost, tenant: str, raw: object) -> EnvironmentSes
     return made
 
 
-async def _template(host: SessionHost, named: Mapping[str, Any], task: Task | None) -> Template:
-    if task is not None:
-        return task_template(task)
+async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
     if "files" in named:
         strings([*named["files"].values()], "files")
         return Template(check_files(named["files"], "files"), "files")

@@ -29,6 +29,7 @@ from typing import Any
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.gathering import Gathering, IndexedRoot
 from etude.sandbox.inside.processes import NamespaceProcesses, Table, UserProcesses
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
@@ -47,8 +48,9 @@ _WARM = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq",
 class Files:
     """Installs a template's files: once as the base of diffs, once as the workspace."""
 
-    def __init__(self, workspace: str, base: str, uid: int | None) -> None:
+    def __init__(self, workspace: str, base: str, uid: int | None, root: IndexedRoot) -> None:
         self._workspace = workspace
+        self._root = root
         self._base = base
         self._uid = uid
         for directory in (workspace, base):
@@ -65,6 +67,7 @@ class Files:
 
     def _install(self, header: Header, payload: bytes) -> Answer:
         if header.get("keep"):
+            self._root.make()
             shutil.copytree(self._workspace, self._base, symlinks=True, dirs_exist_ok=True)
         for directory in () if header.get("more") or header.get("keep") else (self._workspace, self._base):
             for entry in os.scandir(directory):
@@ -294,7 +297,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     for name in _WARM:
         __import__(name)
-    files = Files(options.workspace, options.base, options.uid)
+    root = IndexedRoot()
+    files = Files(options.workspace, options.base, options.uid, root)
     workspace = Workspace(options.workspace, os.open(options.base, os.O_RDONLY | os.O_DIRECTORY))
     is_init = os.getpid() == 1
     processes = AgentProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
@@ -332,7 +336,15 @@ def main(arguments: list[str]) -> None:
         watches.append(MemoryFloor(processes, options.floor_bytes))
         keep_in_memory()
     server = GuestServer(
-        reader, writer, workspace, processes, settings, greet=greet, extra=extra, watches=watches
+        reader,
+        writer,
+        workspace,
+        processes,
+        settings,
+        greet=greet,
+        extra=extra,
+        gathering=Gathering(options.workspace, root if is_init else None),
+        watches=watches,
     )
     if not has_own_kernel:
         _close_log()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from etude.sandbox.inside import ids, kernel, layers, namespaces
 from etude.sandbox.inside.filesystem import Workspace
+from etude.sandbox.inside.gathering import Gathering
 from etude.sandbox.inside.processes import DescendantProcesses, NamespaceProcesses, Processes, reap
 from etude.sandbox.inside.socket_memory import SocketMemory, limit_buffers
 
@@ -27,6 +28,8 @@ class Entered:
     """Directory with `root` and `tmp`: what the sandbox changed."""
     sockets: SocketMemory | None = None
     """Counts what its sockets hold: without control groups nobody does, and with them not of connections."""
+    gathering: Gathering | None = None
+    """Finds what changed in the root, where that is an image's."""
 
 
 class Isolation(Protocol):
@@ -82,7 +85,7 @@ class Namespaces:
 
     def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
         limits = request["limits"]
-        uid, base, disk = namespaces.enter_sandbox(plan, descriptors)
+        uid, base, disk, before = namespaces.enter_sandbox(plan, descriptors)
         if plan.has_image:
             sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
         workspace = Workspace(plan.workspace, base)
@@ -90,7 +93,8 @@ class Namespaces:
         sockets = SocketMemory()
         bounds = (limits["num_processes"], limits["file_bytes"])
         namespaces.lock_down(uid, *bounds, request["emulate_root"], request["has_groups"])
-        return Entered(workspace, NamespaceProcesses(), disk, sockets)
+        gathering = Gathering(plan.workspace, before)
+        return Entered(workspace, NamespaceProcesses(), disk, sockets, gathering)
 
     def leave(self) -> None:
         """Nothing: the kernel takes the namespaces apart."""

@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from etude.sandbox.inside import ids, kernel, layers
+from etude.sandbox.inside.gathering import LayeredRoot
 from etude.sandbox.inside.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 from etude.sandbox.inside.rights import enter_own_namespaces
 from etude.sandbox.inside.seccomp import build_filter
@@ -247,12 +248,12 @@ def clone_sandbox() -> int:
     return kernel.clone(_SANDBOX_FLAGS)
 
 
-def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int]:
+def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int, LayeredRoot | None]:
     """Gives a freshly cloned pid 1 its file system. `mounts`: see `ids.settle`.
 
-    Returns the number of its user inside, and descriptors that stay usable after the pivot: of what the
-    workspace was at first, and of the sandbox's own disk. Raises OSError, KeyError for a user that the image
-    does not know.
+    Returns the number of its user inside, descriptors that stay usable after the pivot, of what the workspace
+    was at first and of the sandbox's own disk, and what an image's root was at first. Raises OSError, or
+    KeyError for a user that the image does not know.
     """
     uid = _user_id(plan)
     kernel.unshare(kernel.NEWCGROUP)
@@ -282,13 +283,13 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int]:
     kernel.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for name, limit in WATCHES.items():
         kernel.write_file(f"{root}/proc/sys/user/{name}", str(limit))
-    base = _open_base(plan)
+    base, before = _open_base(plan, scratch)
     os.chdir(root)
     kernel.pivot_root_here()
     os.chdir(plan.workspace)
     socket.sethostname("sandbox")
     kernel.raise_loopback()
-    return uid, base, scratch
+    return uid, base, scratch, before
 
 
 def _cover_programs(root: str, names: list[str]) -> None:
@@ -319,11 +320,11 @@ def _overlay(target: str, lowers: list[str], upper: str, work: str) -> None:
     kernel.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, options)
 
 
-def _open_base(plan: Plan) -> int:
-    """A descriptor of the workspace as the template has it; a template's image may have files there too."""
+def _open_base(plan: Plan, scratch: int) -> tuple[int, LayeredRoot | None]:
+    """A descriptor of the workspace as the template has it, and the whole root of the template's image."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     if not plan.has_image:
-        return os.open(plan.template, flags)
+        return os.open(plan.template, flags), None
     base = plan.template
     if plan.images:
         base = "/scratch/base"
@@ -332,7 +333,10 @@ def _open_base(plan: Plan) -> int:
         kernel.mount("base", base, "overlay", kernel.MS_RDONLY, f"lowerdir={':'.join(lowers)},userxattr")
     os.makedirs(f"/scratch/empty{plan.workspace}", exist_ok=True)
     found = base + plan.workspace
-    return os.open(found if os.path.isdir(found) else "/scratch/empty", flags)
+    workspace = os.open(found if os.path.isdir(found) else "/scratch/empty", flags)
+    written = [os.open(layers.ROOT, flags, dir_fd=scratch)]
+    written += [os.open(f"{FILES_RO}/layers/{layer}/{layers.ROOT}", flags) for layer in plan.layers]
+    return workspace, LayeredRoot(os.open(base, flags), written)
 
 
 def _user_id(plan: Plan) -> int:

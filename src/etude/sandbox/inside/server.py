@@ -11,6 +11,7 @@ Every request has an id and one answer: a result, `fault` (what the agent did wr
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import time
@@ -24,6 +25,7 @@ from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.forward import FRAMES, Forwarder
 from etude.sandbox.inside.frames import FrameError, Header
+from etude.sandbox.inside.gathering import Gathering
 from etude.sandbox.inside.processes import Processes
 from etude.sandbox.inside.running import Running, Settings
 from etude.sandbox.inside.wire import Wire
@@ -55,15 +57,17 @@ class Server:
         scratch: int | None = None,
         greet: Greet = lambda header: None,
         extra: Mapping[str, Operation] | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
         """`scratch`: a descriptor that the owner may borrow to copy the sandbox's files.
 
         `greet` is called when an owner says hello after a restore: it sets clock, entropy and identity.
-        `extra`: operations that only some machines have.
+        `extra`: operations that only some machines have. `gathering`: of the sandbox's root.
         """
         self._poll = select.poll()
         self._wire = Wire(reader, writer, self._poll)
         self._workspace = workspace
+        self._gathering = gathering or Gathering(workspace.root)
         self._running = Running(self._wire, self._poll, processes, settings, workspace.root)
         self._scratch = scratch
         self._greet = greet
@@ -76,6 +80,9 @@ class Server:
             "remove": self._remove,
             "grep": self._grep,
             "diff": self._diff,
+            "changed": self._changed,
+            "kinds": self._kinds,
+            "pack": self._pack,
         }
         self._owners_operations: dict[str, Operation] = {
             "ping": self._ping,
@@ -222,6 +229,18 @@ class Server:
             self._running.end_all()
         sizes, name_bytes, data = self._workspace.diff(header["without"])
         return {"sizes": sizes, "name_bytes": name_bytes}, data
+
+    def _changed(self, header: Header, payload: bytes) -> Answer:
+        return {}, self._gathering.changed()
+
+    def _kinds(self, header: Header, payload: bytes) -> Answer:
+        top, rows = self._gathering.kinds()
+        return {"workspace": top}, rows
+
+    def _pack(self, header: Header, payload: bytes) -> Answer:
+        paths = [os.fsdecode(path) for path in payload.split(b"\0")[:-1]]
+        wanted = (header["below"], header["exclude"], header["limit_bytes"])
+        return {}, self._gathering.pack(paths, *wanted)
 
     # Of the machine as a whole
 

@@ -208,7 +208,15 @@ class ForkServer:
             sockets=entered.sockets,
         )
         line = channel.detach()
-        Server(line, line, entered.workspace, entered.processes, settings, entered.disk).serve()
+        Server(
+            line,
+            line,
+            entered.workspace,
+            entered.processes,
+            settings,
+            entered.disk,
+            gathering=entered.gathering,
+        ).serve()
 
     def _let_go(self) -> None:
         """In a child: drops what belongs to the fork server alone."""

@@ -38,7 +38,9 @@ from etude.serving.client import Transport
 
 _OWNER = "owner"
 """Key of a sandbox's metadata: the client that it belongs to."""
-_READING = frozenset({"read", "list", "grep", "diff", "processes", "lookup", "wait", "shell.close"})
+_READING = frozenset(
+    {"read", "list", "grep", "diff", "changed", "kinds", "pack", "processes", "lookup", "wait", "shell.close"}
+)
 """Operations that do the same when they are done twice."""
 
 

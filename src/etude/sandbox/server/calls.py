@@ -36,6 +36,9 @@ CALLS: Mapping[str, Fields] = {
     "remove": {"path": (str,)},
     "grep": {"pattern": (str,), "path": (str, _NONE), "limit": (int, _NONE)},
     "diff": {"kill_processes": (bool, _NONE), "without": (str, _NONE)},
+    "changed": {},
+    "kinds": {},
+    "pack": {"below": (bool,), "exclude": (list,), "limit_bytes": (int,)},
     "command": {
         "cmd": (str,),
         "timeout_s": (float, _NONE),
@@ -95,7 +98,7 @@ def check_call(raw: Any, payload: bytes) -> Header:
         check_timeout(given["timeout_s"])
     check_numbers(header, "limit_bytes", "offset", "depth", "limit")
     strings([*header.get("env", {}).values()], "env")
-    for name in ("more", "paths"):
+    for name in ("more", "paths", "exclude"):
         strings(header.get(name, []), name)
     if "files" in header:
         _check_sizes(header["files"], len(payload))

@@ -143,7 +143,7 @@ def _whole(target: Words) -> bytes:
 
 def _write_planes(writer: Writer, words: Words) -> None:
     for plane in words.view(np.uint8).reshape(-1, words.itemsize).T:
-        packed = zstandard.compress(np.ascontiguousarray(plane), _ZSTD_LEVEL)
+        packed = zstandard.compress(np.ascontiguousarray(plane).data, _ZSTD_LEVEL)
         writer.number(len(packed))
         writer.raw(packed)
 

@@ -1,0 +1,7 @@
+#!/bin/bash
+set -e
+mkdir -p ~/.ssh
+printf 'PRIVATE-%040d\n' 7 > ~/.ssh/id_key
+printf 'PUBLIC-%040d\n' 7 > ~/.ssh/id_key.pub
+chmod 600 ~/.ssh/id_key
+rm -r /srv/old

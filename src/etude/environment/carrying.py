@@ -1,0 +1,271 @@
+"""What an agent left outside of its working directory, on its way into the sandbox that grades it.
+
+    agent's sandbox ── names, then contents ──> tar file ── looked through here ──> tar file ──> fresh sandbox
+
+Of a task with an image that is what changed in the rest of its root; of one whose verifier has a machine of
+its own, the artifacts that the task declares. Nothing is laid where the verifier's own files are, and no link
+that leads there or to the root itself.
+
+Programs, libraries and their settings, which test.sh would run or read, cross only where `allowed_paths`
+names them.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+
+from etude.environment.grading import is_bytecode, matches_any
+from etude.errors import SandboxError
+from etude.records import Artifact, Task
+from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.sandbox.interface import Sandbox
+
+ARTIFACT_BYTES = 64 << 20
+"""All artifacts of a session together."""
+ROOT_BYTES = 32 << 20
+"""All changes outside of the working directory together, as of those in it."""
+_EVERYWHERE = "/**"
+_VERIFIERS = frozenset(("tests", "logs", "solution", "proc", "sys", "dev"))
+"""Directories of the root where nothing of the agent's is laid, and to which none of its links leads."""
+_PROGRAMS = frozenset(("bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"))
+_LIBRARIES = frozenset(("dist-packages", "node_modules", "site-packages"))
+_NO_PREFIXES = frozenset(("", "/opt", "/root", "/srv"))
+"""What stands above directories of programs without being an installation of its own."""
+_LAY_S = 60.0
+_MAKE_ROOM = """while IFS= read -r row; do
+    path="${row#?}"
+    folder="${path%/*}"
+    case "$row" in
+    =*) [ -L "$path" ] || [ ! -d "$path" ] || rm -rf -- "$path" ;;
+    +*) rm -rf -- "$path"/* "$path"/.[!.]* "$path"/..?* ;;
+    -*) [ "$(cd "$folder/" 2> /dev/null && pwd -P)" != "${folder:-/}" ] || rm -rf -- "$path" ;;
+    esac
+done"""
+# Rows: `-` what is gone, `+` directories that are emptied, `=` what no directory may stand in the way of.
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What crosses from one sandbox into another."""
+
+    archive: bytes = b""
+    """Tar file of what is laid, from `/`."""
+    room: tuple[str, ...] = ()
+    """What is removed before it is laid: see `_MAKE_ROOM`."""
+    digest: bytes = b""
+    """Names what crosses, but for the times of files."""
+
+
+class NotLaidError(ValueError):
+    """What the agent left could not be laid where it belongs."""
+
+
+async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[str, str]) -> Carried:
+    """What the agent changed outside of its working directory, as far as the task allows.
+
+    `env`: test.sh's. Nothing may run in the sandbox any more. Raises AgentError for too much.
+    """
+    if not any(pattern.startswith("/") for pattern in task.allowed_paths):
+        return Carried()
+    programs, home = tuple(_installations(env, workspace)), env.get("HOME", "/root").rstrip("/")
+    changed = {
+        path: is_there
+        for path, is_there in (await sandbox.changed_root()).items()
+        if _crosses(path, task.allowed_paths, programs, home) and not f"{workspace}/".startswith(f"{path}/")
+    }
+    asked = sorted(path for path, is_there in changed.items() if is_there)
+    gone = tuple(sorted((f"-{path}" for path, is_there in changed.items() if not is_there), reverse=True))
+    if not changed:
+        return Carried()
+    archive = await sandbox.pack(asked, limit_bytes=ROOT_BYTES, below=False) if asked else b""
+    names = set(asked)
+
+    def is_asked(path: str, is_folder: bool) -> bool:
+        # Files of the root itself, such as pytest.ini, are settings of whatever runs below it.
+        return path in names and (is_folder or path.count("/") > 1 or path in task.allowed_paths)
+
+    return _looked_through(archive, sandbox, is_asked, leads_to_no_verifier, gone)
+
+
+async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Carried:
+    """What the agent left at the places of its artifacts; first come, first laid. Raises as `carry_root`."""
+    parts: list[Carried] = []
+    room_bytes = ARTIFACT_BYTES
+    for artifact in artifacts:
+        top = artifact.source
+        archive = await sandbox.pack([top], artifact.exclude, limit_bytes=room_bytes)
+        room_bytes -= len(archive)
+
+        def is_below(path: str, is_folder: bool, top: str = top) -> bool:
+            return f"{path}/".startswith(f"{top}/")
+
+        def stays(path: str, target: str, top: str = top) -> bool:
+            return path != top and stays_inside(path[len(top) + 1 :], target, top)
+
+        parts.append(_looked_through(archive, sandbox, is_below, stays, (f"+{top}",)))
+    return _joined(parts)
+
+
+def _installations(env: Mapping[str, str], workspace: str) -> Iterator[str]:
+    """Directories of programs and libraries that `env` names; of `PREFIX/bin` all of the prefix."""
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        for folder in filter(None, (one.rstrip("/") for one in env.get(name, "").split(":"))):
+            prefix, _, last = folder.rpartition("/")
+            is_plain = prefix in _NO_PREFIXES or re.fullmatch("/home/[^/]*", prefix) is not None
+            is_around = f"{workspace}/".startswith(f"{prefix}/")
+            yield folder if last not in ("bin", "sbin") or is_plain or is_around else prefix
+
+
+def _crosses(path: str, patterns: Iterable[str], programs: Sequence[str], home: str) -> bool:
+    """Whether a change of an absolute path reaches grading."""
+    names = path.split("/")[1:]
+    if names[0] in _VERIFIERS or "\n" in path or is_bytecode(path):
+        return False
+    if matches_any(path, (one for one in patterns if one.startswith("/") and one != _EVERYWHERE)):
+        return True
+    is_setting = path.startswith(f"{home}/.") and not f"{path}/".startswith(f"{home}/.ssh/")
+    return not (
+        _EVERYWHERE not in patterns
+        or is_setting
+        or names[0] in _PROGRAMS
+        or not _LIBRARIES.isdisjoint(names)
+        or any(_overlap(path, one) for one in programs)
+        or f"{home}/".startswith(f"{path}/")
+    )
+
+
+def _overlap(path: str, program: str) -> bool:
+    return f"{path}/".startswith(f"{program}/") or f"{program}/".startswith(f"{path}/")
+
+
+def leads_to_no_verifier(path: str, target: str) -> bool:
+    """Whether a link leads to something of the root that is not the verifier's, by its words alone."""
+    found = _target_of(path, target)
+    return bool(found) and found[0] not in _VERIFIERS
+
+
+def stays_inside(path: str, target: str, here: str) -> bool:
+    """Whether a link leads to something of the directory `here`, in which `path` is, by its words alone.
+
+    Names with newlines do not come over as they were, and are refused.
+    """
+    if {"", ".", ".."} & set(path.split("/")) or "\n" in path + target:
+        return False
+    found, top = _target_of(f"{here}/{path}", target), here.strip("/").split("/")
+    return found is not None and found[: len(top)] == top
+
+
+def _target_of(path: str, target: str) -> list[str] | None:
+    """The names on the way from the root to what a link leads to; None where its words do not say.
+
+    It may climb only at first, where every step is a directory: behind a link `..` leads elsewhere.
+    """
+    steps = [step for step in target.split("/") if step not in ("", ".")]
+    climbs = next((number for number, step in enumerate(steps) if step != ".."), len(steps))
+    folders = [] if target.startswith("/") else path.strip("/").split("/")[:-1]
+    if ".." in steps[climbs:] or climbs > len(folders) or "\0" in target:
+        return None
+    return folders[: len(folders) - climbs] + steps[climbs:]
+
+
+def _looked_through(
+    archive: bytes,
+    sandbox: Sandbox,
+    is_asked: Callable[[str, bool], bool],
+    may_link: Callable[[str, str], bool],
+    room: tuple[str, ...],
+) -> Carried:
+    """The archive with what may be laid of it: it comes from where the agent was.
+
+    Raises SandboxKilledByAgentError for one that no program of ours would write.
+    """
+    state, target = blake2b(digest_size=16), io.BytesIO()
+    links: set[str] = set()
+    laid: set[str] = set()
+    no_folders: list[str] = []
+    try:
+        with (
+            tarfile.open(fileobj=io.BytesIO(archive or _EMPTY), mode="r:") as given,
+            tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as taken,
+        ):
+            for row in given:
+                path = f"/{row.name}"
+                above = accumulate(path.split("/")[1:-1], lambda one, other: f"{one}/{other}", initial="")
+                if (
+                    not _is_plain(path)
+                    or not is_asked(path, row.isdir())
+                    or path in laid
+                    or not links.isdisjoint(above)
+                ):
+                    continue
+                if row.issym() and may_link(path, row.linkname):
+                    links.add(path)
+                elif not (row.isreg() or row.isdir()):
+                    continue
+                laid.add(path)
+                if not row.isdir() and "\n" not in path:
+                    no_folders.append(f"={path}")
+                data = given.extractfile(row) if row.isreg() else None
+                content = b"" if data is None else data.read()
+                kept = tarfile.TarInfo(row.name)
+                kept.type, kept.mode, kept.mtime = row.type, row.mode & 0o777, row.mtime
+                kept.linkname, kept.size = row.linkname if row.issym() else "", len(content)
+                taken.addfile(kept, io.BytesIO(content))
+                head = repr((row.name, row.type, kept.mode, kept.linkname, len(content)))
+                state.update(head.encode(errors="surrogateescape") + content)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise SandboxKilledByAgentError(
+            f"sandbox {sandbox.id} gave no tar file: {error}", field="sandbox", received=sandbox.id
+        ) from error
+    state.update("\0".join(room).encode(errors="surrogateescape"))
+    return Carried(target.getvalue() if laid else b"", (*room, *no_folders), state.digest())
+
+
+_EMPTY = bytes(1024)
+
+
+def _is_plain(path: str) -> bool:
+    return not {"", ".", ".."} & set(path.split("/")[1:])
+
+
+def _joined(parts: Sequence[Carried]) -> Carried:
+    """Several as one."""
+    target = io.BytesIO()
+    seen: set[str] = set()
+    with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as taken:
+        for part in parts:
+            if not part.archive:
+                continue
+            with tarfile.open(fileobj=io.BytesIO(part.archive), mode="r:") as given:
+                for row in given:
+                    if row.name not in seen:
+                        seen.add(row.name)
+                        taken.addfile(row, given.extractfile(row) if row.isreg() else None)
+    digest = blake2b(b"".join(part.digest for part in parts), digest_size=16).digest()
+    room = tuple(row for part in parts if part.archive for row in part.room)
+    return Carried(target.getvalue() if seen else b"", room, digest)
+
+
+async def lay(carried: Carried, fresh: Sandbox, own_env: dict[str, str]) -> None:
+    """Lays it into a sandbox in which nothing of the agent's has run. `own_env`: of our own commands.
+
+    Raises NotLaidError for what does not fit there, SandboxError where it took too long.
+    """
+    steps: list[tuple[str, bytes]] = []
+    if carried.room:
+        rows = "".join(f"{row}\n" for row in carried.room)
+        steps.append((_MAKE_ROOM, rows.encode(errors="surrogateescape")))
+    if carried.archive:
+        steps.append(("tar -x -o -p -f - -C /", carried.archive))
+    for command, data in steps:
+        result = await fresh.commands.run(command, _LAY_S, own_env, stdin=data)
+        if result.timed_out:
+            raise SandboxError(f"laying what the agent left took more than {_LAY_S:g} s", field="sandbox")
+        if result.exit_code != 0:
+            raise NotLaidError(f"what the agent left cannot be laid: {result.stderr.strip()[-200:]}")

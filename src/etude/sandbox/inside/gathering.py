@@ -1,0 +1,350 @@
+"""What a sandbox changed in an image's whole root, and archives of what it holds anywhere.
+
+For whoever grades it: names first (`changed`), then the contents of those that count (`pack`); and what the
+contents of the workspace's files do not say (`kinds`). Nothing that the agent could have replaced takes part.
+
+Which paths may differ is known from the layers that the sandbox wrote to, or, where the engine hides those,
+from an index that was made before anything ran.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import json
+import os
+import stat
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from etude.sandbox.inside import faults
+from etude.sandbox.inside.faults import Fault
+from etude.sandbox.inside.filesystem import MAX_ENTRIES
+from etude.sandbox.inside.walking import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
+
+OWN = "var/lib/etude"
+"""Where a guest keeps what is its own."""
+NO_FILES = ("dev", "proc", "sys")
+"""Directories of the root that hold none of the image's files."""
+_NAMES_BYTES = 16 << 20
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Before(Protocol):
+    """The image's root as it was before anything ran."""
+
+    def suspects(self) -> Iterator[str]:
+        """Paths below `/` that may have changed since, some of them perhaps twice."""
+        ...
+
+    def had(self, path: str) -> bool:
+        """Whether something was there."""
+        ...
+
+    def has_same(self, path: str, status: os.stat_result) -> bool:
+        """Whether what is there now was there."""
+        ...
+
+
+class LayeredRoot:
+    """A root of overlaid layers: looks at those that the sandbox wrote to."""
+
+    def __init__(self, base: int, written: Sequence[int]) -> None:
+        """`base`: the image's own root, `written`: the layers above it, all as directories."""
+        self._base = base
+        self._written = written
+
+    def suspects(self) -> Iterator[str]:
+        for layer in self._written:
+            hidden: set[str] = set()
+            for folder, name, status in walk(layer):
+                path = folder.prefix + name
+                yield path
+                if stat.S_ISDIR(status.st_mode) and (
+                    folder.prefix in hidden or _is_opaque(name, folder.descriptor)
+                ):
+                    hidden.add(f"{path}/")
+                    yield from (f"{path}/{below}" for below in self._names(path))
+        top = os.open("/tmp", DIRECTORY_FLAGS)
+        try:
+            yield from (f"tmp/{folder.prefix}{name}" for folder, name, _ in walk(top, own=False))
+        finally:
+            os.close(top)
+
+    def had(self, path: str) -> bool:
+        return not path.startswith("tmp/") and self._status(path) is not None
+
+    def has_same(self, path: str, status: os.stat_result) -> bool:
+        before = None if path.startswith("tmp/") else self._status(path)
+        if before is None or before.st_mode != status.st_mode:
+            return False
+        if stat.S_ISLNK(status.st_mode):
+            return os.readlink(path, dir_fd=self._base) == os.readlink(f"/{path}")
+        return not stat.S_ISREG(status.st_mode) or (
+            before.st_size == status.st_size and self._has_same_bytes(path)
+        )
+
+    def _status(self, path: str) -> os.stat_result | None:
+        try:
+            return os.stat(path, dir_fd=self._base, follow_symlinks=False)
+        except OSError:
+            return None
+
+    def _has_same_bytes(self, path: str) -> bool:
+        """A file that may not be read is another one."""
+        try:
+            with (
+                open(os.open(path, _FILE_FLAGS, dir_fd=self._base), "rb") as before,
+                open(os.open(f"/{path}", _FILE_FLAGS), "rb") as now,
+            ):
+                while (piece := before.read(1 << 20)) == now.read(1 << 20):
+                    if not piece:
+                        return True
+        except OSError:
+            pass
+        return False
+
+    def _names(self, path: str) -> list[str]:
+        try:
+            descriptor = os.open(path, DIRECTORY_FLAGS, dir_fd=self._base)
+        except OSError:
+            return []
+        try:
+            return os.listdir(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class IndexedRoot:
+    """A root of which a file says what it held: kind, rights, size and time of each path."""
+
+    def __init__(self, index: str = f"/{OWN}/index.json") -> None:
+        self._index = index
+        self._rows: dict[str, list[Any]] | None = None
+
+    def make(self) -> None:
+        """Makes the index, unless this root has one: it may be a copy of one that has changed since."""
+        if not os.path.exists(self._index):
+            rows = {path: _row(status) for path, status in _root_entries()}
+            with open(self._index, "w", errors="surrogateescape") as file:
+                json.dump(rows, file)
+
+    def suspects(self) -> Iterator[str]:
+        yield from (path for path, status in _root_entries() if not self.has_same(path, status))
+        yield from self._known()
+
+    def had(self, path: str) -> bool:
+        return path in self._known()
+
+    def has_same(self, path: str, status: os.stat_result) -> bool:
+        return self._known().get(path) == _row(status)
+
+    def _known(self) -> dict[str, list[Any]]:
+        if self._rows is None:
+            with open(self._index, errors="surrogateescape") as file:
+                self._rows = json.load(file)
+            assert self._rows is not None, "just read"
+        return self._rows
+
+
+def _root_entries() -> Iterator[tuple[str, os.stat_result]]:
+    top = os.open("/", DIRECTORY_FLAGS)
+    try:
+        for folder, name, status in walk(top, 1 << 24):
+            yield folder.prefix + name, status
+    finally:
+        os.close(top)
+
+
+def _row(status: os.stat_result) -> list[Any]:
+    """What of a file is another after a change; a directory's names are looked at one by one."""
+    if stat.S_ISDIR(status.st_mode):
+        return [status.st_mode]
+    return [status.st_mode, status.st_size, status.st_mtime_ns]
+
+
+def walk(top: int, most: int = MAX_ENTRIES, own: bool = True) -> Iterator[tuple[Folder, str, os.stat_result]]:
+    """(folder, name, status) of everything below a directory, on its own file system. Follows no link.
+
+    Directories that may not be entered are passed over, and so are, in a whole root (`own`), those that hold
+    no files of an image. Raises Fault for more than `most` entries.
+    """
+    folders = [Folder(os.dup(top), "", os.fstat(top))]
+    device, count = folders[0].status.st_dev, 0
+    try:
+        while folders:
+            folder = folders[-1]
+            if not folder.names:
+                folders.pop().close()
+                continue
+            name = folder.names.pop()
+            try:
+                status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            count += 1
+            if count > most:
+                raise Fault("argument", f"more than {most} entries: name a smaller directory")
+            if own and folder.prefix + name in (*NO_FILES, OWN):
+                continue
+            yield folder, name, status
+            if stat.S_ISDIR(status.st_mode) and status.st_dev == device:
+                try:
+                    folders.append(folder.enter(name, status))
+                except PermissionError:
+                    continue
+    finally:
+        for folder in folders:
+            folder.close()
+
+
+class Gathering:
+    """Answers `changed`, `kinds` and `pack`. For a sandbox in which nothing of the agent's runs any more."""
+
+    def __init__(self, workspace: str, before: Before | None = None) -> None:
+        """`before` None: the root is not an image's, and nothing in it can change."""
+        self._workspace = workspace.strip("/")
+        self._top = os.path.realpath(workspace)
+        self._before = before
+
+    def changed(self) -> bytes:
+        """NUL-ended paths below `/` but outside of the workspace: `+` and what changed or is new, `-` and
+        what is gone. Raises Fault for more than can be carried."""
+        rows: list[bytes] = []
+        size = 0
+        before = self._before
+        for path in sorted(set(before.suspects())) if before is not None else ():
+            if f"{path}/".startswith(f"{self._workspace}/") or not _is_reached(path):
+                continue
+            try:
+                status: os.stat_result | None = os.lstat(f"/{path}")
+            except OSError:
+                status = None
+            assert before is not None, "it has suspects"
+            sign = b"-" if before.had(path) else b""
+            if status is not None:
+                sign = b"" if before.has_same(path, status) else b"+"
+            if sign:
+                rows.append(sign + os.fsencode(path) + b"\0")
+                size += len(rows[-1])
+                if size > _NAMES_BYTES or len(rows) > MAX_ENTRIES:
+                    raise Fault(*faults.DIFF_TOO_LARGE)
+        return b"".join(rows)
+
+    def kinds(self) -> tuple[str, bytes]:
+        """The workspace's real path, and NUL-ended pairs: a link and its target, or a file that can be
+        executed and nothing. Raises Fault for more than can be carried."""
+        rows: list[bytes] = []
+        size = 0
+        top = os.open(self._top, DIRECTORY_FLAGS)
+        try:
+            for folder, name, status in walk(top, own=False):
+                target = b""
+                if stat.S_ISLNK(status.st_mode):
+                    target = os.fsencode(os.readlink(name, dir_fd=folder.descriptor))
+                elif not (stat.S_ISREG(status.st_mode) and status.st_mode & 0o100):
+                    continue
+                rows.append(os.fsencode(folder.prefix + name) + b"\0" + target + b"\0")
+                size += len(rows[-1])
+                if size > _NAMES_BYTES:
+                    raise Fault(*faults.DIFF_TOO_LARGE)
+        finally:
+            os.close(top)
+        return self._top, b"".join(rows)
+
+    def pack(self, paths: Sequence[str], below: bool, exclude: Sequence[str], limit_bytes: int) -> bytes:
+        """A tar file of files, directories and links, under the names given; what is not there is left out.
+
+        `below`: with all that lies below directories, but for what matches a pattern of `exclude`, as `tar
+        --exclude` has it; a path that is a link stands for what it leads to. Raises Fault for more than
+        `limit_bytes`.
+        """
+        target = _Bounded(limit_bytes)
+        with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+            for path in paths:
+                place = os.path.realpath(path) if below else path
+                if place.split("/")[1] in NO_FILES:
+                    continue
+                _pack_one(archive, path, place)
+                if below and os.path.isdir(place):
+                    _pack_below(archive, path.rstrip("/"), place, exclude)
+        return target.getvalue()
+
+
+class _Bounded(io.BytesIO):
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > self._limit_bytes:
+            raise Fault(*faults.DIFF_TOO_LARGE)
+        return super().write(data)
+
+
+def _is_opaque(name: str, folder: int) -> bool:
+    try:
+        return OPAQUE in attributes(name, folder)
+    except PermissionError:
+        return False
+
+
+def _is_reached(path: str) -> bool:
+    """Whether no link leads to a path: under its own name it is something else."""
+    folder = os.path.dirname(f"/{path}")
+    return os.path.realpath(folder) == folder
+
+
+def _pack_below(archive: tarfile.TarFile, name: str, place: str, exclude: Sequence[str]) -> None:
+    excluded: set[str] = set()
+    top = os.open(place, DIRECTORY_FLAGS)
+    try:
+        for folder, entry, status in walk(top, own=False):
+            path = folder.prefix + entry
+            if folder.prefix in excluded or _is_excluded(path, exclude):
+                excluded.add(f"{path}/")
+            else:
+                _add(archive, f"{name}/{path}", entry, folder.descriptor, status)
+    finally:
+        os.close(top)
+
+
+def _is_excluded(path: str, patterns: Sequence[str]) -> bool:
+    """As `tar --exclude` of `./path`: a pattern may match from any name on, and its stars match slashes."""
+    names = ["./" + path, path, *(path[place + 1 :] for place, sign in enumerate(path) if sign == "/")]
+    return any(fnmatch.fnmatchcase(name, pattern.rstrip("/")) for pattern in patterns for name in names)
+
+
+def _pack_one(archive: tarfile.TarFile, name: str, place: str) -> None:
+    parent, entry = os.path.split(place.rstrip("/") or "/.")
+    try:
+        folder = os.open(parent, DIRECTORY_FLAGS)
+    except OSError:
+        return
+    try:
+        _add(archive, name, entry, folder, os.stat(entry, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return
+    finally:
+        os.close(folder)
+
+
+def _add(archive: tarfile.TarFile, name: str, entry: str, folder: int, status: os.stat_result) -> None:
+    """Adds one entry; nothing for what is no file, directory or link, or may not be read."""
+    info = tarfile.TarInfo(name.strip("/"))
+    info.mode, info.mtime = status.st_mode & 0o777, int(status.st_mtime)
+    if stat.S_ISREG(status.st_mode):
+        try:
+            descriptor = os.open(entry, _FILE_FLAGS, dir_fd=folder)
+        except PermissionError:
+            return
+        with open(descriptor, "rb") as file:
+            info.size = os.fstat(descriptor).st_size
+            archive.addfile(info, file)
+    elif stat.S_ISDIR(status.st_mode):
+        info.type = tarfile.DIRTYPE
+        archive.addfile(info)
+    elif stat.S_ISLNK(status.st_mode):
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(entry, dir_fd=folder)
+        archive.addfile(info)
