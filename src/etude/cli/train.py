@@ -78,7 +78,7 @@ def train_command(
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.ranks import follow_torchrun
-    from etude.controller.starting import check_start
+    from etude.controller.starting import check_start, settle_run_servers
     from etude.observe.report import build_report
 
     if follow_torchrun(run_config):
@@ -92,6 +92,7 @@ def train_command(
     else:
         from etude.controller.train import train
 
+    run_config = settle_run_servers(run_config)
     if resume:
         run = resumed_run(run_config, drop or [])
     else:

@@ -17,6 +17,7 @@ from etude.config.loading import (
     parse_section,
     read_toml,
 )
+from etude.config.mcp import McpConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.monitors import MonitorConfig
@@ -51,6 +52,7 @@ from etude.config.run import (
     AgentConfig,
     EvaluationConfig,
     GrammarName,
+    IndexName,
     RunConfig,
     TasksConfig,
     TemplateName,
@@ -75,8 +77,10 @@ __all__ = [
     "ForkConfig",
     "ForkTurn",
     "GrammarName",
+    "IndexName",
     "LengthConfig",
     "LossConfig",
+    "McpConfig",
     "MidtrainConfig",
     "MixtureConfig",
     "MixtureSourceConfig",

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm
@@ -69,19 +68,17 @@ async def open_parts(
     if isinstance(model, LanguageModel):  # a run that began with a checkpoint need not describe it
         config = config.model_copy(update={"model": model.config})
     backend = open_run_backend(config.sandbox, owner)
-    renderer = open_renderer(tokenizer, config.agent)
-    blobs = open_blobs(routes)
-    environment = Environment(
-        backend, renderer, EpisodeLimits.from_config(config), config.rl.reward, blobs.put
-    )
+    blobs, limits = open_blobs(routes), EpisodeLimits.from_config(config)
+    environment = Environment.of_run(config, tokenizer, backend, limits, blobs.put)
     if config.engine.backend == "vllm":
         opening = _open_vllm(config, tokenizer, model, snapshots)
     else:
         opening = _open_engine(config, tokenizer, deterministic)
     try:
         async with opening as (weights, service):
-            yield Parts(renderer, blobs, weights, service, environment)
+            yield Parts(environment.renderer, blobs, weights, service, environment)
     finally:
+        await environment.close()
         await backend.close()
 
 

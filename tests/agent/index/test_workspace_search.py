@@ -323,7 +323,7 @@ def test_a_tree_that_two_processes_lay_out_at_once_is_whole(tmp_path):
 
 
 def test_kinds_of_indexes_have_names(tmp_path):
-    assert new_indexes("off") is None
+    assert new_indexes("none") is None
     words = new_indexes("words", tmp_path)
     assert words is not None
     with pytest.raises(ConfigError, match="no such index"):

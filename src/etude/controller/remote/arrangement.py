@@ -160,8 +160,11 @@ class _Here:
         config = self.config
         backend = open_run_backend(config.sandbox, sandbox_owner(self.place))
         try:
-            renderer = open_renderer(self.tokenizer, config.agent)
-            yield Environment(backend, renderer, self.limits, config.rl.reward, blobs.put)
+            environment = Environment.of_run(config, self.tokenizer, backend, self.limits, blobs.put)
+            try:
+                yield environment
+            finally:
+                await environment.close()
         finally:
             await backend.close()
 
