@@ -26,7 +26,14 @@ from tests.tokens.chat_models import (
     unended_tokenizer,
 )
 
-from etude.agent import agent_format, agent_registry, core_registry, full_registry, open_renderer, registry_named
+from etude.agent import (
+    agent_format,
+    agent_registry,
+    core_registry,
+    full_registry,
+    open_renderer,
+    registry_named,
+)
 from etude.config import AgentConfig
 from etude.errors import ConfigError
 from etude.records import ToolCall

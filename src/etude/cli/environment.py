@@ -230,9 +230,16 @@ def _agent_of(file: Path | None, tools: str, index: str = "") -> AgentConfig:
     from etude.config import load_config
 
     named = {"tools": tools, "index": index}
-    return load_config(
-        file, [f"agent.{key}={json.dumps(value)}" for key, value in named.items() if value]
-    ).agent
+    config = load_config(file, [f"agent.{key}={json.dumps(value)}" for key, value in named.items() if value])
+    agent = config.agent
+    if agent.tools != "auto" or config.initial_checkpoint is None:
+        return agent
+    from etude.tokens.chat_format import choose_format
+    from etude.tokens.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(Path(config.initial_checkpoint))
+    is_own = choose_format(tokenizer, agent.template, agent.grammar).is_own
+    return agent.model_copy(update={"tools": "core" if is_own else "full"})
 
 
 def read_tasks(directory: Path | None, backend: str = "local") -> dict[str, Task]:
