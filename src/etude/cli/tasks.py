@@ -112,8 +112,9 @@ def sessions_command(
     from etude.config import load_config
     from etude.controller.corpus import load_sessions
     from etude.controller.expert_chats import write_chats
+    from etude.controller.starting import settle_run_servers
 
-    agent = load_config(config, settings or []).agent
+    agent = settle_run_servers(load_config(config, settings or [])).agent
     written = write_chats(load_sessions(count, open_observer()), file, agent, flawless=flawless)
     error_console().print(f"{written} of {count} sessions")
 
