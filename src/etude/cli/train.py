@@ -83,6 +83,7 @@ def train_command(
 
     if follow_torchrun(run_config):
         return
+    run_config = settle_run_servers(run_config)
     recorded = bool(run_config.rl.stream.source)
     if recorded:
         from etude.controller.recorded import settle_recorded
@@ -92,7 +93,6 @@ def train_command(
     else:
         from etude.controller.train import train
 
-    run_config = settle_run_servers(run_config)
     if resume:
         run = resumed_run(run_config, drop or [])
     else:

@@ -71,7 +71,7 @@ def settle_run_servers(config: RunConfig) -> RunConfig:
     Raises InfrastructureError for a server that does not start or answer, ConfigError for tools that it does
     not have, ResourceError where no sandboxes can be made.
     """
-    if not config.agent.mcp or config.rl.stream.source:
+    if not config.agent.mcp:
         return config
     agent = settle_servers(
         config.agent, lambda: open_run_backend(config.sandbox), lambda: open_family(config).source()(0)
