@@ -144,16 +144,10 @@ def test_a_model_is_measured_with_an_index_that_its_tools_search(tmp_path: Path,
     shown: dict[str, str] = {}
     for settings in ((), ("agent.index=words",)):
         options = replace(OPTIONS, settings=settings)
-        request = EvaluationRequest(
-            model.url,
-            str(tmp_path / "tasks"),
-            1,
-            temperature=0.0,
-            out=tmp_path / "-".join(("out", *settings)),
-            options=options,
-        )
+        out, tasks = tmp_path / "-".join(("out", *settings)), str(tmp_path / "tasks")
+        request = EvaluationRequest(model.url, tasks, 1, temperature=0.0, out=out, options=options)
         result = evaluate(request, SilentObserver())
-        (stored,) = TrajectoryLog(request.out / TRAJECTORIES).read()
+        (stored,) = TrajectoryLog(out / TRAJECTORIES).read()
         shown[result.target["label"]] = stored.members[0].turns[0].results[0].output
         assert ("semantic_search" in model.tools) == bool(settings)
     assert "unknown tool" in shown["m"] and "lib/tally.py" in shown["m agent.index=words"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from etude.agent.index.opening import check_index
+from etude.agent.index.opening import check_run_index
 from etude.config import AgentConfig, RunConfig
 from etude.config.secrets import read_secret
 from etude.controller.agent.models import describe_unknown
@@ -44,7 +44,7 @@ def check_start(config: RunConfig) -> None:
         check_reward(config.rl.reward)
         open_family(config)
         check_run_backend(config.sandbox)
-        check_index(config.agent.index)
+        check_run_index(config.agent.index)
         if config.engine.backend == "etude":
             check_engine(config)
     check_store(config.weights)

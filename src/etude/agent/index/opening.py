@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import get_args
 
+from etude.agent.index.grep.ripgrep import Ripgrep
 from etude.agent.index.semantic.embedding import Embedder
 from etude.agent.index.templates import Report, TemplateIndexes
 from etude.config import IndexName
@@ -35,6 +36,14 @@ def check_index(kind: str) -> None:
         default_model()
 
 
+def check_run_index(kind: str) -> None:
+    """As `check_index`, and refuses any kind where ripgrep is missing (MissingPackageError): a run has what
+    it asks for."""
+    check_index(kind)
+    if kind != "none":
+        Ripgrep()
+
+
 def new_indexes(
     kind: str, state: Path | None = None, report: Report = lambda words: None, *, waits: bool = False
 ) -> TemplateIndexes | None:
@@ -51,8 +60,9 @@ def new_indexes(
 
 
 def run_indexes(kind: str) -> TemplateIndexes | None:
-    """The same for the sessions of a run or an evaluation: a search waits, and nothing is left on disk."""
-    check_index(kind)
+    """The same for the sessions of a run or an evaluation: a search waits, and nothing is left on disk.
+    Raises as `check_run_index`."""
+    check_run_index(kind)
     if kind == "none":
         return None
     scratch = tempfile.TemporaryDirectory(prefix="etude-index-", ignore_cleanup_errors=True)
