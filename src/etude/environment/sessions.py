@@ -43,6 +43,7 @@ from etude.sandbox.migration import abilities_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources, SnapshotKind
 
+_SEARCH = "semantic_search"
 SessionState = Literal["open", "paused", "submitted", "closed"]
 __all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site", "close_all"]
 
@@ -229,6 +230,8 @@ class EnvironmentSession:
                 self._check_open()
                 if self._servers is not None:
                     await self._servers.start()
+                if self._search is not None and any(call.name == _SEARCH for call in turn.calls):
+                    await self._search.ready()  # in no time of the agent's
                 results = await self.tool_time.execute(turn.calls, self.context, known, on_call, on_result)
                 self.history.add(SessionTurn(turn.calls, tuple(results), turn.key))
                 self.facts.on_turn(turn.calls, results)

@@ -86,10 +86,14 @@ class WorkspaceSearch:
         result = await self._matching.search(query)
         return [GrepMatch(match.path, match.line_number, match.line) for match in result.matches]
 
-    async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
-        """See CodeSearch. Raises ToolArgumentError where there is no index."""
+    async def ready(self) -> None:
+        """Waits for what a semantic search waits for. Raises InfrastructureError where it cannot be had."""
         if self._wait is not None:
             await self._wait()
+
+    async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
+        """See CodeSearch. Raises ToolArgumentError where there is no index."""
+        await self.ready()
         self._attach()
         if self._meaning is None:
             raise ToolArgumentError("no semantic index here: use grep", field="query")
