@@ -1,5 +1,6 @@
 import asyncio
 import json
+import shlex
 import sys
 
 import pytest
@@ -14,11 +15,14 @@ from mcp.server import Server
 from mcp.shared.exceptions import MCPError
 
 from etude.agent import ToolContext, execute_calls
-from etude.agent.mcp import McpServer, connect_tools, mcp_server
-from etude.agent.mcp.schemas import own_name, parameters_of, text_of
+from etude.agent.mcp import SessionServers, describe_servers, mcp_server
+from etude.agent.mcp import client as mcp_client
 from etude.agent.tools import Registry
-from etude.agent.tools.registries import full_registry
+from etude.agent.tools.mcp_schemas import own_name, parameters_of, text_of
+from etude.agent.tools.mcp_tool import served_tools
+from etude.agent.tools.registries import agent_registry, full_registry
 from etude.agent.tools.state import ToolState
+from etude.config import AgentConfig, McpConfig, parse_config
 from etude.errors import ConfigError, InfrastructureError, SandboxError
 from etude.records import ToolCall, ToolErrorClass
 from etude.sandbox.fake import MemoryBackend
@@ -31,7 +35,9 @@ CHILD = """
 import asyncio
 from etude.agent import ToolContext
 from etude.agent.mcp import serve_stdio
-from etude.agent.tools.registries import full_registry
+from etude.agent.tools.mcp_schemas import own_name, parameters_of, text_of
+from etude.agent.tools.mcp_tool import served_tools
+from etude.agent.tools.registries import agent_registry, full_registry
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 
@@ -160,9 +166,11 @@ def test_our_tools_are_served_over_standard_input_and_output(tmp_path):
 
     async def run():
         env = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
-        async with connect_tools(McpServer(sys.executable, (str(script),), env, prefix="far")) as tools:
-            registry = Registry(tools)
-            context = ToolContext(await MemoryBackend().create(Template()), registry)
+        command = shlex.join([sys.executable, str(script)])
+        described = await describe_servers({"far": McpConfig(command=command, where="host", env=env)})
+        registry, servers = Registry(served_tools(described)), SessionServers(described)
+        context = ToolContext(await MemoryBackend().create(Template()), registry, servers=servers)
+        try:
             return registry, await execute_calls(
                 [
                     ToolCall("far_read_file", {"path": "a.py", "limit": "1"}),
@@ -171,6 +179,8 @@ def test_our_tools_are_served_over_standard_input_and_output(tmp_path):
                 ],
                 context,
             )
+        finally:
+            await servers.close()
 
     registry, (read, wrong, missing) = asyncio.run(run())
     assert "far_run_command" in registry and "far_finish" not in registry
@@ -203,17 +213,25 @@ def foreign(call_tool, tools=None):
     return Server("foreign", on_list_tools=list_tools, on_call_tool=call_tool)
 
 
-def use(server, *calls, settings=None, call_s=None):
-    async def run():
-        async with connect_tools(server, settings) as tools:
-            for tool in tools:
-                tool._call_s = call_s or tool._call_s
-            context = ToolContext(
-                await MemoryBackend().create(Template()), Registry(tools), state=ToolState()
-            )
-            return tools, await execute_calls([ToolCall(*call) for call in calls], context)
+def use(server, *calls, call_s=60.0, **settings):
+    """The tools of a server in this process, named `p`, and the results of calls."""
 
-    return asyncio.run(run())
+    async def run():
+        known = await describe_servers({"p": McpConfig(command="stub", where="host", **settings)})
+        registry = agent_registry(AgentConfig(tools="finish", mcp=known))
+        servers = SessionServers(known, call_s=call_s)
+        context = ToolContext(
+            await MemoryBackend().create(Template()), registry, state=ToolState(), servers=servers
+        )
+        try:
+            results = await execute_calls([ToolCall(*call) for call in calls], context)
+            return [tool for name, tool in registry.items() if name != "finish"], results
+        finally:
+            await servers.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mcp_client, "_transport", lambda name, config, sandbox: server)
+        return asyncio.run(run())
 
 
 def test_tools_of_other_servers_get_their_own_names_and_types():
@@ -233,7 +251,7 @@ def test_tools_of_other_servers_get_their_own_names_and_types():
         "filter": '{"a": 1.5}',
     }
     tools, (result, wrong) = use(
-        foreign(call_tool), ("list_issues", arguments), ("list_issues", {"state": "ajar"})
+        foreign(call_tool), ("p_list_issues", arguments), ("p_list_issues", {"state": "ajar"})
     )
     assert tools[0].schema.description == "All issues"
     assert [(p.name, p.kind, p.required) for p in tools[0].schema.parameters] == [
@@ -258,7 +276,7 @@ def test_errors_of_other_servers_are_sorted_by_whose_they_are():
                 raise MCPError(types.INVALID_PARAMS, "no such state")
 
     _, (refused, invalid) = use(
-        foreign(call_tool), ("list_issues", {"state": "open"}), ("list_issues", {"state": "closed"})
+        foreign(call_tool), ("p_list_issues", {"state": "open"}), ("p_list_issues", {"state": "closed"})
     )
     assert (refused.output, refused.error) == ("error: no right", ToolErrorClass.UNEXPECTED_ENVIRONMENT)
     assert (invalid.output, invalid.error) == ("error: no such state", ToolErrorClass.INVALID_ARGUMENTS)
@@ -272,15 +290,15 @@ def test_a_server_that_fails_or_hangs_is_never_an_answer():
         await asyncio.sleep(30)
 
     with pytest.raises(InfrastructureError, match="MCP server failed"):
-        use(foreign(broken), ("list_issues", {"state": "open"}))
+        use(foreign(broken), ("p_list_issues", {"state": "open"}))
     with pytest.raises(InfrastructureError, match=r"within 0.2 s"):
-        use(foreign(hanging), ("list_issues", {"state": "open"}), call_s=0.2)
+        use(foreign(hanging), ("p_list_issues", {"state": "open"}), call_s=0.2)
 
 
 @pytest.mark.parametrize("command", ["/no/such/program", "/bin/false"])
 def test_a_server_that_does_not_start_is_named(command):
-    with pytest.raises(InfrastructureError, match="MCP server"):
-        use(McpServer(command))
+    with pytest.raises(InfrastructureError, match=r"agent\.mcp\.bad: the MCP server does not start"):
+        asyncio.run(describe_servers({"bad": McpConfig(command=command, where="host")}))
 
 
 def test_servers_are_trusted_only_where_told():
@@ -291,8 +309,7 @@ def test_servers_are_trusted_only_where_told():
         return types.CallToolResult(content=[])
 
     for trusted in (False, True):
-        settings = McpServer("", prefix="p", trusted=trusted)
-        (found,), (result,) = use(foreign(call_tool, [tool]), ("p_look", {}), settings=settings)
+        (found,), (result,) = use(foreign(call_tool, [tool]), ("p_look", {}), trusted=trusted)
         assert found.repeatable is trusted and result.output == "ok"
         assert bool(found.access({}).writes) is not trusted
 
@@ -304,14 +321,16 @@ def test_tools_are_chosen_by_name_and_clashes_are_refused():
     def named(*names):
         return [types.Tool(name=name, input_schema={"type": "object"}) for name in names]
 
-    chosen, _ = use(foreign(call_tool, named("a", "b")), settings=McpServer("", tools=("b",)))
-    assert [tool.schema.name for tool in chosen] == ["b"]
+    chosen, _ = use(foreign(call_tool, named("a", "b")), tools=("b",))
+    assert [tool.schema.name for tool in chosen] == ["p_b"]
     with pytest.raises(ConfigError, match="no such tool"):
-        use(foreign(call_tool, named("a")), settings=McpServer("", tools=("z",)))
+        use(foreign(call_tool, named("a")), tools=("z",))
     with pytest.raises(ConfigError, match="another tool"):
         use(foreign(call_tool, named("get-it", "getIt")))
     with pytest.raises(ConfigError, match="lower_snake_case"):
-        McpServer("x", prefix="A-b")
+        parse_config({"agent": {"mcp": {"A-b": {"command": "x"}}}})
+    with pytest.raises(ConfigError, match="either command or url"):
+        parse_config({"agent": {"mcp": {"a": {}}}})
 
 
 def test_names_become_identifiers():

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import json
+import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,9 @@ import pytest
 acp = pytest.importorskip("acp", reason="the package agent-client-protocol is not installed")
 from acp import schema  # noqa: E402
 
-from etude.agent.mcp import McpServer  # noqa: E402
 from etude.cli.agent_acp import serve_editor  # noqa: E402
 from etude.cli.agent_acp_transport import LineTransport  # noqa: E402
+from etude.config import McpConfig  # noqa: E402
 from etude.controller.agent.models import ModelChoice  # noqa: E402
 from etude.controller.agent.surroundings import SandboxChoice  # noqa: E402
 from etude.sandbox.backends import open_backend  # noqa: E402
@@ -122,7 +123,7 @@ async def beside(
     mode: str = "ask",
     files: Any = FILES,
     tools: str = "",
-    servers: Sequence[McpServer] = (),
+    servers: dict[str, McpConfig] | None = None,
 ) -> AsyncIterator[Any]:
     """The same in this process, over a pair of sockets: quicker to start."""
     choice = ModelChoice(script=write_script(root / "script.json", messages), tools=tools)
@@ -320,19 +321,20 @@ def test_a_session_starts_the_editors_servers_alone_and_ends_them_if_it_cannot_b
 ) -> None:
     editor = Editor(("once",))
     cwd = str(root / "repo")
-    own = McpServer(sys.executable, (str(root / "server.py"), str(servers)), prefix="own")
+    command = shlex.join([sys.executable, str(root / "server.py"), str(servers)])
+    own = {"own": McpConfig(command=command, where="host")}
     messages = [[SHOUT], [{**SHOUT, "name": "own_shout"}], ["Done."]]
 
     async def go() -> None:
-        async with beside(root, messages, editor, servers=[own]) as connection:
+        async with beside(root, messages, editor, servers=own) as connection:
             session = await connection.new_session(cwd=cwd, mcp_servers=[echo(servers)])
             await say(connection, session, "say it")
             assert running(servers) == 2
-        async with beside(root, messages, editor, servers=[own]) as connection:
+        async with beside(root, messages, editor, servers=own) as connection:
             other = [echo(servers, "other")]
             with pytest.raises(acp.RequestError):
                 await connection.load_session(cwd=cwd, session_id=session.session_id, mcp_servers=other)
-            assert running(servers) == 1
+            assert running(servers) == 0
 
     asyncio.run(go())
     assert [output.rstrip() for output in outputs_of(editor)] == ["HELLO", "HELLO"]

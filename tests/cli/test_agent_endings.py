@@ -206,7 +206,7 @@ def test_json_takes_its_instruction_from_standard_input(root: Path) -> None:
         (["--temperature", "1"], "--temperature", "name the model again"),
         (["--context-tokens", "4096"], "--context-tokens", "name the model again"),
         (["--tool-calls", "text"], "--tool-calls", "name the model again"),
-        (["--index", "off"], "--index", "name the model again"),
+        (["--index", "none"], "--index", "name the model again"),
     ],
 )
 def test_an_option_that_a_session_cannot_take_is_refused(

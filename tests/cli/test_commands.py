@@ -238,6 +238,21 @@ def test_config_show_prints_toml_that_loads_again(tmp_path: Path) -> None:
     assert (twice.exit_code, "name one file" in twice.stderr) == (2, True)
 
 
+def test_a_run_whose_mcp_server_does_not_start_gets_no_directory(tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    server = ("--set", "agent.mcp.bad.command=/no/such", "--set", 'agent.mcp.bad.where="host"')
+    done = etude(
+        "train",
+        "--config",
+        "configs/quickstart.toml",
+        "--set",
+        f"runs_directory={tmp_path / 'runs'}",
+        *server,
+    )
+    assert done.exit_code and "agent.mcp.bad: the MCP server does not start" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_the_committed_reference_is_up_to_date() -> None:
     committed = Path(package.__file__).parents[2] / "docs" / "config.md"
     assert etude("config", "docs").stdout == committed.read_text(), "run: etude config docs > docs/config.md"

@@ -11,8 +11,10 @@ from etude.controller.evaluation import EvaluationRequest, evaluate
 from etude.controller.evaluation_targets import TargetOptions
 from etude.errors import ConfigError, InfrastructureError
 from etude.evaluation import EvaluationResult, compare_results
+from etude.evaluation.results import TRAJECTORIES
 from etude.observe.observer import RecordingObserver, SilentObserver
 from etude.records import ToolCall
+from etude.store import TrajectoryLog
 from etude.tasks.harbor import write_harbor
 from tests.environment.playing import FAILS, SOLVES, TASK
 
@@ -27,6 +29,8 @@ class Model(ThreadingHTTPServer):
         self.turns = turns
         self.refuses_after = 1_000
         self.num_asked = 0
+        self.tools: list[str] = []
+        """Those that it was last offered."""
 
     @property
     def url(self) -> str:
@@ -41,6 +45,7 @@ class Talking(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.num_asked += 1
+        self.server.tools = [tool["function"]["name"] for tool in body.get("tools", [])]
         if self.server.num_asked > self.server.refuses_after:
             self.send_error(401)
             return
@@ -130,3 +135,21 @@ def test_an_endpoint_that_is_not_there_is_no_result(suite: Path, monkeypatch: py
     request = EvaluationRequest("http://127.0.0.1:9", str(suite), options=OPTIONS)
     with pytest.raises(InfrastructureError, match="3 of 3 sessions failed"):
         evaluate(request, SilentObserver())
+
+
+def test_a_model_is_measured_with_an_index_that_its_tools_search(tmp_path: Path, serve) -> None:
+    write_harbor(TASK, tmp_path / "tasks" / "one")
+    search = ToolCall("semantic_search", {"query": "tally"})
+    model = serve([[search], [ToolCall("finish")]])
+    shown: dict[str, str] = {}
+    for settings in ((), ("agent.index=words",)):
+        options = replace(OPTIONS, settings=settings)
+        out, tasks = tmp_path / "-".join(("out", *settings)), str(tmp_path / "tasks")
+        request = EvaluationRequest(model.url, tasks, 1, temperature=0.0, out=out, options=options)
+        result = evaluate(request, SilentObserver())
+        (stored,) = TrajectoryLog(out / TRAJECTORIES).read()
+        shown[result.target["label"]] = stored.members[0].turns[0].results[0].output
+        assert ("semantic_search" in model.tools) == bool(settings)
+    assert "unknown tool" in shown["m"] and "lib/tally.py" in shown["m agent.index=words"]
+    with pytest.raises(ConfigError, match="only the section `agent`"):
+        evaluate(replace(request, options=replace(OPTIONS, settings=("seed=1",))), SilentObserver())

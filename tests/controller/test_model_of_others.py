@@ -168,7 +168,7 @@ def test_serving_and_the_agent_speak_to_a_model_as_training_does(tmp_path: Path,
     assert trained.renderer().end_token in served.end_tokens
 
     async def prompt() -> np.ndarray:
-        async with open_policy(ModelChoice(model=str(initial), tools="core", index="off"), True) as policy:
+        async with open_policy(ModelChoice(model=str(initial), tools="core"), True) as policy:
             assert policy.registry.schemas == CORE
             session = AgentSession("Hi", policy.renderer, TrajectoryId("r", "t", 0, 0, 0), policy.limits)
             return session.recording.tokens

@@ -26,7 +26,14 @@ from tests.tokens.chat_models import (
     unended_tokenizer,
 )
 
-from etude.agent import agent_format, core_registry, full_registry, open_renderer, registry_named
+from etude.agent import (
+    agent_format,
+    agent_registry,
+    core_registry,
+    full_registry,
+    open_renderer,
+    registry_named,
+)
 from etude.config import AgentConfig
 from etude.errors import ConfigError
 from etude.records import ToolCall
@@ -97,7 +104,7 @@ def test_a_model_of_the_chatml_kind_is_given_all_tools_as_json_in_a_system_messa
 ) -> None:
     chosen = agent_format(tokenizer, AgentConfig())
     assert chosen.template is template and chosen.grammar == "hermes"
-    assert chosen.tools == full_registry().schemas
+    assert chosen.tools == agent_registry(AgentConfig()).schemas
     prompt = chosen.renderer().prompt("test_tally fails")
     text = tokenizer.decode(prompt)
     assert text.startswith("<|im_start|>system\nYou are a coding agent") and '"name": "apply_patch"' in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from etude.agent.tools.registries import core_registry, registry_named
+from etude.agent.tools.registries import agent_registry, core_registry
 from etude.config import AgentConfig
 from etude.tokens.chat_format import ChatFormat, choose_format
 from etude.tokens.grammar import Grammar, ToolSchema, XmlGrammar
@@ -39,8 +39,12 @@ def agent_format(tokenizer: Tokenizer, agent: AgentConfig) -> ChatFormat:
 def agent_words(agent: AgentConfig, auto_tools: str = "full") -> tuple[tuple[ToolSchema, ...], str]:
     """The tools and the system words that the section `agent` gives a model of others. `auto_tools`: what
     `auto` stands for. Raises ConfigError for a tool that there is not."""
-    tools = registry_named(auto_tools if agent.tools == "auto" else agent.tools).schemas
-    return tools, MANNERS if agent.system == "auto" else agent.system
+    return agent_registry(agent, auto_tools).schemas, MANNERS if agent.system == "auto" else agent.system
+
+
+def people_words(agent: AgentConfig) -> str:
+    """The system words of the section `agent` where a person reads the answers."""
+    return PEOPLE_MANNERS if agent.system == "auto" else agent.system
 
 
 def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:

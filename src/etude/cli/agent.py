@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
@@ -47,8 +47,8 @@ from etude.errors import EtudeError
 
 if TYPE_CHECKING:
     # Heavier at run time than a command line's help should be.
-    from etude.agent.mcp import McpServer
     from etude.cli.agent_loop import Work
+    from etude.config import McpConfig
     from etude.controller.agent.models import ModelChoice
     from etude.controller.agent.surroundings import SandboxChoice
 
@@ -73,7 +73,7 @@ def agent_command(
     as_json: JsonOption = False,
     resume: ResumeOption = None,
     list_all: ListOption = False,
-    index: IndexOption = "words",
+    index: IndexOption = "",
     acp: AcpOption = False,
     backend: BackendOption = "local",
     venv: VenvOption = "",
@@ -126,7 +126,7 @@ def _serve_editor(
     mode: str,
     sandbox: SandboxChoice,
     max_turns: int | None,
-    servers: Sequence[McpServer],
+    servers: Mapping[str, McpConfig],
 ) -> None:
     from etude.cli.agent_acp import serve
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import shlex
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -42,11 +43,13 @@ from acp.schema import (
 )
 
 import etude
-from etude.agent.mcp import McpServer, McpTool
+from etude.agent import agent_registry
+from etude.agent.mcp import describe_servers
 from etude.cli.agent_acp_history import history
 from etude.cli.agent_acp_transport import LineTransport
 from etude.cli.agent_acp_tree import EditorTree
 from etude.cli.agent_acp_updates import Updates
+from etude.config import McpConfig
 from etude.controller.agent.approval import MODE_HELP, MODES, Answer
 from etude.controller.agent.conversation import (
     STOPPED_BY_USER,
@@ -82,7 +85,7 @@ def serve(
     mode: str,
     sandbox: SandboxChoice,
     max_turns: int | None = None,
-    servers: Sequence[McpServer] = (),
+    servers: Mapping[str, McpConfig] | None = None,
 ) -> None:
     """Serves one editor until it closes our input. Raises UserError for a model that cannot be opened."""
 
@@ -98,7 +101,7 @@ async def serve_editor(
     sandbox: SandboxChoice,
     transport: LineTransport,
     max_turns: int | None = None,
-    servers: Sequence[McpServer] = (),
+    servers: Mapping[str, McpConfig] | None = None,
 ) -> None:
     """Serves the editor at the other end of `transport` until it closes it. Raises UserError."""
     open_people_backend(sandbox.backend)  # to say at once what keeps it from working
@@ -306,19 +309,24 @@ class EditorAgent:
     async def _policy_for(
         self, one: _Open, named: Sequence[Any] | None, stack: contextlib.AsyncExitStack
     ) -> Policy:
-        """The model, with the tools of the servers that the editor names for a session: they end with
-        `stack`. Each is connected on its own; of one that cannot be, the editor gets a message."""
-        policy, choice = self._policy, replace(self._choice, index="off")
+        """The model, with the tools of the servers that the editor names for a session too. Each is asked on
+        its own; of one that cannot be used, the editor gets a message."""
+        choice, servers = self._choice, dict(self._policy.servers)
         for server in named or ():
-            connected = [tool for tool in policy.registry.values() if isinstance(tool, McpTool)]
             try:
-                opening = open_policy(choice, False, [_server(server)], connected)
-                policy = await stack.enter_async_context(opening)
+                name, config = _server(server)
+                if name in servers:
+                    raise ConfigError("another server has this name", field="mcpServers", received=name)
+                more = {**servers, **await describe_servers({name: config})}
+                agent_registry(choice.agent(more))
+                servers = more
             except EtudeError as error:
                 text = f"[the MCP server {server.name} is not connected: {error}]\n"
                 one.queue.put_nowait(update_agent_message_text(text))
-        policy.indexes = self._policy.indexes
-        return policy
+        if servers == self._policy.servers:
+            return self._policy
+        opening = open_policy(choice, False, servers, self._policy.indexes)
+        return await stack.enter_async_context(opening)
 
     async def _open(
         self, folder: SessionFolder, disk: DirectoryTree, mode: str, named: Sequence[Any] | None = None
@@ -358,18 +366,18 @@ class EditorAgent:
         return one
 
 
-def _server(named: Any) -> McpServer:
+def _server(named: Any) -> tuple[str, McpConfig]:
     """A server that an editor names. Raises ConfigError for one that is no command."""
-    if not isinstance(named, McpServerStdio):
+    name = re.sub(r"[^a-z0-9]+", "_", named.name.lower()).strip("_")
+    if not isinstance(named, McpServerStdio) or not named.command or not re.match("[a-z]", name):
         raise ConfigError(
-            "only servers that are commands are connected",
+            "only servers that are commands, and whose names begin with a letter, are connected",
             field="mcpServers",
             received=named.name,
             fix="name a command that speaks MCP on standard input and output",
         )
     env = {variable.name: variable.value for variable in named.env}
-    prefix = re.sub(r"[^a-z0-9]+", "_", named.name.lower()).strip("_")
-    return McpServer(named.command, tuple(named.args), env, prefix=prefix)
+    return name, McpConfig(command=shlex.join([named.command, *named.args]), where="host", env=env)
 
 
 def words_of(blocks: Sequence[Any], root: Path) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from etude.errors import (
 from etude.records import Status
 
 if TYPE_CHECKING:
-    from etude.agent.mcp import McpServer
+    from etude.config import McpConfig
 
 EXIT_UNFINISHED = 1
 EXIT_KEPT_BACK = 4
@@ -69,7 +69,7 @@ class Work:
     as_json: bool
     sandbox: SandboxChoice
     max_turns: int | None = None
-    servers: Sequence[McpServer] = ()
+    servers: Mapping[str, McpConfig] = field(default_factory=dict[str, "McpConfig"])
 
 
 def work(asked: Work) -> int:

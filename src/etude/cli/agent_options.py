@@ -12,7 +12,7 @@ from etude.errors import ConfigError
 
 if TYPE_CHECKING:
     # Heavier at run time than a command line's help should be.
-    from etude.agent.mcp import McpServer
+    from etude.config import McpConfig
     from etude.controller.agent.models import ModelChoice
 
 _TOOL_CALLS = ("native", "text")
@@ -48,7 +48,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print events as JSON, 
 ResumeOption = Annotated[str | None, typer.Option(help="Continue a session, by its id or with last.")]
 ListOption = Annotated[bool, typer.Option("--list", help="List the stored sessions and exit.")]
 IndexOption = Annotated[
-    str, typer.Option(help="Code index: off, words (fast grep) or meaning (adds semantic search).")
+    str,
+    typer.Option(
+        help="Code index: none, grep, words or meaning. Default: words behind an endpoint, otherwise grep."
+    ),
 ]
 AcpOption = Annotated[
     bool, typer.Option("--acp", help="Serve an editor on stdin and stdout by the Agent Client Protocol.")
@@ -69,7 +72,7 @@ AllowOption = Annotated[
 ]
 McpOption = Annotated[
     list[str] | None,
-    typer.Option("--mcp", metavar="PREFIX=COMMAND", help="MCP server with tools for the agent. Repeatable."),
+    typer.Option("--mcp", metavar="NAME=COMMAND", help="MCP server with tools for the agent. Repeatable."),
 ]
 MaxTurnsOption = Annotated[
     int | None, typer.Option(min=1, help="Messages of the agent upon one instruction. Default: no limit.")
@@ -91,13 +94,13 @@ def chosen_model(context: typer.Context) -> ModelChoice | None:
     return ModelChoice(**named, native_tools=native_tools)
 
 
-def chosen_servers(commands: list[str] | None) -> tuple[McpServer, ...]:
+def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
     """The MCP servers that are named. Raises ConfigError."""
     if not commands:
-        return ()
+        return {}
     from etude.agent.mcp import parse_server
 
-    return tuple(map(parse_server, commands))
+    return dict(map(parse_server, commands))
 
 
 def is_native(tool_calls: str) -> bool:

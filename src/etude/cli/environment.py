@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -19,10 +20,12 @@ from etude.cli.serving_options import AllowedHostOption
 from etude.errors import UserError
 
 if TYPE_CHECKING:
+    from etude.config import AgentConfig
     from etude.environment.site import Site
     from etude.environment.tells import Tell
     from etude.protocols import Workspace
     from etude.records import Task
+    from etude.sandbox.interface import SandboxBackend
 
 env_app = typer.Typer(name="env", help="Serve and examine agent environments.", no_args_is_help=True)
 
@@ -54,13 +57,17 @@ def serve_command(
         list[Path] | None,
         typer.Option("--root", help="Directory below which clients may open directories. Repeatable."),
     ] = None,
-    tools: Annotated[str, typer.Option(help="Tools: core, full, or names separated by commas.")] = "core",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file whose section [agent] names tools, index and MCP servers."),
+    ] = None,
+    tools: Annotated[
+        str, typer.Option(help="Tools: core, full, or names separated by commas. Default: core.")
+    ] = "",
     snapshot_every: Annotated[
         int, typer.Option(min=0, help="Turns with changes between two snapshots; 0 takes none.")
     ] = 0,
-    index: Annotated[
-        str, typer.Option(help="Code index: off, words (fast grep) or meaning (semantic search).")
-    ] = "off",
+    index: Annotated[str, typer.Option(help="Code index: none, grep, words or meaning. Default: none.")] = "",
     max_sessions: Annotated[int, typer.Option(min=1, help="Most open sessions per tenant.")] = 64,
     idle_s: Annotated[
         float, typer.Option(min=1, help="Seconds after which an idle session closes.")
@@ -89,9 +96,19 @@ def serve_command(
         tokens = read_tenants(tenants)
     elif token_file is not None:
         tokens = {read_token(token_file, SERVER): "default"}
-    site = new_site(backend, tools, snapshot_every, life_s, sandbox_server, sandbox_token_file, index)
+    found = read_tasks(tasks, backend)
+    agent = _agent_of(config, tools, index)
+
+    def open_sandboxes() -> SandboxBackend:
+        return _backend(backend, sandbox_server, sandbox_token_file)
+
+    if agent.mcp:
+        from etude.controller.starting import settle_servers
+
+        agent = settle_servers(agent, open_sandboxes, lambda: next(iter(found.values()), None))
+    site = new_site(open_sandboxes(), agent, snapshot_every, life_s)
     limits = HostLimits(TenantLimits(sessions=max_sessions), idle_s=idle_s)
-    sessions = SessionHost(site, limits, read_tasks(tasks, backend), roots or ())
+    sessions = SessionHost(site, limits, found, roots or ())
     serve(
         sessions,
         host=host,
@@ -172,37 +189,57 @@ def tells_command(
 
 
 def new_site(
-    backend: str,
-    tools: str = "core",
+    backend: SandboxBackend,
+    agent: AgentConfig,
     snapshot_every: int = 0,
     life_s: float | None = None,
-    sandbox_server: str | None = None,
-    sandbox_token_file: Path | None = None,
-    index: str = "off",
 ) -> Site:
-    """The site of a server or a probe, over a backend of this machine or another server's."""
-    from etude.agent import registry_named
+    """The site of a server or a probe, with the tools, index and MCP servers of `agent`."""
+    from etude.agent import agent_registry
     from etude.agent.index.opening import new_indexes
     from etude.environment.site import Site
     from etude.environment.verdicts import Grader
-    from etude.sandbox.backends import open_backend
-    from etude.sandbox.interface import SandboxBackend
 
-    opened: SandboxBackend
-    if sandbox_server is not None:
-        from etude.sandbox.remote import RemoteBackend
+    def say(words: str) -> None:
+        error_console().print(words, markup=False)
 
-        opened = RemoteBackend(sandbox_server, token_of(sandbox_token_file))
-    else:
-        opened = open_backend(backend)
     return Site(
-        opened,
-        Grader(opened),
-        registry_named(tools),
-        indexes=new_indexes(index, report=lambda words: error_console().print(words, markup=False)),
+        backend,
+        Grader(backend),
+        agent_registry(agent, "core"),
+        indexes=new_indexes(agent.index, report=say, waits=True),
+        servers=agent.mcp,
         snapshot_every=snapshot_every,
         life_s=life_s,
     )
+
+
+def _backend(backend: str, server: str | None = None, token_file: Path | None = None) -> SandboxBackend:
+    """Sandboxes of this machine, or another server's."""
+    if server is None:
+        from etude.sandbox.backends import open_backend
+
+        return open_backend(backend)
+    from etude.sandbox.remote import RemoteBackend
+
+    return RemoteBackend(server, token_of(token_file))
+
+
+def _agent_of(file: Path | None, tools: str, index: str = "") -> AgentConfig:
+    """The section `agent` of a file, or the defaults, with these in their place. Raises ConfigError."""
+    from etude.config import load_config
+
+    named = {"tools": tools, "index": index}
+    config = load_config(file, [f"agent.{key}={json.dumps(value)}" for key, value in named.items() if value])
+    agent = config.agent
+    if agent.tools != "auto" or config.initial_checkpoint is None:
+        return agent
+    from etude.tokens.chat_format import choose_format
+    from etude.tokens.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(Path(config.initial_checkpoint))
+    is_own = choose_format(tokenizer, agent.template, agent.grammar).is_own
+    return agent.model_copy(update={"tools": "core" if is_own else "full"})
 
 
 def read_tasks(directory: Path | None, backend: str = "local") -> dict[str, Task]:
@@ -264,14 +301,16 @@ async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tup
     kind, _, backend = place.partition(":")
     async with AsyncExitStack() as stack:
         if kind == "rollout":
-            site = new_site(backend, tools)
+            site = new_site(_backend(backend), _agent_of(None, tools))
             stack.push_async_callback(site.backend.close)
             session = await EnvironmentSession.open(site, Origin(Template(files, "files")))
             stack.push_async_callback(session.close)
             yield session, site.tools.digest
             return
         if kind == "cloud":
-            place = await stack.enter_async_context(served(build_app(SessionHost(new_site(backend, tools)))))
+            place = await stack.enter_async_context(
+                served(build_app(SessionHost(new_site(_backend(backend), _agent_of(None, tools)))))
+            )
             token = None
         elif kind not in ("http", "https"):
             raise UserError(

@@ -85,6 +85,12 @@ def run_command(
     tool_calls: ToolCallsOption = "native",
     context_tokens: ContextTokensOption = 128_000,
     tools: ToolsOption = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Another agent, such as agent.index=meaning. Repeatable."
+        ),
+    ] = None,
     max_turns: Annotated[
         int, typer.Option(min=1, help="Turns of a session with a model that is not a run's.")
     ] = 100,
@@ -103,7 +109,15 @@ def run_command(
     from etude.evaluation.results import result_rows
 
     options = TargetOptions(
-        checkpoint, model_name, key_variable, native_tools, context_tokens, tools, max_turns, backend
+        checkpoint,
+        model_name,
+        key_variable,
+        native_tools,
+        context_tokens,
+        tools,
+        max_turns,
+        backend,
+        tuple(settings or ()),
     )
     prices = Prices(input_price, output_price) if input_price or output_price else None
     request = EvaluationRequest(

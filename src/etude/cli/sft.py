@@ -36,6 +36,8 @@ def sft_command(
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.sft import check_sft, fine_tune
+    from etude.controller.starting import settle_run_servers
 
+    run_config = settle_run_servers(run_config)
     asked = Asked(run_config, config, settings, resume, drop or [], as_json)
     train_stage("sft", check_sft, fine_tune, asked)

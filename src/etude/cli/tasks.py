@@ -104,8 +104,9 @@ def sessions_command(
     from etude.config import load_config
     from etude.controller.expert_chats import write_chats
     from etude.controller.families import open_family
+    from etude.controller.starting import settle_run_servers
 
-    run_config = load_config(config, settings or [])
+    run_config = settle_run_servers(load_config(config, settings or []))
     sessions = open_family(run_config).sessions(count, open_observer())
     written = write_chats(sessions, file, run_config.agent, flawless=flawless)
     error_console().print(f"{written} of {count} sessions")

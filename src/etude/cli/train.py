@@ -89,11 +89,12 @@ def train_command(
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.ranks import follow_torchrun
-    from etude.controller.starting import check_start
+    from etude.controller.starting import check_start, settle_run_servers
     from etude.observe.report import build_report
 
     if follow_torchrun(run_config):
         return
+    run_config = settle_run_servers(run_config)
     recorded = bool(run_config.rl.stream.source)
     if recorded:
         from etude.controller.recorded import settle_recorded

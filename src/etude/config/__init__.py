@@ -18,6 +18,7 @@ from etude.config.loading import (
     parse_section,
     read_toml,
 )
+from etude.config.mcp import McpConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.monitors import MonitorConfig
@@ -53,6 +54,7 @@ from etude.config.run import (
     AgentConfig,
     EvaluationConfig,
     GrammarName,
+    IndexName,
     RunConfig,
     TasksConfig,
     TemplateName,
@@ -79,8 +81,10 @@ __all__ = [
     "ForkTurn",
     "GrammarName",
     "HarnessConfig",
+    "IndexName",
     "LengthConfig",
     "LossConfig",
+    "McpConfig",
     "MidtrainConfig",
     "MixtureConfig",
     "MixtureSourceConfig",

@@ -15,6 +15,7 @@ from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
 from etude.config.harness import HarnessConfig
 from etude.config.images import ImagesConfig
+from etude.config.mcp import McpConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.monitors import MonitorConfig
@@ -28,6 +29,7 @@ from etude.config.weights import WeightsConfig
 
 TemplateName = Literal["auto", "model", "etude", "chatml", "qwen3"]
 GrammarName = Literal["auto", "hermes", "xml"]
+IndexName = Literal["none", "grep", "words", "meaning"]
 
 
 class AgentConfig(Section):
@@ -43,10 +45,17 @@ class AgentConfig(Section):
     models write them. `auto`: `xml` in Étude's own frame, else `hermes`."""
     tools: str = "auto"
     """Tools that the agent is offered: `core`, `full`, or names with commas between them, such as
-    `read_file,grep,finish`. `auto`: `core` for models with Étude's own frame and tags, else `full`."""
+    `read_file,grep,finish`. `auto`: `core` for models with Étude's own frame and tags, else `full`. To a set
+    `semantic_search` belongs where `index` answers it."""
     system: str = "auto"
     """Words at the start of the system message, which then tells the tools. `auto`: how to work, for models
     of others; for those with Étude's own frame, which learn their tools by training, no system message."""
+    index: IndexName = "none"
+    """Index of the code that the agent works on; it follows the agent's edits. `none`: the sandbox searches
+    by itself. `grep`: `grep` searches an index. `words`: there is the tool `semantic_search` as well, which
+    compares the words of names and lines. `meaning`: it compares embeddings too, by all-MiniLM-L6-v2."""
+    mcp: dict[str, McpConfig] = Field(default_factory=dict)
+    """MCP servers whose tools the agent is offered, by the name that stands before each tool's."""
     max_turns: int = Field(default=10, ge=1)
     """Largest number of messages that the agent may write."""
     max_calls_per_turn: int = Field(default=4, ge=1)
@@ -75,12 +84,21 @@ class AgentConfig(Section):
     harness: HarnessConfig = HarnessConfig()
     """A foreign agent in place of Étude's own."""
 
+    @field_validator("mcp")
+    @classmethod
+    def _check_names(cls, mcp: dict[str, McpConfig]) -> dict[str, McpConfig]:
+        for name in mcp:
+            if not _SERVER_NAME.fullmatch(name):
+                raise ValueError(f"a server's name must be lower_snake_case, received {name!r}")
+        return mcp
+
 
 QUICKSTART_FAMILY = "etude_quickstart.bug_fixes:BugFixes"
 """The family of tasks of `make train`: a plug-in as any other, which comes with Étude."""
 _FAMILIES = {"bug_fixes": QUICKSTART_FAMILY, "trails": "etude_quickstart.trail_family:Trails"}
 """Short names."""
 _NEAR = "its endpoint is in the run's own process, and so must its sandboxes be"
+_SERVER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 

@@ -50,10 +50,10 @@ def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> 
     return _settled(config, place)
 
 
-def settle_evaluation(run: RunDirectory) -> RunConfig:
+def settle_evaluation(run: RunDirectory, config: RunConfig | None = None) -> RunConfig:
     """As `settle_compute`, for judging a run's policies: stores nothing, and where the run's device or
-    kernels cannot be had, others do."""
-    config = run.config
+    kernels cannot be had, others do. `config`: in place of the run's own."""
+    config = config or run.config
     wanted, dtype, kernels = _as_begun(run, config)
     device = choose_device("cpu" if wanted == "cpu" else "auto", config.numerics)
     dtype = dtype if wanted in (device, "auto") else "auto"

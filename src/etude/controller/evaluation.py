@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from etude.config import RunConfig
-from etude.controller.evaluation_targets import OpenTarget, Target, TargetOptions, find_target, open_target
+from etude.controller.evaluation_targets import (
+    OpenTarget,
+    Target,
+    TargetOptions,
+    find_target,
+    open_target,
+    open_target_backend,
+)
 from etude.controller.families import open_family
+from etude.controller.starting import settle_servers
 from etude.controller.task_sets import load_task_set
 from etude.errors import ConfigError
 from etude.evaluation import (
@@ -69,6 +77,7 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
     """
     target = find_target(request.target, request.options)
     tasks = load_suite(request.suite, request.num_tasks, target.config, observer.say)
+    target = _with_servers(target, tasks)
     with contextlib.ExitStack() as stack:
         log = None
         if request.out is not None:
@@ -100,6 +109,13 @@ def load_suite(
     for words in notes:
         say(words)
     return tasks[:num_tasks]
+
+
+def _with_servers(target: Target, tasks: Sequence[Task]) -> Target:
+    """The target with what its MCP servers offer, as far as a run does not say that."""
+    config = target.config
+    agent = settle_servers(config.agent, lambda: open_target_backend(target), lambda: next(iter(tasks), None))
+    return replace(target, config=config.model_copy(update={"agent": agent}))
 
 
 class _Evaluation:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude.config import RunConfig
-from etude.controller.agent.models import BYTES_PER_TOKEN, ModelChoice, open_policy
+from etude.config import RunConfig, load_config
+from etude.controller.agent.models import BYTES_PER_TOKEN, ModelChoice, open_model_of
 from etude.controller.backends import open_people_backend, open_run_backend
 from etude.controller.compute import settle_evaluation, use_sampling_threads
 from etude.controller.evaluate import find_checkpoint, load_policy
@@ -19,6 +20,7 @@ from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.protocols import EpisodeRunner, Sampler
 from etude.records import SamplingParams
+from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 
 _NUM_SESSIONS = 8
@@ -40,6 +42,8 @@ class TargetOptions:
     """Of a session with a model that is no run's."""
     backend: str = ""
     """Sandboxes for such a model; empty: as a run has by default."""
+    settings: tuple[str, ...] = ()
+    """Of the section `agent`, such as `agent.index=meaning`: in place of the run's, or of the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class Target:
         options = self.options
         named = {"kind": self.kind, "place": self.place, "weights": list(self.weights)}
         label = options.model_name or Path(self.place).name
+        label = " ".join((label, *options.settings))
+        if options.settings:
+            named["settings"] = list(options.settings)
         if self.kind == "run":
             chosen = f"/{options.checkpoint}" if options.checkpoint else ""
             return {"label": label + chosen, **named, "checkpoint": options.checkpoint}
@@ -88,8 +95,16 @@ class OpenTarget:
 
 def find_target(place: str, options: TargetOptions) -> Target:
     """The model at an address or in a directory. Raises ConfigError, RunDirectoryError."""
+    other = [one for one in options.settings if not one.startswith("agent.")]
+    if other:
+        raise ConfigError(
+            "only the section `agent` may be another than the model's own",
+            field="--set",
+            received=other[0],
+            fix="give keys such as agent.index",
+        )
     if place.startswith(("http://", "https://")):
-        return Target("endpoint", place, options, RunConfig())
+        return Target("endpoint", place, options, _default_config(options))
     path = Path(place).resolve()
     if (path / "config.toml").is_file():
         return _run_target(RunDirectory(path), options)
@@ -103,7 +118,7 @@ def find_target(place: str, options: TargetOptions) -> Target:
     for parent in path.parents:
         if (parent / "config.toml").is_file() and RunDirectory(parent).checkpoints in path.parents:
             return _run_target(RunDirectory(parent), replace(options, checkpoint=path.name))
-    return Target("checkpoint", str(path), options, RunConfig(), _weights(path))
+    return Target("checkpoint", str(path), options, _default_config(options), _weights(path))
 
 
 @contextlib.asynccontextmanager
@@ -117,9 +132,21 @@ async def open_target(target: Target, temperature: float | None) -> AsyncIterato
         yield opened
 
 
+def open_target_backend(target: Target) -> SandboxBackend:
+    """Sandboxes for a target's sessions. Raises ResourceError."""
+    named = target.options.backend
+    return open_people_backend(named) if named else open_run_backend(target.config.sandbox)
+
+
 def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
     weights = _weights(find_checkpoint(run, options.checkpoint))
-    return Target("run", str(run.path), options, run.config, weights)
+    config = load_config(run.config_file, options.settings)
+    return Target("run", str(run.path), options, config, weights)
+
+
+def _default_config(options: TargetOptions) -> RunConfig:
+    tools = [f"agent.tools={json.dumps(options.tools)}"] if options.tools else []
+    return load_config(None, [*options.settings, *tools])
 
 
 def _weights(directory: Path) -> tuple[str, ...]:
@@ -131,7 +158,7 @@ def _weights(directory: Path) -> tuple[str, ...]:
 async def _open_run(target: Target) -> AsyncIterator[OpenTarget]:
     run = RunDirectory(Path(target.place))
     tokenizer, model = load_policy(run, target.options.checkpoint)
-    config = settle_evaluation(run)
+    config = settle_evaluation(run, target.config)
     use_sampling_threads(config)
     async with open_parts(config, tokenizer, model) as parts:
         await parts.serve(model, config.name)
@@ -149,13 +176,10 @@ async def _open_policy(target: Target, temperature: float | None) -> AsyncIterat
         native_tools=options.native_tools,
         context_tokens=options.context_tokens,
         temperature=temperature,
-        tools=options.tools,
-        index="off",
     )
-    named = options.backend
-    backend = open_people_backend(named) if named else open_run_backend(config.sandbox)
+    backend = open_target_backend(target)
     try:
-        async with open_policy(choice, one_shot=True) as policy:
+        async with open_model_of(choice, True, config.agent) as policy:
             limits = EpisodeLimits(
                 replace(policy.limits, max_turns=options.max_turns),
                 None if policy.summary is None else replace(policy.summary, jitter=0.0),
@@ -171,9 +195,13 @@ async def _open_policy(target: Target, temperature: float | None) -> AsyncIterat
                 policy.registry,
                 policy.system,
                 policy.patience,
+                config.agent,
             )
             units = float(BYTES_PER_TOKEN) if is_endpoint else 1.0
             num_sessions = _NUM_SESSIONS if is_endpoint else 2
-            yield OpenTarget(environment, policy.sampler, policy.params, num_sessions, units)
+            try:
+                yield OpenTarget(environment, policy.sampler, policy.params, num_sessions, units)
+            finally:
+                await environment.close()
     finally:
         await backend.close()

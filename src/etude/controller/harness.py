@@ -30,10 +30,13 @@ async def open_environment(
     keep_routes: RouteKeeper,
 ) -> AsyncIterator[TimedRunner]:
     """What runs the episodes of a run in this process. Raises ConfigError as `check_harness`."""
-    renderer, reward = open_renderer(tokenizer, config.agent), config.rl.reward
-    harness = config.agent.harness
+    harness, reward = config.agent.harness, config.rl.reward
     if not harness.command:
-        yield Environment(backend, renderer, limits, reward, keep_routes)
+        environment = Environment.of_run(config, tokenizer, backend, limits, keep_routes)
+        try:
+            yield environment
+        finally:
+            await environment.close()
         return
     # FastAPI comes with them, which other runs do without.
     from etude.environment.harness import Doorway, HarnessEnvironment
@@ -46,6 +49,7 @@ async def open_environment(
     held = MapLimits(limits.session.max_tokens)
     if limits.session.max_session_tokens:
         held = replace(held, max_session_tokens=limits.session.max_session_tokens)
+    renderer = open_renderer(tokenizer, config.agent)
     shelf = agent_format(tokenizer, config.agent).shelf()
     sessions = LiveSessions(shelf, RecordingLimits(session=held))
     async with served(build_app(sessions)) as url:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from etude.agent import open_renderer
+from etude.agent.index.opening import SEARCHING
 from etude.config import RunConfig
 from etude.errors import ConfigError
 from etude.model.huggingface import outline_model, read_fields
@@ -78,13 +79,15 @@ def check_format(config: RunConfig) -> None:
             ("grammar", agent.grammar, "xml"),
             ("tools", agent.tools, "core"),
             ("system", agent.system, "no system words"),
+            ("index", agent.index if agent.index in SEARCHING else "auto", "no search by meaning"),
+            ("mcp", ", ".join(agent.mcp) or "auto", "no tools of servers"),
         ):
             if received not in ("auto", taught):
                 raise ConfigError(
                     f"mid-training teaches {taught!r} and nothing else",
                     field=f"agent.{field}",
                     received=received,
-                    fix='set it to "auto", or begin with another model: initial_checkpoint',
+                    fix="leave it out, or begin with another model: initial_checkpoint",
                 )
         return
     directory = Path(config.initial_checkpoint)

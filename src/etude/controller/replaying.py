@@ -23,6 +23,7 @@ from etude.agent import (
     open_renderer,
     registry_of,
 )
+from etude.agent.index.opening import run_indexes
 from etude.config import RewardConfig, RunConfig
 from etude.controller.backends import open_checked_backend, open_run_backend
 from etude.controller.families import open_family
@@ -152,12 +153,17 @@ async def open_world(
     else:
         opened = open_run_backend(config.sandbox)
     try:
-        site = Site(opened, Grader(opened, limits.sandbox, reward=reward), registry, limits.tools, reward)
+        grader = Grader(opened, limits.sandbox, reward=reward)
+        indexes = None if config is None else run_indexes(config.agent.index)
+        servers = {} if config is None else config.agent.mcp
+        site = Site(opened, grader, registry, limits.tools, reward, indexes, servers)
         world = EnvironmentSession.begin(site, task, limits.sandbox)
         try:
             yield world
         finally:
             await asyncio.shield(world.close())
+            if indexes is not None:
+                await indexes.close()
     finally:
         await asyncio.shield(opened.close())
 
@@ -176,7 +182,8 @@ async def replay_stored(
     if stored.run is not None:
         registry, tokenizer = core_registry(), run_tokenizer(stored.run)
         if tokenizer is not None:
-            registry = registry_of(agent_format(tokenizer, stored.run.config.agent).tools)
+            agent = stored.run.config.agent
+            registry = registry_of(agent_format(tokenizer, agent).tools, agent.mcp)
     session, reason = _session_of_chain(stored, task, tokenizer)
     async with open_world(stored, task, backend, registry) as world:
         replayer = Replayer(world, world.context)

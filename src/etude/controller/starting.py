@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from etude.config import RunConfig
+import asyncio
+from collections.abc import Callable
+
+from etude.agent.index.opening import check_run_index
+from etude.config import AgentConfig, RunConfig
 from etude.config.secrets import read_secret
+from etude.controller.agent.models import describe_unknown
 from etude.controller.arrangement import check_executor
-from etude.controller.backends import check_run_backend
+from etude.controller.backends import check_run_backend, open_run_backend
 from etude.controller.clusters.runner import check_clusters
 from etude.controller.compute import choose_device, choose_place, choose_weight_dtype, settle_numerics
 from etude.controller.engines import check_engine
@@ -13,8 +18,13 @@ from etude.controller.families import open_family
 from etude.controller.harness import check_harness
 from etude.controller.models import check_format, settle_model
 from etude.controller.planning import check_machine
+from etude.environment.origins import Origin, task_origin
 from etude.environment.rewards import check_reward
 from etude.inference.vllm import check_vllm
+from etude.records import Task
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
 from etude.training.parallel.division import check_division
 from etude.weights import check_store
 
@@ -37,6 +47,7 @@ def check_start(config: RunConfig) -> None:
         open_family(config)
         check_run_backend(config.sandbox)
         check_harness(config)
+        check_run_index(config.agent.index)
         if config.engine.backend == "etude":
             check_engine(config)
     check_store(config.weights)
@@ -54,3 +65,44 @@ def check_start(config: RunConfig) -> None:
         choose_weight_dtype(config.engine.weight_dtype, place)
         if config.plan.enforce:
             check_machine(config, place)
+
+
+def settle_run_servers(config: RunConfig) -> RunConfig:
+    """The configuration with what its MCP servers offer, each of which is started once: those of sandboxes
+    among the files of the run's first task.
+
+    Raises InfrastructureError for a server that does not start or answer, ConfigError for tools that it does
+    not have, ResourceError where no sandboxes can be made.
+    """
+    if not config.agent.mcp:
+        return config
+    agent = settle_servers(
+        config.agent, lambda: open_run_backend(config.sandbox), lambda: open_family(config).source()(0)
+    )
+    return config.model_copy(update={"agent": agent})
+
+
+def settle_servers(
+    agent: AgentConfig, open_backend: Callable[[], SandboxBackend], find_task: Callable[[], Task | None]
+) -> AgentConfig:
+    """The section `agent` with what its MCP servers offer. `find_task`: in whose sandbox they are started.
+    Raises as `settle_run_servers`."""
+    unknown = [one for one in agent.mcp.values() if not one.described]
+    if not unknown:
+        return agent
+
+    async def ask() -> AgentConfig:
+        if not any(one.is_in_sandbox for one in unknown):
+            return agent.model_copy(update={"mcp": await describe_unknown(agent.mcp)})
+        backend, task = open_backend(), find_task()
+        try:
+            sandbox = await _origin_of(task).make(backend)
+            return agent.model_copy(update={"mcp": await describe_unknown(agent.mcp, sandbox)})
+        finally:
+            await backend.close()
+
+    return asyncio.run(ask())
+
+
+def _origin_of(task: Task | None) -> Origin:
+    return Origin(Template()) if task is None else task_origin(task, Resources())

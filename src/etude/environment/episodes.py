@@ -17,9 +17,11 @@ from etude.agent import (
     SessionLimits,
     SummaryPolicy,
     ToolLimits,
+    open_renderer,
     registry_of,
     run_session,
 )
+from etude.agent.index.opening import run_indexes
 from etude.agent.runner import Timings
 from etude.config import AgentConfig, RewardConfig, RunConfig
 from etude.environment.fork_groups import (
@@ -47,6 +49,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
+from etude.tokens.tokenizer import Tokenizer
 
 RouteKeeper = Callable[[NDArray[np.uint8]], BlobRef]
 Done = TypeVar("Done")
@@ -111,18 +114,48 @@ class Environment:
         registry: Registry | None = None,
         system: str | tuple[Piece, ...] | None = None,
         patience: Patience | None = None,
+        agent: AgentConfig | None = None,
     ) -> None:
         """`registry`: the tools that the renderer offers, unless given. `system`: in place of the renderer's
-        own system message. `patience`: with failures of the sampler; none unless given."""
+        own system message. `patience`: with failures of the sampler; none unless given. `agent`: whose code
+        index and MCP servers sessions have. Raises MissingPackageError for an index that needs more."""
         self.times = EnvironmentTimes()
         check_reward(reward)
         grader = Grader(backend, limits.sandbox, reward=reward)
-        tools = registry or registry_of(renderer.grammar.tools)
-        self._site = Site(backend, grader, tools, limits.tools, reward)
+        servers = agent.mcp if agent is not None else {}
+        tools = registry or registry_of(renderer.grammar.tools, servers)
+        indexes = run_indexes(agent.index) if agent is not None else None
+        self._site = Site(backend, grader, tools, limits.tools, reward, indexes, servers)
         self._renderer = renderer
         self._limits = limits
         self._keep_routes = keep_routes
         self._system, self._patience = system, patience
+
+    @classmethod
+    def of_run(
+        cls,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        backend: SandboxBackend,
+        limits: EpisodeLimits,
+        keep_routes: RouteKeeper | None,
+    ) -> Environment:
+        """That of a run's sessions: renderer, tools, index and MCP servers as its section `agent` says.
+
+        Raises ConfigError, MissingPackageError.
+        """
+        renderer = open_renderer(tokenizer, config.agent)
+        return cls(backend, renderer, limits, config.rl.reward, keep_routes, agent=config.agent)
+
+    @property
+    def renderer(self) -> Renderer:
+        """How sessions are rendered."""
+        return self._renderer
+
+    async def close(self) -> None:
+        """Ends the code indexes. Once every episode has ended; the backend is its maker's to close."""
+        if self._site.indexes is not None:
+            await self._site.indexes.close()
 
     async def run(
         self,

@@ -169,12 +169,14 @@ class Replayer:
             return "was refused or left unanswered by a person"
         if result.error is ToolErrorClass.PROVIDER:
             return "was interrupted" if result.output == INTERRUPTED else "what was behind it failed"
-        if call.name == "ask_user" and self._context.user is not None:
-            return None
-        if call.name in ELSEWHERE:
+        context = self._context
+        ports = {"ask_user": context.user, "semantic_search": context.search}
+        if call.name in ELSEWHERE and ports[call.name] is None:
             return ELSEWHERE[call.name]
-        if call.name not in self._context.tools and result.error is None:
-            return "there is no such tool here"
+        if call.name not in context.tools:
+            return "there is no such tool here" if result.error is None else None
+        if context.tools[call.name].access(call.arguments).outside:
+            return "acts outside of the sandbox"
         return None
 
 

@@ -23,6 +23,7 @@ from etude.agent import SessionFacts, ToolContext
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
 from etude.agent.simulated_user import SimulatedUser
+from etude.agent.tools.mcp_tool import open_servers
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox
@@ -42,6 +43,7 @@ from etude.sandbox.migration import abilities_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources, SnapshotKind
 
+_SEARCH = "semantic_search"
 SessionState = Literal["open", "paused", "submitted", "closed"]
 __all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site", "close_all"]
 
@@ -75,9 +77,12 @@ class EnvironmentSession:
         self.sandbox = sandbox
         self._search: WorkspaceSearch | None = None
         if site.indexes is not None and origin.template is not None:
-            self._search = site.indexes.search(origin.template, sandbox)
+            self._search = site.indexes.search(
+                origin.template, sandbox, lambda: origin.make(site.backend, site.life_s)
+            )
             if history is not None:
                 self._search.changed_somewhere()
+        self._servers = open_servers(site.servers, sandbox)
         self.context = ToolContext(
             sandbox,
             site.tools,
@@ -86,6 +91,7 @@ class EnvironmentSession:
             tool_state or ToolState(),
             self._search,
             user=user,
+            servers=self._servers,
             workspace=(origin.template or Template()).workspace,
         )
         self.history = history or History()
@@ -223,6 +229,10 @@ class EnvironmentSession:
         try:
             async with self._lock:
                 self._check_open()
+                if self._servers is not None:
+                    await self._servers.start()
+                if self._search is not None and any(call.name == _SEARCH for call in turn.calls):
+                    await self._search.ready()  # in no time of the agent's
                 results = await self.tool_time.execute(turn.calls, self.context, known, on_call, on_result)
                 self.history.add(SessionTurn(turn.calls, tuple(results), turn.key))
                 self.facts.on_turn(turn.calls, results)
@@ -273,6 +283,8 @@ class EnvironmentSession:
             able = (await abilities_of(self.site.backend)).pause
             kind: SnapshotKind = "full" if "full" in able else "filesystem"
             if self.state == "open":
+                if self._servers is not None:  # they begin anew with the next turn
+                    await self._servers.close()
                 await self.sandbox.pause(kind)
                 if self._ended:  # meanwhile: grading, which waits for us, needs it awake
                     await self.sandbox.resume()
@@ -377,6 +389,8 @@ class EnvironmentSession:
             await asyncio.wait(alive)
         try:
             try:
+                if self._servers is not None:
+                    await self._servers.close()
                 await self.sandbox.kill()
             finally:
                 await self.snapshots.release(self.site.backend)

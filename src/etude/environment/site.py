@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.agent import Registry, ToolLimits
 from etude.agent.index.templates import TemplateIndexes
-from etude.config import RewardConfig
+from etude.config import McpConfig, RewardConfig
 from etude.environment.grading import Verdict
 from etude.environment.rewards import Evidence, compute_reward
 from etude.environment.verdicts import Grader
@@ -27,6 +27,8 @@ class Site:
     reward: RewardConfig = field(default_factory=RewardConfig)
     indexes: TemplateIndexes | None = None
     """Code indexes; None: sandboxes search by themselves."""
+    servers: Mapping[str, McpConfig] = field(default_factory=dict[str, McpConfig])
+    """MCP servers of each session, with what they offer."""
     snapshot_every: int = 0
     """Turns that changed something after which a snapshot is taken, so that forks at earlier turns replay
     less; 0: none is."""

@@ -5,16 +5,17 @@ from pathlib import Path
 import pytest
 from tests.fakes.embedder import HashingEmbedder
 
+from etude.agent.index import templates
 from etude.agent.index.grep.manifest import writing
-from etude.agent.index.opening import new_indexes
+from etude.agent.index.opening import new_indexes, run_indexes
 from etude.agent.index.semantic import store
 from etude.agent.index.templates import IndexProgress, TemplateIndexes, lay_out
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
-from etude.errors import ConfigError, ResourceError, SandboxError, ToolArgumentError
+from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.template import Template
+from etude.sandbox.template import Image, Template
 
 FILES = {
     "lib/tally.py": "def tally(xs):\n    return sum(xs)\n",
@@ -323,8 +324,77 @@ def test_a_tree_that_two_processes_lay_out_at_once_is_whole(tmp_path):
 
 
 def test_kinds_of_indexes_have_names(tmp_path):
-    assert new_indexes("off") is None
+    assert new_indexes("none") is None
     words = new_indexes("words", tmp_path)
     assert words is not None
     with pytest.raises(ConfigError, match="no such index"):
         new_indexes("everything")
+
+
+def test_a_run_waits_for_its_index_and_leaves_nothing_on_disk():
+    async def use():
+        indexes = run_indexes("words")
+        assert indexes is not None
+        template = Template(FILES)
+        search = indexes.search(template, await MemoryBackend().create(template))
+        hits = (await search.semantic("tally", 3)).hits  # nobody waited before
+        search.close()
+        folder = indexes.state
+        assert (folder / "trees" / template.digest).is_dir()
+        indexes._most_idle = 0
+        indexes.search(template, await MemoryBackend().create(template)).close()
+        await asyncio.gather(*indexes.closing)
+        assert not any((folder / "trees").iterdir()) and not any((folder / "grep").iterdir())
+        again = indexes.search(template, await MemoryBackend().create(template))
+        assert (await again.semantic("tally", 3)).hits == hits
+        await indexes.close()
+        return hits, folder
+
+    hits, folder = asyncio.run(use())
+    assert [hit.path for hit in hits][:1] == ["lib/tally.py"] and not folder.exists()
+
+
+def test_a_run_whose_index_cannot_be_built_fails_its_searches_until_one_can(monkeypatch):
+    async def use():
+        indexes = run_indexes("words")
+        assert indexes is not None
+        template = Template(FILES)
+        sandbox = await MemoryBackend().create(template)
+
+        def fail(template, directory):
+            raise OSError("disk full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(templates, "lay_out", fail)
+            with pytest.raises(InfrastructureError, match="disk full"):
+                await indexes.search(template, sandbox).semantic("tally", 3)
+        assert (await indexes.search(template, sandbox).semantic("tally", 3)).hits
+        await indexes.close()
+
+    asyncio.run(use())
+
+
+def test_the_files_of_an_image_come_out_of_a_sandbox(tmp_path):
+    image = Image("base", ("layer",), workdir="/repo")
+
+    async def use():
+        backend = MemoryBackend()
+        indexes = TemplateIndexes(tmp_path, None, waits=True)
+        made = []
+
+        async def make():
+            made.append(await backend.create(Template({**FILES, ".git/config": "hidden"})))
+            return made[-1]
+
+        template = Template({}, image=image)
+        sandbox = await make()
+        search = indexes.search(template, sandbox, make)
+        await sandbox.files.write("lib/more.py", "def more():\n    pass\n")
+        search.changed("lib/more.py")
+        hits = (await search.semantic("tally more", 5)).hits
+        await indexes.close()
+        return {hit.path for hit in hits}, len(made)
+
+    found_paths, num_made = asyncio.run(use())
+    assert found_paths >= {"lib/tally.py", "lib/more.py"} and ".git/config" not in found_paths
+    assert num_made == 2

@@ -1,10 +1,14 @@
-"""A model of others with all tools: rollout, agent, environment server and chat API give the same tokens."""
+"""A model of others with all tools, an index and an MCP server: rollout, agent, environment server, replay
+and chat API give the same tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,25 +21,30 @@ from etude.agent import (
     ToolContext,
     ToolLimits,
     agent_format,
+    agent_registry,
     full_registry,
     play,
-    registry_of,
     run_session,
 )
+from etude.agent.index.opening import open_indexes
 from etude.agent.prompts import MANNERS
-from etude.config import AgentConfig, RewardConfig
+from etude.agent.tools.mcp_tool import open_servers
+from etude.cli.environment import new_site
+from etude.config import AgentConfig, McpConfig, RunConfig
+from etude.controller.agent.models import describe_unknown
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.origins import task_template
+from etude.environment.replay import Replayer, tell
+from etude.environment.sessions import EnvironmentSession
 from etude.protocols import Workspace
 from etude.records import SamplingParams, Segment, Status, ToolCall, TrajectoryId
 from etude.sandbox.fake import MemoryBackend
-from etude.store.blobs import MemoryBlobs
 from etude.tokens import Tokenizer
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening, UserWords
 from etude.tokens.chat.openai_messages import read_tools
 from tests.environment.playing import FINISH, READ, TASK, TEST
-from tests.environment.server.serving import new_host, new_site, remote
+from tests.environment.server.serving import new_host, remote
 from tests.tokens.chat_models import headers_tokenizer, qwen_like, told_chatml
 
 FORGED = replace(
@@ -53,58 +62,98 @@ SCRIPT: list[list[ToolCall | str]] = [
         ToolCall("grep", {"pattern": "im_end"}),
     ],
     ['<tool_call>\n{"name": "read_file", "arguments": {"path": 3}}\n</tool_call> <tool_call>\n{"name"'],
+    [
+        ToolCall("semantic_search", {"query": "tally the numbers"}),
+        ToolCall("lines_count_lines", {"path": __file__}),
+    ],
     [ToolCall("todo_write", {"todos": '[{"content": "ß", "status": "pending"}]'})],
     [ToolCall("write_file", {"path": "new.txt", "text": "one\n</tool_call>\n"}), TEST],
     ["Nothing is left to do, or is there?"],
     [FINISH],
 ]
-NUM_RESULTS = 11
+NUM_RESULTS = 13
+EXTRA = ("semantic_search", "lines_count_lines")
+"""Tools that need an index and a server."""
 SESSION = SessionLimits(max_turns=20, max_tokens=80_000, max_message_tokens=2000)
 IDENTITY = TrajectoryId("run", "tally", 0, 0, 0)
 
 
+SERVER = shlex.join([sys.executable, str(Path(__file__).parents[2] / "fakes" / "mcp_server.py")])
+CONFIGURED = AgentConfig(
+    index="words",
+    mcp={"lines": McpConfig(command=SERVER, where="host")},
+    system="Work with care.",
+)
+
+
 @pytest.mark.parametrize("make", [qwen_like, told_chatml, headers_tokenizer])
-def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make) -> None:
-    chosen = agent_format(make(), AgentConfig())
-    assert chosen.tools == full_registry().schemas
+@pytest.mark.parametrize("asked", [AgentConfig(), CONFIGURED], ids=["plain", "configured"])
+def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked, tmp_path) -> None:
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    agent = asked.model_copy(update={"mcp": asyncio.run(describe_unknown(asked.mcp))})
+    chosen, is_plain = agent_format(make(), agent), not asked.mcp
+    of_server = agent.model_copy(update={"tools": "full"})  # `auto` is for who knows the model
+    everything = [*full_registry(), "lines_count_lines"]
+    wanted = [name for name in everything if not is_plain or name not in EXTRA]
+    assert [tool.name for tool in chosen.tools] == wanted
     tokenizer, renderer = chosen.tokenizer, chosen.renderer()
     messages = [renderer.message(parts) for parts in SCRIPT]
-    tools = registry_of(chosen.tools)
 
     def sampler() -> ScriptedSampler:
         return ScriptedSampler(play(messages))
 
     async def rollout() -> Sequence[Segment]:
-        environment = Environment(
-            MemoryBackend(), renderer, EpisodeLimits(SESSION), RewardConfig(), MemoryBlobs().put
-        )
+        """And its replay, which tells a session of every message and makes every call again."""
+        config, backend = RunConfig(agent=agent), MemoryBackend()
+        environment = Environment.of_run(config, tokenizer, backend, EpisodeLimits(SESSION), None)
         trajectory = await environment.run(FORGED, IDENTITY, sampler(), (7,), SamplingParams())
         assert trajectory.status is Status.DONE, trajectory.cause
+        world = EnvironmentSession.begin(new_site(backend, of_server), FORGED)
+        again = AgentSession(FORGED.instruction, renderer, IDENTITY, SESSION)
+        replay = await tell(trajectory, again, Replayer(world, world.context))
+        assert replay.equal
+        assert again.segments()[0].tokens.tobytes() == trajectory.segments[0].tokens.tobytes()
+        outside = [one.call.name for one in replay.from_record]
+        assert outside == ([] if is_plain else ["lines_count_lines"])
+        await world.close()
+        await environment.close()
         return trajectory.segments
 
     async def worked(workspace: Workspace) -> Sequence[Segment]:
         session = AgentSession(FORGED.instruction, renderer, IDENTITY, SESSION)
         await run_session(session, sampler(), workspace, "s", (7,))
-        assert session.facts.malformed == 3
+        assert session.facts.malformed == (5 if is_plain else 3)
         return session.segments()
 
-    async def agent() -> Sequence[Segment]:
-        sandbox = await MemoryBackend().create(task_template(FORGED))
-        return await worked(LocalWorkspace(ToolContext(sandbox, tools, FORGED.test_paths, ToolLimits())))
+    async def agent_for_people() -> Sequence[Segment]:
+        template = task_template(FORGED)
+        sandbox = await MemoryBackend().create(template)
+        servers = open_servers(agent.mcp, sandbox)
+        async with open_indexes(agent.index, tmp_path) as indexes:
+            if indexes is not None:
+                await indexes.ready(template)
+            search = None if indexes is None else indexes.search(template, sandbox)
+            tools, limits = agent_registry(agent), ToolLimits()
+            context = ToolContext(sandbox, tools, FORGED.test_paths, limits, search=search, servers=servers)
+            segments = await worked(LocalWorkspace(context))
+        if servers is not None:
+            await servers.close()
+        return segments
 
     async def server() -> Sequence[Segment]:
-        async with remote(new_host(new_site(MemoryBackend(), tools=tools))) as client:
+        async with remote(new_host(new_site(MemoryBackend(), of_server))) as client:
             session = await client.create(FORGED)
             segments = await worked(session)
             await session.close()
             return segments
 
-    first, *others = (asyncio.run(way()) for way in (rollout, agent, server))
+    first, *others = (asyncio.run(way()) for way in (rollout, agent_for_people, server))
     for segments in others:
         assert [one.tokens.tobytes() for one in segments] == [one.tokens.tobytes() for one in first]
         assert [one.sampled.tobytes() for one in segments] == [one.sampled.tobytes() for one in first]
     check_turns(tokenizer, first[0], is_apart=bool(chosen.template.result_between))
-    opening = Opening(MANNERS, read_tools([schema.function_schema() for schema in chosen.tools]))
+    words = MANNERS if is_plain else asked.system
+    opening = Opening(words, read_tools([schema.function_schema() for schema in chosen.tools]))
     framing = Framing(chosen.shelf().find(opening))
     served = [framing.given(opening, True), framing.given(UserWords(FORGED.instruction), False)]
     prompt = np.concatenate([*served, framing.answer_frame()])

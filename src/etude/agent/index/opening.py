@@ -1,39 +1,74 @@
-"""Code indexes by the name that a command line gives them."""
+"""Code indexes by the name that a configuration or a command line gives them."""
 
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import get_args
 
+from etude.agent.index.grep.ripgrep import Ripgrep
+from etude.agent.index.semantic.embedding import Embedder
 from etude.agent.index.templates import Report, TemplateIndexes
+from etude.config import IndexName
 from etude.errors import ConfigError
 from etude.sandbox.migration import default_state_directory
 
-INDEX_KINDS = ("off", "words", "meaning")
+SEARCHING = ("words", "meaning")
+"""Kinds with which `semantic_search` works."""
+
+
+def check_index(kind: str) -> None:
+    """Refuses a kind that there is not (ConfigError), and one whose packages are missing
+    (MissingPackageError)."""
+    if kind not in get_args(IndexName):
+        raise ConfigError(
+            "no such index",
+            field="agent.index",
+            received=kind,
+            fix="one of " + ", ".join(get_args(IndexName)),
+        )
+    if kind == "meaning":
+        # Heavy.
+        from etude.agent.index.semantic.models import default_model
+
+        default_model()
+
+
+def check_run_index(kind: str) -> None:
+    """As `check_index`, and refuses any kind where ripgrep is missing (MissingPackageError): a run has what
+    it asks for."""
+    check_index(kind)
+    if kind != "none":
+        Ripgrep()
 
 
 def new_indexes(
-    kind: str, state: Path | None = None, report: Report = lambda words: None
+    kind: str, state: Path | None = None, report: Report = lambda words: None, *, waits: bool = False
 ) -> TemplateIndexes | None:
-    """`off`: None. `words`: instant grep, and search by words. `meaning`: with embeddings as well.
+    """The indexes of one process, built in the background and kept on disk; None of `none`. `waits`: see
+    TemplateIndexes.
 
-    To be closed by the caller. Raises ConfigError for another kind, MissingPackageError where `meaning`
-    lacks its model.
+    To be closed by the caller. Raises as `check_index`.
     """
-    if kind not in INDEX_KINDS:
-        raise ConfigError(
-            "no such index", field="index", received=kind, fix="one of " + ", ".join(INDEX_KINDS)
-        )
-    if kind == "off":
+    check_index(kind)
+    if kind == "none":
         return None
-    embedder = None
-    if kind == "meaning":
-        # Heavy: the model's libraries come with it.
-        from etude.agent.index.semantic import default_embedder
+    state = state or default_state_directory() / "index"
+    return TemplateIndexes(state, _embedder(kind), report, searches=kind in SEARCHING, waits=waits)
 
-        embedder = default_embedder()
-    return TemplateIndexes(state or default_state_directory() / "index", embedder, report)
+
+def run_indexes(kind: str) -> TemplateIndexes | None:
+    """The same for the sessions of a run or an evaluation: a search waits, and nothing is left on disk.
+    Raises as `check_run_index`."""
+    check_run_index(kind)
+    if kind == "none":
+        return None
+    scratch = tempfile.TemporaryDirectory(prefix="etude-index-", ignore_cleanup_errors=True)
+    return TemplateIndexes(
+        Path(scratch.name), _embedder(kind), searches=kind in SEARCHING, waits=True, scratch=scratch
+    )
 
 
 @contextlib.asynccontextmanager
@@ -45,3 +80,12 @@ async def open_indexes(kind: str, state: Path | None = None) -> AsyncIterator[Te
     finally:
         if indexes is not None:
             await indexes.close()
+
+
+def _embedder(kind: str) -> Embedder | None:
+    if kind != "meaning":
+        return None
+    # Heavy: the model's libraries come with it.
+    from etude.agent.index.semantic import default_embedder
+
+    return default_embedder()

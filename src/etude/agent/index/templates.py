@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.agent.index import grep, semantic
-from etude.agent.index.workspace import WorkspaceSearch
-from etude.errors import StoreError
+from etude.agent.index.workspace import MOST_BYTES, WorkspaceSearch
+from etude.errors import InfrastructureError, ResourceError, StoreError
 from etude.kit.durable import DRAFTS, whole_directory
 from etude.kit.leftovers import sweep
 from etude.kit.tasks import Tasks, end_tasks, start_watched
@@ -19,7 +21,11 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Template
 
 Report = Callable[[str], None]
+MakeSandbox = Callable[[], Awaitable[Sandbox]]
+"""A sandbox as the template gives it, before anybody worked in it; the caller ends it."""
 _LOOK_S = 0.2
+_DEPTH = 100
+_FILES_AT_ONCE = 64
 _MOST_IDLE = 32
 """Templates whose indexes stay open though no session uses them: each has files open and mapped."""
 
@@ -38,9 +44,9 @@ class IndexProgress:
 class TemplateIndexes:
     """Code indexes by template, for all sessions of one process. For one event loop.
 
-    A template's files are laid out once below `state`, so that nobody's edits reach what is indexed. A build
-    that fails is reported once, and its sessions search by their sandboxes. What no session has used for
-    the longest time is closed, and opened again by the next one.
+    A template's files are laid out once below `state`, so that nobody's edits reach what is indexed; those of
+    an image come out of a sandbox. A build that fails is reported once, and its sessions search by their
+    sandboxes. What no session has used for the longest time is closed, and opened again by the next one.
     """
 
     def __init__(
@@ -49,27 +55,41 @@ class TemplateIndexes:
         embedder: semantic.Embedder | None,
         report: Report = lambda words: None,
         most_idle: int = _MOST_IDLE,
+        *,
+        searches: bool = True,
+        waits: bool = False,
+        scratch: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        """`most_idle`: templates that stay open without a session."""
-        self._state = state
+        """`most_idle`: templates that stay open without a session. `searches`: whether there is semantic
+        search. `waits`: whether that waits for its index, so that what it finds does not depend on when it is
+        asked; a build that fails is then tried again by the next session, and is the infrastructure's failure
+        where somebody searches. `scratch`: what holds `state` until the end; nothing that is closed then
+        stays on disk."""
+        self._waits = waits
+        self.state, self.embedder, self.report = state, embedder, report
+        self.searches, self._scratch = searches, scratch
         self._most_idle = most_idle
-        self._embedder = embedder
-        self._report = report
         self._trees: dict[str, _TemplateIndex] = {}
         """By the template's digest; what was used last comes last."""
         self._num_users: Counter[str] = Counter()
-        self._closing = Tasks()
+        self.closing = Tasks()
+        """Of indexes that nobody uses any more."""
 
     @property
     def num_open(self) -> int:
         """Templates whose indexes are open."""
         return len(self._trees)
 
-    def search(self, template: Template, sandbox: Sandbox) -> WorkspaceSearch:
-        """A view for a session whose sandbox started from `template`, until it is closed. Returns at once."""
+    def search(
+        self, template: Template, sandbox: Sandbox, make: MakeSandbox | None = None
+    ) -> WorkspaceSearch:
+        """A view for a session whose sandbox started from `template`, until it is closed. Returns at once.
+        `make`: needed for a template with an image."""
         digest = template.digest
         self._num_users[digest] += 1
-        return WorkspaceSearch(sandbox, self._index(template), lambda: self._release(digest))
+        index = self._index(template, make)
+        wait = index.ready_or_failed if self._waits else None
+        return WorkspaceSearch(sandbox, index, lambda: self._release(digest), wait)
 
     async def ready(
         self, template: Template, progress: Callable[[IndexProgress], None] | None = None
@@ -78,16 +98,18 @@ class TemplateIndexes:
         await self._index(template).ready(progress)
 
     async def close(self) -> None:
-        """Stops all building. What is built stays on disk."""
+        """Stops all building. What is built stays on disk, unless it was scratch."""
         trees, self._trees = self._trees, {}
         for index in trees.values():
             await index.close()
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self.closing)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.cleanup)
 
-    def _index(self, template: Template) -> _TemplateIndex:
+    def _index(self, template: Template, make: MakeSandbox | None = None) -> _TemplateIndex:
         index = self._trees.pop(template.digest, None)
-        if index is None:
-            index = _TemplateIndex(template, self._state, self._embedder, self._report)
+        if index is None or (self._waits and index.has_failed):
+            index = _TemplateIndex(template, self, make)
         self._trees[template.digest] = index
         return index
 
@@ -97,25 +119,28 @@ class TemplateIndexes:
             one for one, index in self._trees.items() if not self._num_users[one] and not index.is_building
         ]
         for one in idle[: max(0, len(idle) - self._most_idle)]:
-            self._closing.start(self._trees.pop(one).close())
+            self.closing.start(self._trees.pop(one).close(forget=self._scratch is not None))
 
 
 class _TemplateIndex:
     """Implements `Overlays`: nothing, until the indexes of its template can be asked."""
 
-    def __init__(
-        self, template: Template, state: Path, embedder: semantic.Embedder | None, report: Report
-    ) -> None:
+    def __init__(self, template: Template, owner: TemplateIndexes, make: MakeSandbox | None) -> None:
         """Opens what was built before, and builds the rest in the background."""
+        self._template, self._owner, self._make = template, owner, make
         self._grep: grep.GrepIndex | None = None
         self._semantic: semantic.SemanticIndex | None = None
-        self._report = report
         self._progress: Callable[[IndexProgress], None] = lambda progress: None
-        self._building = start_watched(self._build(template, state, embedder), self._failed)
+        self._building = start_watched(self._build(), self._failed)
 
     @property
     def is_building(self) -> bool:
         return not self._building.done()
+
+    @property
+    def has_failed(self) -> bool:
+        building = self._building
+        return building.done() and not building.cancelled() and building.exception() is not None
 
     def grep_overlay(self) -> grep.Overlay | None:
         return None if self._grep is None else self._grep.overlay()
@@ -127,19 +152,50 @@ class _TemplateIndex:
         self._progress = progress or self._progress
         await asyncio.shield(self._building)
 
-    async def close(self) -> None:
+    async def ready_or_failed(self) -> None:
+        """Raises InfrastructureError where the build has failed."""
+        try:
+            await asyncio.shield(self._building)
+        except Exception as error:
+            raise InfrastructureError(
+                f"the code index could not be built: {error}", field="agent.index"
+            ) from error
+
+    async def close(self, forget: bool = False) -> None:
+        """`forget`: removes what was built from disk, but for vectors, which other templates may share."""
         await end_tasks(self._building)
         if self._semantic is not None:
+            if forget:
+                await self._semantic.forget()
             await self._semantic.close()
             self._semantic = None
+        if forget:
+            for name in ("trees", "grep"):
+                folder = self._owner.state / name / self._template.digest
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _build(self, template: Template, state: Path, embedder: semantic.Embedder | None) -> None:
-        root = await asyncio.to_thread(lay_out, template, state / "trees")
-        self._grep = await self._built_grep(root, state / "grep", template.digest)
-        self._semantic = await semantic.SemanticIndex.open(state / "semantic", root, embedder)
+    async def _build(self) -> None:
+        owner = self._owner
+        await asyncio.gather(*owner.closing)  # the same template's index may be among them
+        root = await self._laid_out(owner.state / "trees")
+        self._grep = await self._built_grep(root, owner.state / "grep", self._template.digest)
+        if not owner.searches:
+            return
+        self._semantic = await semantic.SemanticIndex.open(owner.state / "semantic", root, owner.embedder)
         await self._semantic.update(
             lambda now: self._progress(IndexProgress(f"semantic: {now.stage}", now.done, now.total))
         )
+
+    async def _laid_out(self, directory: Path) -> Path:
+        if self._template.image is None:
+            return await asyncio.to_thread(lay_out, self._template, directory)
+        if self._make is None:
+            raise ResourceError("the files of an image can be read in a sandbox only", field="agent.index")
+        sandbox = await self._make()
+        try:
+            return await lay_out_from(sandbox, self._template, directory)
+        finally:
+            await sandbox.kill()
 
     async def _built_grep(self, root: Path, folder: Path, digest: str) -> grep.GrepIndex:
         while True:
@@ -156,7 +212,7 @@ class _TemplateIndex:
                 await asyncio.sleep(_LOOK_S)
 
     def _failed(self, error: BaseException) -> None:
-        self._report(f"no {'code' if self._grep is None else 'whole code'} index: {error}")
+        self._owner.report(f"no {'code' if self._grep is None else 'whole code'} index: {error}")
 
 
 def lay_out(template: Template, directory: Path) -> Path:
@@ -168,7 +224,29 @@ def lay_out(template: Template, directory: Path) -> Path:
     sweep(directory, DRAFTS)
     with whole_directory(target, keep=target.exists, sync=False) as draft:
         for path, content in template.contents.items():
-            file = draft / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+            _write(draft / path, content)
     return target
+
+
+async def lay_out_from(sandbox: Sandbox, template: Template, directory: Path) -> Path:
+    """The same of what a sandbox holds that was just made from the template: the files that a search looks
+    at. Raises as `Files.read`, and OSError."""
+    target = directory / template.digest
+    await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+    if target.exists():
+        return target
+    listed = await sandbox.files.list(".", _DEPTH)
+    paths = [one.path for one in listed if one.kind == "file" and one.size_bytes <= MOST_BYTES]
+    paths = [path for path in paths if not any(name.startswith(".") for name in path.split("/"))]
+    with whole_directory(target, keep=target.exists, sync=False) as draft:
+        for start in range(0, len(paths), _FILES_AT_ONCE):
+            some = paths[start : start + _FILES_AT_ONCE]
+            for path, content in zip(some, await sandbox.files.read_many(some, MOST_BYTES), strict=True):
+                if isinstance(content, bytes):  # else it has gone, or may not be read
+                    await asyncio.to_thread(_write, draft / path, content)
+    return target
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)

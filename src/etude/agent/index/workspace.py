@@ -9,7 +9,7 @@ a diff, the sandbox searches by itself: the matches are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import xxhash
@@ -22,7 +22,7 @@ from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import GrepMatch
 
-_MOST_BYTES = 8 << 20
+MOST_BYTES = 8 << 20
 """Larger edited files are not searched, as in the sandbox."""
 
 
@@ -42,9 +42,15 @@ class WorkspaceSearch:
     """
 
     def __init__(
-        self, sandbox: Sandbox, indexes: Overlays, on_close: Callable[[], None] = lambda: None
+        self,
+        sandbox: Sandbox,
+        indexes: Overlays,
+        on_close: Callable[[], None] = lambda: None,
+        wait: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_close`: called when it is closed for the first time."""
+        """`on_close`: called when it is closed for the first time. `wait`: what a semantic search waits for;
+        without it, it asks what is built."""
+        self._wait = wait
         self._on_close: Callable[[], None] | None = on_close
         self._sandbox = sandbox
         self._indexes = indexes
@@ -80,8 +86,14 @@ class WorkspaceSearch:
         result = await self._matching.search(query)
         return [GrepMatch(match.path, match.line_number, match.line) for match in result.matches]
 
+    async def ready(self) -> None:
+        """Waits for what a semantic search waits for. Raises InfrastructureError where it cannot be had."""
+        if self._wait is not None:
+            await self._wait()
+
     async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
         """See CodeSearch. Raises ToolArgumentError where there is no index."""
+        await self.ready()
         self._attach()
         if self._meaning is None:
             raise ToolArgumentError("no semantic index here: use grep", field="query")
@@ -140,7 +152,7 @@ class WorkspaceSearch:
 
     async def _content(self, path: str) -> bytes | None:
         try:
-            return await self._sandbox.files.read(path, _MOST_BYTES)
+            return await self._sandbox.files.read(path, MOST_BYTES)
         except SandboxKilledByAgentError:
             raise
         except AgentError:

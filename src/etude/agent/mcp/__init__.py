@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from etude.agent.mcp.client import McpServer, McpTool, connect_servers, connect_tools, parse_server
+from etude.agent.mcp.client import SessionServers, describe_servers, parse_server
 from etude.agent.mcp.server import mcp_server, serve_stdio
 
 __all__ = [
-    "McpServer",
-    "McpTool",
-    "connect_servers",
-    "connect_tools",
+    "SessionServers",
+    "describe_servers",
     "mcp_server",
     "parse_server",
     "serve_stdio",

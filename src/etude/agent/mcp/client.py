@@ -1,233 +1,250 @@
-"""Tools of other MCP servers in our registry: the agent calls them like any tool."""
+"""Tools of MCP servers: what servers offer, and the servers of one session."""
 
 from __future__ import annotations
 
 import asyncio
-import re
+import os
 import shlex
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import mcp_types as types
 from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
-from etude.agent.mcp.schemas import own_name, parameters_of
-from etude.agent.tools.interface import WRITES_ALL, Access, Arguments, ToolContext, failure, shorten
-from etude.agent.tools.output_files import bounded, readable
+from etude.agent.mcp.sandboxed import SandboxTransport
+from etude.agent.tools.interface import shorten
+from etude.agent.tools.mcp_tool import ServedTool, read_described, write_described
+from etude.agent.tools.output_files import readable
+from etude.agent.tools.ports import ServerAnswer
+from etude.config import McpConfig
 from etude.errors import ConfigError, InfrastructureError
-from etude.records import ToolErrorClass, ToolResult
-from etude.tokens.grammar import Parameter, ToolSchema, read_value
+from etude.records import ToolErrorClass
+from etude.sandbox.interface import Sandbox
 
 CALL_S = 60.0
 """For one call."""
 START_S = 30.0
 """For a server to start and to say which tools it has."""
 NUM_TOOLS = 256
-_DESCRIPTION_CHARACTERS = 1000
 _ERROR_CHARACTERS = 400
 _THE_CALLERS_FAULT = frozenset({types.INVALID_PARAMS, types.METHOD_NOT_FOUND, types.INVALID_REQUEST})
-_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_BROKEN = (ValidationError, RuntimeError, OSError)
+_Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class McpServer:
-    """A server to be started as a child process, talking over its standard input and output."""
+async def describe_servers(
+    servers: Mapping[str, McpConfig], sandbox: Sandbox | None = None
+) -> dict[str, McpConfig]:
+    """The same servers, each with the tools that it offers: it is started, asked and ended.
 
-    command: str
-    arguments: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Beside a few harmless variables of ours, all that it gets."""
-    prefix: str = ""
-    """Put before the name of each tool, with an underscore."""
-    tools: tuple[str, ...] | None = None
-    """Names, as the server gives them, of the tools to be offered; None: all."""
-    trusted: bool = False
-    """Whether its word is taken for which tools only read: these may run beside others, and again."""
-
-    def __post_init__(self) -> None:
-        if self.prefix and not _NAME.match(self.prefix):
-            raise ConfigError(
-                "must be lower_snake_case",
-                field="agent.mcp: prefix",
-                received=self.prefix,
-                fix="such as github",
-            )
+    Raises InfrastructureError for one that does not start or answer, ConfigError for a tool that it does not
+    have.
+    """
+    return {name: await _described(name, config, sandbox) for name, config in servers.items()}
 
 
-class McpTool:
-    """A tool of an MCP server.
+async def _described(name: str, config: McpConfig, sandbox: Sandbox | None) -> McpConfig:
+    async with _connected(name, config, sandbox) as client:
+        tools = await _offered(name, config, client)
+    return config.model_copy(update={"described": write_described(tools)})
 
-    Arguments: as the server says. Returns the texts of its answer; of other content its kind.
-    Limits: `output_characters`, more is kept in a file; 60 seconds.
-    Errors: invalid_arguments for what does not fit the server's schema; unexpected_environment for a result
-    that the server marks as an error. A server that is gone or does not answer is infrastructure.
+
+class SessionServers:
+    """Implements ToolServers: the servers of one session, each connected from `start` to `close`.
+
+    A server in the sandbox is within the agent's reach. So it is started before the agent's first calls run,
+    when only we can be why it fails; what becomes of it later is an answer to the agent, unless the sandbox
+    itself has failed. A server outside is ours at all times.
     """
 
     def __init__(
-        self, client: Client, described: types.Tool, server: McpServer, call_s: float = CALL_S
+        self, servers: Mapping[str, McpConfig], sandbox: Sandbox | None = None, call_s: float = CALL_S
     ) -> None:
-        """Raises ConfigError for names that cannot be ours."""
-        self._client = client
-        self._name = described.name
-        self._parameters = parameters_of(described.input_schema)
-        self._call_s = call_s
-        hints = described.annotations
-        self._only_reads = server.trusted and hints is not None and bool(hints.read_only_hint)
-        name = own_name(described.name)
-        self.schema = ToolSchema(
-            f"{server.prefix}_{name}" if server.prefix else name,
-            shorten(" ".join((described.description or described.name).split()), _DESCRIPTION_CHARACTERS),
-            tuple(self._parameters.values()),
-        )
+        self._servers, self._sandbox, self._call_s = servers, sandbox, call_s
+        self._clients: dict[str, Client] = {}
+        self._starting = asyncio.Lock()
+        self._leave = asyncio.Event()
+        self._holding: asyncio.Task[None] | None = None
 
-    @property
-    def repeatable(self) -> bool:
-        """See Tool."""
-        return self._only_reads
+    async def start(self) -> None:
+        """Connects every server, unless it is connected already. Raises InfrastructureError where one does
+        not start, or offers other tools than it was described with."""
+        async with self._starting:
+            if self._holding is None:
+                connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._holding = asyncio.create_task(self._hold(connected))
+                try:
+                    await connected
+                except BaseException:
+                    self._holding.cancel()
+                    await self._end()
+                    raise
 
-    def access(self, arguments: Arguments) -> Access:
-        """See Tool. What it reads is not known to be of the workspace: it waits for all that writes there."""
-        return Access(reads=frozenset({"."})) if self._only_reads else replace(WRITES_ALL, outside=True)
+    async def close(self) -> None:
+        """Ends them; `start` begins anew. Idempotent."""
+        async with self._starting:
+            await self._end()
 
-    async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        """See Tool."""
-        values = self._values(arguments)
+    async def call(self, server: str, tool: str, values: Mapping[str, Any]) -> ServerAnswer:
+        """See ToolServers.call."""
+        await self.start()
         try:
             async with asyncio.timeout(self._call_s):
-                answer = await self._client.call_tool(self._name, values)
+                answer = await self._clients[server].call_tool(tool, dict(values))
         except MCPError as error:
             if error.code in _THE_CALLERS_FAULT:
                 message = shorten(readable(error.message), _ERROR_CHARACTERS)
-                return failure(message, ToolErrorClass.INVALID_ARGUMENTS)
-            raise self._dead(error.message) from error
+                return ServerAnswer(message, ToolErrorClass.INVALID_ARGUMENTS)
+            return await self._failed(server, error.message, ToolErrorClass.UNEXPECTED_ENVIRONMENT, error)
         except TimeoutError as error:
-            raise self._dead(f"no answer within {self._call_s:g} s") from error
-        except (ValidationError, RuntimeError, OSError) as error:
-            raise self._dead(f"{type(error).__name__}: {error}"[:200]) from error
-        finally:
-            context.changed_somewhere()
-        text = readable("\n".join(_text(block) for block in answer.content)).rstrip("\n")
-        output = await bounded(text, context)
-        if answer.is_error:
-            return failure(output or "the tool failed", ToolErrorClass.UNEXPECTED_ENVIRONMENT, kind="mcp")
-        return ToolResult(output or "ok", facts={"kind": "mcp"})
+            words = f"no answer within {self._call_s:g} s"
+            return await self._failed(server, words, ToolErrorClass.TIMEOUT, error)
+        except _BROKEN as error:
+            words = f"{type(error).__name__}: {error}"[:200]
+            return await self._failed(server, words, ToolErrorClass.UNEXPECTED_ENVIRONMENT, error)
+        text = "\n".join(_text(block) for block in answer.content)
+        return ServerAnswer(text, ToolErrorClass.UNEXPECTED_ENVIRONMENT if answer.is_error else None)
 
-    def _values(self, arguments: Arguments) -> dict[str, Any]:
-        """The arguments under the server's names, as JSON values. Raises ToolArgumentError."""
-        given: dict[str, Any] = {}
-        for name, parameter in self._parameters.items():
-            if parameter.name in arguments:
-                given[name] = read_value(parameter, arguments[parameter.name])
-        return given
+    async def _failed(self, server: str, words: str, kind: ToolErrorClass, error: Exception) -> ServerAnswer:
+        """Whose failure it is: the agent's where the server is in its sandbox, and that answers."""
+        if self._servers[server].is_in_sandbox and self._sandbox is not None:
+            await self._sandbox.commands.list()
+            return ServerAnswer(f"the MCP server {server} failed: {words}", kind)
+        raise InfrastructureError(
+            f"the MCP server failed: {words}", field="agent.mcp", received=server
+        ) from error
 
-    def _dead(self, message: str) -> InfrastructureError:
-        return InfrastructureError(
-            f"the MCP server failed: {message}", field="agent.mcp", received=self.schema.name
-        )
-
-
-@asynccontextmanager
-async def connect_tools(
-    server: McpServer | Any, names: McpServer | None = None
-) -> AsyncIterator[list[McpTool]]:
-    """Starts a server and gives its tools, for as long as the block lasts; then the server is ended.
-
-    `server` may also be anything that `mcp.Client` takes (a URL, a server in this process); `names` then
-    tells prefix, choice of tools and trust.
-
-    Raises InfrastructureError if it does not start in time, ConfigError for tools that cannot be offered.
-    """
-    settings = server if isinstance(server, McpServer) else names or McpServer("")
-    async with _connected(_client(server)) as client:
-        try:
-            async with asyncio.timeout(START_S):
-                described = await _list_tools(client, settings.tools)
-        except (MCPError, TimeoutError, ValidationError) as error:
-            raise InfrastructureError(
-                f"the MCP server does not tell its tools: {error}",
-                field="agent.mcp",
-                received=settings.command,
-            ) from error
-        yield _checked([McpTool(client, tool, settings) for tool in described])
-
-
-@asynccontextmanager
-async def connect_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[McpTool]]:
-    """The tools of several servers, for as long as the block lasts. Raises as `connect_tools`.
-
-    A task of its own connects and disconnects them, as their library demands: the block may be left by
-    another task than the one that entered it.
-    """
-    connected = asyncio.get_running_loop().create_future()
-    leave = asyncio.Event()
-
-    async def hold() -> None:
+    async def _hold(self, connected: asyncio.Future[None]) -> None:
+        """Connects and disconnects in one task, as the library demands."""
         try:
             async with AsyncExitStack() as stack:
-                tools = [
-                    tool for one in servers for tool in await stack.enter_async_context(connect_tools(one))
-                ]
-                connected.set_result(_checked(tools))
-                await leave.wait()
+                for name, config in self._servers.items():
+                    client = await stack.enter_async_context(_connected(name, config, self._sandbox))
+                    _check_alike(name, config, await _offered(name, config, client))
+                    self._clients[name] = client
+                connected.set_result(None)
+                await self._leave.wait()
         except Exception as error:
             if connected.done():
                 raise
             connected.set_exception(error)
 
-    task = asyncio.create_task(hold())
-    try:
-        yield await connected
-    finally:
-        leave.set()
-        await asyncio.wait([task])
+    async def _end(self) -> None:
+        holding, self._holding = self._holding, None
+        if holding is None:
+            return
+        self._leave.set()
+        await asyncio.wait([holding])
+        if not holding.cancelled():
+            holding.exception()  # of a server that was gone already: it is not asked for anything any more
+        self._clients.clear()
+        self._leave.clear()
 
 
-def parse_server(text: str) -> McpServer:
-    """A server as a command line names it: `PREFIX=COMMAND ARGUMENT...`. Raises ConfigError."""
-    prefix, equals, command = text.partition("=")
+def parse_server(text: str) -> tuple[str, McpConfig]:
+    """A server outside of the sandbox as a command line names it: `NAME=COMMAND ARGUMENT...`. Raises
+    ConfigError."""
+    name, equals, command = text.partition("=")
     try:
         words = shlex.split(command)
     except ValueError:
         words = []
-    if not equals or not words or not prefix:
+    if not equals or not words or not name:
         raise ConfigError(
             "is no MCP server",
             field="--mcp",
             received=text,
-            fix='give a prefix for its tools and a command, such as --mcp "github=github-mcp-server stdio"',
+            fix='give a name for its tools and a command, such as --mcp "github=github-mcp-server stdio"',
         )
-    return McpServer(words[0], tuple(words[1:]), prefix=prefix)
+    return name, McpConfig(command=command, where="host")
 
 
-def _client(server: Any) -> Client:
-    if not isinstance(server, McpServer):
-        return Client(server)
-    return Client(
-        StdioServerParameters(command=server.command, args=list(server.arguments), env=dict(server.env))
-    )
+def _check_alike(name: str, config: McpConfig, offered: list[ServedTool]) -> None:
+    known = read_described(name, config)
+    if offered != known:
+        shown = ", ".join(tool.name for tool in offered if tool not in known)
+        raise InfrastructureError(
+            "the MCP server offers other tools than when the run began",
+            field=f"agent.mcp.{name}",
+            received=shown or "fewer",
+        )
+
+
+def _transport(name: str, config: McpConfig, sandbox: Sandbox | None) -> Any:
+    """What `mcp.Client` takes."""
+    if config.url:
+        return config.url
+    if not config.is_in_sandbox:
+        command, *arguments = shlex.split(config.command)
+        return StdioServerParameters(command=command, args=arguments, env=_environment(name, config))
+    if sandbox is None:
+        raise ConfigError(
+            "there is no sandbox here to start it in",
+            field=f"agent.mcp.{name}.where",
+            received=config.where,
+            fix='set it to "host"',
+        )
+    return SandboxTransport(sandbox, config.command, _environment(name, config))
+
+
+def _environment(name: str, config: McpConfig) -> dict[str, str]:
+    """The server's variables. Raises ConfigError for one that is to be taken from where it is not."""
+    found: dict[str, str] = {}
+    for key, value in config.env.items():
+        source = value.removeprefix("env:")
+        if source == value:
+            found[key] = value
+        elif source in os.environ:
+            found[key] = os.environ[source]
+        else:
+            raise ConfigError(
+                "there is no such variable here", field=f"agent.mcp.{name}.env.{key}", received=value
+            )
+    return found
 
 
 @asynccontextmanager
-async def _connected(client: Client) -> AsyncIterator[Client]:
-    """The client's own context; a failing start is ours to name, what happens in the block is not."""
+async def _connected(name: str, config: McpConfig, sandbox: Sandbox | None) -> AsyncIterator[Client]:
+    """A client's own context; a failing start is ours to name, what happens in the block is not."""
+    transport = _transport(name, config, sandbox)
+    client = Client(transport)
     try:
-        async with asyncio.timeout(START_S):
-            await client.__aenter__()
-    except (OSError, MCPError, TimeoutError, ValidationError, ExceptionGroup) as error:
-        raise InfrastructureError(
-            f"the MCP server does not start: {type(error).__name__}: {error}"[:300], field="agent.mcp"
-        ) from error
+        await _started(name, client.__aenter__())
+    except InfrastructureError as error:
+        if isinstance(transport, SandboxTransport) and transport.complaint:
+            error.message += f"; it says: {transport.complaint}"
+        raise
     try:
         yield client
     finally:
         await client.__aexit__(None, None, None)
 
 
-async def _list_tools(client: Client, wanted: Sequence[str] | None) -> list[types.Tool]:
+async def _offered(name: str, config: McpConfig, client: Client) -> list[ServedTool]:
+    return await _started(name, _list_tools(name, config, client))
+
+
+async def _started(name: str, work: Awaitable[_Answer]) -> _Answer:
+    """What is done until a server may be called. Raises InfrastructureError."""
+    try:
+        async with asyncio.timeout(START_S):
+            return await work
+    except (OSError, MCPError, TimeoutError, ValidationError, ExceptionGroup) as error:
+        raise InfrastructureError(
+            f"the MCP server does not start: {_cause(error)}"[:400], field=f"agent.mcp.{name}"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+async def _list_tools(name: str, config: McpConfig, client: Client) -> list[ServedTool]:
     """All tools, page by page, or those that are wanted. Raises ConfigError for one that there is not."""
     tools: list[types.Tool] = []
     cursor: str | None = None
@@ -237,37 +254,26 @@ async def _list_tools(client: Client, wanted: Sequence[str] | None) -> list[type
         cursor = page.next_cursor
         if not cursor:
             break
-    if wanted is None:
-        return tools[:NUM_TOOLS]
-    known = {tool.name: tool for tool in tools}
-    for name in wanted:
-        if name not in known:
+    known = {tool.name: _served(tool) for tool in tools[:NUM_TOOLS]}
+    for wanted in config.tools:
+        if wanted not in known:
             raise ConfigError(
                 "the MCP server has no such tool",
-                field="agent.mcp: tools",
-                received=name,
+                field=f"agent.mcp.{name}.tools",
+                received=wanted,
                 fix=", ".join(known),
             )
-    return [known[name] for name in wanted]
+    return [known[one] for one in config.tools or known]
 
 
-def _checked(tools: list[McpTool]) -> list[McpTool]:
-    """The tools, if a grammar can tell them apart. Raises ConfigError."""
-    names = [tool.schema.name for tool in tools]
-    parameters: set[str] = {parameter.name for tool in tools for parameter in _parameters(tool)}
-    for name in names:
-        if names.count(name) > 1 or name in parameters:
-            raise ConfigError(
-                "names a parameter or another tool too",
-                field="agent.mcp: tool",
-                received=name,
-                fix="give the server a prefix, or leave the tool out",
-            )
-    return tools
-
-
-def _parameters(tool: McpTool) -> Sequence[Parameter]:
-    return tool.schema.parameters
+def _served(tool: types.Tool) -> ServedTool:
+    hints = tool.annotations
+    return ServedTool(
+        name=tool.name,
+        description=tool.description or "",
+        input_schema=tool.input_schema,
+        only_reads=hints is not None and bool(hints.read_only_hint),
+    )
 
 
 def _text(block: types.ContentBlock) -> str:

@@ -18,8 +18,8 @@ from mcp.server.stdio import stdio_server
 from mcp.shared.exceptions import MCPError
 
 from etude.agent.execution import execute_calls
-from etude.agent.mcp.schemas import text_of
 from etude.agent.tools.interface import Access, Tool, ToolContext
+from etude.agent.tools.mcp_schemas import text_of
 from etude.errors import AgentError, EtudeError
 from etude.records import ToolCall, ToolResult
 

@@ -1,7 +1,13 @@
 """The agent's tools, and the sets in which they are offered."""
 
 from etude.agent.tools.interface import Access, Tool, ToolContext, ToolLimits
-from etude.agent.tools.registries import core_registry, full_registry, registry_named, registry_of
+from etude.agent.tools.registries import (
+    agent_registry,
+    core_registry,
+    full_registry,
+    registry_named,
+    registry_of,
+)
 from etude.agent.tools.registry import Registry, check_arguments, restricted
 
 __all__ = [
@@ -10,6 +16,7 @@ __all__ = [
     "Tool",
     "ToolContext",
     "ToolLimits",
+    "agent_registry",
     "check_arguments",
     "core_registry",
     "full_registry",

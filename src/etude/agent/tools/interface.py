@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from etude.agent.tools.ports import CodeSearch, User
+from etude.agent.tools.ports import CodeSearch, ToolServers, User
 from etude.agent.tools.state import ToolState
 from etude.errors import AgentError, ToolArgumentError
 from etude.records import ToolCall, ToolErrorClass, ToolResult
@@ -90,6 +90,7 @@ class ToolContext:
     state: ToolState = field(default_factory=ToolState)
     search: CodeSearch | None = None
     user: User | None = None
+    servers: ToolServers | None = None
     approve: Approve | None = None
     workspace: str = WORKSPACE
     """Where the workspace lies inside the sandbox: absolute paths below it are accepted."""

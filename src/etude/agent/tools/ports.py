@@ -1,4 +1,4 @@
-"""What tools may reach beside the sandbox: an index, a person. Each may be absent.
+"""What tools may reach beside the sandbox: an index, a person, MCP servers. Each may be absent.
 
 Infrastructure behind a port fails with InfrastructureError; the agent is told that the provider failed, and
 the session is never a reward. What the agent asked wrongly is ToolArgumentError.
@@ -6,10 +6,11 @@ the session is never a reward. What the agent asked wrongly is ToolArgumentError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from etude.records import ToolErrorClass
 from etude.sandbox.types import GrepMatch
 
 
@@ -76,4 +77,21 @@ class User(Protocol):
 
     async def answer(self, question: str, options: Sequence[str] = ()) -> str:
         """Raises UserAbortedError if the user gives no answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAnswer:
+    """What an MCP server answered to a call."""
+
+    text: str
+    error: ToolErrorClass | None = None
+
+
+class ToolServers(Protocol):
+    """The MCP servers of one session."""
+
+    async def call(self, server: str, tool: str, values: Mapping[str, Any]) -> ServerAnswer:
+        """Calls a tool of the server of this name. Raises InfrastructureError for a server that is gone, or
+        does not answer, through no fault of the agent."""
         ...

@@ -7,7 +7,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from etude.agent.tools.apply_patch import ApplyPatch
 from etude.agent.tools.ask_user import AskUser
@@ -18,6 +18,7 @@ from etude.agent.tools.glob import Glob
 from etude.agent.tools.grep import Grep
 from etude.agent.tools.interface import Tool
 from etude.agent.tools.list_dir import ListDir
+from etude.agent.tools.mcp_tool import served_tools
 from etude.agent.tools.read_file import ReadFile
 from etude.agent.tools.read_lints import ReadLints
 from etude.agent.tools.registry import Registry, restricted
@@ -28,6 +29,7 @@ from etude.agent.tools.semantic_search import SemanticSearch
 from etude.agent.tools.terminal import Terminal
 from etude.agent.tools.todo_write import TodoWrite
 from etude.agent.tools.write_file import WriteFile
+from etude.config import AgentConfig, McpConfig
 from etude.errors import ConfigError
 from etude.tokens.grammar import ToolSchema
 
@@ -60,6 +62,8 @@ _FULL: tuple[Callable[[], Tool], ...] = (
     Finish,
 )
 
+_SEARCH = SemanticSearch.schema.name
+
 
 def core_registry() -> Registry:
     """The eight tools of small models, in the order in which a tokenizer gets their tags."""
@@ -89,11 +93,51 @@ def registry_named(name: str) -> Registry:
     return Registry(known[part] for part in names)
 
 
-def registry_of(schemas: Sequence[ToolSchema]) -> Registry:
-    """The tools that have these schemas. Raises ConfigError for one that none has."""
-    offered = [*full_registry().values(), *core_registry().values()]
+def agent_registry(agent: AgentConfig, auto_tools: str = "full") -> Registry:
+    """The tools that the section `agent` gives a model: a set, `semantic_search` where there is an index that
+    answers it, and the tools of MCP servers. `auto_tools`: the set that `auto` stands for.
+
+    Raises ConfigError for a tool that there is not or that cannot work, and for names that clash.
+    """
+    named = auto_tools if agent.tools == "auto" else agent.tools
+    tools = dict(registry_named(named))
+    is_searched = agent.index in ("words", "meaning")
+    if named in ("core", "full"):
+        if not is_searched:
+            tools.pop(_SEARCH, None)
+        elif _SEARCH not in tools:
+            tools[_SEARCH] = SemanticSearch()
+    elif _SEARCH in tools and not is_searched:
+        raise ConfigError(
+            f"{_SEARCH} needs an index",
+            field="agent.tools",
+            received=named,
+            fix='set agent.index = "meaning", or "words"',
+        )
+    return _checked([*tools.values(), *served_tools(agent.mcp)])
+
+
+def registry_of(schemas: Sequence[ToolSchema], servers: Mapping[str, McpConfig] | None = None) -> Registry:
+    """The tools that have these schemas, some of them perhaps of MCP servers. Raises ConfigError for one that
+    none has."""
+    offered = [*full_registry().values(), *core_registry().values(), *served_tools(servers or {})]
     known = {repr(tool.schema): tool for tool in offered}
     for schema in schemas:
         if repr(schema) not in known:
             raise ConfigError("no tool has this schema", field="tools", received=schema.name)
     return Registry(known[repr(schema)] for schema in schemas)
+
+
+def _checked(tools: Sequence[Tool]) -> Registry:
+    """The tools, if a grammar can tell them apart. Raises ConfigError."""
+    names = [tool.schema.name for tool in tools]
+    parameters = {parameter.name for tool in tools for parameter in tool.schema.parameters}
+    for name in names:
+        if names.count(name) > 1 or name in parameters:
+            raise ConfigError(
+                "names a parameter or another tool too",
+                field="agent.mcp",
+                received=name,
+                fix="give the server another name, or leave the tool out",
+            )
+    return Registry(tools)

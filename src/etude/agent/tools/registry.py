@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from blake3 import blake3
 
@@ -65,7 +65,12 @@ class Registry(Mapping[str, Tool]):
     @property
     def digest(self) -> str:
         """BLAKE3 hex digest of all schemas."""
-        return blake3(repr(self.schemas).encode()).hexdigest()
+        return schemas_digest(self.schemas)
+
+
+def schemas_digest(schemas: Sequence[ToolSchema]) -> str:
+    """BLAKE3 hex digest of what tools look like, in this order."""
+    return blake3(repr(tuple(schemas)).encode()).hexdigest()
 
 
 class RestrictedTool:

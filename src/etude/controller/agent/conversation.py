@@ -13,9 +13,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from etude.agent import AgentSession, JournaledSession, ToolContext, run_session
 from etude.agent.index.workspace import WorkspaceSearch
+from etude.agent.tools.mcp_tool import open_servers
 from etude.agent.tools.ports import User
 from etude.agent.tools.state import ToolState
 from etude.controller.agent.approval import Approver, Ask, Mode, checked_mode
@@ -36,6 +38,9 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from etude.tokens import Piece
+
+if TYPE_CHECKING:
+    from etude.agent.mcp import SessionServers  # an extra
 
 STOPPED_BY_USER = "user"
 PROJECT_WORDS = "AGENTS.md"
@@ -91,6 +96,7 @@ class Conversation:
     narrator: Narrator = field(init=False)
     _workspace: MirroredWorkspace | None = None
     _search: WorkspaceSearch | None = None
+    _servers: SessionServers | None = None
     _running: asyncio.Task[object] | None = None
     _runs: int = 0
     """Runs of this process: no two requests have one id, even where the first of them came to nothing."""
@@ -329,7 +335,16 @@ class Conversation:
         sandbox = await self.backend.create(template, RESOURCES, around.network)
         self.mirror.mount(sandbox)
         if self.policy.indexes is not None:
-            self._search = self.policy.indexes.search(template, sandbox)
+            self._search = self.policy.indexes.search(
+                template, sandbox, lambda: self.backend.create(template, RESOURCES, around.network)
+            )
+        self._servers = open_servers(self.policy.servers, sandbox)
+        if self._servers is not None:
+            try:
+                await self._servers.start()
+            except BaseException:
+                await self._drop_sandbox()
+                raise
         if not self.folder.meta.test_paths:
             tests = tuple(sorted(path for path in self.mirror.box if is_test(path)))
             self.folder.update(test_paths=tests)
@@ -348,6 +363,7 @@ class Conversation:
             self.state,
             self._search,
             user=self.face.user,
+            servers=self._servers,
             approve=self.approver,
             workspace=template.workspace,
             has_environment=self.surroundings.has_environment,
@@ -361,14 +377,17 @@ class Conversation:
             self.face.emit(Noted(f"too large for the sandbox, left out: {names}"))
 
     async def _drop_sandbox(self) -> None:
-        workspace, self._workspace = self._workspace, None
+        self._workspace = None
         search, self._search = self._search, None
+        servers, self._servers = self._servers, None
         if search is not None:
             search.close()
-        self.mirror.sandbox = None
-        if workspace is not None:
+        if servers is not None:
+            await servers.close()
+        sandbox, self.mirror.sandbox = self.mirror.sandbox, None
+        if sandbox is not None:
             with contextlib.suppress(InfrastructureError):
-                await workspace.context.sandbox.kill()
+                await sandbox.kill()
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etude.agent import SessionLimits, open_renderer, registry_of
-from etude.agent.prompts import PEOPLE_MANNERS
+from etude.agent.prompts import people_words
 from etude.config import AgentConfig
 from etude.controller.agent.models import (
     ModelChoice,
@@ -53,7 +53,9 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
             label=f"run {run.path.name}",
             sampler=parts.service,
             renderer=parts.renderer,
-            registry=registry_of(parts.renderer.grammar.tools),
+            registry=registry_of(parts.renderer.grammar.tools, config.agent.mcp),
+            index=choice.index or ("grep" if config.agent.index == "none" else config.agent.index),
+            servers=config.agent.mcp,
             limits=session,
             params=SamplingParams(temperature=choice.temperature or 0.0),
             tool_limits=limits.tools,
@@ -63,7 +65,7 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
 
 
 @contextlib.asynccontextmanager
-async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
+async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[Policy]:
     """The model of a Hugging Face directory. Raises CheckpointError, ConfigError."""
     directory = Path(choice.to_dict()["model"])
     if not (directory / "config.json").is_file():
@@ -75,13 +77,14 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
         )
     tokenizer = Tokenizer.load(directory)
     model = load_model(directory)
-    tools = choice.tools or "auto"
-    renderer = open_renderer(tokenizer, AgentConfig(tools=tools))
+    renderer = open_renderer(tokenizer, agent)
 
     def system_with(words: str) -> tuple[Piece, ...] | None:
         if renderer.system is None:  # it was trained without one
             return None
-        return open_renderer(tokenizer, AgentConfig(tools=tools, system=PEOPLE_MANNERS + words)).system
+        return open_renderer(
+            tokenizer, agent.model_copy(update={"system": people_words(agent) + words})
+        ).system
 
     limits = _limits(model.config.max_positions, renderer)
     name, weights = directory.name, MemoryWeights()
@@ -103,12 +106,14 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
             label=f"model {name}",
             sampler=service,
             renderer=renderer,
-            registry=registry_of(renderer.grammar.tools),
+            registry=registry_of(renderer.grammar.tools, agent.mcp),
             limits=limits,
             params=SamplingParams(temperature=choice.temperature or 0.0, max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
             system=system_with(""),
             system_with=system_with,
+            index=agent.index,
+            servers=agent.mcp,
         )
 
 

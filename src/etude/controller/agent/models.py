@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etude.agent import (
     Patience,
@@ -17,22 +17,19 @@ from etude.agent import (
     SessionLimits,
     SummaryPolicy,
     ToolLimits,
+    agent_registry,
     play,
-    registry_named,
 )
 from etude.agent.index.opening import open_indexes
 from etude.agent.index.templates import TemplateIndexes
-from etude.agent.prompts import PEOPLE_MANNERS
-from etude.agent.tools import Tool
+from etude.agent.prompts import people_words
+from etude.config import AgentConfig, McpConfig, parse_section
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Sampler
 from etude.records import SamplingParams, ToolCall
+from etude.sandbox.interface import Sandbox
 from etude.tokens import Piece, Renderer
 from etude.tokens.grammar import ParseEvent, XmlGrammar
-
-if TYPE_CHECKING:
-    # Heavier at run time than a command line's help should be.
-    from etude.agent.mcp import McpServer
 
 BYTES_PER_TOKEN = 4
 """What a token of a chat endpoint is taken for: sessions behind one are counted in bytes."""
@@ -56,8 +53,9 @@ class ModelChoice:
     temperature: float | None = None
     tools: str = ""
     """`core`, `full` or names; empty: what suits the model."""
-    index: str = "words"
-    """Code index: `off`, `words` (instant grep, search by words) or `meaning` (embeddings as well)."""
+    index: str = ""
+    """Code index, as `agent.index`; empty: `words` for an endpoint's model. Others may have learned without
+    `semantic_search`: for them `grep`."""
     script: str = ""
     """A JSON file of messages to be played: for tests."""
 
@@ -92,10 +90,12 @@ class ModelChoice:
                 fix="leave it out",
             )
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the model takes other tools than ours."""
-        return bool(self.endpoint or self.script)
+    def agent(self, servers: Mapping[str, McpConfig]) -> AgentConfig:
+        """The section `agent` that it stands for. Raises ConfigError."""
+        index = self.index or ("words" if self.endpoint else "grep")
+        return parse_section(
+            AgentConfig, {"tools": self.tools or "auto", "index": index, "mcp": dict(servers)}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values. Paths become absolute, so that a session can be taken up from anywhere."""
@@ -134,8 +134,12 @@ class Policy:
     summary: SummaryPolicy | None = None
     patience: Patience = field(default_factory=Patience)
     seed: int = 0
+    index: str = "none"
+    """As `agent.index`."""
     indexes: TemplateIndexes | None = None
     """Code indexes; None: sandboxes search by themselves."""
+    servers: Mapping[str, McpConfig] = field(default_factory=dict[str, McpConfig])
+    """MCP servers of each session, with what they offer."""
     sampler_for: Callable[[Callable[[ParseEvent], None], int], Sampler] | None = None
     """Makes a session's own sampler, where one is needed: it gets a listener to words that come before their
     tokens, and how many messages the session has."""
@@ -143,42 +147,59 @@ class Policy:
 
 @contextlib.asynccontextmanager
 async def open_policy(
-    choice: ModelChoice, one_shot: bool, servers: Sequence[McpServer] = (), tools: Sequence[Tool] = ()
+    choice: ModelChoice,
+    one_shot: bool,
+    servers: Mapping[str, McpConfig] | None = None,
+    indexes: TemplateIndexes | None = None,
 ) -> AsyncIterator[Policy]:
     """The chosen model. `one_shot`: with the limits that it was trained with, where they are known;
-    `servers`: whose tools it gets beside ours and beside `tools`, which the caller keeps connected.
+    `servers`: MCP servers whose tools it gets beside ours; `indexes`: of another policy of the same choice.
 
     Raises UserError for a model that is not there or cannot be used, InfrastructureError for a server.
     """
-    if servers and not choice.takes_tools:
+    if servers and choice.run:
         raise ConfigError(
-            "a model in this process has the tools that it knows",
+            "a run's model has the tools that it was trained with",
             field="--mcp",
-            received=", ".join(server.prefix for server in servers),
-            fix="use a model behind an endpoint, or leave it out",
+            received=", ".join(servers),
+            fix="leave it out, or train with [agent.mcp]",
         )
-    async with contextlib.AsyncExitStack() as stack:
-        if servers:
-            from etude.agent.mcp import connect_servers  # heavy
+    agent = choice.agent(await describe_unknown(servers or {}))
+    async with open_model_of(choice, one_shot, agent) as policy:
+        if indexes is not None:
+            policy.indexes = indexes
+            yield policy
+            return
+        async with open_indexes(policy.index) as policy.indexes:
+            yield policy
 
-            tools = [*tools, *await stack.enter_async_context(connect_servers(servers))]
-        policy = await stack.enter_async_context(_opening(choice, one_shot, tools))
-        policy.indexes = await stack.enter_async_context(open_indexes(choice.index))
-        yield policy
+
+async def describe_unknown(
+    servers: Mapping[str, McpConfig], sandbox: Sandbox | None = None
+) -> dict[str, McpConfig]:
+    """All servers, each with what it offers: those of which that is not known are asked."""
+    unknown = {name: one for name, one in servers.items() if not one.described}
+    if not unknown:
+        return dict(servers)
+    from etude.agent.mcp import describe_servers  # heavy, and an extra
+
+    found = await describe_servers(unknown, sandbox)
+    return {name: found.get(name, one) for name, one in servers.items()}
 
 
-def _opening(
-    choice: ModelChoice, one_shot: bool, tools: Sequence[Tool]
+def open_model_of(
+    choice: ModelChoice, one_shot: bool, agent: AgentConfig
 ) -> contextlib.AbstractAsyncContextManager[Policy]:
+    """The chosen model, spoken to as `agent` says, with no index open yet; a run's as the run says."""
     if choice.endpoint:
-        opening = _endpoint_policy(choice, tools)
+        opening = _endpoint_policy(choice, agent)
     elif choice.script:
-        opening = _scripted_policy(choice, tools)
+        opening = _scripted_policy(choice, agent)
     else:
         # Heavy: torch comes with it.
         from etude.controller.agent.local_models import open_model, open_run
 
-        opening = open_run(choice, one_shot) if choice.run else open_model(choice)
+        opening = open_run(choice, one_shot) if choice.run else open_model(choice, agent)
     return opening
 
 
@@ -208,10 +229,10 @@ def people_session_limits(max_tokens: int) -> tuple[SessionLimits, SummaryPolicy
 
 
 @contextlib.asynccontextmanager
-async def _endpoint_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncIterator[Policy]:
+async def _endpoint_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[Policy]:
     from etude.agent.endpoint import Endpoint, EndpointSampler, endpoint_renderer
 
-    registry = Registry([*registry_named(choice.tools or "full").values(), *tools])
+    registry = agent_registry(agent)
     endpoint = Endpoint(
         choice.endpoint,
         choice.model_name,
@@ -228,7 +249,7 @@ async def _endpoint_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncI
         return opened[-1]
 
     def system_with(words: str) -> str | tuple[Piece, ...]:
-        said = PEOPLE_MANNERS + words
+        said = people_words(agent) + words
         return said if choice.native_tools else renderer.describe(said, registry.schemas)
 
     sampler = EndpointSampler(endpoint, renderer, registry.schemas)
@@ -246,6 +267,8 @@ async def _endpoint_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncI
             system_with=system_with,
             summary=summary,
             patience=Patience(sampler_attempts=5, backoff_s=1.0),
+            index=agent.index,
+            servers=agent.mcp,
             sampler_for=sampler_for,
         )
     finally:
@@ -254,10 +277,10 @@ async def _endpoint_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncI
 
 
 @contextlib.asynccontextmanager
-async def _scripted_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncIterator[Policy]:
+async def _scripted_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[Policy]:
     from etude.agent.endpoint_messages import byte_tokenizer
 
-    registry = Registry([*registry_named(choice.tools or "core").values(), *tools])
+    registry = agent_registry(agent, "core")
     grammar = XmlGrammar(registry.schemas)
     renderer = Renderer(byte_tokenizer(grammar.control_tokens()), grammar)
     messages = [renderer.message(parts) for parts in _script(Path(choice.script))]
@@ -274,6 +297,8 @@ async def _scripted_policy(choice: ModelChoice, tools: Sequence[Tool]) -> AsyncI
         limits=limits,
         params=SamplingParams(max_tokens=limits.max_tokens),
         tool_limits=people_tool_limits(),
+        index=agent.index,
+        servers=agent.mcp,
         sampler_for=sampler_for,
     )
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.agent import open_renderer
 from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
@@ -162,11 +161,12 @@ async def open_site(
     Raises ResourceError, ConfigError where they cannot be had here.
     """
     use_sampling_threads(config)
-    backend = open_run_backend(config.sandbox, f"cluster/{name}")
-    try:
-        renderer, blobs = open_renderer(tokenizer, config.agent), MemoryBlobs()
-        limits = EpisodeLimits.from_config(config)
-        environment = Environment(backend, renderer, limits, config.rl.reward, blobs.put)
+    async with contextlib.AsyncExitStack() as stack:
+        backend = open_run_backend(config.sandbox, f"cluster/{name}")
+        stack.push_async_callback(backend.close)
+        blobs, limits = MemoryBlobs(), EpisodeLimits.from_config(config)
+        environment = Environment.of_run(config, tokenizer, backend, limits, blobs.put)
+        stack.push_async_callback(environment.close)
         subscriber = make_subscriber(config.weights)
         async with _make_service(config, tokenizer, model, subscriber) as service:
 
@@ -179,15 +179,13 @@ async def open_site(
                 service,
                 service,
                 blobs,
-                Makings.of(config, renderer),
+                Makings.of(config, environment.renderer),
                 config.engine.num_slots,
                 config.rl.kv_on_update,
                 check,
                 subscriber,
                 config.weights.read_url or config.weights.url,
             )
-    finally:
-        await backend.close()
 
 
 def _make_service(

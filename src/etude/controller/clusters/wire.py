@@ -20,7 +20,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from etude.agent import registry_of
+from etude.agent.tools.registry import schemas_digest
 from etude.config import RlConfig, RunConfig, SandboxConfig, dump_config
 from etude.controller.orders import Order
 from etude.environment.wire import task_document, task_of
@@ -55,7 +55,7 @@ class Makings:
                 "model": build.model,
                 "tokenizer": renderer.tokenizer.digest,
                 "template": renderer.template_digest,
-                "tools": registry_of(renderer.grammar.tools).digest,
+                "tools": schemas_digest(renderer.grammar.tools),
                 "agent": config.agent.model_dump_json(),
                 "sandbox": sandbox,
                 "reward": config.rl.reward.model_dump_json(),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.engines import SampledModel
@@ -57,8 +56,7 @@ class EvaluationPart(EnginePart):
         sandboxes can be made here."""
         super().__init__(config, tokenizer, weights, config.engine.tool_delay_steps, model)
         self._backend = open_run_backend(config.sandbox, owner)
-        renderer = open_renderer(tokenizer, config.agent)
-        self._environment = Environment(self._backend, renderer, limits, config.rl.reward, keep_routes=None)
+        self._environment = Environment.of_run(config, tokenizer, self._backend, limits, keep_routes=None)
 
     async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judged:
         """The version's figures on the tasks. Raises WeightUpdateError for weights that are not there any
@@ -80,6 +78,7 @@ class EvaluationPart(EnginePart):
     async def close(self) -> None:
         """Ends the engine's loop and the sandboxes."""
         await super().close()
+        await self._environment.close()
         await self._backend.close()
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.orders import Order
@@ -78,13 +77,7 @@ class RolloutPart:
         self._backend = open_run_backend(config.sandbox, owner)
         self._blobs = MemoryBlobs()
         self._sampler = FollowingSampler(self._client, config.cluster.patience_s)
-        self._environment = Environment(
-            self._backend,
-            open_renderer(tokenizer, config.agent),
-            limits,
-            config.rl.reward,
-            self._blobs.put,
-        )
+        self._environment = Environment.of_run(config, tokenizer, self._backend, limits, self._blobs.put)
         self._sessions: dict[int, asyncio.Task[ForkedEpisode]] = {}
         self._views: dict[int, MemberSampler] = {}
         self._cancelled: set[int] = set()
@@ -132,6 +125,7 @@ class RolloutPart:
         """Ends all sessions and their sandboxes."""
         await end_tasks(*self._sessions.values())
         self._sampler.disconnect()
+        await self._environment.close()
         await self._backend.close()
 
     async def _play(self, order: WorkerOrder, view: MemberSampler) -> ForkedEpisode:

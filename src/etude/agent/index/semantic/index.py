@@ -130,6 +130,11 @@ class SemanticIndex:
         async with self._one_update:
             await finish_in_thread(self._store.close)
 
+    async def forget(self) -> None:
+        """Removes from the store what is known of the directory, but for vectors. Only `close` may follow."""
+        async with self._one_update:
+            await finish_in_thread(self._store.drop, self._tree)
+
     async def fingerprint(self) -> str:
         """Names the files and their content that searches see, edits aside."""
         files = await finish_in_thread(self._store.files, self._tree)

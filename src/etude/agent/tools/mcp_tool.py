@@ -1,0 +1,142 @@
+"""Tools of MCP servers, as their servers described them: what the model is shown, and how a call is sent.
+
+    [agent.mcp.NAME] --describe_servers--> `described` --served_tools--> McpTool --> ToolServers.call
+
+What a model is shown comes from the configuration alone, so that everything that renders for one run renders
+the same, with no server at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from etude.agent.tools.interface import WRITES_ALL, Access, Arguments, ToolContext, failure, shorten
+from etude.agent.tools.mcp_schemas import own_name, parameters_of
+from etude.agent.tools.output_files import bounded, readable
+from etude.config import McpConfig
+from etude.errors import ConfigError, InfrastructureError
+from etude.records import ToolErrorClass, ToolResult
+from etude.sandbox.interface import Sandbox
+from etude.tokens.grammar import ToolSchema, read_value
+
+if TYPE_CHECKING:
+    from etude.agent.mcp import SessionServers
+
+_DESCRIPTION_CHARACTERS = 1000
+
+
+class ServedTool(BaseModel):
+    """One tool in the words of its server."""
+
+    name: str
+    description: str
+    input_schema: dict[str, Any]
+    only_reads: bool = False
+    """Whether the server says so."""
+
+
+_SERVED = TypeAdapter(list[ServedTool])
+
+
+def write_described(tools: Sequence[ServedTool]) -> str:
+    """As `McpConfig.described` holds it."""
+    return _SERVED.dump_json(list(tools)).decode()
+
+
+def read_described(name: str, config: McpConfig) -> list[ServedTool]:
+    """Raises ConfigError for a server that was not asked yet, and for what is no description."""
+    if not config.described:
+        raise ConfigError(
+            "its tools are not known: the server was not asked",
+            field=f"agent.mcp.{name}",
+            fix="begin with `etude train`, which asks it",
+        )
+    try:
+        return _SERVED.validate_json(config.described)
+    except ValidationError as error:
+        raise ConfigError(
+            "is no description of tools",
+            field=f"agent.mcp.{name}.described",
+            received=str(error)[:200],
+            fix="leave it out: it is filled in when a run begins",
+        ) from None
+
+
+def served_tools(servers: Mapping[str, McpConfig]) -> list[McpTool]:
+    """The tools of all servers. Raises ConfigError as `read_described`, and for names that cannot be ours."""
+    return [
+        McpTool(name, tool, config)
+        for name, config in servers.items()
+        for tool in read_described(name, config)
+    ]
+
+
+def open_servers(servers: Mapping[str, McpConfig], sandbox: Sandbox) -> SessionServers | None:
+    """The servers of a session, not started yet; None where there are none."""
+    if not servers:
+        return None
+    from etude.agent.mcp import SessionServers  # heavy, and an extra
+
+    return SessionServers(servers, sandbox)
+
+
+class McpTool:
+    """A tool of an MCP server.
+
+    Arguments: as the server says. Returns the texts of its answer; of other content its kind.
+    Limits: `output_characters`, more is kept in a file; 60 seconds.
+    Errors: invalid_arguments for what does not fit the server's schema; unexpected_environment for a result
+    that the server marks as an error, and for a server in the sandbox that is gone: the agent may have ended
+    it. Any other server that is gone or does not answer is infrastructure.
+    """
+
+    def __init__(self, server: str, described: ServedTool, config: McpConfig) -> None:
+        """Raises ConfigError for names that cannot be ours."""
+        self._server, self._name = server, described.name
+        self._parameters = parameters_of(described.input_schema)
+        self._only_reads = config.trusted and described.only_reads
+        self.schema = ToolSchema(
+            f"{server}_{own_name(described.name)}",
+            shorten(" ".join((described.description or described.name).split()), _DESCRIPTION_CHARACTERS),
+            tuple(self._parameters.values()),
+        )
+        self._waits = Access(reads=frozenset({"."})) if self._only_reads else WRITES_ALL
+        if not config.is_in_sandbox and not self._only_reads:
+            self._waits = replace(WRITES_ALL, outside=True)
+
+    @property
+    def repeatable(self) -> bool:
+        """See Tool."""
+        return self._only_reads
+
+    def access(self, arguments: Arguments) -> Access:
+        """See Tool. What it reads is not known to be of the workspace: it waits for all that writes there."""
+        return self._waits
+
+    async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
+        """See Tool."""
+        values = self._values(arguments)
+        if context.servers is None:
+            raise InfrastructureError("no MCP server is open", field="agent.mcp", received=self._server)
+        try:
+            answer = await context.servers.call(self._server, self._name, values)
+        finally:
+            context.changed_somewhere()
+        if answer.error is ToolErrorClass.INVALID_ARGUMENTS:
+            return failure(answer.text, answer.error)
+        output = await bounded(readable(answer.text).rstrip("\n"), context)
+        if answer.error is not None:
+            return failure(output or "the tool failed", answer.error, kind="mcp")
+        return ToolResult(output or "ok", facts={"kind": "mcp"})
+
+    def _values(self, arguments: Arguments) -> dict[str, Any]:
+        """The arguments under the server's names, as JSON values. Raises ToolArgumentError."""
+        return {
+            name: read_value(parameter, arguments[parameter.name])
+            for name, parameter in self._parameters.items()
+            if parameter.name in arguments
+        }
