@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import plan_bugs
-from etude.tasks.making.changes import Change, Quotas, Rejection, TestFailure, Verified
+from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
+from etude.tasks.making.hiding import hide_tests
 from etude.tasks.making.instructions import write_instruction
 from etude.tasks.making.selection import select
 
 _COMPOUND = 0.4
 """Combinations that are looked for, for each task that is wanted: more than the quota asks, of which some are
 rejected."""
-
-_SYMPTOMS = 12
-"""Failing tests of a bug that its instruction is written from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +74,14 @@ class Planner:
     def take(self, change: Change, noticed: Noticed) -> str | None:
         """Takes a change that tests notice; why it becomes no candidate, or None."""
         groups = [{one.test for one in self._found[part].noticed.failures} for part in change.parts]
-        # A deletion must say all that its tests use; of a bug some symptoms are enough.
-        seen = noticed.failures if change.kind == "deleted_feature" else _some(noticed.failures)
-        instruction = write_instruction(change, self._sources, self._tests, seen, self._seed, groups)
+        failures = noticed.failures
+        instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
         if isinstance(instruction, Rejection):
             return instruction.reason
+        hidden = hide_tests(self._tests, failures)
+        if hidden is None:
+            return "not hidden: a failing test cannot be taken out of its file"
+        change = replace(change, removed_tests=hidden)
         reference = {path: self._sources[path] for path in change.files}
         verified = Verified(change, reference, noticed.failures, instruction, noticed.num_suspect_lines)
         self._found[change.id] = Found(change, noticed, verified)
@@ -112,11 +113,6 @@ class Planner:
         return self._operators[change.operator] < most and all(
             self._functions[one] < self._quotas.most_per_function for one in functions
         )
-
-
-def _some(failures: Sequence[TestFailure]) -> Sequence[TestFailure]:
-    """Those whose statement is known first, and few of them: each is taken apart."""
-    return sorted(failures, key=lambda one: not one.test_line)[:_SYMPTOMS]
 
 
 def in_turn(plans: list[Iterator[Change]]) -> Iterator[Change]:
