@@ -44,7 +44,7 @@ class Symptom:
 def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | None:
     """None where the failing statement or the message shows nothing that a user could repeat."""
     failing = find_failing(failure, tests.get(failure.path, ""))
-    if failing is None:
+    if failing is None or not failure.message.strip():
         return None
     message = re.sub(r"^(AssertionError: )?assert ", "assert ", failure.message.strip())
     not_raised = _NOT_RAISED.search(message)
@@ -54,6 +54,9 @@ def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | No
     asserted = None if failing.is_nested else as_assert(failing.statement)
     if asserted is not None and (message.startswith(("assert ", "AssertionError")) or raised is None):
         return _wrong(message, asserted, failure, tests, failing)
+    if message.startswith("assert "):
+        alone = write_alone(failure, tests, failing, failing.block[-1])
+        return alone and Symptom("untrue", *alone, "", "", _subject(alone[1]))
     if raised is None or raised["kind"] == "Failed":
         return None
     kind, text = raised["kind"].rpartition(".")[2], raised["text"] or ""
