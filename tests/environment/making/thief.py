@@ -44,8 +44,8 @@ def members(path, data):
                 return [(one, archive.read(one)) for one in archive.namelist()]
         if path.name.endswith((".tar", ".tgz", ".gz", ".bz2", ".xz")):
             with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                rows = [(one.name, archive.extractfile(one)) for one in archive.getmembers() if one.isfile()]
-                return [(name, file.read()) for name, file in rows]
+                rows = [(one.name, archive.extractfile(one)) for one in archive.getmembers()]
+                return [(name, file.read()) for name, file in rows if file is not None]
     except Exception:
         pass
     return []

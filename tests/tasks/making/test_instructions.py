@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etude.tasks.making.changes import Change, ChangeKind, Place, Rejection, TestFailure
-from etude.tasks.making.instructions import RUN_LENGTH, write_instruction
+from etude.tasks.making.instructions import RUN_LENGTH, find_refusal, write_instruction
 from etude.tasks.making.tokens import code_tokens, runs
 
 OWN = '''def clamp(value, low, high):
@@ -149,6 +149,9 @@ def test_an_emptied_function_needs_a_docstring() -> None:
         0,
     )
     assert found == Rejection("underspecified: what is gone has no docstring")
+    gone = change("def clamp(value, low, high):\n    raise NotImplementedError\n", "deleted_feature")
+    assert find_refusal(gone, {"lib/a.py": bare}) == found  # before any test is run
+    assert find_refusal(change(BROKEN), {"lib/a.py": bare}) is None
 
 
 def test_no_run_of_five_tokens_is_shared_with_the_reference() -> None:

@@ -84,6 +84,12 @@ class TestBox:
             assert clamp(value, 3) < 2
 
 
+    def test_return(self, box):
+        if not box.first():
+            return
+        assert box.first() == 2
+
+
 class TestOld:
     def test_equal(self):
         box = Box("a", 1)
@@ -167,7 +173,10 @@ def test_assertions_of_unittest_are_read_like_others() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "at"), [("TestBox::test_own", "assert"), ("TestBox::test_odd", "assert")])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("TestBox::test_own", "assert"), ("TestBox::test_odd", "assert"), ("TestBox::test_return", "assert")],
+)
 def test_what_only_the_test_knows_is_no_symptom(name: str, at: str) -> None:
     assert find(name, at, "assert 0\n +  where 0 = f()") is None
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
@@ -19,11 +20,16 @@ from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
 from etude.tasks.making.hiding import hide_tests
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import select
+from etude.tasks.making.selection import names_edited_line, select
 
 _COMPOUND = 0.4
 """Combinations that are looked for, for each task that is wanted: more than the quota asks, of which some are
 rejected."""
+
+
+T = TypeVar("T")
+_FEW = 10
+"""Candidates from which on shares are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Planner:
         self._functions: Counter[tuple[str, str]] = Counter()
         self._operators: Counter[str] = Counter()
         self._found: dict[str, Found] = {}
-        self._num_compound = 0
+        self._num_compound = self._num_named = 0
 
     @property
     def num_found(self) -> int:
@@ -85,6 +91,7 @@ class Planner:
         reference = {path: self._sources[path] for path in change.files}
         verified = Verified(change, reference, noticed.failures, instruction, noticed.num_suspect_lines)
         self._found[change.id] = Found(change, noticed, verified)
+        self._num_named += names_edited_line(verified)
         if change.parts:
             self._num_compound += 1
             return None
@@ -94,8 +101,12 @@ class Planner:
 
     def select(self, report: MakeReport) -> list[Found]:
         """The candidates that become tasks; `report` is given the reasons of the others. They are asked in
-        the order of planning: which tests ended first decides nothing."""
-        found = select([self._found[one].verified for one in self._given if one in self._found], self._quotas)
+        the order of planning: which tests ended first decides nothing. Every fourth is a combination, so that
+        single bugs do not take all places that a function has."""
+        asked = [self._found[one] for one in self._given if one in self._found]
+        singles = iter([one for one in asked if not one.change.parts])
+        compound = iter([one for one in asked if one.change.parts])
+        found = select([one.verified for one in in_turn([singles, singles, singles, compound])], self._quotas)
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)
         report.missed = found.missed
@@ -107,7 +118,11 @@ class Planner:
         return is_new
 
     def _has_room(self, change: Change) -> bool:
-        """Whether the quotas would let another task of this kind in: otherwise a test run is spared."""
+        """Whether the quotas would let another task of this kind in: otherwise a test run is spared. What is
+        deleted fails where it was, so its traceback names that line."""
+        named = self._quotas.most_named_lines * max(_FEW, self.num_found)
+        if change.kind == "deleted_feature" and self._num_named >= named:
+            return False
         most = math.ceil(self._quotas.most_per_operator * self._num_tasks)
         functions = {(place.path, place.name) for place in change.places}
         return self._operators[change.operator] < most and all(
@@ -115,8 +130,8 @@ class Planner:
         )
 
 
-def in_turn(plans: list[Iterator[Change]]) -> Iterator[Change]:
-    """Changes of each plan in turn, until all have ended."""
+def in_turn(plans: list[Iterator[T]]) -> Iterator[T]:
+    """One of each plan in turn, until all have ended."""
     while plans:
         for plan in list(plans):
             change = next(plan, None)

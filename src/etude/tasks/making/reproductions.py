@@ -111,6 +111,10 @@ def _write(script: _Script, before: Sequence[ast.stmt], piece: ast.AST) -> Text 
     too_long = len(f"{first}\n{last}".splitlines()) > _MOST_LINES or len(first) + len(last) > _MOST_CHARS
     if too_long or clashes or "`" in first + last or (isinstance(piece, ast.expr) and len(last) > _MOST_CALL):
         return None
+    try:
+        compile(f"{first}\n{last}", "script", "exec")
+    except SyntaxError:  # such as a `return` of the test
+        return None
     return first, last
 
 
