@@ -45,6 +45,7 @@ from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Network
 from etude.tasks.making.changes import Change, Quotas, Rejection, split_of
+from etude.tasks.making.instructions import find_refusal
 
 STATE = ".making"
 FIRST_RUN_S = 600.0
@@ -300,7 +301,8 @@ class _Search:
             await end_tasks(*(testing for _, testing in under_way))
 
     async def _test(self, change: Change) -> dict[str, Any]:
-        found = await verify_change(change, self._suite, self._baseline)
+        found = find_refusal(change, self._suite.project.sources)
+        found = found or await verify_change(change, self._suite, self._baseline)
         line: dict[str, Any] = {"id": change.id}
         if isinstance(found, Rejection):
             line["reason"] = found.reason

@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import plan_bugs
-from etude.tasks.making.changes import Change, Quotas, Rejection, TestFailure, Verified
+from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
+from etude.tasks.making.hiding import hide_tests
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import select
+from etude.tasks.making.selection import names_edited_line, select
 
 _COMPOUND = 0.4
 """Combinations that are looked for, for each task that is wanted: more than the quota asks, of which some are
 rejected."""
 
-_SYMPTOMS = 12
-"""Failing tests of a bug that its instruction is written from."""
+
+T = TypeVar("T")
+_FEW = 10
+"""Candidates from which on shares are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Planner:
         self._functions: Counter[tuple[str, str]] = Counter()
         self._operators: Counter[str] = Counter()
         self._found: dict[str, Found] = {}
-        self._num_compound = 0
+        self._num_compound = self._num_named = 0
 
     @property
     def num_found(self) -> int:
@@ -76,14 +80,18 @@ class Planner:
     def take(self, change: Change, noticed: Noticed) -> str | None:
         """Takes a change that tests notice; why it becomes no candidate, or None."""
         groups = [{one.test for one in self._found[part].noticed.failures} for part in change.parts]
-        # A deletion must say all that its tests use; of a bug some symptoms are enough.
-        seen = noticed.failures if change.kind == "deleted_feature" else _some(noticed.failures)
-        instruction = write_instruction(change, self._sources, self._tests, seen, self._seed, groups)
+        failures = noticed.failures
+        instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
         if isinstance(instruction, Rejection):
             return instruction.reason
+        hidden = hide_tests(self._tests, failures)
+        if hidden is None:
+            return "not hidden: a failing test cannot be taken out of its file"
+        change = replace(change, removed_tests=hidden)
         reference = {path: self._sources[path] for path in change.files}
         verified = Verified(change, reference, noticed.failures, instruction, noticed.num_suspect_lines)
         self._found[change.id] = Found(change, noticed, verified)
+        self._num_named += names_edited_line(verified)
         if change.parts:
             self._num_compound += 1
             return None
@@ -93,8 +101,12 @@ class Planner:
 
     def select(self, report: MakeReport) -> list[Found]:
         """The candidates that become tasks; `report` is given the reasons of the others. They are asked in
-        the order of planning: which tests ended first decides nothing."""
-        found = select([self._found[one].verified for one in self._given if one in self._found], self._quotas)
+        the order of planning: which tests ended first decides nothing. Every fourth is a combination, so that
+        single bugs do not take all places that a function has."""
+        asked = [self._found[one] for one in self._given if one in self._found]
+        singles = iter([one for one in asked if not one.change.parts])
+        compound = iter([one for one in asked if one.change.parts])
+        found = select([one.verified for one in in_turn([singles, singles, singles, compound])], self._quotas)
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)
         report.missed = found.missed
@@ -106,7 +118,11 @@ class Planner:
         return is_new
 
     def _has_room(self, change: Change) -> bool:
-        """Whether the quotas would let another task of this kind in: otherwise a test run is spared."""
+        """Whether the quotas would let another task of this kind in: otherwise a test run is spared. What is
+        deleted fails where it was, so its traceback names that line."""
+        named = self._quotas.most_named_lines * max(_FEW, self.num_found)
+        if change.kind == "deleted_feature" and self._num_named >= named:
+            return False
         most = math.ceil(self._quotas.most_per_operator * self._num_tasks)
         functions = {(place.path, place.name) for place in change.places}
         return self._operators[change.operator] < most and all(
@@ -114,13 +130,8 @@ class Planner:
         )
 
 
-def _some(failures: Sequence[TestFailure]) -> Sequence[TestFailure]:
-    """Those whose statement is known first, and few of them: each is taken apart."""
-    return sorted(failures, key=lambda one: not one.test_line)[:_SYMPTOMS]
-
-
-def in_turn(plans: list[Iterator[Change]]) -> Iterator[Change]:
-    """Changes of each plan in turn, until all have ended."""
+def in_turn(plans: list[Iterator[T]]) -> Iterator[T]:
+    """One of each plan in turn, until all have ended."""
     while plans:
         for plan in list(plans):
             change = next(plan, None)

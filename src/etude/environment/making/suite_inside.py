@@ -5,13 +5,17 @@ Standard library and pytest only: its source enters on standard input, or lies b
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import importlib.util
 import json
 import os
 import random
+import select
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ import pytest
 
 REWARD = "/logs/verifier/reward.txt"
 _MESSAGE_CHARS = 600
+_VALUE_CHARS = 200
 _RANKS = {"passed": 0, "skipped": 1, "failed": 2}
 
 
@@ -84,15 +89,14 @@ class Watcher:
         self.failures: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self.broken: str | None = None
+        self._arguments: dict[str, Any] = {}
         self._ids = None if ids is None else frozenset(ids)
         self._seed, self._tracer = seed, tracer
 
-    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Leaves those that were asked for, in an order of the seed's; a file's tests stay together."""
         if self._ids is not None:
-            left_out = [item for item in items if item.nodeid not in self._ids]
             items[:] = [item for item in items if item.nodeid in self._ids]
-            config.hook.pytest_deselected(items=left_out)
         if self._seed is not None:
             rng = random.Random(self._seed)
             files: dict[str, list[Any]] = {}
@@ -103,6 +107,11 @@ class Watcher:
             for name in order:
                 rng.shuffle(files[name])
             items[:] = [item for name in order for item in files[name]]
+
+    def to_document(self, status: int) -> dict[str, Any]:
+        """How the tests ended."""
+        found = {"status": status, "broken": self.broken, "outcomes": self.outcomes}
+        return {**found, "failures": self.failures, "errors": self.errors}
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
@@ -116,6 +125,8 @@ class Watcher:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
         """Keeps how a part of a test ended: its worst part counts."""
+        if call.when == "setup":
+            self._arguments = _arguments(item)  # as they are before the test can change them
         result: Any = yield
         report = result.get_result()
         before = self.outcomes.get(item.nodeid, "passed")
@@ -124,8 +135,9 @@ class Watcher:
             crash = getattr(report.longrepr, "reprcrash", None)
             words = getattr(crash, "message", None) or str(report.longrepr)
             place = _innermost(call.excinfo)
-            line = _line_in(str(item.path), call.excinfo)
-            self.failures[item.nodeid] = {"message": words[:_MESSAGE_CHARS], "line": line, "place": place}
+            file, line = _failing_line(item, call.excinfo)
+            row = {"message": words[:_MESSAGE_CHARS], "line": line, "place": place, "file": file}
+            self.failures[item.nodeid] = {**row, **self._arguments}
 
     def pytest_internalerror(self, excrepr: Any) -> None:
         """Keeps why pytest itself, or a plugin of the project's, failed."""
@@ -135,6 +147,76 @@ class Watcher:
         """Keeps the files whose tests could not be collected."""
         if report.failed:
             self.errors[report.nodeid] = str(report.longrepr)[-_MESSAGE_CHARS:]
+
+
+class Rounds:
+    """A plugin of pytest's: runs collected tests several times, each time in a child of this process that
+    has them as they were collected; it ends with a round in which all that was asked for passes."""
+
+    def __init__(self, rounds: list[dict[str, Any]], stable: list[str], limit_s: float) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._rounds, self._stable, self._limit_s = rounds, stable, limit_s
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """In place of pytest's own loop."""
+        errors = next(
+            one.errors for one in session.config.pluginmanager.get_plugins() if type(one) is Watcher
+        )
+        for row in self._rounds:
+            self.found.append({**self._run(session, row), "errors": errors})
+            asked = self._stable if row["ids"] is None else row["ids"]
+            if "problem" in self.found[-1] or all(
+                self.found[-1]["outcomes"].get(test) == "passed" for test in asked
+            ):
+                break
+        return True
+
+    def _run(self, session: Any, row: dict[str, Any]) -> dict[str, Any]:
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            os.close(receiver)
+            with os.fdopen(sender, "wb") as file:
+                file.write(json.dumps(_run_round(session, row)).encode())
+            os._exit(0)
+        os.close(sender)
+        parts: list[bytes] = []
+        until = time.monotonic() + self._limit_s
+        while select.select([receiver], [], [], max(0.0, until - time.monotonic()))[0]:
+            part = os.read(receiver, 1 << 20)
+            if not part:
+                break
+            parts.append(part)
+        hangs = time.monotonic() >= until
+        os.close(receiver)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        with contextlib.suppress(ValueError):
+            return dict(json.loads(b"".join(parts)))
+        words = f"hangs: the tests did not end within {self._limit_s:.0f} s"
+        problem = words if hangs else f"dies: pytest ended with {status}"
+        return {"problem": problem, "outcomes": {}}
+
+
+def _run_round(session: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Runs chosen ones of the collected tests; does not return in a test's own children."""
+    process, manager = os.getpid(), session.config.pluginmanager
+    for plugin in manager.get_plugins():
+        if type(plugin) in (Watcher, Rounds):
+            manager.unregister(plugin)
+    watcher = Watcher(row["ids"], row["seed"], None)
+    manager.register(watcher)
+    watcher.pytest_collection_modifyitems(session.items)
+    session.config.option.maxfail = 1 if row["ids"] is not None else 0
+    session.testsfailed = 0
+    with contextlib.suppress(session.Failed, session.Interrupted):
+        session.config.hook.pytest_runtestloop(session=session)
+    if os.getpid() != process:
+        os._exit(1)
+    return watcher.to_document(0)
 
 
 def _frames(excinfo: Any) -> list[tuple[str, str, int]]:
@@ -158,9 +240,50 @@ def _innermost(excinfo: Any) -> list[Any] | None:
     return None
 
 
-def _line_in(path: str, excinfo: Any) -> int:
-    """The last line of a file in the traceback; 0 if there is none."""
-    return next((line for file, _, line in reversed(_frames(excinfo)) if file == path), 0)
+def _failing_line(item: Any, excinfo: Any) -> tuple[str, int]:
+    """The file that a test is written in, and its last line there in the traceback; 0 if there is none."""
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    path = code.co_filename if code is not None else str(item.path)
+    name = getattr(item, "originalname", item.name)
+    lines = [
+        line
+        for file, function, line in _frames(excinfo)
+        if (file, function.rpartition(".")[2]) == (path, name)
+    ]
+    return path.removeprefix(f"{Path.cwd()}/"), lines[-1] if lines else 0
+
+
+def _arguments(item: Any) -> dict[str, Any]:
+    """What a test is given: plain values as code, which of a parametrization's values, and where its
+    fixtures are defined: file and line."""
+    names = {id(value): name for name, value in vars(getattr(item, "module", item)).items()}
+    values = {
+        name: text
+        for name, value in getattr(item, "funcargs", {}).items()
+        if name != "request" and (text := _as_code(value, names)) and len(text) <= _VALUE_CHARS
+    }
+    indices = dict(getattr(getattr(item, "callspec", None), "indices", {}))
+    fixtures: dict[str, Any] = {}
+    top = f"{Path.cwd()}/"
+    for name, found in getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).items():
+        code = getattr(found[-1].func, "__code__", None)
+        if code is not None and code.co_filename.startswith(top):
+            fixtures[name] = [code.co_filename[len(top) :], code.co_firstlineno]
+    return {"values": values, "indices": indices, "fixtures": fixtures}
+
+
+def _as_code(value: Any, names: dict[int, str], depth: int = 0) -> str:
+    """An expression for a plain value, or for what the test's module has a name for; else empty."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return repr(value)
+    if kind in (list, tuple, dict, set) and len(value) <= 20 and depth < 3:
+        parts = [*value, *value.values()] if kind is dict else list(value)
+        codes = [_as_code(part, names, depth + 1) for part in parts]
+        plain = repr(value)
+        return plain if all(codes) and [repr(part) for part in parts] == codes else ""
+    name = names.get(id(value), "") if callable(value) else ""
+    return "" if name.startswith(("_", "@")) else name
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -171,14 +294,29 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     if tracer is not None:
         tracer.begin("")
     watcher = Watcher(request.get("ids"), request.get("seed"), tracer)
-    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-o", "addopts="]
+    words = [
+        "-q",
+        "--tb=native",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:randomly",
+        "-o",
+        "addopts=",
+    ]
     words += ["--continue-on-collection-errors", *request.get("options", [])]
     words += ["-p", "no:cov"] if importlib.util.find_spec("pytest_cov") else []
     words += ["--hypothesis-seed=0"] if importlib.util.find_spec("hypothesis") else []
-    words += ["--maxfail=1"] if request.get("stop_early") else []
-    status = pytest.main([*words, *request["paths"]], plugins=[watcher])
-    found: dict[str, Any] = {"status": int(status), "broken": watcher.broken, "outcomes": watcher.outcomes}
-    found |= {"failures": watcher.failures, "errors": watcher.errors}
+    plugins: list[Any] = [watcher]
+    if "rounds" in request:
+        rounds = Rounds(request["rounds"], request["stable"], request["limit_s"])
+        plugins.append(rounds)
+    status = pytest.main([*words, *request["paths"]], plugins=plugins)
+    found = watcher.to_document(int(status))
+    if len(plugins) > 1:
+        found["rounds"] = plugins[1].found
     if tracer is not None:
         tracer.end()
         found["coverage"] = tracer.to_document()

@@ -107,49 +107,58 @@ class Suite:
             open_files=1024, cpu_s=math.ceil(self.timeout_s) * (os.cpu_count() or 1),
         )  # fmt: skip
 
-    async def run(
-        self,
-        files: Mapping[str, str] | None = None,
-        ids: Sequence[str] | None = None,
-        seed: int | None = None,
-        stop_early: bool = False,
-        cover: bool = False,
-    ) -> SuiteRun:
-        """Runs the tests over `files`; an empty text removes a file.
+    async def run(self, seed: int | None = None, cover: bool = False) -> SuiteRun:
+        """Runs the tests with the project's own text.
 
-        `ids`: only these tests; `seed`: of order, hash seed and time zone; `stop_early`: no test after the
-        first that fails; `cover`: also say which tests run which lines. What the tests do to the sandbox is a
-        problem in the result. Raises SandboxError if our own machinery failed.
+        `seed`: of order, hash seed and time zone; `cover`: also say which tests run which lines. What the
+        tests do to the sandbox is a problem in the result. Raises SandboxError if our own machinery failed.
         """
-        paths = self.project.test_files
-        if ids is not None:
-            asked = {test.partition("::")[0] for test in ids}
-            paths = tuple(path for path in paths if path in asked)
-        request: dict[str, Any] = {"paths": paths, "ids": ids, "seed": seed, "stop_early": stop_early}
         sources = [pattern.replace("**", "*") for pattern in self.project.source_patterns]
-        request |= {"cover": sources if cover else [], "options": self.project.options}
-        env = {"PYTHONHASHSEED": str((seed or 0) % 1000), "TZ": _ZONES[(seed or 0) % len(_ZONES)]}
+        request: dict[str, Any] = {"seed": seed, "cover": sources if cover else []}
+        found = await self._ask({}, request, seed or 0, self.timeout_s)
+        return found if isinstance(found, SuiteRun) else _read_run(found)
+
+    async def run_rounds(
+        self, files: Mapping[str, str], rounds: Sequence[Sequence[str] | None], stable: Sequence[str]
+    ) -> list[SuiteRun]:
+        """Runs the tests over `files` several times in one sandbox, in other orders; an empty text removes a
+        file. The project is imported and its tests are collected once.
+
+        A round is of the tests that it names, until one fails, or of all, for None. After one in which all of
+        `stable` that are in it pass comes no other. Raises as `run`.
+        """
+        rows = [{"ids": ids, "seed": seed} for seed, ids in enumerate(rounds)]
+        request = {"rounds": rows, "stable": stable, "limit_s": self.timeout_s}
+        found = await self._ask(files, request, 1, self.timeout_s * (1 + len(rows)))
+        return [found] if isinstance(found, SuiteRun) else [_read_run(row) for row in found["rounds"]]
+
+    async def _ask(
+        self, files: Mapping[str, str], request: dict[str, Any], seed: int, limit_s: float
+    ) -> dict[str, Any] | SuiteRun:
+        """What the program says that runs inside a fresh sandbox; a run with a problem if it says nothing."""
+        request |= {"paths": self.project.test_files, "options": self.project.options}
+        env = {"PYTHONHASHSEED": str(seed % 1000), "TZ": _ZONES[seed % len(_ZONES)]}
         program = f"{PROGRAM.read_text()}\nanswer(json.loads({json.dumps(request)!r}))\n"
         sandbox = await self.backend.create(self.base, self.resources)
         try:
-            for path in [path for path, text in (files or {}).items() if not text]:
+            for path in [path for path, text in files.items() if not text]:
                 await sandbox.files.remove(path)
-            entering: dict[str, str | bytes] = {path: text for path, text in (files or {}).items() if text}
+            entering: dict[str, str | bytes] = {path: text for path, text in files.items() if text}
             if entering:
                 await sandbox.files.write_many(entering)
             result = await sandbox.commands.run(
-                "python3 -", self.timeout_s, env, limit_bytes=_MOST_BYTES, stdin=program
+                "python3 -", limit_s, env, limit_bytes=_MOST_BYTES, stdin=program
             )
         except AgentError as error:
             return SuiteRun({}, problem=str(error))
         finally:
             await sandbox.kill()
-        return _read_result(result, self.timeout_s)
+        return _read_answer(result, limit_s)
 
 
-def _read_result(result: CommandResult, timeout_s: float) -> SuiteRun:
+def _read_answer(result: CommandResult, limit_s: float) -> dict[str, Any] | SuiteRun:
     if result.timed_out:
-        problem = f"hangs: the tests did not end within {timeout_s:.0f} s"
+        problem = f"hangs: the tests did not end within {limit_s:.0f} s"
         return SuiteRun({}, problem=problem, duration_s=result.duration_s)
     try:
         found: dict[str, Any] = json.loads(result.stdout)
@@ -160,10 +169,13 @@ def _read_result(result: CommandResult, timeout_s: float) -> SuiteRun:
     if found["broken"] is not None or found["status"] in _NO_RESULT:
         words = " ".join((found["broken"] or f"exit status {found['status']}").split())[-300:]
         return SuiteRun({}, problem=f"pytest fails: {words}", duration_s=result.duration_s)
-    failures = {
-        test: TestFailure(test, row["message"], row["line"], _place(row["place"]))
-        for test, row in found["failures"].items()
-    }
+    return {**found, "duration_s": result.duration_s}
+
+
+def _read_run(found: Mapping[str, Any]) -> SuiteRun:
+    if found.get("problem") is not None:
+        return SuiteRun({}, problem=found["problem"])
+    failures = {test: _read_failure(test, row) for test, row in found["failures"].items()}
     coverage = None
     if "coverage" in found:
         rows = found["coverage"]
@@ -172,7 +184,13 @@ def _read_result(result: CommandResult, timeout_s: float) -> SuiteRun:
             for path, known in rows["files"].items()
         }
         coverage = Coverage(tuple(rows["tests"]), lines)
-    return SuiteRun(found["outcomes"], failures, found["errors"], coverage, duration_s=result.duration_s)
+    duration_s = found.get("duration_s", 0.0)
+    return SuiteRun(found["outcomes"], failures, found["errors"], coverage, duration_s=duration_s)
+
+
+def _read_failure(test: str, row: Mapping[str, Any]) -> TestFailure:
+    given = [row.get(key, {}) for key in ("values", "indices", "fixtures")]
+    return TestFailure(test, row["message"], row["line"], _place(row["place"]), row["file"], *given)
 
 
 def _place(row: Sequence[Any] | None) -> Place | None:

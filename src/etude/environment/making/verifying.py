@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from random import Random
 from typing import Any
 
 from etude.environment.making.baseline import Baseline
@@ -18,7 +17,7 @@ from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
 
 _ROUNDS = 3
 _MOST_COVERING = 300
-"""Tests that are tried first; of more, some are drawn."""
+"""Tests that are tried first; where there are more, all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +60,17 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     """
     if not any(baseline.coverage.is_run(place.path, _lines(place)) for place in change.places):
         return Rejection("not covered: no test runs the lines")
-    suite = suite.within(baseline.timeout_s)
     covering = sorted(_find_covering(change, baseline))
-    if covering:
-        drawn = Random(change.id).sample(covering, min(len(covering), _MOST_COVERING))
-        found = await suite.run(change.files, drawn, seed=0, stop_early=True)
-        if found.problem is not None:
-            return Rejection(found.problem)
-        if len(drawn) == len(covering) and not set(drawn) - found.passed:
-            return Rejection("not noticed: the tests that run the lines pass")
-    runs: list[SuiteRun] = []
-    for seed in range(1, _ROUNDS + 1):
-        found = await suite.run(change.files, seed=seed)
-        if found.problem is not None:
-            return Rejection(found.problem)
-        if not set(baseline.stable) - found.passed:
-            return Rejection("not noticed: all tests pass")
-        runs.append(found)
-    return _compare(change, runs, baseline)
+    rounds = [covering] if 0 < len(covering) <= _MOST_COVERING else []
+    suite = suite.within(baseline.timeout_s)
+    runs = await suite.run_rounds(change.files, [*rounds, *[None] * _ROUNDS], baseline.stable)
+    problem = next((run.problem for run in runs if run.problem is not None), None)
+    if problem is not None:
+        return Rejection(problem)
+    if len(runs) < len(rounds) + _ROUNDS:
+        which = "the tests that run the lines" if rounds and len(runs) == 1 else "all tests"
+        return Rejection(f"not noticed: {which} pass")
+    return _compare(change, runs[-_ROUNDS:], baseline)
 
 
 def _find_covering(change: Change, baseline: Baseline) -> set[str]:

@@ -62,8 +62,7 @@ class MadeTask:
         files = dict(self.project.files)
         for path, text in {**change.files, **change.removed_tests}.items():
             files[path] = text.encode()
-        # An empty text of a test file means that there is none.
-        return {path: data for path, data in files.items() if data or change.removed_tests.get(path) is None}
+        return files
 
 
 def write_made_task(made: MadeTask, directory: Path) -> None:

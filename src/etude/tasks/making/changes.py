@@ -10,9 +10,9 @@ select                                  Verified -> Selection
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 ChangeKind = Literal["planted_bug", "deleted_feature", "combined"]
 Split = Literal["train", "validation", "heldout"]
@@ -44,15 +44,15 @@ class Change:
     places: tuple[Place, ...]
     """Where the solution edits: lines of the project's *own* text, by which coverage knows them."""
     removed_tests: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Test files as they stand in the workspace, where the change touches them; empty text: no such file."""
+    """Test files as they stand in the workspace, without the tests that the change makes fail."""
     parts: tuple[str, ...] = ()
     """Ids of the changes that it combines."""
 
     @property
     def id(self) -> str:
-        """16 hexadecimal digits of the digest of the files."""
+        """16 hexadecimal digits of the digest of the files; the tests that are hidden follow from these."""
         digest = hashlib.sha256()
-        for path, text in sorted({**self.files, **self.removed_tests}.items()):
+        for path, text in sorted(self.files.items()):
             digest.update(f"{len(path)}:{path}{len(text)}:{text}".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
 
@@ -73,9 +73,22 @@ class TestFailure:
     message: str
     """The exception as pytest shows it: kind and text, or the `assert` with the values it saw."""
     test_line: int = 0
-    """Line of the test's file in the traceback: the statement that failed; 0: not known."""
+    """Line of the test in the traceback: the statement that failed; 0: not known."""
     innermost: Place | None = None
     """The traceback's last frame in the project (tests included), in the workspace's lines."""
+    file: str = ""
+    """File that the test is written in, where its class inherits it from another one."""
+    values: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Arguments of the test that are plain values -> as code."""
+    indices: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Parametrized arguments -> which of their values."""
+    fixtures: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+    """Fixtures that the project defines -> file and first line of the definition."""
+
+    @property
+    def path(self) -> str:
+        """The file that the test is written in."""
+        return self.file or self.test.partition("::")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ def combine(changes: Sequence[Change], sources: Mapping[str, str], seed: int) ->
                 OPERATOR_JOIN.join(change.operator for change in chosen),
                 files,
                 tuple(place for change in chosen for place in change.places),
-                {path: text for change in chosen for path, text in change.removed_tests.items()},
-                tuple(change.id for change in chosen),
+                parts=tuple(change.id for change in chosen),
             )
 
 

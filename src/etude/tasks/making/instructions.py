@@ -37,6 +37,19 @@ _NOT_RAISED = (
     "No {wanted} from `{call}`, though one is due.",
     "`{call}` is accepted; {wanted} is what it has to raise.",
 )
+_UNTRUE = (
+    "`{call}` should hold, but does not.",
+    "I rely on `{call}`, which no longer holds.",
+    "`{call}` has to be true and is not.",
+)
+_TEMPLATES = {"wrong value": _WRONG_VALUE, "untrue": _UNTRUE, "raises": _RAISES, "not raised": _NOT_RAISED}
+_SCRIPTS = {
+    "wrong value": "This script should run through, but does not:",
+    "untrue": "This script should run through, but does not:",
+    "raises": "This script should run through, but fails with {seen}:",
+    "not raised": "The last line of this script should raise {wanted}, but does not:",
+}
+_AFTER = ("After", "Having run", "With this:")
 _OPENINGS = (
     "",
     "",
@@ -106,6 +119,12 @@ def write_instruction(
     return text
 
 
+def find_refusal(change: Change, sources: Mapping[str, str]) -> Rejection | None:
+    """Why no instruction is written for a change, whatever its tests say; None if that is not known yet."""
+    found = _describe_deleted(change, sources, Random(0)) if change.kind == "deleted_feature" else None
+    return found if isinstance(found, Rejection) else None
+
+
 def find_needed(
     change: Change, sources: Mapping[str, str], tests: Mapping[str, str], failures: Sequence[TestFailure]
 ) -> list[str]:
@@ -133,12 +152,10 @@ def find_needed(
 def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) -> list[str]:
     """The text of the failing test functions, with the names that their files import."""
     parts = list[str]()
-    for path in dict.fromkeys(failure.test.partition("::")[0] for failure in failures):
+    for path in dict.fromkeys(failure.path for failure in failures):
         tree = read_tree(tests.get(path, ""))
         wanted = {
-            failure.test.rpartition("::")[2].partition("[")[0]
-            for failure in failures
-            if failure.test.startswith(f"{path}::")
+            failure.test.rpartition("::")[2].partition("[")[0] for failure in failures if failure.path == path
         }
         for node in ast.walk(tree) if tree is not None else ():
             is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in wanted
@@ -185,11 +202,14 @@ def _describe_failures(
 
 
 def _say(symptom: Symptom, rng: Random) -> str:
-    if symptom.kind == "wrong value":
-        templates = _WRONG_VALUE
-    else:
-        templates = _NOT_RAISED if symptom.kind == "not raised" else _RAISES
-    return rng.choice(templates).format(call=symptom.call, seen=symptom.seen, wanted=symptom.wanted)
+    values = {"call": symptom.call, "seen": symptom.seen, "wanted": symptom.wanted}
+    if symptom.is_statement:
+        code = "\n".join(filter(None, [symptom.script, symptom.call]))
+        return f"{_SCRIPTS[symptom.kind].format(**values)}\n\n```python\n{code}\n```\n"
+    sentence = rng.choice(_TEMPLATES[symptom.kind]).format(**values)
+    if not symptom.script:
+        return sentence
+    return f"{rng.choice(_AFTER)}\n\n```python\n{symptom.script}\n```\n\n{sentence}"
 
 
 def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -> str | Rejection:

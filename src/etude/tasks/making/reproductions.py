@@ -1,0 +1,389 @@
+"""A piece of a test as a script that stands alone, with what it needs of the test.
+
+failing statement ──> statements before it that matter ──> arguments by their values, fixtures by their bodies
+                                                     └──> imports, constants and helpers of the test's file
+
+A script is not run here: it is the test's own statements, in their order, with the values that the test had.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from etude.tasks.making.changes import TestFailure
+from etude.tasks.making.source import Function, read_tree
+
+_MOST_LINES, _MOST_CHARS = 16, 900
+_MOST_CALL = 120
+_MOVES = {"next", "pop", "popitem", "read", "readline", "send", "seek", "write", "append", "add", "update"}
+"""Calls for which an assertion that holds is not without effect."""
+Text = tuple[str, str]
+"""Statements that come first, which may be none, and an expression or statements."""
+
+
+_read_tree = lru_cache(maxsize=64)(read_tree)
+
+
+class NotAloneError(Exception):
+    """The piece depends on what only the test knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """Where a test failed."""
+
+    function: ast.FunctionDef
+    block: Sequence[ast.stmt]
+    """Statements of the function before and with the outermost one that failed."""
+    statement: ast.stmt
+    """The innermost one that failed."""
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the statement is in a loop, a branch or the like, which decides what it does."""
+        outer = self.block[-1]
+        inside = outer.body if isinstance(outer, ast.With) and is_raises(outer) else [outer]
+        return self.statement is not outer and self.statement not in inside
+
+
+def find_failing(failure: TestFailure, text: str) -> Failing | None:
+    """None where the failing line is in no statement of the test."""
+    name = failure.test.rpartition("::")[2].partition("[")[0]
+    tree, line = _read_tree(text), failure.test_line
+    for scope in ast.walk(tree) if tree is not None else ():
+        if not isinstance(scope, ast.FunctionDef) or scope.name != name or not _holds(scope, line):
+            continue
+        at = next((at for at, entry in enumerate(scope.body) if _holds(entry, line)), None)
+        if at is None:
+            continue
+        inner = [
+            node for node in ast.walk(scope.body[at]) if isinstance(node, ast.stmt) and _holds(node, line)
+        ]
+        return Failing(scope, scope.body[: at + 1], max(inner, key=lambda node: node.lineno))
+    return None
+
+
+def is_raises(statement: ast.stmt) -> bool:
+    """Whether it is `with pytest.raises(...)` or the like."""
+    return isinstance(statement, ast.With) and any(
+        isinstance(item.context_expr, ast.Call)
+        and ast.unparse(item.context_expr.func).rpartition(".")[2] in ("raises", "warns", "assertRaises")
+        for item in statement.items
+    )
+
+
+def _holds(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def write_alone(
+    failure: TestFailure, tests: Mapping[str, str], failing: Failing, piece: ast.AST
+) -> Text | None:
+    """What has to run before a piece of the failing statement, and the piece itself; None where it is too
+    long, or depends on what only the test knows. Short values are put where their names were."""
+    before = _slice(failing.block[:-1], piece)
+    try:
+        script = _Script(failure, tests)
+        script.need(_free_names([*before, piece]), failure.path, failing.function)
+    except NotAloneError:
+        return None
+    return _inline([*script.bindings, *before], piece) or _write(script, before, piece)
+
+
+def _write(script: _Script, before: Sequence[ast.stmt], piece: ast.AST) -> Text | None:
+    nodes: list[ast.AST] = [*script.bindings, *before, piece]
+    stored = [name for node in nodes[:-1] for name in _bound(node)]
+    clashes = any(stored.count(name) > 1 for name in map(_target, script.bindings) if name)
+    for at in reversed(range(len(nodes) - 1)):
+        node = nodes[at]
+        if isinstance(node, ast.With) and not node.body:
+            if not isinstance(nodes[-1], ast.stmt):
+                return None
+            body = [one for one in nodes[at + 1 :] if isinstance(one, ast.stmt)]
+            nodes[at:] = [ast.With(node.items, body, lineno=0)]
+    first = "\n".join([*dict.fromkeys(script.imports), *map(ast.unparse, nodes[:-1])])
+    last = ast.unparse(nodes[-1])
+    too_long = len(f"{first}\n{last}".splitlines()) > _MOST_LINES or len(first) + len(last) > _MOST_CHARS
+    if too_long or clashes or "`" in first + last or (isinstance(piece, ast.expr) and len(last) > _MOST_CALL):
+        return None
+    try:
+        compile(f"{first}\n{last}", "script", "exec")
+    except SyntaxError:  # such as a `return` of the test
+        return None
+    return first, last
+
+
+def _inline(before: Sequence[ast.stmt], piece: ast.AST) -> Text | None:
+    """The piece with the values in the places of the names, where all that comes before are such values."""
+    if not isinstance(piece, ast.expr):
+        return None
+    values: dict[str, ast.expr] = {}
+    for node in before:
+        name = _target(node)
+        if not name or name in values or not isinstance(node, ast.Assign):
+            return None
+        values[name] = node.value
+    inner = [node for top in [*before, piece] for node in ast.walk(top)]
+    uses = Counter(node.id for node in inner if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    if any(uses[name] > 1 and not isinstance(value, ast.Constant) for name, value in values.items()):
+        return None
+    expression: ast.expr = piece
+    for _ in range(4):
+        expression = _Substitution(values).visit(ast.parse(ast.unparse(expression), mode="eval").body)
+    text = ast.unparse(expression)
+    return ("", text) if len(text) <= _MOST_CALL and "`" not in text and "\n" not in text else None
+
+
+def _target(node: ast.stmt) -> str:
+    """The name that a plain assignment or a definition binds."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    return node.name if isinstance(node, Function | ast.ClassDef) else ""
+
+
+class _Substitution(ast.NodeTransformer):
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+
+def _slice(block: Sequence[ast.stmt], piece: ast.AST) -> list[ast.stmt]:
+    """The statements that what follows depends on, as far as their text shows it."""
+    kept: list[ast.stmt] = []
+    needed = _loads(piece)
+    for node in reversed(block):
+        if _matters(node, needed):
+            kept.insert(0, node)
+            needed |= _loads(node)
+    return kept
+
+
+def _matters(node: ast.stmt, needed: set[str]) -> bool:
+    is_check = isinstance(node, ast.Assert) or is_raises(node)
+    if isinstance(node, ast.Expr):
+        is_check = is_check or ast.unparse(node).startswith("self.assert")
+        if isinstance(node.value, ast.Constant):
+            return False
+    calls = {
+        ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(node) if isinstance(call, ast.Call)
+    }
+    if is_check and not calls & _MOVES:
+        return bool(_bound(node) & needed)
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
+        return bool(_bound(node) & needed)
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {entry.id for target in targets for entry in ast.walk(target) if isinstance(entry, ast.Name)}
+        return bool(names & needed)
+    return True
+
+
+class _Script:
+    """Gathers what a piece of a test needs: imports, and statements that bind names, in their order."""
+
+    def __init__(self, failure: TestFailure, tests: Mapping[str, str]) -> None:
+        self._failure, self._tests = failure, tests
+        self.imports: list[str] = []
+        self.bindings: list[ast.stmt] = []
+        self._places: dict[str, str] = {}
+        """Names that are bound, or will be -> the file that they were looked up in."""
+        for name, (path, line) in failure.fixtures.items():
+            decorators = getattr(self._fixture(path, line), "decorator_list", ())
+            if any("autouse=True" in ast.unparse(one) for one in decorators):
+                self._places[name] = path
+                self._bind_fixture(name, path, line)
+
+    def need(self, names: set[str], path: str, function: ast.FunctionDef | None) -> None:
+        """Binds names that code of a file uses, in a function or outside. Raises NotAloneError."""
+        arguments = function.args if function is not None else None
+        mine = (
+            {one.arg for one in (*arguments.args, *arguments.kwonlyargs)} if arguments is not None else set()
+        )
+        for name in sorted(names):
+            if hasattr(builtins, name) and name not in mine:
+                continue
+            if name in self._places:
+                if self._places[name] != path and name not in self._failure.fixtures:
+                    raise NotAloneError
+                continue
+            self._places[name] = path
+            if function is not None and name in mine:
+                self._bind_argument(name, path, function)
+            else:
+                self._bind_global(name, path)
+
+    def _bind_argument(self, name: str, path: str, function: ast.FunctionDef) -> None:
+        failure = self._failure
+        if name in failure.values:
+            value = ast.parse(failure.values[name], mode="eval").body
+        else:
+            value = _parametrized(function.decorator_list, name, failure.indices.get(name))
+        if value is not None:
+            self._bind(name, value, path)
+        elif name in failure.fixtures:
+            self._bind_fixture(name, *failure.fixtures[name])
+        else:
+            raise NotAloneError
+
+    def _bind_fixture(self, name: str, path: str, line: int) -> None:
+        """By the body of a fixture that ends in `return` or, with nothing after it, `yield`, or in a `with`
+        around that."""
+        function = self._fixture(path, line)
+        body = [node for node in function.body if not _is_docstring(node)] if function is not None else []
+        last = body[-1] if body else None
+        around: list[ast.stmt] = []
+        if isinstance(last, ast.With) and len(last.body) == 1:
+            around = [ast.With(last.items, [])]
+            last = last.body[0]
+        value = last.value if isinstance(last, ast.Return | ast.Expr) else None
+        if isinstance(last, ast.Expr):
+            value = value.value if isinstance(value, ast.Yield) else None
+        inner = [node for top in body[:-1] for node in ast.walk(top)]
+        if function is None or value is None or any(isinstance(node, _LEAVING) for node in inner):
+            raise NotAloneError
+        given = _fixture_value(function.decorator_list, self._failure.indices.get(name))
+        if given is not None:
+            value = _Param(given).visit(value)
+        self.need(_free_names([*body[:-1], *around, value]), path, function)
+        self.bindings += [*body[:-1], *around]
+        if ast.unparse(value) != name:
+            self.bindings.append(_assign(name, value))
+
+    def _fixture(self, path: str, line: int) -> ast.FunctionDef | None:
+        tree = _read_tree(self._tests.get(path, ""))
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                if line in (first, node.lineno):
+                    return node
+        return None
+
+    def _bind_global(self, name: str, path: str) -> None:
+        """By an import, or what the file's top defines."""
+        tree = _read_tree(self._tests.get(path, ""))
+        found = [node for node in tree.body if name in _bound(node)] if tree is not None else []
+        if not found or (len(found) > 1 and not all(isinstance(node, ast.FunctionDef) for node in found)):
+            raise NotAloneError
+        node = found[-1]  # after its overloads
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            aliases = [one for one in node.names if (one.asname or one.name).partition(".")[0] == name]
+            if not aliases or getattr(node, "level", 0):
+                raise NotAloneError
+            is_from = isinstance(node, ast.ImportFrom)
+            only = ast.ImportFrom(node.module, aliases, 0) if is_from else ast.Import(aliases)
+            self.imports.append(ast.unparse(only))
+        elif _target(node):
+            self.need(_free_names([node]) - {name}, path, None)
+            self.bindings.append(node)
+        else:
+            raise NotAloneError
+
+    def _bind(self, name: str, value: ast.expr, path: str) -> None:
+        self.need(_free_names([value]) - {name}, path, None)
+        if ast.unparse(value) == name:
+            self._bind_global(name, path)
+        else:
+            self.bindings.append(_assign(name, value))
+
+
+def _assign(name: str, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], value, lineno=0)
+
+
+def _parametrized(decorators: Sequence[ast.expr], name: str, index: int | None) -> ast.expr | None:
+    """The value of a parametrized argument, from the list in the decorator."""
+    for call in decorators:
+        if (
+            index is None
+            or not isinstance(call, ast.Call)
+            or not ast.unparse(call.func).endswith("parametrize")
+        ):
+            continue
+        if len(call.args) < 2 or not isinstance(call.args[1], ast.List | ast.Tuple):
+            continue
+        words, rows = call.args[0], call.args[1].elts
+        if isinstance(words, ast.Constant):
+            names = [word.strip() for word in str(words.value).split(",")]
+        else:
+            names = [str(getattr(one, "value", "")) for one in getattr(words, "elts", ())]
+        if name not in names or index >= len(rows):
+            continue
+        row = _without_marks(rows[index])
+        if len(row) == 1 < len(names):
+            row = list(getattr(row[0], "elts", ()))
+        return row[names.index(name)] if len(row) == len(names) else None
+    return None
+
+
+def _fixture_value(decorators: Sequence[ast.expr], index: int | None) -> ast.expr | None:
+    """What `request.param` is in a fixture."""
+    for call in decorators:
+        for one in call.keywords if isinstance(call, ast.Call) and index is not None else ():
+            rows = getattr(one.value, "elts", ())
+            if one.arg == "params" and index is not None and index < len(rows):
+                return _without_marks(rows[index])[0]
+    return None
+
+
+def _without_marks(value: ast.expr) -> list[ast.expr]:
+    """The values of a row, of which `pytest.param` may be around."""
+    is_param = isinstance(value, ast.Call) and ast.unparse(value.func) in ("pytest.param", "param")
+    return list(value.args) if is_param and isinstance(value, ast.Call) else [value]
+
+
+class _Param(ast.NodeTransformer):
+    """`request.param` -> its value."""
+
+    def __init__(self, value: ast.expr) -> None:
+        self.value = value
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return self.value if ast.unparse(node) == "request.param" else self.generic_visit(node)  # type: ignore
+
+
+_LEAVING = (ast.Return, ast.Yield, ast.YieldFrom)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """Names that a statement binds, its inner ones included."""
+    found = set[str]()
+    for entry in ast.walk(node):
+        if isinstance(entry, ast.Name) and not isinstance(entry.ctx, ast.Load):
+            found.add(entry.id)
+        elif isinstance(entry, ast.Import | ast.ImportFrom):
+            found |= {(one.asname or one.name).partition(".")[0] for one in entry.names}
+        elif isinstance(entry, Function | ast.ClassDef):
+            found.add(entry.name)
+    return found
+
+
+def _free_names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names that statements use, in their order, before they bind them."""
+    free, bound = set[str](), set[str]()
+    for node in nodes:
+        within = _bound(node)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            within = _bound(node.value)
+        free |= _loads(node) - within - bound
+        bound |= _bound(node)
+    return free
+
+
+def _loads(node: ast.AST) -> set[str]:
+    inner = list(ast.walk(node))
+    used = {entry.id for entry in inner if isinstance(entry, ast.Name) and isinstance(entry.ctx, ast.Load)}
+    if isinstance(node, ast.AugAssign):
+        used |= {entry.id for entry in ast.walk(node.target) if isinstance(entry, ast.Name)}
+    own = {entry.arg for entry in inner if isinstance(entry, ast.arg)}
+    return used - own - {entry.name for entry in inner if isinstance(entry, ast.ExceptHandler) and entry.name}
