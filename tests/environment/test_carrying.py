@@ -22,6 +22,8 @@ from etude.environment.verdicts import Grader
 from etude.environment.wire import task_document, task_of
 from etude.errors import SandboxError
 from etude.records import Task
+from etude.sandbox.inside.faults import Fault
+from etude.sandbox.inside.gathering import IndexedRoot, Skipped
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.machine import MachineSandbox
@@ -116,8 +118,7 @@ CHANGES = [
     ),
     ("chmod +x /srv/tool", "[ -x /srv/tool ]"),
     ("ln -sfn /srv /data/current", "[ $(readlink /data/current) = /srv ]"),
-    ("mkdir -p /opt/a; ln -s ../../data/secret /opt/a/b", "[ $(cat /opt/a/b) = s ]"),
-    ("echo x > /tmp/found", "[ $(cat /tmp/found) = x ]"),
+    ("mkdir -p /app/a; ln -s ../../data/secret /app/a/b", "[ $(cat /app/a/b) = s ]"),
     ("mv /data/old /data/new", "[ -f /data/new/deep/b ] && [ ! -e /data/old ]"),
     ('name="/srv/$(printf \'a\\377\')"; echo x > "$name"', "[ $(ls /srv | wc -l) = 2 ]"),
 ]
@@ -177,7 +178,7 @@ def test_nothing_that_a_test_runs_or_its_reward_comes_from_the_agent(tmp_path: P
     assert right == 1.0
 
 
-TOOLS = {"PATH": "/bin:/opt/env/bin:/opt/bin:/home/me/bin", "LD_LIBRARY_PATH": "/libs"}
+TOOLS = {"PATH": "/bin:/opt/env/bin:/opt/bin:/home/me/bin", "LD_LIBRARY_PATH": "/libs", "PYTHONPATH": "/deps"}
 
 
 SETTINGS = [
@@ -198,6 +199,13 @@ SETTINGS = [
     ("echo x > /pytest.ini", "/pytest.ini"),
     ("ln -s /srv/tool /conftest.py", "/conftest.py"),
     ("mkdir -p /srv/__pycache__; echo x > /srv/__pycache__/a.pyc", "/srv/__pycache__/a.pyc"),
+    ("echo x > /tmp/found", "/tmp/found"),
+    ("mkdir -p /var/lib/dpkg/info; echo x > /var/lib/dpkg/info/a.postinst", "/var/lib/dpkg/info/a.postinst"),
+    ("mkdir -p /srv/e/bin; echo x > /srv/e/bin/pytest", "/srv/e/bin/pytest"),
+    ("mkdir /deps; echo x > /deps/a.py", "/deps/a.py"),
+    ("mkdir /srv/e; echo x > /srv/e/pyvenv.cfg", "/srv/e/pyvenv.cfg"),
+    ("mkdir -p /home/me/.config; echo x > /home/me/.config/a", "/home/me/.config/a"),
+    ("mkdir ~/.ssh; echo x > ~/.ssh/config", "/root/.ssh/config"),
     ("rm -r /opt/env", "/opt/env/gone || [ ! -e /opt/env/bin/tool"),
 ]
 
@@ -269,6 +277,25 @@ def test_more_than_is_carried_is_the_agents_failure(tmp_path: Path) -> None:
         directory, "mkdir /app; head -c 40000000 /dev/zero > /app/big; echo hello > greeting.txt"
     )
     assert (verdict.reward, verdict.cause) == (None, "the changes are too large to carry")
+
+
+def test_what_cannot_cross_counts_for_nothing(tmp_path: Path) -> None:
+    """Caches and downloads, more than can be carried: they fail no right solution."""
+    directory = write_task(tmp_path / "task", image=IMAGE)
+    many = "mkdir -p ~/.cache/many /var/cache; cd ~/.cache/many; seq 51000 | xargs touch; cd - > /dev/null"
+    large = (
+        "head -c 40000000 /dev/zero > /var/cache/big; cp /var/cache/big /tmp/big; echo hello > greeting.txt"
+    )
+    (verdict,) = play(directory, f"{many}; {large}")
+    assert (verdict.reward, verdict.cause) == (1.0, None)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_record_of_the_image_that_was_changed_is_the_agents_failure(tmp_path: Path, text: str) -> None:
+    index = tmp_path / "index.json"
+    index.write_text(text)
+    with pytest.raises(Fault, match="was changed"):
+        list(IndexedRoot(str(index)).suspects(Skipped(frozenset(one.name for one in Path("/").iterdir()))))
 
 
 # A verifier with a machine of its own

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 
+from etude.agent.tools.text_file import off_loop
 from etude.environment.grading import is_bytecode, matches_any
-from etude.errors import SandboxError
+from etude.errors import SandboxError, TaskError
 from etude.records import Artifact, Task
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
@@ -31,23 +32,41 @@ ARTIFACT_BYTES = 64 << 20
 ROOT_BYTES = 32 << 20
 """All changes outside of the working directory together, as of those in it."""
 _EVERYWHERE = "/**"
+_GLOB = re.compile(r"[*?\[]")
 _VERIFIERS = frozenset(("tests", "logs", "solution", "proc", "sys", "dev"))
 """Directories of the root where nothing of the agent's is laid, and to which none of its links leads."""
-_PROGRAMS = frozenset(("bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"))
-_LIBRARIES = frozenset(("dist-packages", "node_modules", "site-packages"))
+_SYSTEM = frozenset(
+    "bin boot etc lib lib32 lib64 libx32 nix opt run sbin snap usr var".split()  # noqa: SIM905
+)
+"""Directories of the root with programs, their settings and the records of what is installed."""
+_SCRATCH = frozenset(("tmp",))
+_LIBRARIES = frozenset(("bin", "dist-packages", "node_modules", "sbin", "site-packages"))
+_SETTINGS = frozenset(("pyvenv.cfg", "sitecustomize.py", "usercustomize.py"))
+_KEYS = re.compile(r"authorized_keys|known_hosts|id_\w+(\.pub)?")
+"""What of `.ssh` is no setting: those can name programs."""
 _NO_PREFIXES = frozenset(("", "/opt", "/root", "/srv"))
 """What stands above directories of programs without being an installation of its own."""
 _LAY_S = 60.0
-_MAKE_ROOM = """while IFS= read -r row; do
+_MAKE_ROOM = """set --
+last=none
+while IFS= read -r row; do
     path="${row#?}"
     folder="${path%/*}"
     case "$row" in
     =*) [ -L "$path" ] || [ ! -d "$path" ] || rm -rf -- "$path" ;;
     +*) rm -rf -- "$path"/* "$path"/.[!.]* "$path"/..?* ;;
-    -*) [ "$(cd "$folder/" 2> /dev/null && pwd -P)" != "${folder:-/}" ] || rm -rf -- "$path" ;;
+    -*)
+        [ "$folder" = "$last" ] || real="$(cd "$folder/" 2> /dev/null && pwd -P)"
+        last="$folder"
+        [ "$real" != "${folder:-/}" ] || set -- "$@" "$path"
+        [ $# -lt 500 ] || { rm -rf -- "$@"; set --; }
+        ;;
     esac
-done"""
+done
+[ $# -eq 0 ] || rm -rf -- "$@"
+"""
 # Rows: `-` what is gone, `+` directories that are emptied, `=` what no directory may stand in the way of.
+_NO_PROGRAM = (126, 127)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +93,19 @@ async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[
     if not any(pattern.startswith("/") for pattern in task.allowed_paths):
         return Carried()
     programs, home = tuple(_installations(env, workspace)), env.get("HOME", "/root").rstrip("/")
+    named = [one for one in task.allowed_paths if one.startswith("/") and one != _EVERYWHERE]
+    tops = {one.split("/")[1] for one in named}
+    skip_tops = _VERIFIERS if any(map(_GLOB.search, tops)) else _VERIFIERS | (_SYSTEM | _SCRATCH) - tops
+    found = await sandbox.changed_root(
+        sorted(skip_tops), () if named else sorted(_LIBRARIES | _SETTINGS), skip_hidden=not named
+    )
     changed = {
         path: is_there
-        for path, is_there in (await sandbox.changed_root()).items()
+        for path, is_there in found.items()
         if _crosses(path, task.allowed_paths, programs, home) and not f"{workspace}/".startswith(f"{path}/")
     }
     asked = sorted(path for path, is_there in changed.items() if is_there)
-    gone = tuple(sorted((f"-{path}" for path, is_there in changed.items() if not is_there), reverse=True))
+    gone = tuple(f"-{path}" for path in _topmost(path for path, is_there in changed.items() if not is_there))
     if not changed:
         return Carried()
     archive = await sandbox.pack(asked, limit_bytes=ROOT_BYTES, below=False) if asked else b""
@@ -90,7 +115,9 @@ async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[
         # Files of the root itself, such as pytest.ini, are settings of whatever runs below it.
         return path in names and (is_folder or path.count("/") > 1 or path in task.allowed_paths)
 
-    return _looked_through(archive, sandbox, is_asked, leads_to_no_verifier, gone)
+    return await off_loop(
+        len(archive), _looked_through, archive, sandbox, is_asked, leads_to_no_verifier, gone
+    )
 
 
 async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Carried:
@@ -108,18 +135,34 @@ async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Ca
         def stays(path: str, target: str, top: str = top) -> bool:
             return path != top and stays_inside(path[len(top) + 1 :], target, top)
 
-        parts.append(_looked_through(archive, sandbox, is_below, stays, (f"+{top}",)))
-    return _joined(parts)
+        parts.append(
+            await off_loop(len(archive), _looked_through, archive, sandbox, is_below, stays, (f"+{top}",))
+        )
+    return await off_loop(ARTIFACT_BYTES - room_bytes, _joined, parts)
+
+
+def _topmost(paths: Iterable[str]) -> list[str]:
+    """Those of which no directory is among them, sorted by their directories."""
+    known = set(paths)
+    top = [
+        path
+        for path in known
+        if known.isdisjoint(accumulate(path.split("/")[1:-1], "{}/{}".format, initial=""))
+    ]
+    return sorted(top, key=lambda path: path.rpartition("/"))
 
 
 def _installations(env: Mapping[str, str], workspace: str) -> Iterator[str]:
-    """Directories of programs and libraries that `env` names; of `PREFIX/bin` all of the prefix."""
-    for name in ("PATH", "LD_LIBRARY_PATH"):
-        for folder in filter(None, (one.rstrip("/") for one in env.get(name, "").split(":"))):
+    """Files and directories that `env` names, such as those of programs and libraries, but for HOME; of
+    `PREFIX/bin` all of the prefix."""
+    for name, value in env.items():
+        words = value.split(":") if name != "HOME" else []
+        for folder in (one.rstrip("/") for one in words if one.startswith("/") and one.strip("/")):
             prefix, _, last = folder.rpartition("/")
             is_plain = prefix in _NO_PREFIXES or re.fullmatch("/home/[^/]*", prefix) is not None
             is_around = f"{workspace}/".startswith(f"{prefix}/")
-            yield folder if last not in ("bin", "sbin") or is_plain or is_around else prefix
+            if not f"{workspace}/".startswith(f"{folder}/"):
+                yield folder if last not in ("bin", "sbin") or is_plain or is_around else prefix
 
 
 def _crosses(path: str, patterns: Iterable[str], programs: Sequence[str], home: str) -> bool:
@@ -129,11 +172,15 @@ def _crosses(path: str, patterns: Iterable[str], programs: Sequence[str], home: 
         return False
     if matches_any(path, (one for one in patterns if one.startswith("/") and one != _EVERYWHERE)):
         return True
-    is_setting = path.startswith(f"{home}/.") and not f"{path}/".startswith(f"{home}/.ssh/")
+    if path.startswith(keys := f"{home}/.ssh/"):
+        is_setting = _KEYS.fullmatch(path.removeprefix(keys)) is None
+    else:
+        is_hidden = any(name.startswith(".") for name in names) and path != f"{home}/.ssh"
+        is_setting = is_hidden or names[-1] in _SETTINGS
     return not (
         _EVERYWHERE not in patterns
         or is_setting
-        or names[0] in _PROGRAMS
+        or names[0] in _SYSTEM | _SCRATCH
         or not _LIBRARIES.isdisjoint(names)
         or any(_overlap(path, one) for one in programs)
         or f"{home}/".startswith(f"{path}/")
@@ -214,7 +261,8 @@ def _looked_through(
                 data = given.extractfile(row) if row.isreg() else None
                 content = b"" if data is None else data.read()
                 kept = tarfile.TarInfo(row.name)
-                kept.type, kept.mode, kept.mtime = row.type, row.mode & 0o777, row.mtime
+                kept.type, kept.mtime = row.type, row.mtime
+                kept.mode = row.mode & (0o3777 if row.isdir() else 0o777)
                 kept.linkname, kept.size = row.linkname if row.issym() else "", len(content)
                 taken.addfile(kept, io.BytesIO(content))
                 head = repr((row.name, row.type, kept.mode, kept.linkname, len(content)))
@@ -255,7 +303,8 @@ def _joined(parts: Sequence[Carried]) -> Carried:
 async def lay(carried: Carried, fresh: Sandbox, own_env: dict[str, str]) -> None:
     """Lays it into a sandbox in which nothing of the agent's has run. `own_env`: of our own commands.
 
-    Raises NotLaidError for what does not fit there, SandboxError where it took too long.
+    Raises NotLaidError for what does not fit there, TaskError for an image without the programs for it,
+    SandboxError where it took too long.
     """
     steps: list[tuple[str, bytes]] = []
     if carried.room:
@@ -267,5 +316,12 @@ async def lay(carried: Carried, fresh: Sandbox, own_env: dict[str, str]) -> None
         result = await fresh.commands.run(command, _LAY_S, own_env, stdin=data)
         if result.timed_out:
             raise SandboxError(f"laying what the agent left took more than {_LAY_S:g} s", field="sandbox")
+        if result.exit_code in _NO_PROGRAM:
+            raise TaskError(
+                "what the agent left cannot be laid in the image of its verifier",
+                field="verifier.environment",
+                received=result.stderr.strip()[-200:],
+                fix="the image needs sh, tar and coreutils",
+            )
         if result.exit_code != 0:
             raise NotLaidError(f"what the agent left cannot be laid: {result.stderr.strip()[-200:]}")

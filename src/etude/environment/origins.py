@@ -50,7 +50,9 @@ class Origin:
         sandbox = await backend.create(self.template, self.resources, self.network, life_s)
         try:
             if self.publishes:
-                await sandbox.commands.run('mkdir -p "$(readlink -f /logs)/artifacts"')
+                made = await sandbox.commands.run('mkdir -p "$(readlink -f /logs)/artifacts"')
+                if made.exit_code != 0:
+                    raise SandboxError(f"/logs/artifacts cannot be made: {made.stderr[-200:]}", field="task")
             if self.health is not None:
                 await _wait_until_healthy(sandbox, self.health)
         except BaseException:

@@ -124,13 +124,18 @@ class Sandbox(ABC):
         header: Header = {"op": "diff", "kill_processes": True, "without": without}
         return changes(*await self.call(header), self.id)
 
-    async def changed_root(self) -> dict[str, bool]:
+    async def changed_root(
+        self, skip_tops: Sequence[str] = (), skip_names: Sequence[str] = (), skip_hidden: bool = False
+    ) -> dict[str, bool]:
         """Absolute paths outside of the workspace that changed in an image's root: whether each is there.
 
+        Not looked at are entries of the root by `skip_tops`, of any directory by `skip_names`, and with
+        `skip_hidden` names that begin with a dot, but `.ssh`.
         Files, directories and links. For a sandbox in which nothing of the agent's runs any more. Without an
         image nothing changes there. Raises DiffTooLargeError.
         """
-        _, names = await self.call({"op": "changed"})
+        header: Header = {"op": "changed", "skip_tops": list(skip_tops), "skip_names": list(skip_names)}
+        _, names = await self.call({**header, "skip_hidden": skip_hidden})
         return root_changes(names, self.id)
 
     async def kinds(self) -> tuple[str, dict[str, str]]:

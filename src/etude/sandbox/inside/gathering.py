@@ -10,12 +10,14 @@ from an index that was made before anything ran.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import io
 import json
 import os
 import stat
 import tarfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from etude.sandbox.inside import faults
@@ -31,10 +33,35 @@ _NAMES_BYTES = 16 << 20
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """What of the root nobody asks about: it is not looked at, and counts for nothing."""
+
+    tops: frozenset[str] = frozenset()
+    """Entries of the root itself."""
+    names: frozenset[str] = frozenset()
+    """Entries of any directory."""
+    hidden: bool = False
+    """Whether that goes for all names that begin with a dot, but `.ssh`."""
+
+    def has(self, path: str, name: str) -> bool:
+        """Whether an entry is skipped that lies in a directory which is not."""
+        is_hidden = self.hidden and name.startswith(".") and name != ".ssh"
+        return is_hidden or name in self.names or path in self.tops
+
+    def covers(self, path: str) -> bool:
+        """Whether an entry or a directory that it is in is skipped."""
+        names = path.split("/")
+        return names[0] in self.tops or any(self.has("", name) for name in names)
+
+
+_NOTHING = Skipped()
+
+
 class Before(Protocol):
     """The image's root as it was before anything ran."""
 
-    def suspects(self) -> Iterator[str]:
+    def suspects(self, skipped: Skipped) -> Iterator[str]:
         """Paths below `/` that may have changed since, some of them perhaps twice."""
         ...
 
@@ -55,10 +82,10 @@ class LayeredRoot:
         self._base = base
         self._written = written
 
-    def suspects(self) -> Iterator[str]:
+    def suspects(self, skipped: Skipped) -> Iterator[str]:
         for layer in self._written:
             hidden: set[str] = set()
-            for folder, name, status in walk(layer):
+            for folder, name, status in walk(layer, skipped=skipped):
                 path = folder.prefix + name
                 yield path
                 if stat.S_ISDIR(status.st_mode) and (
@@ -66,9 +93,13 @@ class LayeredRoot:
                 ):
                     hidden.add(f"{path}/")
                     yield from (f"{path}/{below}" for below in self._names(path))
+        if "tmp" in skipped.tops:
+            return
         top = os.open("/tmp", DIRECTORY_FLAGS)
         try:
-            yield from (f"tmp/{folder.prefix}{name}" for folder, name, _ in walk(top, own=False))
+            yield from (
+                f"tmp/{folder.prefix}{name}" for folder, name, _ in walk(top, own=False, skipped=skipped)
+            )
         finally:
             os.close(top)
 
@@ -130,9 +161,13 @@ class IndexedRoot:
             with open(self._index, "w", errors="surrogateescape") as file:
                 json.dump(rows, file)
 
-    def suspects(self) -> Iterator[str]:
-        yield from (path for path, status in _root_entries() if not self.has_same(path, status))
-        yield from self._known()
+    def suspects(self, skipped: Skipped) -> Iterator[str]:
+        seen: set[str] = set()
+        for path, status in _root_entries(skipped):
+            seen.add(path)
+            if not self.has_same(path, status):
+                yield path
+        yield from (path for path in self._known() if path not in seen and not skipped.covers(path))
 
     def had(self, path: str) -> bool:
         return path in self._known()
@@ -142,16 +177,21 @@ class IndexedRoot:
 
     def _known(self) -> dict[str, list[Any]]:
         if self._rows is None:
-            with open(self._index, errors="surrogateescape") as file:
-                self._rows = json.load(file)
-            assert self._rows is not None, "just read"
+            try:
+                with open(self._index, errors="surrogateescape") as file:
+                    rows = json.load(file)
+            except (OSError, ValueError, RecursionError):
+                rows = None
+            if not isinstance(rows, dict):  # commands may be root: it was somebody of them
+                raise Fault("diff", f"the record of the image's files, {self._index}, was changed")
+            self._rows = rows
         return self._rows
 
 
-def _root_entries() -> Iterator[tuple[str, os.stat_result]]:
+def _root_entries(skipped: Skipped = _NOTHING) -> Iterator[tuple[str, os.stat_result]]:
     top = os.open("/", DIRECTORY_FLAGS)
     try:
-        for folder, name, status in walk(top, 1 << 24):
+        for folder, name, status in walk(top, 1 << 24, skipped=skipped):
             yield folder.prefix + name, status
     finally:
         os.close(top)
@@ -164,11 +204,13 @@ def _row(status: os.stat_result) -> list[Any]:
     return [status.st_mode, status.st_size, status.st_mtime_ns]
 
 
-def walk(top: int, most: int = MAX_ENTRIES, own: bool = True) -> Iterator[tuple[Folder, str, os.stat_result]]:
+def walk(
+    top: int, most: int = MAX_ENTRIES, own: bool = True, skipped: Skipped = _NOTHING
+) -> Iterator[tuple[Folder, str, os.stat_result]]:
     """(folder, name, status) of everything below a directory, on its own file system. Follows no link.
 
     Directories that may not be entered are passed over, and so are, in a whole root (`own`), those that hold
-    no files of an image. Raises Fault for more than `most` entries.
+    no files of an image. Raises Fault for more than `most` entries beside those that are skipped.
     """
     folders = [Folder(os.dup(top), "", os.fstat(top))]
     device, count = folders[0].status.st_dev, 0
@@ -179,13 +221,15 @@ def walk(top: int, most: int = MAX_ENTRIES, own: bool = True) -> Iterator[tuple[
                 folders.pop().close()
                 continue
             name = folder.names.pop()
+            if skipped.has(folder.prefix + name, name):
+                continue
             try:
                 status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
             except FileNotFoundError:
                 continue
             count += 1
             if count > most:
-                raise Fault("argument", f"more than {most} entries: name a smaller directory")
+                raise Fault(*faults.DIFF_TOO_LARGE)
             if own and folder.prefix + name in (*NO_FILES, OWN):
                 continue
             yield folder, name, status
@@ -208,14 +252,15 @@ class Gathering:
         self._top = os.path.realpath(workspace)
         self._before = before
 
-    def changed(self) -> bytes:
+    def changed(self, skipped: Skipped = _NOTHING) -> bytes:
         """NUL-ended paths below `/` but outside of the workspace: `+` and what changed or is new, `-` and
         what is gone. Raises Fault for more than can be carried."""
         rows: list[bytes] = []
         size = 0
         before = self._before
-        for path in sorted(set(before.suspects())) if before is not None else ():
-            if f"{path}/".startswith(f"{self._workspace}/") or not _is_reached(path):
+        is_reached = functools.cache(_is_reached)
+        for path in sorted(set(before.suspects(skipped))) if before is not None else ():
+            if f"{path}/".startswith(f"{self._workspace}/") or not is_reached(os.path.dirname(path)):
                 continue
             try:
                 status: os.stat_result | None = os.lstat(f"/{path}")
@@ -290,10 +335,9 @@ def _is_opaque(name: str, folder: int) -> bool:
         return False
 
 
-def _is_reached(path: str) -> bool:
-    """Whether no link leads to a path: under its own name it is something else."""
-    folder = os.path.dirname(f"/{path}")
-    return os.path.realpath(folder) == folder
+def _is_reached(folder: str) -> bool:
+    """Whether no link leads to a directory below `/`: under its own name it is something else."""
+    return os.path.realpath(f"/{folder}") == f"/{folder}"
 
 
 def _pack_below(archive: tarfile.TarFile, name: str, place: str, exclude: Sequence[str]) -> None:
@@ -333,7 +377,8 @@ def _pack_one(archive: tarfile.TarFile, name: str, place: str) -> None:
 def _add(archive: tarfile.TarFile, name: str, entry: str, folder: int, status: os.stat_result) -> None:
     """Adds one entry; nothing for what is no file, directory or link, or may not be read."""
     info = tarfile.TarInfo(name.strip("/"))
-    info.mode, info.mtime = status.st_mode & 0o777, int(status.st_mtime)
+    info.mode = status.st_mode & (0o3777 if stat.S_ISDIR(status.st_mode) else 0o777)
+    info.mtime = int(status.st_mtime)
     if stat.S_ISREG(status.st_mode):
         try:
             descriptor = os.open(entry, _FILE_FLAGS, dir_fd=folder)

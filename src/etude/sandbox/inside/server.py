@@ -25,7 +25,7 @@ from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.forward import FRAMES, Forwarder
 from etude.sandbox.inside.frames import FrameError, Header
-from etude.sandbox.inside.gathering import Gathering
+from etude.sandbox.inside.gathering import Gathering, Skipped
 from etude.sandbox.inside.processes import Processes
 from etude.sandbox.inside.running import Running, Settings
 from etude.sandbox.inside.wire import Wire
@@ -80,6 +80,8 @@ class Server:
             "remove": self._remove,
             "grep": self._grep,
             "diff": self._diff,
+        }
+        self._gatherings: dict[str, Operation] = {
             "changed": self._changed,
             "kinds": self._kinds,
             "pack": self._pack,
@@ -148,6 +150,10 @@ class Server:
             if operation in self._file_operations:
                 with _time_limit(self._file_operation_s):
                     answer = self._file_operations[operation](header, payload)
+            elif operation in self._gatherings:
+                # Bounded by numbers of entries and bytes: on a busy machine the same files have to count.
+                with _time_limit(FILE_OPERATION_WALL_S):
+                    answer = self._gatherings[operation](header, payload)
             elif operation in self._owners_operations:
                 # These have no limit but their owner's patience: a `hello` that ended halfway would hold all
                 # answers back for good, its own too.
@@ -231,7 +237,8 @@ class Server:
         return {"sizes": sizes, "name_bytes": name_bytes}, data
 
     def _changed(self, header: Header, payload: bytes) -> Answer:
-        return {}, self._gathering.changed()
+        tops, names = frozenset(header["skip_tops"]), frozenset(header["skip_names"])
+        return {}, self._gathering.changed(Skipped(tops, names, header["skip_hidden"]))
 
     def _kinds(self, header: Header, payload: bytes) -> Answer:
         top, rows = self._gathering.kinds()

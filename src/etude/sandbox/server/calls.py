@@ -36,7 +36,7 @@ CALLS: Mapping[str, Fields] = {
     "remove": {"path": (str,)},
     "grep": {"pattern": (str,), "path": (str, _NONE), "limit": (int, _NONE)},
     "diff": {"kill_processes": (bool, _NONE), "without": (str, _NONE)},
-    "changed": {},
+    "changed": {"skip_tops": (list,), "skip_names": (list,), "skip_hidden": (bool,)},
     "kinds": {},
     "pack": {"below": (bool,), "exclude": (list,), "limit_bytes": (int,)},
     "command": {
