@@ -88,6 +88,21 @@ def test_what_a_foreign_agent_cannot_have_is_refused_by_name(field: str, section
     assert field.rpartition(".")[2] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "agent"),
+    [
+        ("agent.mcp", {"mcp": {"notes": {"command": "notes token-of-mine"}}}),
+        ("agent.index", {"index": "words"}),
+    ],
+)
+def test_tools_of_our_own_agent_are_refused_with_a_foreign_one(field: str, agent: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"agent": {"harness": {"command": "agent"}, **agent}})
+    (error,) = caught.value.errors()
+    assert f"{field}: must not be set" in error["msg"] and "has its own tools" in error["msg"]
+    assert "token-of-mine" not in error["msg"]
+
+
 @pytest.mark.parametrize("python", ["/etc", "/nowhere"])
 def test_an_environment_that_sandboxes_cannot_be_shown_is_refused_before_the_run(
     tmp_path: Path, python: str

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from etude.config import RunConfig
 from etude.controller.harness import open_environment
 from etude.environment.episodes import EpisodeLimits
-from etude.records import SamplingParams, Status, Trajectory, TrajectoryId
+from etude.environment.recording import Serving, live
+from etude.records import SampleChunk, SampleRequest, SamplingParams, Status, Trajectory, TrajectoryId
 from etude.sandbox.machine_backend import MachineBackend
 from etude.store.blobs import MemoryBlobs
 from tests.environment.playing import TASK
@@ -23,7 +25,8 @@ AGENT = textwrap.dedent(
     """
     import json, os, subprocess, sys, urllib.request
     def ask(messages):
-        body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "temperature": 0.3})
+        asked = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "temperature": 0.3}
+        body = json.dumps(asked | {"seed": 5})
         headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
         url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
         request = urllib.request.Request(url, body.encode(), headers)
@@ -48,17 +51,20 @@ def play(
     timeout_s: float = 60.0,
     refusals: int = 0,
     backend: str = "local",
+    sampler: TellingSampler | None = None,
 ) -> tuple[Trajectory, TellingSampler]:
     """One episode, and the sampler that played the answers. `refusals`: requests that it fails first."""
     agent = {"harness": {"command": command, "timeout_s": timeout_s}, "max_message_tokens": 200}
     config = RunConfig.model_validate({"agent": agent})
-    sampler = TellingSampler(replies(answers), refusals=refusals)
+    sampler = sampler or TellingSampler(replies(answers), refusals=refusals)
     identity = TrajectoryId("run", TASK.id, 0, 0, 0)
 
     async def scenario(backend: MachineBackend) -> Trajectory:
         limits, blobs = EpisodeLimits.from_config(config), MemoryBlobs()
         async with open_environment(config, backend, qwen_tokenizer(), limits, blobs.put) as runner:
-            return await runner.run(TASK, identity, sampler, (7, 1), SamplingParams(), training=True)
+            played = await runner.run(TASK, identity, sampler, (7, 1), SamplingParams(), training=True)
+        assert not backend.own_server, "the way to the endpoint goes with it"
+        return played
 
     return on_backend(state, scenario, backend), sampler
 
@@ -95,6 +101,33 @@ def test_an_agent_that_hangs_is_stopped_at_its_time_and_graded(tmp_path: Path) -
     assert trajectory.reward is not None and trajectory.reward.task == 1.0
 
 
+class DeafSampler(TellingSampler):
+    """Its second answer never comes, nor ends when it is aborted."""
+
+    async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+        if self.num_requests == 1:
+            await asyncio.sleep(3600)
+        async for chunk in super().stream(request):
+            yield chunk
+
+
+def test_a_session_that_ends_at_its_time_is_graded_though_its_last_answer_never_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "Serving", lambda: Serving(abort_s=0.2))
+    sampler = DeafSampler(replies([MEND, "done"]))
+    trajectory, _ = play(tmp_path, [], timeout_s=3.0, sampler=sampler)
+    assert (trajectory.status, trajectory.cause, trajectory.attempt) == (Status.LIMIT, "time", 0)
+    assert trajectory.reward is not None and trajectory.reward.task == 1.0
+    assert (trajectory.facts["failed"], trajectory.facts["aborted"]) == (0, 1)
+
+
+def test_the_command_may_compute_for_all_of_its_time(tmp_path: Path) -> None:
+    command = f'test "$(ulimit -t)" -ge 100 && {COMMAND}'
+    trajectory, _ = play(tmp_path, ["done"], command=command, timeout_s=100.0)
+    assert trajectory.status is Status.DONE
+
+
 def test_an_agent_that_ends_its_own_sandbox_has_failed(tmp_path: Path) -> None:
     trajectory, _ = play(tmp_path, [MEND, "kill -9 -1; kill -9 1; cat /dev/zero | tail"])
     assert trajectory.status in (Status.DONE, Status.AGENT_ERROR)
@@ -106,6 +139,21 @@ def test_a_command_that_never_asks_is_tried_again_and_no_reward(tmp_path: Path, 
     trajectory, _ = play(tmp_path, [], command=command, timeout_s=0.5)
     assert (trajectory.status, trajectory.reward, trajectory.attempt) == (Status.INFRASTRUCTURE, None, 2)
     assert trajectory.cause.startswith("SandboxError: ") and "never had an answer" in trajectory.cause
+
+
+@pytest.mark.parametrize(
+    ("asked", "instead", "told"),
+    [
+        ('"temperature": 0.3', '"n": 2', "one answer is recorded for each request"),
+        (": messages,", ": messages * 900,", "fix: raise agent.max_tokens, which is 640"),
+    ],
+)
+def test_what_the_agent_was_refused_is_the_reason_of_a_session_without_an_answer(
+    tmp_path: Path, asked: str, instead: str, told: str
+) -> None:
+    trajectory, _ = play(tmp_path, [], command=COMMAND.replace(asked, instead))
+    assert trajectory.status is Status.INFRASTRUCTURE
+    assert "never had an answer" in trajectory.cause and told in trajectory.cause
 
 
 def test_an_answer_that_the_sampler_failed_begins_the_episode_again(tmp_path: Path) -> None:
@@ -124,17 +172,23 @@ def test_calls_of_tools_that_were_not_offered_stay_words_of_the_agent(tmp_path: 
 def test_an_agent_reaches_nothing_but_its_own_session(tmp_path: Path) -> None:
     look = textwrap.dedent(
         """
-        import os, re, urllib.error, urllib.request
+        import http.client, os, re, urllib.error, urllib.request
         base = os.environ["OPENAI_BASE_URL"]
         root = re.match("http://[^/]*", base)[0]
         others = (root + "/sessions", root + "/s/0/v1/models", root + "/v1/models", "http://127.0.0.1:1/")
-        for url in (base + "/models", *others):
+        shown = tuple(root + path for path in ("/health", "/metrics", "/openapi.json"))
+        for url in (base + "/models", *others, *shown):
             try:
                 print(urllib.request.urlopen(url, timeout=20).status)
             except urllib.error.HTTPError as error:
                 print(error.code)
             except OSError as error:
                 print(type(error).__name__)
+        asking = http.client.HTTPConnection(root.removeprefix("http://"), timeout=20)
+        asking.putrequest("POST", base.removeprefix(root) + "/chat/completions")
+        asking.putheader("content-length", str(8 << 20))
+        asking.endheaders()
+        print(asking.getresponse().status)
         """
     )
     save = f"cat > /tmp/look.py <<'END'\n{look}\nEND\n"
@@ -142,4 +196,4 @@ def test_an_agent_reaches_nothing_but_its_own_session(tmp_path: Path) -> None:
     assert trajectory.status is Status.DONE
     (last,) = [request for request in sampler.inner.requests if request.id.endswith(":1")]
     shown = qwen_tokenizer().decode(sampler.contexts[last.id]).rpartition("<|im_start|>user\n")[2]
-    assert shown.startswith("200\n404\n404\n401\nURLError\n"), shown
+    assert shown.startswith("200\n404\n404\n401\nURLError\n200\n404\n404\n413\n"), shown

@@ -97,6 +97,7 @@ QUICKSTART_FAMILY = "etude_quickstart.bug_fixes:BugFixes"
 """The family of tasks of `make train`: a plug-in as any other, which comes with Étude."""
 _FAMILIES = {"bug_fixes": QUICKSTART_FAMILY, "trails": "etude_quickstart.trail_family:Trails"}
 """Short names."""
+_OWN_TOOLS = "a foreign agent has its own tools; leave it out, and set the agent up for them in its command"
 _NEAR = "its endpoint is in the run's own process, and so must its sandboxes be"
 _SERVER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -370,6 +371,8 @@ class RunConfig(Section):
         for field, received, why in (
             ("rl.stream.source", self.rl.stream.source, "recorded sessions are not played"),
             ("rl.forks.share", self.rl.forks.share, "nobody can fork a foreign agent in its middle"),
+            ("agent.mcp", sorted(self.agent.mcp), _OWN_TOOLS),
+            ("agent.index", self.agent.index.removeprefix("none"), _OWN_TOOLS),
             ("agent.summary_at_tokens", self.agent.summary_at_tokens, "a foreign agent sums up by itself"),
             ("sandbox.server", sandbox.server or sandbox.servers_file or sandbox.servers, _NEAR),
             ("cluster.workers", self.cluster.workers, _NEAR),

@@ -20,6 +20,11 @@ from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.network.proxy import OWN_URL
 from etude.tokens.tokenizer import Tokenizer
 
+_BODY_BYTES, _BYTES_PER_TOKEN = 4 << 20, 64
+"""A request of an agent may be as large: a whole context, as JSON escapes it, and room for the rest."""
+_REQUESTS = 8
+"""Of one session at once."""
+
 
 @contextlib.asynccontextmanager
 async def open_environment(
@@ -51,13 +56,20 @@ async def open_environment(
         held = replace(held, max_session_tokens=limits.session.max_session_tokens)
     renderer = open_renderer(tokenizer, config.agent)
     shelf = agent_format(tokenizer, config.agent).shelf()
-    sessions = LiveSessions(shelf, RecordingLimits(session=held))
+    body_bytes = _BODY_BYTES + held.max_context_tokens * _BYTES_PER_TOKEN
+    allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=held)
+    sessions = LiveSessions(shelf, allowed)
     async with served(build_app(sessions)) as url:
         doorway = Doorway(url)
         if backend.capabilities().network:
             backend.own_server = urlsplit(url).netloc
             doorway = Doorway(OWN_URL, (backend.own_server,))
-        yield HarnessEnvironment(backend, renderer, limits, reward, keep_routes, harness, sessions, doorway)
+        try:
+            yield HarnessEnvironment(
+                backend, renderer, limits, reward, keep_routes, harness, sessions, doorway
+            )
+        finally:
+            backend.own_server = ""
 
 
 def check_harness(config: RunConfig) -> None:

@@ -12,6 +12,8 @@ does not reach the endpoint.
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import shlex
 import time
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from etude.protocols import Sampler
 from etude.records import SamplingParams, Status, Task, ToolResult, Trajectory, TrajectoryId
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import CommandResult
+from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.renderer import Renderer
 
 MODEL = "etude"
@@ -73,6 +76,8 @@ class HarnessEnvironment(Environment):
         self._harness = harness
         self._sessions = sessions
         self._doorway = doorway
+        cpu_s = math.ceil(harness.timeout_s) * (os.cpu_count() or 1)
+        self._resources = replace(limits.sandbox, cpu_s=max(limits.sandbox.cpu_s, cpu_s))
         self._places = asyncio.Semaphore(harness.max_running)
 
     async def run(
@@ -98,9 +103,9 @@ class HarnessEnvironment(Environment):
         self, play: Play, sampler: Sampler, rng_key: tuple[int, ...], number: int
     ) -> Trajectory:
         fixed = replace(play.params, max_tokens=self._limits.session.max_message_tokens)
-        sampling = SamplingDefaults(fixed, fixed.max_tokens)
+        sampling = SamplingDefaults(fixed, fixed.max_tokens, own_noise=True)
         session = self._sessions.open(SessionSpec(play.identity, sampling=sampling), sampler, rng_key)
-        world = EnvironmentSession.begin(self._site, play.task, self._limits.sandbox, self._doorway.rules)
+        world = EnvironmentSession.begin(self._site, play.task, self._resources, self._doorway.rules)
         began = time.perf_counter()
         try:
             try:
@@ -183,10 +188,18 @@ def _check_sampled(session: RecordedSession, ending: _Ending) -> None:
     """Raises SamplerError where an answer was asked for and never came, SandboxError where none was."""
     if session.map.counts.failed:
         raise SamplerError("the agent's requests were not answered", received=session.map.counts.failed)
-    if not session.map.num_sampled_tokens:
-        raise SandboxError(
-            "the harness never had an answer of the model",
-            field="agent.harness.command",
-            received=ending.cause or "it ended by itself",
-            fix="run it in a sandbox by hand: it must ask the endpoint that OPENAI_BASE_URL names",
-        )
+    if session.map.num_sampled_tokens:
+        return
+    received, refusal = ending.cause or "it ended by itself", session.refusal
+    fix = "run it in a sandbox by hand: it must ask the endpoint that OPENAI_BASE_URL names"
+    if refusal is not None:
+        received = f"{received}; its last request was refused: {refusal}"
+        fix = "have it send what the endpoint answers"
+    if isinstance(refusal, ContextLengthError):
+        fix = f"raise agent.max_tokens, which is {refusal.max_tokens}: its first request has more tokens"
+    raise SandboxError(
+        "the harness never had an answer of the model",
+        field="agent.harness.command",
+        received=received,
+        fix=fix,
+    )

@@ -56,9 +56,10 @@ def build_application(
     ready: Callable[..., Awaitable[Any]] | None = None,
     figures: Callable[[Request], Awaitable[str]] | None = None,
     guard: Dependency | None = None,
+    describes: bool = True,
     respell: Respell = lambda connection, error, answer: answer,
 ) -> FastAPI:
-    """An application with `/health`, `/openapi.json` and what else is given.
+    """An application with `/health`, `/openapi.json` (unless it `describes` nothing) and what else is given.
 
     `metrics`: measures every request. `health`: says `healthy` without one. `figures`: the text of
     `/metrics`, which `guard` stands before. `app.state.allowed_hosts` holds the names, besides its address,
@@ -69,6 +70,7 @@ def build_application(
         version=etude.__version__,
         lifespan=lifespan,
         responses=errors.responses(),
+        openapi_url="/openapi.json" if describes else None,
         docs_url=None,
         redoc_url=None,
     )
@@ -230,7 +232,8 @@ def _answer_errors(app: FastAPI, answer: Callable[[HTTPConnection, Exception], R
 
 
 def _refusal(request: Request, error: HTTPException) -> RouteError:
-    field, fix = "path", "GET /openapi.json describes every route"
+    describes = request.app.openapi_url is not None
+    field, fix = "path", "GET /openapi.json describes every route" if describes else None
     if error.status_code == 405:
         headers = error.headers or {}
         field, fix = "method", f"use {headers.get('allow') or headers.get('Allow')}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from etude.environment.recording.journal import SessionJournal, read_journal, re
 from etude.environment.recording.recovery import find_sessions
 from etude.errors import ConfigError, StoreError
 from etude.inference.ports import free_port
-from etude.records import RewardBreakdown
+from etude.records import RewardBreakdown, SampleChunk, SampleRequest
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import CHATML_TEMPLATE
 from etude.tokens.grammar import HermesGrammar
@@ -148,6 +150,31 @@ def test_an_answer_that_was_cut_off_has_failed_and_may_be_asked_for_again(tmp_pa
         assert (made.counts.requests, made.counts.failed) == (2, 1)
         assert [turn.text for turn in made.turns()] == [turn.text for turn in service.session_map.turns()[:1]]
         assert (tmp_path / "s").read_bytes() == b"".join(lines[:-1])
+
+
+def test_an_answer_that_was_given_up_since_its_client_left_has_not_failed(tmp_path: Path) -> None:
+    class Silent(TellingSampler):
+        async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+            await asyncio.sleep(3600)
+            async for chunk in super().stream(request):
+                yield chunk
+
+    service = journaled(Silent(replies([])), True, tmp_path / "s")
+    service.serving = Serving(abort_s=0.1)
+
+    async def leave() -> None:
+        asking = asyncio.ensure_future(ChatClient(service).send([SYSTEM, USER]))
+        while not service.session_map.counts.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        asking.cancel()
+        await service.stop()
+
+    run(leave())
+    assert service.journal is not None
+    service.journal.close()
+    made, _ = replayed(tmp_path / "s")
+    assert made.counts == service.session_map.counts
+    assert (made.counts.failed, made.counts.aborted, made.turns()) == (0, 1, ())
 
 
 def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -132,6 +133,22 @@ def test_limits_of_sessions_and_of_requests_hold(served: Served, sampler: SlowSa
         return sorted(answer.status_code for answer in answers)
 
     assert asyncio.run(crowd()) == [200, 200, 429]
+
+
+def test_a_request_counts_while_it_is_still_being_sent(served: Served) -> None:
+    session = served.create()
+    url = httpx.URL(f"{session['openai_base_url']}/chat/completions")
+    head = f"POST {url.path} HTTP/1.1\r\nhost: {url.host}\r\ncontent-length: 99\r\n\r\n"
+    with (
+        socket.create_connection((url.host, url.port)) as one,
+        socket.create_connection((url.host, url.port)) as two,
+    ):
+        for connection in (one, two):
+            connection.sendall(head.encode())
+        wait_for(lambda: served.recordings.num_requests == 2)
+        assert chat(served, session).status_code == 429
+    wait_for(lambda: not served.recordings.num_requests)
+    assert chat(served, session).status_code == 200
 
 
 def test_the_same_trajectory_is_not_opened_twice(served: Served) -> None:

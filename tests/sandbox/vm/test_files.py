@@ -188,6 +188,37 @@ def test_packages_that_every_guest_needs_cannot_be_left_out(tmp_path: Path) -> N
         asyncio.run(build_image(tmp_path, packages=["python3"]))
 
 
+def test_programs_that_a_build_needs_are_missed_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mmdebstrap").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "mmdebstrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TemplateError, match=r"mkfs\.erofs.*apt-get install erofs-utils"):
+        asyncio.run(build_image(tmp_path, codename="bookworm", sources=["deb http://d bookworm main"]))
+    assert not images_directory(tmp_path).exists()
+
+
+def test_a_build_whose_sources_have_no_kernel_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(codename: str, target: Path, *given: Any, **named: Any) -> None:
+        write_archive(
+            target,
+            [
+                ("./etc", tarfile.DIRTYPE, 0o755, b""),
+                ("./usr/bin/busybox", tarfile.REGTYPE, 0o755, b"busybox"),
+                ("./var/lib/dpkg/status", tarfile.REGTYPE, 0o644, b"Package: x\nVersion: 1\n"),
+                ("./etude-kernel", tarfile.DIRTYPE, 0o755, b""),
+            ],
+        )
+
+    monkeypatch.setattr("etude.sandbox.vm.image._TOOLS", {})
+    monkeypatch.setattr("etude.sandbox.vm.image.write_archive", write)
+    with pytest.raises(TemplateError, match="the kernel's package was not found"):
+        asyncio.run(build_image(tmp_path, codename="bookworm", sources=["deb http://d bookworm main"]))
+
+
 def test_a_damaged_image_is_refused(tmp_path: Path) -> None:
     digest = "ab" * 20
     directory = images_directory(tmp_path) / digest
@@ -215,9 +246,10 @@ def test_building_a_damaged_image_anew_mends_it(tmp_path: Path, monkeypatch: pyt
         (target / "manifest.json").write_text(json.dumps(manifest))
         return manifest
 
-    async def write_nothing(*given: Any) -> None:
+    async def write_nothing(*given: Any, **named: Any) -> None:
         return None
 
+    monkeypatch.setattr("etude.sandbox.vm.image._TOOLS", {})
     monkeypatch.setattr("etude.sandbox.vm.image.write_archive", write_nothing)
     monkeypatch.setattr("etude.sandbox.vm.image._write_image", write)
 

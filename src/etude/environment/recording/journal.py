@@ -112,11 +112,11 @@ class SessionJournal:
             }
         )
 
-    def fail(self, number: int) -> None:
+    def fail(self, number: int, aborted: bool) -> None:
         """Nothing is kept of the answer to request `number`. Raises nothing: the next `begin` does."""
         if self._failed is None:
             try:
-                self._append({"kind": "fail", "number": number})
+                self._append({"kind": "fail", "number": number, "aborted": aborted})
             except StoreError as error:
                 self._failed = error
 
@@ -217,7 +217,7 @@ def replay(lines: Sequence[Mapping[str, Any]], session_map: SessionMap) -> Rewar
                 case "commit":
                     _commit(session_map, begun.pop(line["number"]), line)
                 case "fail":
-                    session_map.fail(begun.pop(line["number"]))
+                    session_map.fail(begun.pop(line["number"]), line.get("aborted", False))
                 case "reward":
                     reward = RewardBreakdown(**line["reward"])
                 case kind:

@@ -26,6 +26,7 @@ from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.session_map import KeepRoutes, SessionMap
 from etude.environment.recording.spec import SessionSpec
+from etude.errors import EtudeError
 from etude.protocols import Sampler
 from etude.records import RewardBreakdown, Status, Trajectory
 from etude.tokens.chat.shelf import RendererShelf
@@ -49,6 +50,8 @@ class RecordedSession:
     """Under way."""
     state: Literal["live", "finishing"] = "live"
     reward: RewardBreakdown | None = None
+    refusal: EtudeError | None = None
+    """What the agent was refused last."""
 
     @property
     def map(self) -> SessionMap:
@@ -159,7 +162,7 @@ class LiveSessions:
     def enter(self, session: RecordedSession) -> None:
         """A request of the session begins. Raises BusyError, and SessionEndedError for one that has ended
         since it was found."""
-        self._check_live(session)
+        self.check_live(session)
         if session.num_requests >= self.limits.requests_per_session:
             raise BusyError(
                 "too many requests of one session at once", field="session", received=session.num_requests
@@ -194,7 +197,8 @@ class LiveSessions:
     def _is_live(self, session: RecordedSession) -> bool:
         return session.state == "live" and session.id in self._sessions
 
-    def _check_live(self, session: RecordedSession) -> None:
+    def check_live(self, session: RecordedSession) -> None:
+        """Raises SessionEndedError."""
         if not self._is_live(session):
             raise SessionEndedError("the session has ended, or is being finished", field="session")
 

@@ -250,9 +250,9 @@ class AnswerService:
 
     def _fail(self, running: _Running, error: InfrastructureError) -> None:
         if not running.committed:  # else its tokens are recorded, though nobody can say how durably
-            self.session_map.fail(running.generation)
+            self.session_map.fail(running.generation, running.aborted)
             if self.journal is not None:
-                self.journal.fail(running.number)
+                self.journal.fail(running.number, running.aborted)
         running.queue.put_nowait(error)
 
 

@@ -89,7 +89,8 @@ class Counts:
     failed: int = 0
     """Answers that the sampler never finished: nothing of them is kept."""
     aborted: int = 0
-    """Answers that the client left while they were sampled: kept as far as they went."""
+    """Answers that the client left while they were sampled: kept as far as they went, and not at all where
+    the sampler did not end them."""
     malformed_calls: int = 0
 
 
@@ -214,11 +215,13 @@ class SessionMap:
         self._planner.answers[entry.key] = self._last_answer = (branch, entry)
         return entry
 
-    def fail(self, generation: Generation) -> None:
-        """The sampler failed: the branch stays as it was before the answer."""
+    def fail(self, generation: Generation, aborted: bool = False) -> None:
+        """The branch stays as it was before the answer. `aborted`: its client had left, else the sampler
+        failed."""
         generation.branch.busy = False
         generation.branch.known, generation.branch.prefix_digest = 0, None
-        self.counts.failed += 1
+        self.counts.aborted += aborted
+        self.counts.failed += not aborted
 
     def segments(self, keep_routes: KeepRoutes | None = None) -> tuple[Segment, ...]:
         """The branches as records, in the order of their beginnings; those that nothing was sampled on, nor

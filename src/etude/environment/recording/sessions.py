@@ -138,10 +138,10 @@ class Recordings(LiveSessions):
 
     async def set_reward(self, session: RecordedSession, reward: RewardBreakdown) -> None:
         """Sets the reward, durably; a later one replaces it. Raises StoreError and SessionEndedError."""
-        self._check_live(session)
+        self.check_live(session)
         session.journal.reward(reward)
         await session.journal.sync()
-        self._check_live(session)  # else its trajectory may have been made without
+        self.check_live(session)  # else its trajectory may have been made without
         session.reward = reward
 
     async def finish(

@@ -24,10 +24,15 @@ class SamplingDefaults:
     """Whoever trains decides: what the client asks for does not count. None: the client decides."""
     max_tokens: int = 4096
     """Of one answer, where the client names no number."""
+    own_noise: bool = False
+    """Whether the client's `seed` is ignored too."""
 
     def that_count(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A request's body without what is ignored where sampling is fixed, whatever its value."""
-        return body if self.fixed is None else {k: v for k, v in body.items() if k not in _IGNORED}
+        """A request's body without what is ignored, whatever its value."""
+        ignored = _IGNORED if self.fixed is not None else frozenset[str]()
+        if self.own_noise:
+            ignored |= {"seed"}
+        return {k: v for k, v in body.items() if k not in ignored}
 
     def params(self, asked: Sampling) -> SamplingParams:
         """What is sampled with. Raises BadRequestError for what cannot be trained on here: several answers,

@@ -31,20 +31,21 @@ async def write_archive(
     epoch_s: int,
     sources: str | None = None,
     timeout_s: float = BUILD_TIMEOUT_S,
+    field: str = "base image",
 ) -> None:
     """Writes a root file system to `target`, a tar file in a directory of its own. Takes minutes.
 
-    `epoch_s`: the latest time of a file; `sources`: lines of a sources.list (None: this host's). Raises
-    ResourceError if mmdebstrap is missing or its sources cannot be reached.
+    `epoch_s`: the latest time of a file; `sources`: lines of a sources.list (None: this host's); `field`: of
+    its errors. Raises ResourceError if mmdebstrap is missing or its sources cannot be reached.
     """
     tool = shutil.which("mmdebstrap")
     if tool is None:
         raise ResourceError(
-            "mmdebstrap is not installed", field="base image", received=suite,
+            "mmdebstrap is not installed", field=field, received=suite,
             fix="apt-get install mmdebstrap, or import an OCI archive of the base image",
         )  # fmt: skip
     if sources is None:
-        sources = await asyncio.to_thread(_host_sources, suite)
+        sources = await asyncio.to_thread(_host_sources, suite, field)
     # Packages are unpacked by other users, too, where mmdebstrap does not run as root.
     target.parent.chmod(0o711)
     argv = [tool, "--format=tar", "--quiet", *options, suite, str(target), *(["-"] if sources else [])]
@@ -63,7 +64,7 @@ async def write_archive(
                 await process.communicate(sources.encode())
         except TimeoutError as error:
             raise ResourceError(
-                f"mmdebstrap took longer than {timeout_s:g} s", field="base image",
+                f"mmdebstrap took longer than {timeout_s:g} s", field=field,
                 fix="look at the network and the mirror, or allow more time",
             ) from error  # fmt: skip
         finally:
@@ -73,12 +74,12 @@ async def write_archive(
             tail = log.read().decode(errors="replace")[-_TAIL_CHARS:]
             raise ResourceError(
                 f"mmdebstrap ended with exit code {process.returncode}: {tail.strip()}",
-                field="base image",
+                field=field,
                 fix="see that apt-get update works here; as a plain user, install uidmap",
             )
 
 
-def _host_sources(suite: str) -> str:
+def _host_sources(suite: str, field: str) -> str:
     """The host's own package sources for a suite with its updates, as lines of sources.list; may be empty."""
     try:
         found = subprocess.run(
@@ -88,17 +89,17 @@ def _host_sources(suite: str) -> str:
     except FileNotFoundError:
         return ""
     except subprocess.TimeoutExpired as error:
-        raise SandboxError("apt-get does not answer", field="base image") from error
+        raise SandboxError("apt-get does not answer", field=field) from error
     if found.returncode != 0:
         raise ResourceError(
             f"apt does not say what its sources are: {found.stderr.strip()[-_TAIL_CHARS:]}",
-            field="base image",
+            field=field,
             fix="see that apt-get update works here",
         )
-    return parse_sources(found.stdout, suite)
+    return parse_sources(found.stdout, suite, field)
 
 
-def parse_sources(listing: str, suite: str) -> str:
+def parse_sources(listing: str, suite: str, field: str = "base image") -> str:
     """Lines of sources.list from `release|component|address` rows: the suite, its updates, its fixes.
 
     Empty if the suite itself is not among them. Raises TemplateError for addresses that hold a password.
@@ -111,7 +112,7 @@ def parse_sources(listing: str, suite: str) -> str:
         if "@" in address:
             raise TemplateError(
                 "the host's package source holds a password, which would end up in the image",
-                field="base image",
+                field=field,
                 received=release,
                 fix="keep passwords in apt's auth.conf",
             )

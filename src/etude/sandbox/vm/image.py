@@ -51,6 +51,8 @@ _FETCH_KERNEL = (
 _LEFT_OUT = tuple(f"/usr/share/{name}/*" for name in ("doc", "man", "locale", "info"))
 _MAKE_ROOT = ("mkfs.erofs", "--quiet", "-x-1", f"-T{EPOCH_S}", "-U65747564-6500-4000-8000-6775657374ff",
               "--all-root", "-Eforce-inode-compact")  # fmt: skip
+_TOOLS = {"mmdebstrap": "mmdebstrap", "mkfs.erofs": "erofs-utils", "dpkg-deb": "dpkg"}
+"""Programs that a build runs, and their packages."""
 _DROPPED = ("boot", "dev", "var/cache", "var/log", "var/lib/apt", "var/lib/dpkg/info", "tmp", "run",
             "var/lib/systemd")  # fmt: skip
 """Directories whose contents stay out."""
@@ -107,6 +109,9 @@ async def build_image(
     missing = sorted(set(NEEDED_PACKAGES) - set(packages))
     if missing:
         raise TemplateError("packages that every guest needs are missing", field="packages", received=missing)
+    for program in _TOOLS:
+        if shutil.which(program) is None:
+            raise _not_installed(program)
     codename = codename or _host_codename()
     directory = images_directory(state)
     directory.mkdir(parents=True, exist_ok=True)
@@ -117,7 +122,7 @@ async def build_image(
     lines = None if sources is None else "\n".join(sources) + "\n"
     with ScratchDirectory(directory, DRAFTS) as scratch:
         archive, making = scratch / "root.tar", scratch / "image"
-        await write_archive(codename, archive, options, EPOCH_S, lines, BUILD_S)
+        await write_archive(codename, archive, options, EPOCH_S, lines, BUILD_S, field="image")
         making.mkdir(mode=0o700)
         manifest = await asyncio.to_thread(_write_image, archive, making, codename, packages)
         digest = str(manifest["digest"])
@@ -186,8 +191,15 @@ def _write_image(archive: Path, target: Path, codename: str, packages: Sequence[
     unpack_root(archive, tree)
     versions = _versions((tree / "var/lib/dpkg/status").read_text(encoding="utf-8"))
     busybox = next(path for path in (tree / "usr/bin/busybox", tree / "bin/busybox") if path.exists())
-    (package,) = (tree / _KERNEL_DIRECTORY).iterdir()
-    release = _write_kernel(package, busybox.read_bytes(), target)
+    found = list((tree / _KERNEL_DIRECTORY).glob("*.deb"))
+    if len(found) != 1:
+        raise TemplateError(
+            "the kernel's package was not found",
+            field="image",
+            received=[path.name for path in found],
+            fix=f"see that `apt-cache depends {_KERNEL}` names one image with the sources of the build",
+        )
+    release = _write_kernel(found[0], busybox.read_bytes(), target)
     shutil.rmtree(tree / _KERNEL_DIRECTORY)
     make_root(tree, target / ROOT)
     files = {name: _file_digest(target / name) for name in (KERNEL, INITRD, ROOT)}
@@ -250,15 +262,17 @@ def run_tool(program: str, *arguments: str | Path) -> None:
     try:
         subprocess.run([program, *arguments], check=True, capture_output=True, timeout=BUILD_S)
     except FileNotFoundError as error:
-        package = {"mkfs.erofs": "erofs-utils"}.get(program, program)
-        raise TemplateError(
-            "is not installed", field="image", received=program, fix=f"install the package {package}"
-        ) from error
+        raise _not_installed(program) from error
     except subprocess.SubprocessError as error:
         said = getattr(error, "stderr", None) or b""
         raise TemplateError(
             f"{program} fails: {said.decode(errors='replace').strip()[-1500:] or error}", field="image"
         ) from error
+
+
+def _not_installed(program: str) -> TemplateError:
+    fix = f"apt-get install {_TOOLS[program]}"
+    return TemplateError("is not installed", field="image", received=program, fix=fix)
 
 
 def _write_kernel(package: Path, busybox: bytes, target: Path) -> str:

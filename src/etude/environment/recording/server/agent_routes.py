@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from dataclasses import replace
@@ -35,9 +36,12 @@ _log = logging.getLogger("etude.recording.server")
 def _add_dialect(dialect: Dialect) -> None:
     async def answer(request: Request) -> Response:
         """The next answer of a conversation."""
-        session = session_of(request)
-        read, ask = await _read(request, dialect, session)
-        return await _answer(request, session, dialect, read, ask)
+        session, sessions = session_of(request), sessions_of(request)
+        with contextlib.ExitStack() as held:
+            sessions.enter(session)
+            held.callback(sessions.leave, session)
+            read, ask = await _read(request, dialect, session)
+            return await _answer(request, session, dialect, read, ask, held)
 
     router.add_api_route(
         dialect.path,
@@ -56,10 +60,14 @@ for _dialect in DIALECTS:
 @router.post("/v1/messages/count_tokens", openapi_extra=_JSON_BODY)
 async def count_tokens(request: Request) -> Response:
     """Tokens of the context that a request of these messages would have, in Anthropic's words."""
-    session = session_of(request)
-    _, ask = await _read(request, MESSAGES, session, max_tokens=1)
-    ahead = await session.service.encode_ahead(ask.messages)
-    return JSONResponse({"input_tokens": session.map.measure(ask.messages, ask.params, ahead)})
+    session, sessions = session_of(request), sessions_of(request)
+    sessions.enter(session)
+    try:
+        _, ask = await _read(request, MESSAGES, session, max_tokens=1)
+        ahead = await session.service.encode_ahead(ask.messages)
+        return JSONResponse({"input_tokens": session.map.measure(ask.messages, ask.params, ahead)})
+    finally:
+        sessions.leave(session)
 
 
 @router.get("/v1/models")
@@ -88,17 +96,19 @@ async def _read(
 
 
 async def _answer(
-    request: Request, session: RecordedSession, dialect: Dialect, read: ChatRequest, ask: Ask
+    request: Request,
+    session: RecordedSession,
+    dialect: Dialect,
+    read: ChatRequest,
+    ask: Ask,
+    held: contextlib.ExitStack,
 ) -> Response:
+    """What is `held` until the answer is sent goes along with one that is sent as it is sampled."""
     sessions = sessions_of(request)
     sessions.counts["requests"] += 1
     ahead = await session.service.encode_ahead(ask.messages)
-    sessions.enter(session)
-    try:
-        started = session.service.start(ask, ahead)
-    except BaseException:
-        sessions.leave(session)
-        raise
+    sessions.check_live(session)  # it may have ended while the request was read
+    started = session.service.start(ask, ahead)
     events, tokenizer = started.events, sessions.renderers.tokenizer
     model = read.model or _MODEL
     writer = dialect.writer(read, secrets.token_hex(12), started.prompt_tokens, tokenizer, model)
@@ -110,14 +120,8 @@ async def _answer(
         return respell_error(dialect.path, error, ERRORS.describe(error))
 
     if read.stream:
-        pieces = written(events, writer)
-
-        def ended(status: int) -> None:
-            sessions.leave(session)
-
-        return EventStream(Sending(pieces, describe, encode_event, ended))
-    try:
-        document = await unless_gone(request, written_whole(events, writer))
-    finally:
-        sessions.leave(session)
-    return JSONResponse(document)
+        sent = held.pop_all()
+        return EventStream(
+            Sending(written(events, writer), describe, encode_event, lambda status: sent.close())
+        )
+    return JSONResponse(await unless_gone(request, written_whole(events, writer)))

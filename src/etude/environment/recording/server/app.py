@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
 from etude.environment.recording.errors import ERRORS
-from etude.environment.recording.live import LiveSessions
+from etude.environment.recording.live import LiveSessions, RecordedSession
 from etude.environment.recording.server import agent_routes, control_routes
 from etude.environment.recording.server.requests import sessions_of
 from etude.environment.recording.sessions import Recordings
@@ -28,7 +28,7 @@ _SWEEP_S = 30.0
 
 def build_app(sessions: LiveSessions) -> FastAPI:
     """An ASGI application that serves sessions to agents. Of `Recordings` it also has the routes of whoever
-    trains, stores those that nobody uses any more, and closes them when it ends."""
+    trains and of whoever watches, stores those that nobody uses any more, and closes them when it ends."""
 
     recordings = sessions if isinstance(sessions, Recordings) else None
 
@@ -45,14 +45,18 @@ def build_app(sessions: LiveSessions) -> FastAPI:
 
     def on_error(connection: HTTPConnection, error: Exception, status: int) -> None:
         sessions.counts["errors"] += 1
+        session: RecordedSession | None = getattr(connection.state, "session", None)
+        if session is not None and isinstance(error, EtudeError):
+            session.refusal = error
 
     app = build_application(
         "Étude recordings",
         ERRORS,
         lifespan=lifespan,
         on_error=on_error,
-        health=_health,
-        figures=_figures,
+        health=None if recordings is None else _health,
+        figures=None if recordings is None else _figures,
+        describes=recordings is not None,
         respell=lambda connection, error, answer: respell_error(connection.url.path, error, answer),
     )
     app.state.sessions = sessions

@@ -46,7 +46,9 @@ def session_of(request: Request) -> RecordedSession:
     """The session that an agent's request belongs to."""
     path_id = request.path_params.get("session")
     header_id = request.headers.get(SESSION_HEADER)
-    return sessions_of(request).find_for_agent(path_id, header_id, key_of(request))
+    session = sessions_of(request).find_for_agent(path_id, header_id, key_of(request))
+    request.state.session = session
+    return session
 
 
 async def body_of(request: Request) -> dict[str, Any]:
