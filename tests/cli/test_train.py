@@ -188,9 +188,10 @@ def test_a_run_goes_on_with_its_parts_elsewhere(loop: Loop, config_file: Path) -
 
 
 def test_resuming_what_was_never_begun_is_refused(loop: Loop, config_file: Path) -> None:
-    result = etude("train", "--config", str(config_file), "--resume")
+    server = ("--set", "agent.mcp.bad.command=/no/such", "--set", "agent.mcp.bad.where=host")
+    result = etude("train", "--config", str(config_file), "--resume", *server)
     assert result.exit_code == 2
-    assert "no such directory" in result.stderr
+    assert "no such directory" in result.stderr  # and no server was started
 
 
 @pytest.mark.slow
