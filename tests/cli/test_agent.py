@@ -494,9 +494,19 @@ def test_tools_of_an_mcp_server_act_outside_and_are_asked_about(root: Path, appl
     assert ("HELLO" in done.stdout, "refused" in done.stdout) == (bool(apply), not apply)
 
 
-def test_an_mcp_server_without_a_command_is_refused(root: Path) -> None:
-    done = agent(root, [[FINISH]], "--mcp", "echo", "-p", "x")
-    assert done.exit_code == 2 and "is no MCP server" in done.stderr
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        (["echo"], "is no MCP server"),
+        (["Echo=true"], "is no MCP server"),
+        (["echo=it's"], "is no MCP server"),
+        (["echo=true", "echo=false"], "names a server twice"),
+    ],
+)
+def test_mcp_servers_that_are_named_wrongly_are_refused(root: Path, named: list[str], words: str) -> None:
+    options = [option for one in named for option in ("--mcp", one)]
+    done = agent(root, [[FINISH]], *options, "-p", "x")
+    assert done.exit_code == 2 and words in done.stderr
 
 
 def test_an_agent_may_ask_and_is_answered(root: Path, model) -> None:

@@ -37,6 +37,7 @@ from tests.cli.agent_scripts import (  # noqa: E402
     session_folders,
     write_script,
 )
+from tests.controller.test_agent_models import trained_run  # noqa: E402
 
 MENDED = TALLY.replace("= 1", "= 0")
 FILES = schema.FileSystemCapabilities(read_text_file=True, write_text_file=True)
@@ -124,9 +125,10 @@ async def beside(
     files: Any = FILES,
     tools: str = "",
     servers: dict[str, McpConfig] | None = None,
+    choice: ModelChoice | None = None,
 ) -> AsyncIterator[Any]:
     """The same in this process, over a pair of sockets: quicker to start."""
-    choice = ModelChoice(script=write_script(root / "script.json", messages), tools=tools)
+    choice = choice or ModelChoice(script=write_script(root / "script.json", messages), tools=tools)
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
@@ -291,6 +293,23 @@ def running(servers: Path) -> int:
 def outputs_of(editor: Editor) -> list[str]:
     updates = editor.told("tool_call_update")
     return [update["raw_output"]["output"] for update in updates if "raw_output" in update]
+
+
+def test_a_runs_model_gets_no_servers_of_the_editors_and_its_session_goes_on(
+    root: Path, servers: Path
+) -> None:
+    editor, run = Editor(("once",)), trained_run(root)
+
+    async def go() -> None:
+        async with beside(root, [], editor, choice=ModelChoice(run=str(run.path))) as connection:
+            cwd = str(root / "repo")
+            session = await connection.new_session(cwd=cwd, mcp_servers=[echo(servers)])
+            await say(connection, session, "/undo")
+
+    asyncio.run(go())
+    assert "[the MCP server My Echo is not connected" in editor.words()
+    assert "the tools that it was trained with" in editor.words() and "nothing to undo" in editor.words()
+    assert not list(servers.iterdir())
 
 
 @pytest.mark.slow

@@ -238,6 +238,11 @@ def test_config_show_prints_toml_that_loads_again(tmp_path: Path) -> None:
     assert (twice.exit_code, "name one file" in twice.stderr) == (2, True)
 
 
+def test_only_tasks_of_train_have_a_seed() -> None:
+    done = etude("tasks", "show", "0", "--seed", "5", "--split", "heldout")
+    assert done.exit_code == 2 and "only the split train has a seed" in done.stderr
+
+
 def test_a_run_whose_mcp_server_does_not_start_gets_no_directory(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="needs the extra mcp")
     server = ("--set", "agent.mcp.bad.command=/no/such", "--set", 'agent.mcp.bad.where="host"')

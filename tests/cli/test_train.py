@@ -123,9 +123,48 @@ def test_the_command_of_a_run_whose_steps_were_planned_resumes_it(config_file: P
     store_plan(run, asked, with_steps(asked, 10, 3))
     for settings in (["max_wall_s=60"], [], ["rl.num_steps=3"]):
         config = config_to_run(config_file, settings, resume=True, dropped=[])
-        assert resumed_run(config).path == run.path
+        assert resumed_run(config)[0].path == run.path
     with pytest.raises(RunDirectoryError, match="the run was started with 3"):
         resumed_run(config_to_run(config_file, ["rl.num_steps=5"], resume=True, dropped=[]))
+
+
+SERVER = ['agent.mcp.lines.command="count"', "agent.mcp.lines.tools=[]"]
+OWN = ["tasks.family=own:Family", "tasks.options.most=9"]
+
+
+def begin_run(config_file: Path, settings: list[str]) -> RunDirectory:
+    return RunDirectory.create(config_to_run(config_file, settings, resume=False, dropped=[]))
+
+
+def resume(config_file: Path, settings: list[str]) -> RunConfig:
+    return resumed_run(config_to_run(config_file, settings, resume=True, dropped=[]))[1]
+
+
+def test_what_is_left_out_on_resume_is_another_configuration(config_file: Path) -> None:
+    begin_run(config_file, [*SERVER, *OWN])
+    resume(config_file, [*SERVER, *OWN])
+    for settings, key in ((OWN, "agent.mcp.lines.command"), ([*SERVER, OWN[0]], "tasks.options.most")):
+        with pytest.raises(RunDirectoryError) as caught:
+            resume(config_file, settings)
+        assert caught.value.field == key
+    with pytest.raises(RunDirectoryError, match="was started without"):
+        resume(config_file, [*SERVER, *OWN, "tasks.options.least=1"])
+
+
+def test_a_resumed_run_keeps_what_its_servers_offered_when_it_began(config_file: Path) -> None:
+    begin_run(config_file, [*SERVER, "agent.mcp.lines.described='[1]'"])
+    assert resume(config_file, SERVER).agent.mcp["lines"].described == "[1]"
+    with pytest.raises(RunDirectoryError, match="described"):
+        resume(config_file, [*SERVER, "agent.mcp.lines.described='[2]'"])
+
+
+def test_a_run_that_named_semantic_search_before_it_had_an_index_goes_on(config_file: Path) -> None:
+    tools = ["agent.tools=grep,semantic_search,finish"]
+    run = begin_run(config_file, tools)
+    stored = run.config_file.read_text()
+    run.config_file.write_text(stored.replace('index = "words"\n', ""))
+    assert run.config_file.read_text() != stored
+    assert resume(config_file, tools).agent.index == run.config.agent.index == "words"
 
 
 @pytest.mark.slow
@@ -149,9 +188,10 @@ def test_a_run_goes_on_with_its_parts_elsewhere(loop: Loop, config_file: Path) -
 
 
 def test_resuming_what_was_never_begun_is_refused(loop: Loop, config_file: Path) -> None:
-    result = etude("train", "--config", str(config_file), "--resume")
+    server = ("--set", "agent.mcp.bad.command=/no/such", "--set", "agent.mcp.bad.where=host")
+    result = etude("train", "--config", str(config_file), "--resume", *server)
     assert result.exit_code == 2
-    assert "no such directory" in result.stderr
+    assert "no such directory" in result.stderr  # and no server was started
 
 
 @pytest.mark.slow

@@ -178,6 +178,11 @@ def test_impossible_values_are_refused_by_field(override: str, field: str) -> No
         (("engine.drafts=mtp",), "speculative_tokens: must be 1 or more with drafts"),
         (("engine.kernels=native", "engine.cache_dtype=bfloat16"), "cache_dtype: native kernels hold"),
         (("rl.updates_per_step=13",), "updates_per_step: must be at most groups_per_step=12"),
+        (("agent.mcp.a.command=it's", "agent.mcp.a.where=host"), "command: No closing quotation"),
+        (
+            ("agent.mcp.a.url=http://h", "agent.mcp.a.where=host"),
+            "env, where: are of a server that is started",
+        ),
         (("rl.level_weights=[0,0,0]",), "level_weights: must be >= 0 and not all 0"),
         (("rl.level_weights=[1,-1,2]",), "level_weights: must be >= 0 and not all 0"),
     ],

@@ -42,6 +42,14 @@ def small_model(tokenizer: Tokenizer, max_positions: int = 768, num_padding: int
     return model
 
 
+def trained_run(root: Path) -> RunDirectory:
+    tokenizer = etude_tokenizer()
+    settings = {"model": SMALL.model_dump(), "runs_directory": str(root / "runs"), "name": "demo"}
+    run = RunDirectory.create(parse_config(settings))
+    save_checkpoint(run.checkpoints / "final", small_model(tokenizer), write_more=tokenizer.save)
+    return run
+
+
 def speak(root: Path, choice: ModelChoice) -> tuple[Status, str, np.ndarray]:
     """One prompt; how it ended, by whom it was sampled, and its tokens."""
     make_repository(root / "repo")
@@ -86,12 +94,11 @@ def test_a_foreign_checkpoint_is_told_its_tools(tmp_path: Path) -> None:
 
 
 def test_a_runs_model_works_with_the_runs_limits(tmp_path: Path) -> None:
-    tokenizer = etude_tokenizer()
-    settings = {"model": SMALL.model_dump(), "runs_directory": str(tmp_path / "runs"), "name": "demo"}
-    run = RunDirectory.create(parse_config(settings))
-    save_checkpoint(run.checkpoints / "final", small_model(tokenizer), write_more=tokenizer.save)
+    run = trained_run(tmp_path)
     status, lineage, _ = speak(tmp_path, ModelChoice(run=str(run.path)))
     assert (status, lineage) == (Status.LIMIT, "demo")
+    with pytest.raises(ConfigError, match="trained with 'none'"):
+        speak(tmp_path / "other", ModelChoice(run=str(run.path), index="words"))
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -110,6 +117,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_choice_is_kept_with_its_session(tmp_path: Path) -> None:
     choice = ModelChoice(endpoint="http://h/v1", model_name="m", key_variable="KEY", temperature=0.5)
     assert ModelChoice.from_dict(choice.to_dict()) == choice
+    assert ModelChoice.from_dict({"model": "x", "index": "off"}).index == "none"
     assert Path(ModelChoice(model="x").to_dict()["model"]).is_absolute()
     with pytest.raises(StoreError):
         ModelChoice.from_dict({"nonsense": 1})

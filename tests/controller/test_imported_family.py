@@ -11,7 +11,7 @@ import pytest
 
 from etude.controller.evaluation import load_suite
 from etude.controller.families import open_family
-from etude.errors import ConfigError
+from etude.errors import ConfigError, TaskError
 from etude.store.trajectories import TrajectoryLog
 from tests.cli.commands import etude
 from tests.controller.running import run_here, tiny_config
@@ -50,6 +50,27 @@ def test_it_is_shown_and_its_split_is_a_suite(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a split of the family") as caught:
         load_suite("validation", 1, tiny_config(tmp_path, tasks=FAMILY))
     assert caught.value.fix == "one of heldout, or a directory of tasks"
+
+
+def test_a_split_comes_before_a_directory_of_its_name(tmp_path: Path) -> None:
+    module = "from swapped import Swapped\n\nclass Split(Swapped):\n    splits = ('own',)\n"
+    (tmp_path / "split_family.py").write_text(module)
+    (tmp_path / "own").mkdir()
+    config = tiny_config(tmp_path, tasks={"family": "split_family:Split"})
+    assert [task.id for task in load_suite("own", 1, config)] == ["swapped-1"]
+    with pytest.raises(TaskError):
+        load_suite("./own", 1, config)
+
+
+def test_where_the_quickstarts_families_went_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_family(tiny_config(tmp_path, tasks={"family": "etude.controller.families:BugFixes"}))
+    assert caught.value.fix == "it is etude_quickstart.bug_fixes:BugFixes by now"
+    monkeypatch.delitem(sys.modules, "etude_quickstart.bug_fixes", raising=False)
+    monkeypatch.setitem(sys.modules, "etude_quickstart", None)
+    with pytest.raises(ConfigError) as caught:
+        open_family(tiny_config(tmp_path))
+    assert caught.value.fix == "install Étude again: pip install -e . (or make)"
 
 
 def test_a_family_without_all_members_is_refused_by_their_names(tmp_path: Path) -> None:

@@ -80,6 +80,20 @@ def test_a_server_in_the_sandbox_sees_what_the_agent_did_and_is_the_agents_to_en
     assert "the MCP server lines failed" in ended[0][0]
 
 
+@pytest.mark.parametrize("flood", ["endless", "many"])
+def test_a_server_in_the_sandbox_that_floods_us_is_ended(flood: str) -> None:
+    async def use(backend: SandboxBackend, servers: dict[str, McpConfig]) -> Any:
+        session = begin(backend, servers)
+        async with asyncio.timeout(30):
+            ended = await turn(session, count(flood), count("a.txt"))
+        await session.close()
+        return ended
+
+    ended = in_sandbox(use)
+    assert all(error is ToolErrorClass.UNEXPECTED_ENVIRONMENT for _, error in ended), ended
+    assert "the MCP server lines failed" in ended[0][0]
+
+
 def test_a_server_that_does_not_start_or_offers_other_tools_fails_the_session() -> None:
     async def use(backend: SandboxBackend, servers: dict[str, McpConfig]) -> Any:
         other = servers["lines"].model_copy(update={"described": "[]"})

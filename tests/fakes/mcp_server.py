@@ -28,6 +28,8 @@ def answer(method, params):
         path = pathlib.Path(params["arguments"]["path"])
         if path.name == "die":
             os._exit(1)
+        while path.name in ("endless", "many"):
+            print("x" * 65_536 if path.name == "endless" else "x\n" * 32_768, end="", flush=True)
         if not path.is_file():
             return {"content": [{"type": "text", "text": "no such file"}], "isError": True}
         number = len(path.read_text().splitlines())

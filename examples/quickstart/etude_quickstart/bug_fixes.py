@@ -4,35 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from etude.config import RunConfig
-from etude.controller.expert_chats import ScriptedSession
 from etude.controller.families import Messages, TaskFamily, check_split
-from etude.evaluation import ActingTasks
-from etude.observe import Observer
 from etude.records import Task
-from etude.rollout.collect import TaskSource
-from etude.tokens.renderer import Renderer
-from etude.tokens.tokenizer import Tokenizer
-from etude.training import Document
 from etude_quickstart.acting import ACTING_SUITES, ActingFamily, MixedSource
-from etude_quickstart.corpus import (
-    CORPUS_SEED,
-    OBSERVED_SESSIONS,
-    PART_SESSIONS,
-    TOKENIZER_OBSERVED,
-    TOKENIZER_SESSIONS,
-    load_fixes,
-    load_sessions,
-    make_documents,
-    train_corpus_tokenizer,
-)
 from etude_quickstart.expert import Expert
 from etude_quickstart.frozen import acting_tasks, evaluation_tasks
 from etude_quickstart.generator import FunctionSplit, Split, TaskGenerator
 from etude_quickstart.observed import CEILING, mask_output
-from etude_quickstart.sessions import played_messages
+
+if TYPE_CHECKING:
+    # The agent and the sandboxes come with some of them, and with the corpus: tasks alone do without.
+    from etude.controller.expert_chats import ScriptedSession
+    from etude.evaluation import ActingTasks
+    from etude.observe import Observer
+    from etude.rollout.collect import TaskSource
+    from etude.tokens.renderer import Renderer
+    from etude.tokens.tokenizer import Tokenizer
+    from etude.training import Document
 
 
 class BugFixes:
@@ -49,6 +40,10 @@ class BugFixes:
     def acting(self) -> Sequence[ActingTasks]:
         """See TaskFamily."""
         tasks = self.config.tasks
+        if not (tasks.observed_share or tasks.composed_share):
+            return []
+        from etude.evaluation import ActingTasks
+
         observed = ActingTasks("observed", mask_output, CEILING)
         shares = ((observed, tasks.observed_share), (ActingTasks("composed"), tasks.composed_share))
         return [kind for kind, share in shares if share]
@@ -74,28 +69,37 @@ class BugFixes:
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
         """See TaskFamily."""
+        from etude_quickstart import corpus
+
         midtrain = self.config.midtrain
-        sessions = load_sessions(min(midtrain.num_sessions, TOKENIZER_SESSIONS), observer)
-        num_observed = min(midtrain.num_observed_sessions, TOKENIZER_OBSERVED)
-        sessions += load_sessions(num_observed, observer, OBSERVED_SESSIONS)
-        return train_corpus_tokenizer(sessions, self.config.tokenizer.vocab_size)
+        sessions = corpus.load_sessions(min(midtrain.num_sessions, corpus.TOKENIZER_SESSIONS), observer)
+        num_observed = min(midtrain.num_observed_sessions, corpus.TOKENIZER_OBSERVED)
+        sessions += corpus.load_sessions(num_observed, observer, corpus.OBSERVED_SESSIONS)
+        return corpus.train_corpus_tokenizer(sessions, self.config.tokenizer.vocab_size)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
         """See TaskFamily."""
+        from etude_quickstart import corpus
+
         midtrain = self.config.midtrain
-        sessions = load_sessions(midtrain.num_sessions, observer)
-        sessions += load_sessions(midtrain.num_observed_sessions, observer, OBSERVED_SESSIONS)
-        sessions += load_sessions(midtrain.num_part_sessions, observer, PART_SESSIONS)
-        fixes = load_fixes(midtrain.num_fix_documents, observer)
-        return make_documents(sessions, fixes, renderer, midtrain, self.config.agent.max_tokens)
+        sessions = corpus.load_sessions(midtrain.num_sessions, observer)
+        sessions += corpus.load_sessions(midtrain.num_observed_sessions, observer, corpus.OBSERVED_SESSIONS)
+        sessions += corpus.load_sessions(midtrain.num_part_sessions, observer, corpus.PART_SESSIONS)
+        fixes = corpus.load_fixes(midtrain.num_fix_documents, observer)
+        return corpus.make_documents(sessions, fixes, renderer, midtrain, self.config.agent.max_tokens)
 
     def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, Messages]:
         """See TaskFamily."""
+        from etude_quickstart.corpus import CORPUS_SEED
+        from etude_quickstart.sessions import played_messages
+
         task = TaskGenerator(CORPUS_SEED, "train").task(number)
         return task, played_messages(task, Expert(task, Random(number)), renderer, self.config)
 
     def sessions(self, count: int, observer: Observer) -> list[ScriptedSession]:
         """See TaskFamily."""
+        from etude_quickstart.corpus import load_sessions
+
         return load_sessions(count, observer)
 
 

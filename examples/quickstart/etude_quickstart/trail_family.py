@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,10 +25,12 @@ from etude.rollout.collect import TaskSource
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
-from etude.training import Document
 from etude_quickstart.playing import play
 from etude_quickstart.sessions import played_messages
 from etude_quickstart.trails import TrailAuthor, TrailGenerator, check_lengths
+
+if TYPE_CHECKING:
+    from etude.training import Document  # torch comes with it
 
 _CORPUS_SEED = 20_262
 _EVALUATION_SEED = 1_018
@@ -136,6 +139,8 @@ def _documents(session: AgentSession, config: RunConfig) -> list[Document]:
 
 def _document(session: AgentSession, segment: Segment, config: RunConfig) -> Document:
     """One context. What failed is shown, not taught; what carries the key weighs more."""
+    from etude.training import Document
+
     midtrain = config.midtrain
     weights = np.where(segment.sampled, midtrain.agent_weight, midtrain.observation_weight)
     for turn in session.turns:

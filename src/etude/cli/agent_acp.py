@@ -315,6 +315,13 @@ class EditorAgent:
         for server in named or ():
             try:
                 name, config = _server(server)
+                if choice.run:
+                    raise ConfigError(
+                        "a run's model has the tools that it was trained with",
+                        field="mcpServers",
+                        received=name,
+                        fix="train with [agent.mcp]",
+                    )
                 if name in servers:
                     raise ConfigError("another server has this name", field="mcpServers", received=name)
                 more = {**servers, **await describe_servers({name: config})}

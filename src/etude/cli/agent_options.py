@@ -100,7 +100,12 @@ def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
         return {}
     from etude.agent.mcp import parse_server
 
-    return dict(map(parse_server, commands))
+    named = [parse_server(command) for command in commands]
+    servers = dict(named)
+    if len(servers) < len(named):
+        names = ", ".join(name for name, _ in named)
+        raise ConfigError("names a server twice", field="--mcp", received=names, fix="give each its own name")
+    return servers
 
 
 def is_native(tool_calls: str) -> bool:

@@ -103,7 +103,7 @@ def train_stage(
     if follow_torchrun(config):
         return
     if asked.resume:
-        run = resumed_run(config, asked.dropped)
+        run, config = resumed_run(config, asked.dropped)
     else:
         check(config)
         run = RunDirectory.create(config)

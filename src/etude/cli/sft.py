@@ -38,6 +38,7 @@ def sft_command(
     from etude.controller.sft import check_sft, fine_tune
     from etude.controller.starting import settle_run_servers
 
-    run_config = settle_run_servers(run_config)
+    if not resume:
+        run_config = settle_run_servers(run_config)
     asked = Asked(run_config, config, settings, resume, drop or [], as_json)
     train_stage("sft", check_sft, fine_tune, asked)

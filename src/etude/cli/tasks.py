@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ from etude.cli.agent import DIFF_STYLES
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json
 from etude.cli.progress import open_observer
-from etude.errors import TaskError
+from etude.errors import ConfigError, TaskError
 from etude.records import Task
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ SettingsOption = Annotated[
 
 @tasks_app.command("show")
 def show_command(
-    index: Annotated[int, typer.Argument(min=0, help="Index of the task.")],
+    index: Annotated[
+        int, typer.Argument(min=0, help="Index of the task. A split other than `train` is made up to there.")
+    ],
     split: SplitOption = "train",
     seed: TrainSeedOption = None,
     solution: Annotated[bool, typer.Option("--solution", help="Also show the reference solution.")] = False,
@@ -224,15 +226,17 @@ def _read_tasks(
     """Tasks of the configured family; fewer where a split has no more. A finite set is read once."""
     from etude.config import load_config
     from etude.controller.families import open_family
-    from etude.rollout.epochs import EpochSource
 
+    if seed is not None and split != "train":
+        fix = "leave it out, or --split train"
+        raise ConfigError("only the split train has a seed", field="--seed", received=seed, fix=fix)
     chosen = [f"seed={seed}"] if seed is not None else []
     family = open_family(load_config(config, [*(settings or []), *chosen]))
     if split == "train":
         source = family.source()
-        if isinstance(source, EpochSource):
-            numbers = range(numbers.start, min(numbers.stop, len(source)))
-        return map(source, numbers)
+        sized: object = source
+        stop = min(numbers.stop, len(sized)) if isinstance(sized, Sized) else numbers.stop
+        return map(source, range(numbers.start, stop))
     return iter(family.evaluation_tasks(split, numbers.stop)[numbers.start :])
 
 

@@ -94,7 +94,6 @@ def train_command(
 
     if follow_torchrun(run_config):
         return
-    run_config = settle_run_servers(run_config)
     recorded = bool(run_config.rl.stream.source)
     if recorded:
         from etude.controller.recorded import settle_recorded
@@ -105,8 +104,9 @@ def train_command(
         from etude.controller.train import train
 
     if resume:
-        run = resumed_run(run_config, drop or [])
+        run, run_config = resumed_run(run_config, drop or [])
     else:
+        run_config = settle_run_servers(run_config)
         check_start(run_config)
         run = RunDirectory.create(run_config)
 
@@ -196,27 +196,41 @@ def _vanished(error: UnknownKeyError, message: str) -> UnknownKeyError:
     )
 
 
-def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> RunDirectory:
-    """The run to go on with, without the keys of `--drop`. Raises RunDirectoryError where it was begun with
-    another configuration, ConfigError with a key that this version does not know."""
+def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> tuple[RunDirectory, RunConfig]:
+    """The run to go on with, without the keys of `--drop`, and the configuration with what its MCP servers
+    offered then. Raises RunDirectoryError where it was begun with another configuration, ConfigError with a
+    key that this version does not know."""
     run = RunDirectory.open(Path(config.runs_directory) / config.name)
     try:
         run.drop_keys(dropped)
         begun_with = run.config
     except UnknownKeyError as error:
         raise _vanished(error, "the run was started with a key that this version does not know") from error
+    config = _as_described(config, begun_with)
     stored, wanted = _flatten(begun_with), _flatten(config)
     asked = run.environment.get("asked", {})  # where a time limit has become other steps
-    for key, value in wanted.items():
+    for key in dict.fromkeys((*wanted, *stored)):
+        value = wanted.get(key)
         may_change = key in MAY_CHANGE_ON_RESUME or key.startswith(MAY_CHANGE_WITHIN)
         if not may_change and value not in (stored.get(key), asked.get(key, stored.get(key))):
             raise RunDirectoryError(
-                f"the run was started with {stored.get(key)!r}",
+                f"the run was started with {stored[key]!r}"
+                if key in stored
+                else "the run was started without",
                 field=key,
                 received=value,
                 fix=f"resume with the same value, or start another with --name NAME (see {run.config_file})",
             )
-    return run
+    return run, config
+
+
+def _as_described(config: RunConfig, stored: RunConfig) -> RunConfig:
+    """With what the MCP servers of the stored run offer: they are not asked again."""
+    mcp = dict(config.agent.mcp)
+    for name in mcp.keys() & stored.agent.mcp.keys():
+        described = mcp[name].described or stored.agent.mcp[name].described
+        mcp[name] = mcp[name].model_copy(update={"described": described})
+    return config.model_copy(update={"agent": config.agent.model_copy(update={"mcp": mcp})})
 
 
 def _flatten(config: RunConfig) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from etude.config.reward import LengthConfig, RewardConfig
 from etude.config.routing import RouterConfig
 from etude.config.run import (
     QUICKSTART_FAMILY,
+    SEARCHING,
     AgentConfig,
     EvaluationConfig,
     GrammarName,
@@ -64,6 +65,7 @@ from etude.config.weights import WeightsConfig
 
 __all__ = [
     "QUICKSTART_FAMILY",
+    "SEARCHING",
     "AdapterConfig",
     "AgentConfig",
     "Baseline",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from etude.config.base import Section
+
+SERVER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class McpConfig(Section):
@@ -40,6 +44,13 @@ class McpConfig(Section):
             raise ValueError("needs either command or url")
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: must begin with http:// or https://, received {self.url!r}")
+        if self.url and (self.env or self.where == "host"):
+            raise ValueError("env, where: are of a server that is started, received some with url")
+        if self.where == "host":
+            try:
+                shlex.split(self.command)
+            except ValueError as error:
+                raise ValueError(f"command: {error}, received {self.command!r}") from None
         return self
 
     @property

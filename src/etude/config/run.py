@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,7 +15,7 @@ from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
 from etude.config.harness import HarnessConfig
 from etude.config.images import ImagesConfig
-from etude.config.mcp import McpConfig
+from etude.config.mcp import SERVER_NAME, McpConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.monitors import MonitorConfig
@@ -30,6 +30,8 @@ from etude.config.weights import WeightsConfig
 TemplateName = Literal["auto", "model", "etude", "chatml", "qwen3"]
 GrammarName = Literal["auto", "hermes", "xml"]
 IndexName = Literal["none", "grep", "words", "meaning"]
+SEARCHING = ("words", "meaning")
+"""Kinds of index with which `semantic_search` works."""
 
 
 class AgentConfig(Section):
@@ -53,7 +55,8 @@ class AgentConfig(Section):
     index: IndexName = "none"
     """Index of the code that the agent works on; it follows the agent's edits. `none`: the sandbox searches
     by itself. `grep`: `grep` searches an index. `words`: there is the tool `semantic_search` as well, which
-    compares the words of names and lines. `meaning`: it compares embeddings too, by all-MiniLM-L6-v2."""
+    compares the words of names and lines. `meaning`: it compares embeddings too, by all-MiniLM-L6-v2.
+    Where `tools` names `semantic_search`, `words` is the default."""
     mcp: dict[str, McpConfig] = Field(default_factory=dict)
     """MCP servers whose tools the agent is offered, by the name that stands before each tool's."""
     max_turns: int = Field(default=10, ge=1)
@@ -84,11 +87,20 @@ class AgentConfig(Section):
     harness: HarnessConfig = HarnessConfig()
     """A foreign agent in place of Étude's own."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _index_for_search(cls, values: object) -> object:
+        """Names of tools were enough for `semantic_search` before there was a key `index`."""
+        given = cast(dict[str, object], values)
+        if isinstance(values, dict) and "index" not in given and "semantic_search" in str(given.get("tools")):
+            return {**given, "index": "words"}
+        return given
+
     @field_validator("mcp")
     @classmethod
     def _check_names(cls, mcp: dict[str, McpConfig]) -> dict[str, McpConfig]:
         for name in mcp:
-            if not _SERVER_NAME.fullmatch(name):
+            if not SERVER_NAME.fullmatch(name):
                 raise ValueError(f"a server's name must be lower_snake_case, received {name!r}")
         return mcp
 
@@ -99,7 +111,6 @@ _FAMILIES = {"bug_fixes": QUICKSTART_FAMILY, "trails": "etude_quickstart.trail_f
 """Short names."""
 _OWN_TOOLS = "a foreign agent has its own tools; leave it out, and set the agent up for them in its command"
 _NEAR = "its endpoint is in the run's own process, and so must its sandboxes be"
-_SERVER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 

@@ -45,9 +45,6 @@ from etude.observe import Observer, RunDirectory, summarize_behaviour
 from etude.records import Task, Trajectory
 from etude.store.trajectories import TrajectoryLog
 
-_SPLITS_FIRST = ("heldout", "validation", "heldout_family")
-"""Splits that are meant even where a directory has such a name."""
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequest:
@@ -94,17 +91,19 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
 def load_suite(
     suite: str, num_tasks: int, config: RunConfig, say: Callable[[str], None] = lambda words: None
 ) -> list[Task]:
-    """The first tasks of a suite; of a directory, those that are verified. Raises ConfigError, TaskError."""
-    if suite in _SPLITS_FIRST or not Path(suite).is_dir():
+    """The first tasks of a suite; of a directory, those that are verified. A word is a split before it is a
+    directory. Raises ConfigError, TaskError."""
+    if Path(suite).name == suite or not Path(suite).is_dir():
         family = open_family(config)
         if suite in family.splits:
             return family.evaluation_tasks(suite, num_tasks)
-        raise ConfigError(
-            "is neither a split of the family nor a directory",
-            field="--suite",
-            received=suite,
-            fix=f"one of {', '.join(family.splits)}, or a directory of tasks",
-        )
+        if not Path(suite).is_dir():
+            raise ConfigError(
+                "is neither a split of the family nor a directory",
+                field="--suite",
+                received=suite,
+                fix=f"one of {', '.join(family.splits)}, or a directory of tasks",
+            )
     tasks, notes = load_task_set(Path(suite), "--suite", config)
     for words in notes:
         say(words)

@@ -12,26 +12,27 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.config import QUICKSTART_FAMILY, RunConfig
-from etude.controller.expert_chats import ScriptedSession
-from etude.controller.task_sets import load_task_set
 from etude.errors import ConfigError, TaskError
-from etude.evaluation import ActingTasks
 from etude.kit.importing import import_callable
-from etude.observe import Observer
 from etude.records import Task
-from etude.rollout.collect import TaskSource
-from etude.rollout.epochs import EpochSource
-from etude.tokens.renderer import Renderer
-from etude.tokens.tokenizer import Tokenizer
-from etude.training import Document
+
+if TYPE_CHECKING:
+    # Torch comes with some of them, which the commands that show tasks do without.
+    from etude.controller.expert_chats import ScriptedSession
+    from etude.evaluation import ActingTasks
+    from etude.observe import Observer
+    from etude.rollout.collect import TaskSource
+    from etude.tokens.renderer import Renderer
+    from etude.tokens.tokenizer import Tokenizer
+    from etude.training import Document
 
 Messages = list[NDArray[np.int32]]
 """Tokens of each message that a scripted author writes in a session."""
@@ -99,7 +100,7 @@ def open_family(config: RunConfig) -> TaskFamily:
     name = config.tasks.family
     if name == "directory":
         return DirectoryTasks(config)
-    family = import_callable(name, "tasks.family")(config)
+    family = _import_family(name)(config)
     missing = [member for member in _MEMBERS if not hasattr(family, member)]
     if missing:
         raise ConfigError(
@@ -109,6 +110,19 @@ def open_family(config: RunConfig) -> TaskFamily:
             fix=f"define them, or inherit from {QUICKSTART_FAMILY.replace(':', '.')}",
         )
     return family
+
+
+def _import_family(name: str) -> Callable[[RunConfig], TaskFamily]:
+    """Raises ConfigError, which says of the quickstart's families where they are by now."""
+    try:
+        return import_callable(name, "tasks.family")
+    except ConfigError as error:
+        package = QUICKSTART_FAMILY.partition(".")[0]
+        if isinstance(error.__cause__, ModuleNotFoundError) and package in str(error.__cause__.name):
+            error.fix = "install Étude again: pip install -e . (or make)"
+        elif "BugFixes" in error.message and "etude.controller.families" in error.message:
+            error.fix = f"it is {QUICKSTART_FAMILY} by now"
+        raise
 
 
 def check_split(split: str, splits: Sequence[str]) -> None:
@@ -125,6 +139,8 @@ class DirectoryTasks:
     acting = ()
 
     def __init__(self, config: RunConfig) -> None:
+        from etude.controller.task_sets import load_task_set  # with the sandboxes
+
         self._config = config
         tasks, self.notes = load_task_set(Path(config.tasks.directory), "tasks.directory", config)
         if config.tasks.heldout_directory:
@@ -137,6 +153,8 @@ class DirectoryTasks:
 
     def source(self) -> TaskSource:
         """See TaskFamily."""
+        from etude.rollout.epochs import EpochSource
+
         return EpochSource(self._trained, self._config.seed, self._config.rl.curriculum.epochs)
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
@@ -146,7 +164,7 @@ class DirectoryTasks:
 
     @functools.cached_property
     def _read_first(self) -> TaskFamily:
-        return import_callable(QUICKSTART_FAMILY, "tasks.family")(self._config)
+        return _import_family(QUICKSTART_FAMILY)(self._config)
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
         """See TaskFamily."""

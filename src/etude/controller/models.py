@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from etude.agent import open_renderer
-from etude.agent.index.opening import SEARCHING
-from etude.config import RunConfig
+from etude.config import SEARCHING, RunConfig
 from etude.errors import ConfigError
 from etude.model.huggingface import outline_model, read_fields
 from etude.model.loading import (
@@ -79,7 +78,7 @@ def check_format(config: RunConfig) -> None:
             ("grammar", agent.grammar, "xml"),
             ("tools", agent.tools, "core"),
             ("system", agent.system, "no system words"),
-            ("index", agent.index if agent.index in SEARCHING else "auto", "no search by meaning"),
+            ("index", agent.index if agent.index in SEARCHING else "auto", "no semantic_search"),
             ("mcp", ", ".join(agent.mcp) or "auto", "no tools of servers"),
         ):
             if received not in ("auto", taught):

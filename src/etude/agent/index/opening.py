@@ -11,12 +11,9 @@ from typing import get_args
 from etude.agent.index.grep.ripgrep import Ripgrep
 from etude.agent.index.semantic.embedding import Embedder
 from etude.agent.index.templates import Report, TemplateIndexes
-from etude.config import IndexName
+from etude.config import SEARCHING, IndexName
 from etude.errors import ConfigError
 from etude.sandbox.migration import default_state_directory
-
-SEARCHING = ("words", "meaning")
-"""Kinds with which `semantic_search` works."""
 
 
 def check_index(kind: str) -> None:

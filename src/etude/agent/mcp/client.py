@@ -20,6 +20,7 @@ from etude.agent.tools.mcp_tool import ServedTool, read_described, write_describ
 from etude.agent.tools.output_files import readable
 from etude.agent.tools.ports import ServerAnswer
 from etude.config import McpConfig
+from etude.config.mcp import SERVER_NAME
 from etude.errors import ConfigError, InfrastructureError
 from etude.records import ToolErrorClass
 from etude.sandbox.interface import Sandbox
@@ -114,7 +115,9 @@ class SessionServers:
             await self._sandbox.commands.list()
             return ServerAnswer(f"the MCP server {server} failed: {words}", kind)
         raise InfrastructureError(
-            f"the MCP server failed: {words}", field="agent.mcp", received=server
+            f"the MCP server failed: {words}",
+            field=f"agent.mcp.{server}",
+            fix="see what it logs; one that is started by a command is started again with the next session",
         ) from error
 
     async def _hold(self, connected: asyncio.Future[None]) -> None:
@@ -147,17 +150,18 @@ class SessionServers:
 def parse_server(text: str) -> tuple[str, McpConfig]:
     """A server outside of the sandbox as a command line names it: `NAME=COMMAND ARGUMENT...`. Raises
     ConfigError."""
-    name, equals, command = text.partition("=")
+    name, _, command = text.partition("=")
     try:
         words = shlex.split(command)
     except ValueError:
         words = []
-    if not equals or not words or not name:
+    if not words or not SERVER_NAME.fullmatch(name):
         raise ConfigError(
             "is no MCP server",
             field="--mcp",
             received=text,
-            fix='give a name for its tools and a command, such as --mcp "github=github-mcp-server stdio"',
+            fix="give a name in lower_snake_case for its tools and a command, such as --mcp "
+            '"github=github-mcp-server stdio"',
         )
     return name, McpConfig(command=command, where="host")
 
@@ -170,6 +174,7 @@ def _check_alike(name: str, config: McpConfig, offered: list[ServedTool]) -> Non
             "the MCP server offers other tools than when the run began",
             field=f"agent.mcp.{name}",
             received=shown or "fewer",
+            fix="give it the version that it had then, or begin another run",
         )
 
 
@@ -201,7 +206,10 @@ def _environment(name: str, config: McpConfig) -> dict[str, str]:
             found[key] = os.environ[source]
         else:
             raise ConfigError(
-                "there is no such variable here", field=f"agent.mcp.{name}.env.{key}", received=value
+                "there is no such variable here",
+                field=f"agent.mcp.{name}.env.{key}",
+                received=value,
+                fix=f"set {source} where the server is started from, or give a value",
             )
     return found
 
@@ -234,7 +242,9 @@ async def _started(name: str, work: Awaitable[_Answer]) -> _Answer:
             return await work
     except (OSError, MCPError, TimeoutError, ValidationError, ExceptionGroup) as error:
         raise InfrastructureError(
-            f"the MCP server does not start: {_cause(error)}"[:400], field=f"agent.mcp.{name}"
+            f"the MCP server does not start: {_cause(error)}"[:400],
+            field=f"agent.mcp.{name}",
+            fix="run its command by hand where it is to run, or open its url",
         ) from error
 
 

@@ -19,19 +19,25 @@ from etude.sandbox.interface import Command, Sandbox
 
 _KEPT_BYTES = 64 << 10
 _SHOWN_BYTES = 300
+_LINE_BYTES = 1 << 20
+_NUM_LINES = 256
+"""That wait to be taken."""
 _STDERR = 2
 
 
 class SandboxTransport:
     """Implements the library's Transport: a program of the sandbox, from `__aenter__` to `__aexit__`.
 
-    The connection ends with the program. What it prints to standard error is shown where it does not start.
+    The connection ends with the program, which is ended where it says more than we hold: a line of over
+    1 MiB, or more lines than are taken from it. What it prints to standard error is shown where it does not
+    start.
     """
 
     def __init__(self, sandbox: Sandbox, command: str, env: Mapping[str, str]) -> None:
         self._sandbox, self._command, self._env = sandbox, command, env
-        self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._buffer = b""
+        self._lines: asyncio.Queue[bytes | None] = asyncio.Queue(_NUM_LINES)
+        self._buffer = bytearray()
+        self._floods = asyncio.Event()
         self._errors = b""
         self._tasks: list[asyncio.Task[None]] = []
         self._program: Command | None = None
@@ -47,8 +53,7 @@ class SandboxTransport:
         async def read() -> None:
             async with to_client:
                 while (line := await self._lines.get()) is not None:
-                    if line.strip():
-                        await to_client.send(_parsed(line))
+                    await to_client.send(_parsed(line))
 
         async def write(program: Command) -> None:
             async with from_client:
@@ -60,11 +65,15 @@ class SandboxTransport:
             """The end of the program is the end of what it says."""
             with contextlib.suppress(EtudeError):
                 await program.wait()
-            self._lines.put_nowait(None)
+            await self._lines.put(None)
+
+        async def stop(program: Command) -> None:
+            await self._floods.wait()
+            await program.kill()
 
         # Each ends in silence where the other side is gone: the client sees its stream end.
         quiet = (anyio.ClosedResourceError, anyio.BrokenResourceError, EtudeError)
-        works = (read(), write(self._program), watch(self._program))
+        works = (read(), write(self._program), watch(self._program), stop(self._program))
         self._tasks = [asyncio.create_task(_until(work, quiet)) for work in works]
         self._streams = (from_server, to_server)
         return from_server, to_server
@@ -92,9 +101,24 @@ class SandboxTransport:
         if descriptor == _STDERR:
             self._errors = (self._errors + data)[-_SHOWN_BYTES:]
             return
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            self._lines.put_nowait(line)
+        if self._floods.is_set():
+            return
+        *ends, begun = data.split(b"\n")
+        try:
+            for end in ends:
+                self._take(end)
+                if self._buffer.strip():
+                    self._lines.put_nowait(bytes(self._buffer))
+                self._buffer.clear()
+            self._take(begun)
+        except (ValueError, asyncio.QueueFull):
+            self._floods.set()
+
+    def _take(self, data: bytes) -> None:
+        """More of a line. Raises ValueError for one that is too long."""
+        if len(self._buffer) + len(data) > _LINE_BYTES:
+            raise ValueError("a line of an MCP server is too long")
+        self._buffer += data
 
 
 async def _until(work: Coroutine[Any, Any, None], quiet: tuple[type[Exception], ...]) -> None:

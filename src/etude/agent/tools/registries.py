@@ -29,7 +29,7 @@ from etude.agent.tools.semantic_search import SemanticSearch
 from etude.agent.tools.terminal import Terminal
 from etude.agent.tools.todo_write import TodoWrite
 from etude.agent.tools.write_file import WriteFile
-from etude.config import AgentConfig, McpConfig
+from etude.config import SEARCHING, AgentConfig, McpConfig
 from etude.errors import ConfigError
 from etude.tokens.grammar import ToolSchema
 
@@ -101,7 +101,7 @@ def agent_registry(agent: AgentConfig, auto_tools: str = "full") -> Registry:
     """
     named = auto_tools if agent.tools == "auto" else agent.tools
     tools = dict(registry_named(named))
-    is_searched = agent.index in ("words", "meaning")
+    is_searched = agent.index in SEARCHING
     if named in ("core", "full"):
         if not is_searched:
             tools.pop(_SEARCH, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from etude.agent import SessionLimits, open_renderer, registry_of
 from etude.agent.prompts import people_words
-from etude.config import AgentConfig
+from etude.config import SEARCHING, AgentConfig
 from etude.controller.agent.models import (
     ModelChoice,
     Policy,
@@ -39,8 +39,15 @@ _NUM_SESSIONS = 2
 async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]:
     """The trained model of a run, with the tools and limits that it was trained with."""
     run = RunDirectory.open(Path(choice.run))
-    tokenizer, model = load_policy(run, None)
     config = run.config
+    if choice.index and (choice.index in SEARCHING) != (config.agent.index in SEARCHING):
+        raise ConfigError(
+            f"the run's model was trained with {config.agent.index!r}, with or without semantic_search",
+            field="--index",
+            received=choice.index,
+            fix="leave it out",
+        )
+    tokenizer, model = load_policy(run, None)
     limits = EpisodeLimits.from_config(config)
     session = (
         limits.session

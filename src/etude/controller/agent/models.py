@@ -108,9 +108,10 @@ class ModelChoice:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelChoice:
-        """What `to_dict` gave. Raises StoreError."""
+        """What `to_dict` gave, in an earlier version too. Raises StoreError."""
+        index = {"index": "none"} if document.get("index") == "off" else {}
         try:
-            return cls(**document)
+            return cls(**{**document, **index})
         except TypeError as error:
             raise StoreError("the session is damaged", field="model", received=str(error)) from error
 
