@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from etude.tasks.making.changes import TestFailure
-from etude.tasks.making.reproductions import Failing, find_failing, is_raises, write_alone
+from etude.tasks.making.reproductions import Failing, find_failing, write_alone
+from etude.tasks.making.slicing import is_raises
 
 _MOST_VALUE = 120
 _WHERE = re.compile(r"^\s*\+\s+where (?P<value>.+?) = (?P<call>.+)$", re.MULTILINE)
@@ -113,7 +114,8 @@ def _called(statement: ast.stmt) -> ast.expr | None:
     if asserted is not None:
         test = asserted.test
         sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else [test]
-        return next((side for side in sides if any(isinstance(e, ast.Call) for e in ast.walk(side))), None)
+        calling = [side for side in sides if has_call(side)]
+        return calling[0] if len(calling) == 1 else None  # which of them raised is not known
     value = getattr(statement, "value", None)
     return value if isinstance(value, ast.expr) else None
 
