@@ -52,7 +52,7 @@ class Failing:
 
 def find_failing(failure: TestFailure, text: str) -> Failing | None:
     """None where the failing line is in no statement of the test."""
-    name = failure.test.rpartition("::")[2].partition("[")[0]
+    name = failure.name.rpartition(".")[2]
     tree, line = _read_tree(text), failure.test_line
     for scope in ast.walk(tree) if tree is not None else ():
         if not isinstance(scope, ast.FunctionDef) or scope.name != name or not _holds(scope, line):

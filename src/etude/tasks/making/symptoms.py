@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ _MOST_VALUE = 120
 _WHERE = re.compile(r"^\s*\+\s+where (?P<value>.+?) = (?P<call>.+)$", re.MULTILINE)
 _EXCEPTION = re.compile(r"^(?P<kind>[\w.]+)(?:: (?P<text>.*))?$")
 _NOT_RAISED = re.compile(r"DID NOT (?:RAISE|WARN)[^<]*<class '(?:[\w.]*\.)?(?P<kind>\w+)'>")
+
+Call = tuple[str, str]
+"""What runs first, and an expression that calls something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,21 @@ class Symptom:
         except SyntaxError:
             return True
         return "\n" in self.call
+
+
+def find_calls(symptom: Symptom) -> frozenset[Call]:
+    """The calls by which a test fails, whatever it expects of them."""
+    return frozenset((symptom.script, call) for call in _told_calls(ast.parse(symptom.call)))
+
+
+def _told_calls(node: ast.AST) -> list[str]:
+    """The outermost calls, those of builtins passed over; all of it where operators or statements decide."""
+    inner = [child for child in ast.iter_child_nodes(node) if has_call(child)]
+    is_own = isinstance(node, ast.Call) and not hasattr(builtins, ast.unparse(node.func))
+    is_whole = is_own or not inner or isinstance(node, ast.BinOp)
+    if isinstance(node, ast.Module | ast.Expr | ast.Assert | ast.expr) and not is_whole:
+        return [call for child in inner for call in _told_calls(child)]
+    return [ast.unparse(node)]
 
 
 def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | None:
