@@ -8,19 +8,28 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from etude.config.images import ImagesConfig
 from etude.environment.making import pipeline
 from etude.environment.making.baseline import Baseline
-from etude.environment.making.pipeline import STATE
-from etude.environment.making.suites import Suite
-from etude.environment.making.verifying import Noticed, verify_change
+from etude.environment.making.images import find_project_image
+from etude.environment.making.pipeline import STATE, MakeSettings, make_tasks
+from etude.environment.making.projects import read_project
+from etude.environment.making.suites import Coverage, Suite
+from etude.environment.making.verifying import Noticed, differing, verify_change
 from etude.errors import TaskError
+from etude.observe import SilentObserver
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.local.backend import LocalBackend
 from etude.tasks.harbor import find_directories, read_harbor
-from etude.tasks.making.changes import Change, Rejection
+from etude.tasks.making.changes import Change, Place, Rejection
 from tests.environment.making.python_image import save_python_image
 from tests.environment.making.scene import PROJECT, QUOTAS, Making
+from tests.sandbox.images.image_builders import write_tree
 
 
 @pytest.mark.slow
@@ -73,6 +82,8 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
         assert (path / "tests/hidden/tests/test_prices.py").read_text() == PROJECT["tests/test_prices.py"]
     report_file = json.loads((making.out / "report.json").read_bytes())
     assert sorted(report_file["tasks"]) == sorted(report.written)
+    told_whole = ["is_told_whole = true\n" in (path / "task.toml").read_text() for path in found]
+    assert report_file["tasks_told_whole"] == sum(told_whole)
 
     # Called again it goes on from its journal: nothing is tested twice, and the tasks stay.
     before = (making.out / STATE / "journal").read_bytes()
@@ -124,3 +135,61 @@ def test_tests_that_cannot_decide_are_one_clear_error(
     making.change({"tests/test_prices.py": test})
     with pytest.raises(TaskError, match=message):
         making.make()
+
+
+def test_a_directory_that_was_begun_before_tasks_were_made_otherwise_is_refused(tmp_path: Path) -> None:
+    project, out = read_project(write_tree(tmp_path / "repo", PROJECT)), tmp_path / "out"
+    store = ImageStore(tmp_path / "images")
+    backend = LocalBackend(tmp_path / "state", store.layers.root)
+
+    def begin() -> None:
+        how = MakeSettings(image="tests/nowhere")
+        asyncio.run(make_tasks(project, out, how, backend, store, ImagesConfig(), SilentObserver()))
+
+    with pytest.raises(TemplateError):
+        begin()
+    path = out / STATE / "key.json"
+    key = json.loads(path.read_bytes())
+    key.pop("version", None)
+    path.write_text(json.dumps(key))
+    with pytest.raises(TaskError, match="by another version of this command"):
+        begin()
+
+
+@pytest.mark.slow
+def test_a_bug_must_fail_under_the_hash_seed_zone_and_fresh_sandbox_of_grading(making: Making) -> None:
+    checks = {
+        "passes": "True",
+        "seed": "os.environ['PYTHONHASHSEED'] == '0'",
+        "zone": "time.timezone == 0",
+        "files": "not os.path.exists('left')",
+        "leaves": "open('left', 'w').close()",
+    }
+    text = "import os\nimport time\nfrom prices import total\n\n\n" + "".join(
+        f"def test_{name}():\n    assert total([1, 2]) == 3 or {check}\n\n\n"
+        for name, check in checks.items()
+    )
+    making.change({"tests/test_prices.py": text})
+    own = PROJECT["src/prices/totals.py"]
+    broken = own.replace("result + amount", "result - amount")
+    line = broken[: broken.index("result - amount")].count("\n") + 1
+    path, tests = "src/prices/totals.py", [f"tests/test_prices.py::test_{one}" for one in checks]
+    change = Change("planted_bug", "operator", {path: broken}, (Place(path, "total", line, line),))
+    # By its coverage the first round is of one test alone, which leaves a file for those that follow.
+    baseline = Baseline(tuple(sorted(tests)), {}, Coverage((tests[-1],), {path: {line: 1}}), 1.0)
+
+    async def verify() -> Noticed | Rejection:
+        backend = making.open_backend()
+        try:
+            image = await find_project_image(read_project(making.repo), making.image, making.store, {})
+            suite = Suite.of(read_project(making.repo), image.image, backend, 60.0)
+            return await verify_change(change, suite, baseline)
+        finally:
+            await backend.close()
+
+    found = asyncio.run(verify())
+    assert isinstance(found, Noticed), found
+    assert [one.test for one in found.failures] == ["tests/test_prices.py::test_leaves"]
+    assert differing(found, baseline) == [
+        f"tests/test_prices.py::test_{one}" for one in ("files", "seed", "zone")
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etude.tasks.making.changes import Change, ChangeKind, Place, Rejection, TestFailure
-from etude.tasks.making.instructions import RUN_LENGTH, find_refusal, write_instruction
+from etude.tasks.making.instructions import RUN_LENGTH, Instruction, find_refusal, write_instruction
 from etude.tasks.making.tokens import code_tokens, runs
 
 OWN = '''def clamp(value, low, high):
@@ -55,8 +55,8 @@ def write(
 
 def said(text: str, *failures: TestFailure, kind: ChangeKind = "planted_bug", seed: int = 0) -> str:
     found = write(text, *failures, kind=kind, seed=seed)
-    assert isinstance(found, str)
-    return found
+    assert isinstance(found, Instruction)
+    return found.text
 
 
 LOW = failure("test_low", 7, "AssertionError: assert 1 == 3\n +  where 1 = clamp(1, 3, 5)")
@@ -69,7 +69,7 @@ def test_a_wrong_value_is_told_with_the_call_and_its_locals_filled_in() -> None:
 
 def test_instructions_vary_with_the_seed_and_repeat_with_it() -> None:
     texts = [write(BROKEN, LOW, seed=seed) for seed in range(20)]
-    assert len(set(texts)) >= 8
+    assert len({str(text) for text in texts}) >= 8
     assert texts == [write(BROKEN, LOW, seed=seed) for seed in range(20)]
 
 
@@ -119,7 +119,73 @@ def test_each_part_of_a_combined_change_needs_a_symptom() -> None:
     other = failure("test_fixture", 20, "assert 1 == 3")
     groups = [{LOW.test}, {other.test}]
     assert isinstance(write(BROKEN, LOW, other, groups=groups), Rejection)
-    assert isinstance(write(BROKEN, LOW, other), str)
+    assert isinstance(write(BROKEN, LOW, other), Instruction)
+
+
+def failing(*asserted: str) -> tuple[str, list[TestFailure]]:
+    """A test file in which each test makes one assertion, and how they fail."""
+    bodies = [f"def test_{n}():\n    assert {one}\n\n\n" for n, one in enumerate(asserted)]
+    text = "from lib.a import clamp, other, third\n\n\n" + "".join(bodies)
+    rows = [failure(f"test_{n}", 5 + 4 * n, "assert 1 == 3") for n in range(len(asserted))]
+    return text, rows
+
+
+def told(kind: ChangeKind, *asserted: str, groups: list[set[str]] | None = None) -> Instruction:
+    test, failures = failing(*asserted)
+    found = write_instruction(
+        change(BROKEN, kind), {"lib/a.py": OWN}, {"tests/test_a.py": test}, failures, 0, groups or ()
+    )
+    assert isinstance(found, Instruction)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asserted", "num_told"),
+    [
+        (["clamp(1, 3, 5) == 3", "other(2) == 3"], 1),
+        (["clamp(1, 3, 5) == 3", "other(2) == 3", "third(2) == 3"], 2),
+        (["clamp(1, 3, 5) == 3", "other(2) == 3", "third(2) == 3", "clamp(2, 3, 5) == 3"], 3),
+        (["clamp(1, 3, 5) == 3", "clamp(1, 3, 5) in (3, 4)", "clamp(2, 3, 5) == 3"], 1),
+    ],
+)
+def test_one_failing_call_at_least_is_not_told(asserted: list[str], num_told: int) -> None:
+    found = told("planted_bug", *asserted)
+    calls = dict.fromkeys(one.partition(" ==")[0].partition(" in")[0] for one in asserted)
+    assert sum(call in found.text for call in calls) == num_told < len(calls)
+    assert not found.is_told_whole
+
+
+@pytest.mark.parametrize(
+    "asserted",
+    [
+        ["clamp(1, 3, 5) == 3"],
+        [
+            "clamp(1, 3, 5) == 3",
+            "clamp(1, 3, 5) > 2",
+            "not len(clamp(1, 3, 5)) == 1",
+            "clamp(1, 3, 5).x == 3",
+        ],
+    ],
+)
+def test_a_bug_with_one_failing_call_is_told_whole_and_says_so(asserted: list[str]) -> None:
+    found = told("planted_bug", *asserted)
+    assert "clamp(1, 3, 5)" in found.text and found.is_told_whole
+
+
+def test_a_combined_change_is_told_whole_where_each_failing_call_of_its_parts_is() -> None:
+    tests = [f"tests/test_a.py::test_{n}" for n in range(3)]
+    both = told("combined", "clamp(1, 3, 5) == 3", "other(2) == 3", groups=[{tests[0]}, {tests[1]}])
+    assert both.is_told_whole
+    more = "clamp(1, 3, 5) == 3", "other(2) == 3", "other(4) == 3"
+    assert not told("combined", *more, groups=[{tests[0]}, {*tests[1:]}]).is_told_whole
+
+
+def test_the_only_failing_call_of_a_deleted_feature_is_not_told() -> None:
+    test, failures = failing("clamp(1, 3, 5) == 3")
+    gone = change("X = 1\n", "deleted_feature")
+    found = write_instruction(gone, {"lib/a.py": OWN}, {"tests/test_a.py": test}, failures, 0)
+    assert isinstance(found, Instruction) and "`clamp`" in found.text
+    assert "clamp(1, 3, 5)" not in found.text and not found.is_told_whole
 
 
 def test_a_private_name_that_tests_need_is_underspecified() -> None:
@@ -173,10 +239,10 @@ def test_an_emptied_class_names_its_public_methods_alone() -> None:
         "return 2", "raise NotImplementedError"
     )
     tests = {"tests/test_a.py": TEST}
-    text = write_instruction(change(broken, "deleted_feature"), {"lib/a.py": own}, tests, [LOW], 0)
-    assert isinstance(text, str) and "`A.b`" in text and "_c" not in text
-    text = write_instruction(
+    said = write_instruction(change(broken, "deleted_feature"), {"lib/a.py": own}, tests, [LOW], 0)
+    assert isinstance(said, Instruction) and "`A.b`" in said.text and "_c" not in said.text
+    found = write_instruction(
         change(own.replace("return 2", "raise NotImplementedError"), "deleted_feature"),
         {"lib/a.py": own}, tests, [LOW], 0,
     )  # fmt: skip
-    assert text == Rejection("underspecified: nothing public is gone")
+    assert found == Rejection("underspecified: nothing public is gone")

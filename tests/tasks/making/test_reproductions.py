@@ -194,3 +194,50 @@ def test_failing_tests_are_taken_out_and_all_else_stays() -> None:
         and "class TestOld:\n    pass" in text
     )
     assert hide_tests({"t.py": TEST}, [TestFailure("t.py::test_gone", "")]) is None
+
+
+TWICE = """class Base:
+    def test_same(self):
+        assert self.box
+
+
+class TestOne(Base):
+    def test_first(self):
+        assert 1
+
+    def test_same(self):
+        assert 2
+
+
+class TestTwo(Base):
+    def test_other(self):
+        assert 3
+
+
+def test_same():
+    assert 4
+
+
+test_alias = test_same
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "function", "gone"),
+    [
+        ("TestOne::test_same[a::b]", "TestOne.test_same", "assert 2"),
+        ("TestOne::test_same", "", "assert 2"),
+        ("TestTwo::test_same", "Base.test_same", "assert self.box"),
+        ("test_same", "test_same", "assert 4"),
+    ],
+)
+def test_tests_of_the_same_name_in_other_classes_stay(test: str, function: str, gone: str) -> None:
+    hidden = hide_tests({"t.py": TWICE}, [TestFailure(f"t.py::{test}", "", function=function)])
+    assert hidden is not None
+    lines = [line.strip() for line in TWICE.split("\n") if "assert" in line]
+    assert [line for line in lines if line not in hidden["t.py"]] == [gone]
+
+
+@pytest.mark.parametrize("function", ["test_same", "make.<locals>.test_alias"])
+def test_a_test_that_is_another_function_under_its_name_is_not_taken_out(function: str) -> None:
+    assert hide_tests({"t.py": TWICE}, [TestFailure("t.py::test_alias", "", function=function)]) is None

@@ -50,6 +50,8 @@ from etude.tasks.making.instructions import find_refusal
 STATE = ".making"
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
+VERSION = 2
+"""Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
 _VERIFIER_S = 60.0
 _SINGLES = 0.7
 """Share of the time for changes that are no combinations of others."""
@@ -104,7 +106,7 @@ def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
     for path, data in sorted(project.files.items()):
         digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
     key = {"project": digest.hexdigest(), "seed": settings.seed, "num_runs": settings.num_runs}
-    key |= {"base": settings.base, "image": settings.image}
+    key |= {"base": settings.base, "image": settings.image, "version": VERSION}
     path = out / STATE / "key.json"
     if not path.exists():
         if any(one for one in out.iterdir() if one.name != STATE):
@@ -115,8 +117,9 @@ def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
         write_json(path, key)
     if json.loads(path.read_bytes()) != key:
         raise TaskError(
-            "was begun from another project, or with another seed, image or number of runs", field="--out",
-            received=str(out), fix="name a new directory, or call it as before",
+            "was begun from another project, with another seed, image or number of runs, or by another "
+            "version of this command", field="--out", received=str(out),
+            fix="name a new directory, or call it as before",
         )  # fmt: skip
 
 

@@ -89,7 +89,10 @@ class Planner:
             return "not hidden: a failing test cannot be taken out of its file"
         change = replace(change, removed_tests=hidden)
         reference = {path: self._sources[path] for path in change.files}
-        verified = Verified(change, reference, noticed.failures, instruction, noticed.num_suspect_lines)
+        verified = Verified(
+            change, reference, failures, instruction.text, noticed.num_suspect_lines,
+            is_told_whole=instruction.is_told_whole,
+        )  # fmt: skip
         self._found[change.id] = Found(change, noticed, verified)
         self._num_named += names_edited_line(verified)
         if change.parts:

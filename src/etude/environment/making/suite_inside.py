@@ -136,7 +136,9 @@ class Watcher:
             words = getattr(crash, "message", None) or str(report.longrepr)
             place = _innermost(call.excinfo)
             file, line = _failing_line(item, call.excinfo)
-            row = {"message": words[:_MESSAGE_CHARS], "line": line, "place": place, "file": file}
+            function = getattr(getattr(item, "function", None), "__qualname__", "")
+            row = {"message": words[:_MESSAGE_CHARS], "line": line, "place": place}
+            row |= {"file": file, "function": function}
             self.failures[item.nodeid] = {**row, **self._arguments}
 
     def pytest_internalerror(self, excrepr: Any) -> None:

@@ -107,15 +107,18 @@ class Suite:
             open_files=1024, cpu_s=math.ceil(self.timeout_s) * (os.cpu_count() or 1),
         )  # fmt: skip
 
-    async def run(self, seed: int | None = None, cover: bool = False) -> SuiteRun:
-        """Runs the tests with the project's own text.
+    async def run(
+        self, seed: int | None = None, cover: bool = False, files: Mapping[str, str] | None = None
+    ) -> SuiteRun:
+        """Runs the tests with the project's own text, or over `files`; an empty text removes a file.
 
-        `seed`: of order, hash seed and time zone; `cover`: also say which tests run which lines. What the
-        tests do to the sandbox is a problem in the result. Raises SandboxError if our own machinery failed.
+        `seed`: of order, hash seed and time zone; without one they are those of grading. `cover`: also say
+        which tests run which lines. What the tests do to the sandbox is a problem in the result. Raises
+        SandboxError if our own machinery failed.
         """
         sources = [pattern.replace("**", "*") for pattern in self.project.source_patterns]
         request: dict[str, Any] = {"seed": seed, "cover": sources if cover else []}
-        found = await self._ask({}, request, seed or 0, self.timeout_s)
+        found = await self._ask(files or {}, request, seed or 0, self.timeout_s)
         return found if isinstance(found, SuiteRun) else _read_run(found)
 
     async def run_rounds(
@@ -189,8 +192,9 @@ def _read_run(found: Mapping[str, Any]) -> SuiteRun:
 
 
 def _read_failure(test: str, row: Mapping[str, Any]) -> TestFailure:
-    given = [row.get(key, {}) for key in ("values", "indices", "fixtures")]
-    return TestFailure(test, row["message"], row["line"], _place(row["place"]), row["file"], *given)
+    given = {key: row.get(key, {}) for key in ("values", "indices", "fixtures")}
+    where = {key: row[key] for key in ("file", "function")}
+    return TestFailure(test, row["message"], row["line"], _place(row["place"]), **where, **given)
 
 
 def _place(row: Sequence[Any] | None) -> Place | None:

@@ -1,8 +1,9 @@
 """Whether a change makes a task: its tests notice it, the same ones each time, and nothing hangs.
 
-covered lines ──> covering tests, until one fails ──> the whole suite, three times in other orders
-     |                      |                                   |
-  not covered           no test notices                 which fail, which pass, which differ
+covered lines ──> covering tests, until one fails ──> the whole suite: twice in other orders, in forks of one
+     |                      |                         process, and in a fresh sandbox as it is graded
+  not covered           no test notices                                  |
+                                                        which fail, which pass, which differ
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from etude.environment.making.baseline import Baseline
 from etude.environment.making.suites import Suite, SuiteRun
 from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
 
-_ROUNDS = 3
+_ROUNDS = 2
+"""Of the whole suite in one sandbox, with another hash seed and time zone than those of grading."""
 _MOST_COVERING = 300
 """Tests that are tried first; where there are more, all are."""
 
@@ -70,7 +72,10 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     if len(runs) < len(rounds) + _ROUNDS:
         which = "the tests that run the lines" if rounds and len(runs) == 1 else "all tests"
         return Rejection(f"not noticed: {which} pass")
-    return _compare(change, runs[-_ROUNDS:], baseline)
+    graded = await suite.run(files=change.files)
+    if graded.problem is not None:
+        return Rejection(graded.problem)
+    return _compare(change, [*runs[-_ROUNDS:], graded], baseline)
 
 
 def _find_covering(change: Change, baseline: Baseline) -> set[str]:

@@ -78,6 +78,8 @@ class TestFailure:
     """The traceback's last frame in the project (tests included), in the workspace's lines."""
     file: str = ""
     """File that the test is written in, where its class inherits it from another one."""
+    function: str = ""
+    """`__qualname__` of the function that it is; empty: not known."""
     values: Mapping[str, str] = field(default_factory=dict[str, str])
     """Arguments of the test that are plain values -> as code."""
     indices: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -89,6 +91,14 @@ class TestFailure:
     def path(self) -> str:
         """The file that the test is written in."""
         return self.file or self.test.partition("::")[0]
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the function in that file, such as `TestB.test_c`; by its id where the function
+        is not known, or is another one's under this name."""
+        name = self.test.partition("[")[0].partition("::")[2].replace("::", ".")
+        is_own = self.function.rpartition(".")[2] == name.rpartition(".")[2]
+        return self.function if is_own else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,8 @@ class Verified:
     """Coverage distance: lines of the project that every failing test runs."""
     pass_rate: float | None = None
     """A model's, 0 to 1; None: none has tried."""
+    is_told_whole: bool = False
+    """Whether the instruction tells the call of each failing test."""
 
 
 @dataclass(frozen=True, slots=True)

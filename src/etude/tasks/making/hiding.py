@@ -12,21 +12,26 @@ from etude.tasks.making.source import Edit, Function, Source, apply_edits
 def hide_tests(tests: Mapping[str, str], failures: Sequence[TestFailure]) -> dict[str, str] | None:
     """Path -> text of the test files that lose a failing test; imports and all else stay.
 
-    A test is removed where it is written, with all its parameters, so also for every class that inherits it.
+    A test is removed where it is written, with all its parameters, so also for every class that inherits it;
+    tests of the same name in other classes stay.
     None where one is not found, or no file would be left whole.
     """
     hidden: dict[str, str] = {}
     names: dict[str, set[str]] = {}
     for failure in failures:
-        names.setdefault(failure.path, set()).add(failure.test.rpartition("::")[2].partition("[")[0])
+        names.setdefault(failure.path, set()).add(failure.name)
     for path, wanted in names.items():
         source = Source.parse(path, tests.get(path, ""))
         if source is None:
             return None
-        found = [scope for scope in source.scopes if isinstance(scope, Function) and scope.name in wanted]
-        if {scope.name for scope in found} != wanted:
+        found = {
+            scope: name
+            for scope, name in source.scopes.items()
+            if isinstance(scope, Function) and name in wanted
+        }
+        if set(found.values()) != wanted:
             return None
-        edits = _remove(source, found)
+        edits = _remove(source, list(found))
         if edits is None:
             return None
         hidden[path] = apply_edits(source.text, edits)

@@ -7,16 +7,19 @@ import builtins
 import keyword
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 
 from etude.tasks.making.changes import Change, Rejection, TestFailure
 from etude.tasks.making.source import read_tree
-from etude.tasks.making.symptoms import Symptom, find_symptom
+from etude.tasks.making.symptoms import Call, Symptom, find_calls, find_symptom
 from etude.tasks.making.tokens import changed_text, code_tokens, runs
 
 RUN_LENGTH = 5
 """No run of so many code tokens of the reference's difference stands in an instruction."""
 _MOST_SYMPTOMS = 3
+_MOST_READ = 50
+"""Failing tests of which symptoms are told."""
 _MOST_NEEDED = 6
 _MOST_TEXT = 160
 _WRONG_VALUE = (
@@ -74,6 +77,15 @@ _DELETED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What the agent is told."""
+
+    text: str
+    is_told_whole: bool = False
+    """Whether it tells the call of each failing test, so that answers to these calls alone earn 1."""
+
+
 def write_instruction(
     change: Change,
     sources: Mapping[str, str],
@@ -81,11 +93,12 @@ def write_instruction(
     failures: Sequence[TestFailure],
     seed: int,
     groups: Sequence[Collection[str]] = (),
-) -> str | Rejection:
+) -> Instruction | Rejection:
     """The instruction of a task, the same for the same seed; a rejection where none can be honest.
 
     `sources` are the project's own files, `tests` the hidden ones, path to text. `groups` are the ids of
-    the tests that each part of a combined change fails by itself: each part gets a symptom of its own.
+    the tests that each part of a combined change fails by itself: each part gets a symptom of its own. The
+    call of at least one failing test is not told, if there is another one that is.
     """
     rng = Random(f"instruction/{seed}/{change.id}")
     needed = find_needed(change, sources, tests, failures)
@@ -99,10 +112,11 @@ def write_instruction(
     if isinstance(deleted, Rejection):
         return deleted
     sentences = [deleted] if deleted else []
+    told = _Told(failures, tests)
     for group in [*groups] or [[failure.test for failure in failures]]:
         mine = [failure for failure in failures if failure.test in group]
         most = 1 if groups or deleted else _MOST_SYMPTOMS
-        said = _describe_failures(mine, tests, sentences, reference, rng, most)
+        said = _describe_failures(mine, told, sentences, reference, rng, most, not deleted)
         if not said and not deleted:
             return Rejection("underspecified: no failing test shows a symptom that may be described")
         sentences += said
@@ -116,7 +130,7 @@ def write_instruction(
     text += rng.choice(_CLOSINGS)
     if reference & set(runs(_plain_tokens(text), RUN_LENGTH)):
         return Rejection("gives the solution away: the instruction has a run of tokens of the reference")
-    return text
+    return Instruction(text, told.is_whole(told.calls))
 
 
 def find_refusal(change: Change, sources: Mapping[str, str]) -> Rejection | None:
@@ -154,9 +168,7 @@ def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) ->
     parts = list[str]()
     for path in dict.fromkeys(failure.path for failure in failures):
         tree = read_tree(tests.get(path, ""))
-        wanted = {
-            failure.test.rpartition("::")[2].partition("[")[0] for failure in failures if failure.path == path
-        }
+        wanted = {failure.name.rpartition(".")[2] for failure in failures if failure.path == path}
         for node in ast.walk(tree) if tree is not None else ():
             is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in wanted
             if is_test or isinstance(node, ast.Import | ast.ImportFrom):
@@ -177,27 +189,58 @@ def _plain_tokens(text: str) -> list[str]:
     return [token for token in code_tokens(text.replace("`", " ")) if token not in ",.:;"]
 
 
+class _Told:
+    """The calls of failing tests that an instruction tells."""
+
+    def __init__(self, failures: Sequence[TestFailure], tests: Mapping[str, str]) -> None:
+        self.calls = frozenset[Call]()
+        self._tests = tests
+        self._order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
+        self._symptoms: dict[str, Symptom | None] = {}
+
+    def find(self, failure: TestFailure) -> Symptom | None:
+        """Its symptom, which is looked for once."""
+        if failure.test not in self._symptoms:
+            self._symptoms[failure.test] = find_symptom(failure, self._tests)
+        return self._symptoms[failure.test]
+
+    def is_whole(self, calls: frozenset[Call]) -> bool:
+        """Whether every failing test fails by one of these calls; one without a symptom does not."""
+        found = map(self.find, self._order)
+        return all(symptom is not None and find_calls(symptom) <= calls for symptom in found)
+
+
 def _describe_failures(
     failures: Sequence[TestFailure],
-    tests: Mapping[str, str],
+    told: _Told,
     earlier: Sequence[str],
     reference: set[tuple[str, ...]],
     rng: Random,
     most: int,
+    must_tell: bool,
 ) -> list[str]:
-    """Sentences on up to `most` failures, of differing calls first."""
-    found = dict[str, str]()
+    """Sentences on up to `most` failures, of differing calls first; `told` is given their calls. What would
+    tell the last call that is not told yet is left out, unless there must be a sentence and is no other."""
+    found, last = dict[str, str](), dict[str, frozenset[Call]]()
     order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
-    for failure in order[:50]:
-        symptom = find_symptom(failure, tests)
-        if symptom is None:
+    for failure in order[:_MOST_READ]:
+        symptom = told.find(failure)
+        if symptom is None or symptom.subject in found:
             continue
         sentence = _say(symptom, rng)
         shared = reference & set(runs(_plain_tokens(sentence), RUN_LENGTH))
-        if not shared and sentence not in earlier and re.search(r"`_\w|\b_[a-z]\w+|\._\w", sentence) is None:
-            found.setdefault(symptom.subject, sentence)
+        if shared or sentence in earlier or re.search(r"`_\w|\b_[a-z]\w+|\._\w", sentence) is not None:
+            continue
+        calls = told.calls | find_calls(symptom)
+        if told.is_whole(calls):
+            last.setdefault(sentence, calls)
+            continue
+        found[symptom.subject], told.calls = sentence, calls
         if len(found) == most:
             break
+    if must_tell and not found and last:
+        sentence, told.calls = next(iter(last.items()))
+        return [sentence]
     return list(found.values())
 
 

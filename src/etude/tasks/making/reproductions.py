@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from etude.tasks.making.changes import TestFailure
+from etude.tasks.making.slicing import bound_names, is_raises, loaded_names, slice_before
 from etude.tasks.making.source import Function, read_tree
 
 _MOST_LINES, _MOST_CHARS = 16, 900
 _MOST_CALL = 120
-_MOVES = {"next", "pop", "popitem", "read", "readline", "send", "seek", "write", "append", "add", "update"}
-"""Calls for which an assertion that holds is not without effect."""
 Text = tuple[str, str]
 """Statements that come first, which may be none, and an expression or statements."""
 
@@ -53,7 +52,7 @@ class Failing:
 
 def find_failing(failure: TestFailure, text: str) -> Failing | None:
     """None where the failing line is in no statement of the test."""
-    name = failure.test.rpartition("::")[2].partition("[")[0]
+    name = failure.name.rpartition(".")[2]
     tree, line = _read_tree(text), failure.test_line
     for scope in ast.walk(tree) if tree is not None else ():
         if not isinstance(scope, ast.FunctionDef) or scope.name != name or not _holds(scope, line):
@@ -68,15 +67,6 @@ def find_failing(failure: TestFailure, text: str) -> Failing | None:
     return None
 
 
-def is_raises(statement: ast.stmt) -> bool:
-    """Whether it is `with pytest.raises(...)` or the like."""
-    return isinstance(statement, ast.With) and any(
-        isinstance(item.context_expr, ast.Call)
-        and ast.unparse(item.context_expr.func).rpartition(".")[2] in ("raises", "warns", "assertRaises")
-        for item in statement.items
-    )
-
-
 def _holds(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or 0)
 
@@ -86,7 +76,8 @@ def write_alone(
 ) -> Text | None:
     """What has to run before a piece of the failing statement, and the piece itself; None where it is too
     long, or depends on what only the test knows. Short values are put where their names were."""
-    before = _slice(failing.block[:-1], piece)
+    arguments = {one.arg for one in ast.walk(failing.function.args) if isinstance(one, ast.arg)}
+    before = slice_before(failing.block[:-1], piece, arguments)
     try:
         script = _Script(failure, tests)
         script.need(_free_names([*before, piece]), failure.path, failing.function)
@@ -97,7 +88,7 @@ def write_alone(
 
 def _write(script: _Script, before: Sequence[ast.stmt], piece: ast.AST) -> Text | None:
     nodes: list[ast.AST] = [*script.bindings, *before, piece]
-    stored = [name for node in nodes[:-1] for name in _bound(node)]
+    stored = [name for node in nodes[:-1] for name in bound_names(node)]
     clashes = any(stored.count(name) > 1 for name in map(_target, script.bindings) if name)
     for at in reversed(range(len(nodes) - 1)):
         node = nodes[at]
@@ -130,7 +121,7 @@ def _inline(before: Sequence[ast.stmt], piece: ast.AST) -> Text | None:
         values[name] = node.value
     inner = [node for top in [*before, piece] for node in ast.walk(top)]
     uses = Counter(node.id for node in inner if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    if any(uses[name] > 1 and not isinstance(value, ast.Constant) for name, value in values.items()):
+    if any(uses[name] != 1 and not isinstance(value, ast.Constant) for name, value in values.items()):
         return None
     expression: ast.expr = piece
     for _ in range(4):
@@ -152,37 +143,6 @@ class _Substitution(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
-
-
-def _slice(block: Sequence[ast.stmt], piece: ast.AST) -> list[ast.stmt]:
-    """The statements that what follows depends on, as far as their text shows it."""
-    kept: list[ast.stmt] = []
-    needed = _loads(piece)
-    for node in reversed(block):
-        if _matters(node, needed):
-            kept.insert(0, node)
-            needed |= _loads(node)
-    return kept
-
-
-def _matters(node: ast.stmt, needed: set[str]) -> bool:
-    is_check = isinstance(node, ast.Assert) or is_raises(node)
-    if isinstance(node, ast.Expr):
-        is_check = is_check or ast.unparse(node).startswith("self.assert")
-        if isinstance(node.value, ast.Constant):
-            return False
-    calls = {
-        ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(node) if isinstance(call, ast.Call)
-    }
-    if is_check and not calls & _MOVES:
-        return bool(_bound(node) & needed)
-    if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
-        return bool(_bound(node) & needed)
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        names = {entry.id for target in targets for entry in ast.walk(target) if isinstance(entry, ast.Name)}
-        return bool(names & needed)
-    return True
 
 
 class _Script:
@@ -268,7 +228,7 @@ class _Script:
     def _bind_global(self, name: str, path: str) -> None:
         """By an import, or what the file's top defines."""
         tree = _read_tree(self._tests.get(path, ""))
-        found = [node for node in tree.body if name in _bound(node)] if tree is not None else []
+        found = [node for node in tree.body if name in bound_names(node)] if tree is not None else []
         if not found or (len(found) > 1 and not all(isinstance(node, ast.FunctionDef) for node in found)):
             raise NotAloneError
         node = found[-1]  # after its overloads
@@ -355,35 +315,13 @@ def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _bound(node: ast.AST) -> set[str]:
-    """Names that a statement binds, its inner ones included."""
-    found = set[str]()
-    for entry in ast.walk(node):
-        if isinstance(entry, ast.Name) and not isinstance(entry.ctx, ast.Load):
-            found.add(entry.id)
-        elif isinstance(entry, ast.Import | ast.ImportFrom):
-            found |= {(one.asname or one.name).partition(".")[0] for one in entry.names}
-        elif isinstance(entry, Function | ast.ClassDef):
-            found.add(entry.name)
-    return found
-
-
 def _free_names(nodes: Sequence[ast.AST]) -> set[str]:
     """Names that statements use, in their order, before they bind them."""
     free, bound = set[str](), set[str]()
     for node in nodes:
-        within = _bound(node)
+        within = bound_names(node)
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
-            within = _bound(node.value)
-        free |= _loads(node) - within - bound
-        bound |= _bound(node)
+            within = bound_names(node.value)
+        free |= loaded_names(node) - within - bound
+        bound |= bound_names(node)
     return free
-
-
-def _loads(node: ast.AST) -> set[str]:
-    inner = list(ast.walk(node))
-    used = {entry.id for entry in inner if isinstance(entry, ast.Name) and isinstance(entry.ctx, ast.Load)}
-    if isinstance(node, ast.AugAssign):
-        used |= {entry.id for entry in ast.walk(node.target) if isinstance(entry, ast.Name)}
-    own = {entry.arg for entry in inner if isinstance(entry, ast.arg)}
-    return used - own - {entry.name for entry in inner if isinstance(entry, ast.ExceptHandler) and entry.name}

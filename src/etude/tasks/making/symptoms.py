@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from etude.tasks.making.changes import TestFailure
-from etude.tasks.making.reproductions import Failing, find_failing, is_raises, write_alone
+from etude.tasks.making.reproductions import Failing, find_failing, write_alone
+from etude.tasks.making.slicing import is_raises
 
 _MOST_VALUE = 120
 _WHERE = re.compile(r"^\s*\+\s+where (?P<value>.+?) = (?P<call>.+)$", re.MULTILINE)
 _EXCEPTION = re.compile(r"^(?P<kind>[\w.]+)(?:: (?P<text>.*))?$")
 _NOT_RAISED = re.compile(r"DID NOT (?:RAISE|WARN)[^<]*<class '(?:[\w.]*\.)?(?P<kind>\w+)'>")
+
+Call = tuple[str, str]
+"""What runs first, and an expression that calls something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,21 @@ class Symptom:
         except SyntaxError:
             return True
         return "\n" in self.call
+
+
+def find_calls(symptom: Symptom) -> frozenset[Call]:
+    """The calls by which a test fails, whatever it expects of them."""
+    return frozenset((symptom.script, call) for call in _told_calls(ast.parse(symptom.call)))
+
+
+def _told_calls(node: ast.AST) -> list[str]:
+    """The outermost calls, those of builtins passed over; all of it where operators or statements decide."""
+    inner = [child for child in ast.iter_child_nodes(node) if has_call(child)]
+    is_own = isinstance(node, ast.Call) and not hasattr(builtins, ast.unparse(node.func))
+    is_whole = is_own or not inner or isinstance(node, ast.BinOp)
+    if isinstance(node, ast.Module | ast.Expr | ast.Assert | ast.expr) and not is_whole:
+        return [call for child in inner for call in _told_calls(child)]
+    return [ast.unparse(node)]
 
 
 def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | None:
@@ -113,7 +133,8 @@ def _called(statement: ast.stmt) -> ast.expr | None:
     if asserted is not None:
         test = asserted.test
         sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else [test]
-        return next((side for side in sides if any(isinstance(e, ast.Call) for e in ast.walk(side))), None)
+        calling = [side for side in sides if has_call(side)]
+        return calling[0] if len(calling) == 1 else None  # which of them raised is not known
     value = getattr(statement, "value", None)
     return value if isinstance(value, ast.expr) else None
 
