@@ -16,6 +16,7 @@ from typing import IO, Any
 from tests.adversary.escape.model import Outcome, User
 
 ROOT = Path(__file__).resolve().parents[3]
+SOURCES = (ROOT / "src", ROOT / "examples" / "quickstart")
 PLAIN_INTERPRETER = "/usr/bin/python3"
 NOBODY = 65534
 LIMIT_S = 3600.0
@@ -32,7 +33,7 @@ def why_not(user: User) -> str | None:
     modern = subprocess.run([PLAIN_INTERPRETER, "-c", "import tomllib"], capture_output=True, check=False)
     if modern.returncode != 0:
         return f"{PLAIN_INTERPRETER} is no Python 3.11"
-    places = (ROOT / "src", ROOT / "tests", Path(sysconfig.get_path("purelib")))
+    places = (*SOURCES, ROOT / "tests", Path(sysconfig.get_path("purelib")))
     if not all(
         folder.stat().st_mode & 0o005 == 0o005 for place in places for folder in (place, *place.parents)
     ):
@@ -55,7 +56,7 @@ class Run:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the run goes on
         as_nobody = user == "plain" and os.geteuid() == 0
         identity: Any = NOBODY if as_nobody else None
-        paths = [str(ROOT), str(ROOT / "src"), sysconfig.get_path("purelib")]
+        paths = [str(ROOT), *map(str, SOURCES), sysconfig.get_path("purelib")]
         env = {"PYTHONPATH": ":".join(paths), "HOME": "/nonexistent", "PATH": os.environ["PATH"]}
         # Where a guest's image is found.
         kept = ("XDG_STATE_HOME",) if as_nobody else ("HOME", "XDG_STATE_HOME")
