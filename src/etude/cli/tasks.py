@@ -211,7 +211,7 @@ def _print_report(report: MakeReport) -> None:
         (report.num_noticed, "changes that tests notice"),
         (report.num_checked, "tasks checked by the grader"),
         (len(report.written), "tasks made"),
-        (report.num_told_whole, "of these with each failing call told in the instruction"),
+        (report.num_naming_every_call, "of these whose instruction names every failing call"),
         *((-count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
     ]
     for count, words in rows:

@@ -82,8 +82,8 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
         assert (path / "tests/hidden/tests/test_prices.py").read_text() == PROJECT["tests/test_prices.py"]
     report_file = json.loads((making.out / "report.json").read_bytes())
     assert sorted(report_file["tasks"]) == sorted(report.written)
-    told_whole = ["is_told_whole = true\n" in (path / "task.toml").read_text() for path in found]
-    assert report_file["tasks_told_whole"] == sum(told_whole)
+    naming = ["names_every_call = true\n" in (path / "task.toml").read_text() for path in found]
+    assert report_file["tasks_naming_every_call"] == sum(naming)
 
     # Called again it goes on from its journal: nothing is tested twice, and the tasks stay.
     before = (making.out / STATE / "journal").read_bytes()

@@ -152,7 +152,7 @@ def test_one_failing_call_at_least_is_not_told(asserted: list[str], num_told: in
     found = told("planted_bug", *asserted)
     calls = dict.fromkeys(one.partition(" ==")[0].partition(" in")[0] for one in asserted)
     assert sum(call in found.text for call in calls) == num_told < len(calls)
-    assert not found.is_told_whole
+    assert not found.names_every_call
 
 
 @pytest.mark.parametrize(
@@ -167,17 +167,17 @@ def test_one_failing_call_at_least_is_not_told(asserted: list[str], num_told: in
         ],
     ],
 )
-def test_a_bug_with_one_failing_call_is_told_whole_and_says_so(asserted: list[str]) -> None:
+def test_a_bug_with_one_failing_call_names_every_call_and_says_so(asserted: list[str]) -> None:
     found = told("planted_bug", *asserted)
-    assert "clamp(1, 3, 5)" in found.text and found.is_told_whole
+    assert "clamp(1, 3, 5)" in found.text and found.names_every_call
 
 
-def test_a_combined_change_is_told_whole_where_each_failing_call_of_its_parts_is() -> None:
+def test_a_combined_change_names_every_call_where_each_failing_call_of_its_parts_is() -> None:
     tests = [f"tests/test_a.py::test_{n}" for n in range(3)]
     both = told("combined", "clamp(1, 3, 5) == 3", "other(2) == 3", groups=[{tests[0]}, {tests[1]}])
-    assert both.is_told_whole
+    assert both.names_every_call
     more = "clamp(1, 3, 5) == 3", "other(2) == 3", "other(4) == 3"
-    assert not told("combined", *more, groups=[{tests[0]}, {*tests[1:]}]).is_told_whole
+    assert not told("combined", *more, groups=[{tests[0]}, {*tests[1:]}]).names_every_call
 
 
 def test_the_only_failing_call_of_a_deleted_feature_is_not_told() -> None:
@@ -185,7 +185,7 @@ def test_the_only_failing_call_of_a_deleted_feature_is_not_told() -> None:
     gone = change("X = 1\n", "deleted_feature")
     found = write_instruction(gone, {"lib/a.py": OWN}, {"tests/test_a.py": test}, failures, 0)
     assert isinstance(found, Instruction) and "`clamp`" in found.text
-    assert "clamp(1, 3, 5)" not in found.text and not found.is_told_whole
+    assert "clamp(1, 3, 5)" not in found.text and not found.names_every_call
 
 
 def test_a_private_name_that_tests_need_is_underspecified() -> None:

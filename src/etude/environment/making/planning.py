@@ -91,7 +91,7 @@ class Planner:
         reference = {path: self._sources[path] for path in change.files}
         verified = Verified(
             change, reference, failures, instruction.text, noticed.num_suspect_lines,
-            is_told_whole=instruction.is_told_whole,
+            names_every_call=instruction.names_every_call,
         )  # fmt: skip
         self._found[change.id] = Found(change, noticed, verified)
         self._num_named += names_edited_line(verified)

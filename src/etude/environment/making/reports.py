@@ -28,7 +28,7 @@ class MakeReport:
     operators: Counter[str] = field(default_factory=Counter[str])
     """Of the tasks that were written."""
     kinds: Counter[str] = field(default_factory=Counter[str])
-    num_told_whole: int = 0
+    num_naming_every_call: int = 0
     """Tasks whose instruction tells the call of each failing test."""
     missed: str = ""
     """The least share that selection could not meet, and what it came to."""
@@ -57,7 +57,7 @@ class MakeReport:
         self.written.append(made.id)
         self.operators[made.verified.change.operator] += 1
         self.kinds[made.verified.change.kind] += 1
-        self.num_told_whole += made.verified.is_told_whole
+        self.num_naming_every_call += made.verified.names_every_call
 
     @property
     def reasons(self) -> Counter[str]:
@@ -80,7 +80,7 @@ class MakeReport:
             "changes_noticed": self.num_noticed,
             "tasks_checked": self.num_checked,
             "tasks": sorted(self.written),
-            "tasks_told_whole": self.num_told_whole,
+            "tasks_naming_every_call": self.num_naming_every_call,
             "reverified": self.reverified,
             "kinds": dict(self.kinds.most_common()),
             "operators": dict(self.operators.most_common()),

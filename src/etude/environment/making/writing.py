@@ -123,7 +123,7 @@ def _toml(made: MadeTask) -> str:
         "split": made.split,
         "num_failing_tests": len(made.fail_to_pass),
         "num_suspect_lines": made.verified.num_suspect_lines,
-        "is_told_whole": made.verified.is_told_whole,
+        "names_every_call": made.verified.names_every_call,
     }
     allowed = ", ".join(toml_value(pattern, "allowed_paths") for pattern in made.project.source_patterns)
     lines = ['schema_version = "1.4"', "", "[task]", f"name = {_text(f'etude/{made.id}')}", "", "[metadata]"]

@@ -133,7 +133,7 @@ class Verified:
     """Coverage distance: lines of the project that every failing test runs."""
     pass_rate: float | None = None
     """A model's, 0 to 1; None: none has tried."""
-    is_told_whole: bool = False
+    names_every_call: bool = False
     """Whether the instruction tells the call of each failing test."""
 
 

@@ -82,7 +82,7 @@ class Instruction:
     """What the agent is told."""
 
     text: str
-    is_told_whole: bool = False
+    names_every_call: bool = False
     """Whether it tells the call of each failing test, so that answers to these calls alone earn 1."""
 
 
