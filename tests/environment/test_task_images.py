@@ -133,8 +133,8 @@ def seeded_task(directory: Path) -> None:
 
 def elsewhere_task(directory: Path) -> None:
     """A task whose solution makes, changes and removes files outside of the working directory."""
-    test = "[ -s ~/.ssh/a ] && [ ! -e /srv/old ] && [ -x /srv/tool ] && [ ! -e /srv/up ]"
-    solve = "mkdir ~/.ssh; echo a > ~/.ssh/a; rm -r /srv/old; chmod +x /srv/tool; ln -s /tests /srv/up"
+    test = "[ -s ~/.ssh/id_a ] && [ ! -e /srv/old ] && [ -x /srv/tool ] && [ ! -e /srv/up ]"
+    solve = "mkdir ~/.ssh; echo a > ~/.ssh/id_a; rm -r /srv/old; chmod +x /srv/tool; ln -s /tests /srv/up"
     setup = "RUN mkdir -p /srv/old/deep && touch /srv/old/deep/a /srv/tool\n"
     files: dict[str, str | bytes] = {"environment/Dockerfile": f"FROM {BASE}\n{setup}WORKDIR /app\n"}
     script = f"#!/bin/sh\nif {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
