@@ -279,9 +279,12 @@ def test_more_than_is_carried_is_the_agents_failure(tmp_path: Path) -> None:
     assert (verdict.reward, verdict.cause) == (None, "the changes are too large to carry")
 
 
-def test_what_cannot_cross_counts_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("patterns", ['["**", "/**"]', '["**", "/**", "/srv/answer.txt"]'])
+def test_what_cannot_cross_counts_for_nothing(tmp_path: Path, patterns: str) -> None:
     """Caches and downloads, more than can be carried: they fail no right solution."""
     directory = write_task(tmp_path / "task", image=IMAGE)
+    with (directory / "task.toml").open("a") as file:
+        file.write(f"[metadata.etude]\nallowed_paths = {patterns}\n")
     many = "mkdir -p ~/.cache/many /var/cache; cd ~/.cache/many; seq 51000 | xargs touch; cd - > /dev/null"
     large = (
         "head -c 40000000 /dev/zero > /var/cache/big; cp /var/cache/big /tmp/big; echo hello > greeting.txt"

@@ -96,8 +96,9 @@ async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[
     named = [one for one in task.allowed_paths if one.startswith("/") and one != _EVERYWHERE]
     tops = {one.split("/")[1] for one in named}
     skip_tops = _VERIFIERS if any(map(_GLOB.search, tops)) else _VERIFIERS | (_SYSTEM | _SCRATCH) - tops
+    is_wide = any(map(_reaches_settings, named))
     found = await sandbox.changed_root(
-        sorted(skip_tops), () if named else sorted(_LIBRARIES | _SETTINGS), skip_hidden=not named
+        sorted(skip_tops), () if is_wide else sorted(_LIBRARIES | _SETTINGS), skip_hidden=not is_wide
     )
     changed = {
         path: is_there
@@ -139,6 +140,12 @@ async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Ca
             await off_loop(len(archive), _looked_through, archive, sandbox, is_below, stays, (f"+{top}",))
         )
     return await off_loop(ARTIFACT_BYTES - room_bytes, _joined, parts)
+
+
+def _reaches_settings(pattern: str) -> bool:
+    """Whether a pattern may name what is hidden, a library or a setting."""
+    names = pattern.split("/")
+    return any(_GLOB.search(name) or name.startswith(".") or name in _LIBRARIES | _SETTINGS for name in names)
 
 
 def _topmost(paths: Iterable[str]) -> list[str]:
