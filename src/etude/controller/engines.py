@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from etude.config import RunConfig
+from etude.config import AdapterConfig, RunConfig
 from etude.controller.compute import choose_place, choose_weight_dtype
 from etude.errors import ConfigError
 from etude.inference import Engine, EngineService, choose_drafts, pages_for
@@ -72,7 +72,7 @@ def make_vllm(
     of `make_snapshots`, on this machine or where it sees them. `is_supervised`: see make_vllm_sampler."""
 
     def make(root: Path) -> ModelSnapshots:
-        return make_snapshots(root, tokenizer, _make_model(config, model))
+        return make_snapshots(root, tokenizer, _make_model(config, model), served_adapter(config))
 
     return make_vllm_sampler(
         config.engine.vllm,
@@ -85,15 +85,24 @@ def make_vllm(
     )
 
 
-def make_snapshots(root: Path, tokenizer: Tokenizer, model: AnyModel) -> ModelSnapshots:
-    """Writes what is published where vLLM reads it, below `root`."""
+def served_adapter(config: RunConfig) -> AdapterConfig | None:
+    """What vLLM serves beside the base; None without adapters, and where somebody else starts the server:
+    that one gets sums."""
+    return config.rl.adapter if config.rl.adapter.rank and not config.engine.vllm.url else None
+
+
+def make_snapshots(
+    root: Path, tokenizer: Tokenizer, model: AnyModel, adapter: AdapterConfig | None = None
+) -> ModelSnapshots:
+    """Writes what is published where vLLM reads it, below `root`. `adapter`: see ModelSnapshots."""
     if isinstance(model, LanguageModel) and model.unread is not None:
         check_memory(model)
         model = copy.deepcopy(model).to_empty(device="cpu")
         model.reset_rotation()
     beside = root / "tokenizer"
     tokenizer.save(beside)
-    return ModelSnapshots(SnapshotDirectory(root / "versions", beside=[beside / TOKENIZER_FILE]), model)
+    versions = SnapshotDirectory(root / "versions", beside=[beside / TOKENIZER_FILE])
+    return ModelSnapshots(versions, model, adapter)
 
 
 def _make_model(config: RunConfig, model: SampledModel) -> AnyModel:

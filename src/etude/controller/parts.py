@@ -11,7 +11,7 @@ from pathlib import Path
 from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm
+from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm, served_adapter
 from etude.controller.harness import open_environment
 from etude.controller.remote.fleet import EngineFleet
 from etude.environment.episodes import EpisodeLimits
@@ -117,6 +117,6 @@ async def _open_vllm(
             if snapshots is None:
                 temporary = tempfile.TemporaryDirectory(prefix="etude-snapshots-")
                 snapshots = Path(stack.enter_context(temporary))
-            weights, fetch = make_snapshots(snapshots, tokenizer, model), None
+            weights, fetch = make_snapshots(snapshots, tokenizer, model, served_adapter(config)), None
         async with make_vllm(config, tokenizer, sampled, fetch) as sampler:
             yield weights, sampler

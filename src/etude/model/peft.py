@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from etude.model.blocks import GroupedQueryBlock
 from etude.model.language_model import LanguageModel, block_of
 from etude.model.lora import Adapters
 
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
+"""Of the names of an adapter's tensors."""
 _NESTED = "gate_up_proj"
 """Of two adapted stacks of one module, peft wraps this one first: its factors lie one level deeper."""
 _PARTS = frozenset({"gate_proj", "up_proj", "down_proj"})
@@ -33,6 +34,15 @@ Named = tuple[str, Tensor, Tensor]
 """Their name of a weight, or of a stack, and its A [..., rank, in] and B [..., out, rank]."""
 
 
+def are_plain(factors: Iterable[Named], model: nn.Module) -> bool:
+    """Whether these factors (see Adapters.factors) of `model` are all of single matrices that the format has:
+    then vLLM serves them beside their base."""
+    try:
+        return all(a.ndim == 2 for _, a, _ in _named(factors, model))
+    except CheckpointError:
+        return False
+
+
 def save_peft(adapters: Adapters, model: nn.Module, directory: Path, base: str | None = None) -> None:
     """Writes the adapters of `model`. `base` is the directory or the name of what they were trained on.
 
@@ -40,7 +50,7 @@ def save_peft(adapters: Adapters, model: nn.Module, directory: Path, base: str |
     """
     modules: dict[str, tuple[Tensor, Tensor]] = {}
     stacks: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, a, b in _named(adapters, model):
+    for name, a, b in _named(adapters.factors(), model):
         (modules if a.ndim == 2 else stacks)[name] = (a, b)
     last_names = {name.rpartition(".")[2] for name in modules}
     if stacks and last_names & _PARTS:
@@ -78,12 +88,12 @@ def save_peft(adapters: Adapters, model: nn.Module, directory: Path, base: str |
 
 
 def _add(tensors: dict[str, Tensor], name: str, a: Tensor, b: Tensor) -> None:
-    tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.cpu().contiguous().clone()
-    tensors[f"{_PREFIX}{name}.lora_B.weight"] = b.cpu().contiguous().clone()
+    tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = a.cpu().contiguous().clone()
+    tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = b.cpu().contiguous().clone()
 
 
-def _named(adapters: Adapters, model: nn.Module) -> Iterator[Named]:
-    for name, left, right in adapters.factors():
+def _named(factors: Iterable[Named], model: nn.Module) -> Iterator[Named]:
+    for name, left, right in factors:
         if isinstance(model, LanguageModel):
             yield from _of_ours(model, name, left, right)
         else:

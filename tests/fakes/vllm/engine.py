@@ -118,6 +118,7 @@ class FakeEngine:
             "device": "cpu",
             "expert_layers": model.routes_shape[0],
             "captures": capture and routed,
+            "adapts": False,
             "dtype": "float32",
             "max_tokens": model.max_positions,
             "vocab_size": model.vocab_size,

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from etude.config import ModelConfig
+from etude.config import AdapterConfig, ModelConfig
 from etude.inference.vllm import Probe, SnapshotDirectory, VllmSampler
 from etude.model import LanguageModel, build_model
 from etude.model.huggingface import save_model
+from etude.model.loading import AnyModel
+from etude.model.lora import Adapters
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, WeightManifest
 
 VOCAB = 256
@@ -44,6 +47,20 @@ def tiny_model(seed: int, architecture: str = "qwen3_moe", **changes: Any) -> La
     model = build_model(tiny_config(architecture, **changes), VOCAB)
     model.initialise(seed)
     return model
+
+
+def adapted_model(model: AnyModel, config: AdapterConfig, seed: int) -> tuple[AnyModel, Adapters]:
+    """A model with adapters that have moved."""
+    adapters = Adapters(model, config)
+    move_adapters(adapters, seed)
+    return model, adapters
+
+
+@torch.no_grad()
+def move_adapters(adapters: Adapters, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapters.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
 
 def publish(

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from etude.config import AdapterConfig
 from etude.errors import StoreError, WeightUpdateError
 from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Probe, SnapshotDirectory, open_snapshot
+from etude.inference.vllm.snapshots import ADAPTER, check_same_shapes
 from etude.kit.durable import DRAFTS
 from etude.model.loading import AnyModel, load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
 from etude.weights import MemoryWeights
 from tests.fakes.disk import full_disk
-from tests.inference.vllm.builders import tiny_model
+from tests.inference.vllm.builders import adapted_model, move_adapters, tiny_model
 from tests.model import transformers_builders
 
 
@@ -114,3 +116,49 @@ def test_a_disk_that_is_full_is_told_and_left_as_it_was(tmp_path: Path) -> None:
     with full_disk(), pytest.raises(StoreError, match="a snapshot cannot be written"):
         snapshots.publish(PolicyVersion("run", 1), dict(model.named_parameters()))
     assert list(tmp_path.iterdir()) == []
+
+
+def tiny_glm() -> TransformersModel:
+    return transformers_builders.tiny_model("glm4_moe")
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "is_beside"),
+    [
+        (lambda: tiny_model(0, "qwen3"), ("attention", "feed_forward"), True),
+        (tiny_glm, ("q_proj", "o_proj"), True),
+        (lambda: tiny_model(0), ("attention", "feed_forward"), False),
+    ],
+    ids=["dense", "of transformers", "experts"],
+)
+def test_adapters_lie_beside_their_base_where_vllm_serves_them_so(
+    make: Callable[[], AnyModel], targets: tuple[str, ...], is_beside: bool, tmp_path: Path
+) -> None:
+    config = AdapterConfig(rank=4, targets=targets)
+    model, adapters = adapted_model(make(), config, 1)
+    weights = ModelSnapshots(SnapshotDirectory(tmp_path), make(), config)
+    base = dict(model.named_parameters())
+    first = open_snapshot(weights.publish(PolicyVersion("run", 0), {**base, **adapters.published()}))
+    assert first.probe is not None
+    np.testing.assert_allclose(first.probe.logprobs, Probe.of(model).logprobs, atol=1e-4)
+    assert (first.directory / ADAPTER).exists() == is_beside
+    held = load_any_model(first.directory)
+    pairs = zip(held.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs) == is_beside, "the sum otherwise"
+    move_adapters(adapters)
+    second = open_snapshot(weights.publish(PolicyVersion("run", 1), {**base, **adapters.published()}))
+    assert second.probe is not None
+    np.testing.assert_allclose(second.probe.logprobs, Probe.of(model).logprobs, atol=1e-4)
+    check_same_shapes(first.manifest, second.manifest)
+
+
+def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
+    config = AdapterConfig(rank=4)
+    manifests = []
+    for seed in (0, 1):
+        model, adapters = adapted_model(tiny_model(seed, "qwen3"), config, 1)
+        weights = ModelSnapshots(SnapshotDirectory(tmp_path), tiny_model(seed, "qwen3"), config)
+        tensors = {**dict(model.named_parameters()), **adapters.published()}
+        manifests.append(weights.publish(PolicyVersion("run", seed), tensors))
+    with pytest.raises(WeightUpdateError, match="other tensors than those"):
+        check_same_shapes(*manifests)

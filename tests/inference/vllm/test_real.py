@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,24 @@ import pytest
 import torch
 
 from etude.agent.endpoint_messages import byte_tokenizer
+from etude.config import AdapterConfig
 from etude.inference.vllm import ManagedServer, Probe, Replica, SnapshotDirectory, VllmSampler
-from etude.inference.vllm.servers import CPU_ARGUMENTS
+from etude.inference.vllm.publishing import ModelSnapshots
+from etude.inference.vllm.servers import ADAPTER_MODEL, CPU_ARGUMENTS
 from etude.model import LanguageModel, PackedAttention, RecordedRoutes, build_model
+from etude.model.lora import pairs_of, sum_of
 from etude.model.scoring import score_sequences
-from tests.inference.vllm.builders import Reader, asynchronous, publish, tiny_config, tiny_model, tokens
+from etude.records import PolicyVersion, WeightManifest
+from tests.inference.vllm.builders import (
+    Reader,
+    adapted_model,
+    asynchronous,
+    move_adapters,
+    publish,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.foreign]
@@ -93,8 +107,8 @@ async def test_sessions_go_on_through_updates_with_true_versions_logprobs_and_ro
             assert sum(reader.sampled) == _LONG
             assert {version.step for version in reader.kv_oldest if version is not None} <= {0, 1}
             assert len(reader.routes) == len(reader.tokens) - 1
-        # In 32,000 choices of experts one may be a tie in float32, which two engines break each in its way: all tokens
-        # of that session may differ from there on. A version that is wrongly named differs in every session.
+        # In 32,000 choices of experts one may be a tie in float32, which two engines break each in its way:
+        # all tokens of that session may then differ. A wrongly named version differs in every session.
         wrong = {reader.id: places for reader in readers if (places := find_wrong_logprobs(models, reader))}
         assert len(wrong) <= 1, wrong
 
@@ -110,6 +124,51 @@ async def test_sessions_go_on_through_updates_with_true_versions_logprobs_and_ro
         client, directory = await sampler.replica.client(), manifests[2].url.removeprefix("file://")
         again = await client.call_workers("etude_load", directory)
         assert again["changed"] is False, "the same weights, experts packed once more"
+
+
+@asynchronous
+async def test_adapters_change_under_their_requests_and_are_never_summed(
+    python: Path, tmp_path: Path
+) -> None:
+    config = AdapterConfig(rank=4)
+    model, adapters = adapted_model(tiny_model(0, "qwen3"), config, 1)
+    weights = ModelSnapshots(SnapshotDirectory(tmp_path), tiny_model(0, "qwen3"), config)
+    manifests, models = list[WeightManifest](), dict[int, LanguageModel]()
+    for step in range(2):
+        tensors = {**dict(model.named_parameters()), **adapters.published()}
+        manifests.append(weights.publish(PolicyVersion("run", step), tensors))
+        models[step] = copy.deepcopy(model)
+        with torch.no_grad():
+            pairs = pairs_of(adapters.published())
+            for name, weight in models[step].named_parameters():
+                weight.copy_(sum_of(weight, pairs[name]) if name in pairs else weight)
+        models[step].adapt = lambda ops: ops
+        move_adapters(adapters)
+    async with sampler_of(python) as sampler:
+        await sampler.stage(manifests[0])
+        await sampler.activate(manifests[0].version)
+        assert sampler.replica.abilities is not None
+        assert sampler.replica.abilities.model == ADAPTER_MODEL
+        before, reader = Reader("before"), Reader("during")
+        for one in (before, reader):
+            sampler.open(one.id)
+        await before.ask(sampler, tokens(70, 0).tolist())
+        asked = asyncio.create_task(
+            reader.ask(sampler, tokens(40, 1).tolist(), max_tokens=_LONG, streaming=True)
+        )
+        async with asyncio.timeout(300):
+            while not any(reader.sampled):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await sampler.stage(manifests[1])
+        await sampler.activate(manifests[1].version, "recompute")
+        await asked
+        await before.ask(sampler, tokens(20, 2).tolist())
+        assert len({v for v in reader.versions if v is not None}) == 2, "it went on"
+        # What it said before the keys were computed anew, it said with the old keys.
+        assert find_wrong_logprobs(models, reader) == []
+        assert before.versions[-1] == manifests[1].version
+        wrong = find_wrong_logprobs(models, before)
+        assert wrong == [], wrong
 
 
 @asynchronous

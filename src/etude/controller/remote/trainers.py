@@ -19,7 +19,7 @@ import torch
 
 from etude.config import RunConfig
 from etude.controller.compute import keep_freed_memory, place_model, set_threads, use_numerics
-from etude.controller.engines import make_snapshots
+from etude.controller.engines import make_snapshots, served_adapter
 from etude.controller.models import open_model
 from etude.controller.ranks import Routes, routes_of
 from etude.controller.remote.weights import DirectoryWeights
@@ -70,7 +70,7 @@ class RemoteTrainingPart:
             if config.weights.url:
                 publisher = stack.enter_context(open_publisher(config.weights, on_wait=self._note_outage))
             elif config.engine.backend == "vllm":
-                publisher = make_snapshots(weights, tokenizer, loaded)
+                publisher = make_snapshots(weights, tokenizer, loaded, served_adapter(config))
             else:
                 publisher = DirectoryWeights(weights)
             self._part = stack.enter_context(

@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from etude.config import AdapterConfig
 from etude.errors import WeightUpdateError
 from etude.inference.vllm.probes import Probe
-from etude.inference.vllm.snapshots import Snapshot, SnapshotDirectory, open_snapshot
+from etude.inference.vllm.snapshots import ADAPTER, Snapshot, SnapshotDirectory, open_snapshot
 from etude.kit.leftovers import ScratchDirectory, sweep
+from etude.model.adapted_ops import Pair
 from etude.model.loading import AnyModel, save_any_model
-from etude.model.lora import pairs_of, sum_of
+from etude.model.lora import Adapters, pairs_of, sum_of
+from etude.model.peft import are_plain, save_peft
 from etude.records import ADAPTER_PREFIX, PolicyVersion, WeightManifest
 
 _PREFIX = "etude-vllm-weights-"
@@ -27,15 +30,18 @@ _PREFIX = "etude-vllm-weights-"
 class ModelSnapshots:
     """Implements WeightPublisher over a SnapshotDirectory, for one architecture.
 
-    Adapters are summed with their base in float32 and rounded once. Each snapshot carries a probe that the
-    published tensors themselves were scored with, so nobody has to load them again to know what they should
-    compute.
+    Adapters stay beside their base where vLLM serves them so; else they are summed with it in float32 and
+    rounded once. Each snapshot carries a probe that the published tensors themselves were scored with, so
+    nobody has to load them again to know what they should compute.
     """
 
-    def __init__(self, directory: SnapshotDirectory, model: AnyModel) -> None:
+    def __init__(
+        self, directory: SnapshotDirectory, model: AnyModel, adapter: AdapterConfig | None = None
+    ) -> None:
         """`model`: of which tensors will be published, in its number formats; its weights are not kept, nor
-        changed."""
-        self._directory = directory
+        changed. `adapter`: of the adapters that will be published and are not to be summed with it."""
+        self._directory, self._adapter = directory, adapter
+        self._adapters: Adapters | None = None
         # A copy in which every parameter is a fresh object on the same memory: what is published is put in
         # its place, and parameters that are one in two places stay one.
         known: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
@@ -54,15 +60,36 @@ class ModelSnapshots:
                 received=sorted(places.keys() ^ names)[:4],
                 fix="publish the model that the run began with",
             )
+        is_beside = self._is_beside(pairs)
         for name, place in places.items():
-            whole = tensors[name].detach()
-            place.data = (sum_of(whole, pairs[name]) if name in pairs else whole).to(place.dtype)
+            whole, is_summed = tensors[name].detach(), name in pairs and not is_beside
+            place.data = (sum_of(whole, pairs[name]) if is_summed else whole).to(place.dtype)
+        adapters = self._apply(pairs) if is_beside else None
 
         def write(directory: Path) -> None:
             save_any_model(shell, directory)
+            if adapters is not None:
+                save_peft(adapters, shell, directory / ADAPTER)
 
         with torch.no_grad():
             return self._directory.publish(version, write, Probe.of(shell))
+
+    def _is_beside(self, pairs: Mapping[str, Pair]) -> bool:
+        """Whether vLLM gets these factors beside their base."""
+        factors = ((name, left, right) for name, (left, right) in pairs.items())
+        return bool(pairs) and self._adapter is not None and are_plain(factors, self._shell)
+
+    def _apply(self, pairs: Mapping[str, Pair]) -> Adapters:
+        """The shell's adapters, with these factors."""
+        if self._adapters is None:
+            assert self._adapter is not None
+            # What is published is scaled already.
+            config = self._adapter.model_copy(update={"alpha": float(self._adapter.rank)})
+            self._adapters = Adapters(self._shell, config)
+        for name, left, right in self._adapters.factors():
+            left.copy_(pairs[name][0])
+            right.copy_(pairs[name][1])
+        return self._adapters
 
 
 class FetchedSnapshots:

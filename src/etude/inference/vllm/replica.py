@@ -167,7 +167,9 @@ class Replica:
 
     async def score(self, tokens: NDArray[np.int32], name: str) -> Part:
         """vLLM's own log-probabilities of `tokens`; the request is called `name`. Raises SamplerError."""
-        return await score_tokens(await self.client(), tokens, name, self._load_timeout_s)
+        client = await self.client()
+        assert self.abilities is not None
+        return await score_tokens(client, tokens, name, self.abilities.model, self._load_timeout_s)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -275,7 +277,8 @@ class Replica:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
         assert snapshot.probe is not None and self.abilities is not None
         began = time.perf_counter()
-        part = await score_tokens(client, snapshot.probe.tokens, "", self._load_timeout_s)
+        model = self.abilities.model
+        part = await score_tokens(client, snapshot.probe.tokens, "", model, self._load_timeout_s)
         self.times.probe_s = time.perf_counter() - began
         if self.requests:
             gap = await client.call_workers("etude_gap") or {}

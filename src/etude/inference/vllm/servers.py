@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import tempfile
@@ -19,10 +20,15 @@ from typing import Protocol
 from etude.errors import ConfigError, ResourceError, SamplerError
 from etude.inference.ports import free_port
 from etude.inference.vllm.client import VllmClient
+from etude.inference.vllm.snapshots import ADAPTER
 from etude.kit.leftovers import ScratchDirectory, sweep
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 """What vLLM's interpreter finds beside its own packages."""
+MODEL, ADAPTER_MODEL = "etude", "etude-adapter"
+"""What requests name as their model."""
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM makes room for."""
 _LAUNCHER = WORKER_FOLDER / "etude_vllm_launch.py"
 _POLL_S = 0.25
 _HEALTH_S = 5.0
@@ -241,7 +247,7 @@ def _kill_group(leader: asyncio.subprocess.Process) -> None:
 def server_arguments(directory: Path, port: int) -> list[str]:
     """What vLLM's OpenAI server must be started with to be used from here."""
     return [
-        *("--model", str(directory), "--served-model-name", "etude"),
+        *("--model", str(directory), "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--enable-scale-out", "--enable-prompt-tokens-details"),
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "128"),
@@ -249,6 +255,19 @@ def server_arguments(directory: Path, port: int) -> list[str]:
         *("--worker-extension-cls", "etude_vllm_worker.EtudeWorker"),
         *("--disable-uvicorn-access-log",),
         *(() if (directory / "tokenizer.json").exists() else ("--skip-tokenizer-init",)),
+        *_adapter_arguments(directory / ADAPTER),
+    ]
+
+
+def _adapter_arguments(directory: Path) -> list[str]:
+    """One name for all versions, which the worker exchanges under it: keys are shared by version."""
+    if not directory.is_dir():
+        return []
+    rank = int(json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    room = next((most for most in _ADAPTER_RANKS if most >= rank), rank)
+    return [
+        *("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)),
+        *("--lora-modules", f"{ADAPTER_MODEL}={directory}"),
     ]
 
 

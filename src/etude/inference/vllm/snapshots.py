@@ -22,9 +22,12 @@ from etude.errors import CheckpointError, StoreError, WeightUpdateError
 from etude.inference.vllm.probes import Probe
 from etude.kit.durable import DRAFTS, publish_directory
 from etude.kit.leftovers import ScratchDirectory, sweep
+from etude.model.peft import PEFT_PREFIX
 from etude.records import PolicyVersion, TensorEntry, WeightManifest
 from etude.weights import check_tensors, describe_tensors
 
+ADAPTER = "adapter"
+"""The directory in a snapshot with the adapters on its weights, if any, as the peft library writes them."""
 _RECORD = "etude.json"
 _SCHEME = "file://"
 
@@ -152,9 +155,17 @@ def _is_whole(manifest: WeightManifest, directory: Path) -> bool:
 
 
 def check_same_shapes(served: WeightManifest, staged: WeightManifest) -> None:
-    """Raises WeightUpdateError unless both have the same tensors: vLLM would keep the old ones in silence."""
-    before = {entry.name: entry.shape for entry in served.tensors}
-    after = {entry.name: entry.shape for entry in staged.tensors}
+    """Raises WeightUpdateError unless both have the same tensors, and adapters the same base: vLLM would keep
+    the old ones in silence."""
+    has_adapter = any(entry.name.startswith(PEFT_PREFIX) for entry in staged.tensors)
+
+    def described(manifest: WeightManifest) -> dict[str, Any]:
+        return {
+            entry.name: (entry.shape, has_adapter and not entry.name.startswith(PEFT_PREFIX) and entry.digest)
+            for entry in manifest.tensors
+        }
+
+    before, after = described(served), described(staged)
     if before != after:
         differing = sorted(
             name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
@@ -186,9 +197,9 @@ def read_manifest(directory: Path) -> WeightManifest:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory's safetensors files. Raises CheckpointError."""
+    """All tensors of a directory's safetensors files, and of its adapters. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}
-    paths = sorted(directory.glob("*.safetensors"))
+    paths = [*sorted(directory.glob("*.safetensors")), *sorted(directory.glob(f"{ADAPTER}/*.safetensors"))]
     if not paths:
         raise CheckpointError("there are no safetensors files", field="directory", received=str(directory))
     for path in paths:

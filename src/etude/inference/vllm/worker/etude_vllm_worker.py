@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 import statistics
 import time
 from collections import OrderedDict, deque
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,13 +71,15 @@ class EtudeWorker:
             "device": str(self.model_runner.device),
             "expert_layers": len(layers),
             "captures": self._etude_routes is not None,
+            "adapts": self.model_runner.lora_config is not None,
             "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
             "max_tokens": int(self.model_runner.model_config.max_model_len),
             "vocab_size": int(self.model_runner.model_config.get_vocab_size()),
         }
 
     def etude_load(self, directory: str, *requests: str) -> dict[str, Any]:
-        """Puts the weights of a Hugging Face directory into the model, in place. `error` says what failed;
+        """Puts the weights of a Hugging Face directory into the model, in place; of one with adapters these
+        alone, since their base stays. `error` says what failed;
         the weights are then a mixture, and nothing may be served from them. `progress`: positions that have
         been computed of each of `requests` that has begun. `changed`: whether any parameter is another than
         before. `load_s`: how long it took."""
@@ -83,8 +87,11 @@ class EtudeWorker:
         try:
             model = self.model_runner.get_model()
             before = self._etude_digest or _digest(model)
-            self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]
-            _pack_heads_again(model)
+            if self.model_runner.lora_config is not None:
+                self._exchange_adapters(directory)
+            else:
+                self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]
+                _pack_heads_again(model)
             self._etude_digest = _digest(model)
         except Exception as error:  # reported, because an HTTP 500 would hide it
             return {"error": f"{type(error).__name__}: {error}"}
@@ -98,6 +105,14 @@ class EtudeWorker:
             "progress": {name: progress[name] for name in requests if name in progress},
             "load_s": time.perf_counter() - began,
         }
+
+    def _exchange_adapters(self, directory: str) -> None:
+        """In the slot of those that the server was started with: requests go on with them."""
+        from vllm.lora.request import LoRARequest
+
+        number = min(self.model_runner.list_loras(), default=1)
+        path = Path(directory, "adapter")
+        self.model_runner.add_lora(LoRARequest("etude-adapter", number, str(path), load_inplace=True))
 
     def etude_gap(self) -> dict[str, Any]:
         """`gap_s`: between the last step before the last `etude_load` and the first after it, None if there
@@ -114,10 +129,11 @@ class EtudeWorker:
 
 
 def _digest(model: torch.nn.Module) -> str:
-    """Of all parameters as they lie in memory, packed or not: of the sums of their bits over rows and over
-    columns, which are computed where the parameters are."""
+    """Of all parameters as they lie in memory, packed or not, and of adapters: of the sums of their bits over
+    rows and over columns, which are computed where the parameters are."""
     digest = hashlib.blake2b(digest_size=16)
-    for parameter in model.parameters():
+    stacks = (getattr(module, f"lora_{side}_stacked", ()) for module in model.modules() for side in "ab")
+    for parameter in itertools.chain(model.parameters(), *stacks):
         if parameter.numel():
             bits = parameter.data.contiguous().view(_INTEGERS[parameter.element_size()])
             rows = bits.reshape(-1, bits.shape[-1] if bits.ndim else 1)
