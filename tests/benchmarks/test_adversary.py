@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from benchmarks.adversary import (
     rows_of,
 )
 
-from benchmarks import adversary
 from tests.adversary.escape.causes import CAUSES
 
 HOST, RIGHTS = "signal a host process", "become another user"
@@ -105,22 +103,3 @@ def test_every_group_runs_tests_that_there_are() -> None:
     there = "".join(path.read_text() for path in (Path(__file__).parents[1] / "adversary").rglob("test_*.py"))
     functions = {name for group in GROUPS.values() for name in group.functions}
     assert {name for name in functions if f"def {name}(" not in there} == set()
-
-
-@pytest.mark.slow
-def test_the_script_runs_one_group_and_keeps_the_figures_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    requests = GROUPS["requests"]
-    few = adversary.Group(("test_sockets.py",), requests.functions, requests.count, requests.bad)
-    monkeypatch.setitem(GROUPS, "requests", few)
-    file = tmp_path / "results.json"
-    file.write_text(json.dumps({"figures": {"escapes": 0}, "peers": {}, "parts": {"sandboxes": {}}}))
-    monkeypatch.setattr("sys.argv", ["adversary.py", "--only", "requests", "--json", str(file)])
-    adversary.main()
-    stored = json.loads(file.read_text())
-    assert stored["figures"]["server_request_kinds"] >= 15
-    assert stored["figures"]["escapes"] == stored["figures"]["cross_tenant"] == 0
-    assert set(stored["parts"]) == {"requests", "sandboxes"}
-    assert stored["peers"]["requests"]["NaN"] == "held"
-    assert "a binary frame" in capsys.readouterr().out

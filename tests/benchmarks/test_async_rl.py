@@ -41,13 +41,6 @@ def test_tools_have_the_tail_that_was_asked_for() -> None:
     assert lognormal_sigma(10.0) == pytest.approx(0.99, abs=0.01)
 
 
-@pytest.mark.slow
-def test_the_scale_table_counts_sessions_and_turns() -> None:
-    figures = async_rl.scale(100)
-    assert figures["sessions_per_controller"] >= 90
-    assert 0 < figures["cost_per_turn_us_at_100"] < 1e5
-
-
 def test_the_chart_is_drawn_and_the_same_twice(tmp_path: Path) -> None:
     rows = [{"trainer_wait_s": 3.0, "trainer_train_s": 1.0}, {"trainer_wait_s": 1.0, "trainer_save_s": 0.5}]
     for name in "ab":

@@ -133,7 +133,7 @@ def test_the_script_tunes_compares_and_goes_on_where_it_was(
 ) -> None:
     file, config = tmp_path / "results.json", tmp_path / "tiny.toml"
     config.write_text(dump_config(tiny_config(tmp_path / "runs")))
-    names = "rl,midtraining,rejection_once,best_of_group"
+    names = "rl,rejection_once,best_of_group"
     command = ["controls.py", "--config", str(config), "--runs", str(tmp_path / "runs"), "--tasks", "3"]
     command += ["--trials", "1", "--seeds", "0", "--only", names, "--json", str(file)]
     monkeypatch.setattr("sys.argv", [*command, "--minutes", "0"])

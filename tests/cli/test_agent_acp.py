@@ -535,12 +535,3 @@ def test_an_editor_that_leaves_upon_nonsense_has_gone() -> None:
         return await LineTransport(reader, cast(Any, Gone())).receive()
 
     assert asyncio.run(go()) is None
-
-
-@pytest.mark.slow
-def test_a_model_that_is_none_is_refused_before_the_editor_is_served(root: Path) -> None:
-    line = command("--acp", "--model", str(root), "--backend", "memory")
-    done = subprocess.run(line, input=b"", capture_output=True, timeout=300, env=environment(root))
-    assert done.returncode == 2
-    assert b"no config.json" in done.stderr
-    assert done.stdout == b""

@@ -134,7 +134,7 @@ def test_a_damaged_snapshot_is_shown_as_such_and_can_be_deleted(server: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost", "ftp://example.org", "http://", "//x:1"])
+@pytest.mark.parametrize("address", ["localhost", "http://"])
 def test_an_address_without_its_scheme_is_told_the_right_form(tmp_path: Path, address: str) -> None:
     said = etude("list", "--server", address, "--state", str(tmp_path), code=2)
     assert "begins with http:// or https://" in said
