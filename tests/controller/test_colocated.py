@@ -27,7 +27,7 @@ MUON = {"optimizer": {"matrix_optimizer": "muon"}}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "rl"),
-    [(KERNELS, {}), *(pytest.param("eager", rl, marks=pytest.mark.slow) for rl in ({}, ADAPTED, MUON))],
+    [(KERNELS, {}), ("eager", ADAPTED | MUON)],
 )
 def test_a_colocated_run_gives_the_weights_and_sessions_of_one_that_is_not(
     tmp_path: Path, kernels: str, rl: dict[str, Any]

@@ -222,7 +222,7 @@ class Replica:
         except EtudeError as error:
             self.history.refuse_open()
             with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
-                await self._go_back()
+                await self._go_back(f"the update failed: {error}")
             return error
         self._put_into_service(staged, activation)
         return None
@@ -334,9 +334,8 @@ class Replica:
         self._client, self._held = client, snapshot
         self._watcher = asyncio.create_task(self._watch())
 
-    async def _go_back(self) -> None:
+    async def _go_back(self, reason: str) -> None:
         """After a refused update: the server begins again with what was served before."""
-        reason = "the update failed"
         await self._take_down(reason)
         if self._served is not None and self._failure is None:  # else it was closed meanwhile
             await self._begin_again(self._served, reason)

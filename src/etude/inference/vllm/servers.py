@@ -263,10 +263,12 @@ def _adapter_arguments(directory: Path) -> list[str]:
     """One name for all versions, which the worker exchanges under it: keys are shared by version."""
     if not directory.is_dir():
         return []
-    rank = int(json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-    room = next((most for most in _ADAPTER_RANKS if most >= rank), rank)
+    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    room = next((most for most in _ADAPTER_RANKS if most >= config["r"]), config["r"])
     return [
         *("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)),
+        # Of the head vLLM would otherwise fail when it scores a prompt beside other requests.
+        *("--lora-target-modules", *config["target_modules"]),
         *("--lora-modules", f"{ADAPTER_MODEL}={directory}"),
     ]
 
