@@ -16,7 +16,7 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 # A property holds however long a busy machine takes over one example. A few examples of each in `make test`;
 # many in `.ci/run`, by --hypothesis-profile=thorough.
-for profile, num_examples in (("quick", 20), ("thorough", 80)):
+for profile, num_examples in (("quick", 20), ("thorough", 40)):
     settings.register_profile(
         profile,
         max_examples=num_examples,
