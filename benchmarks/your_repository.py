@@ -2,11 +2,11 @@
 
     python benchmarks/your_repository.py --harbor-python VENV/bin/python --json FILE
 
-Ten tasks that were written from Harbor's documentation alone and three with separate verifiers, artifacts, a
-health check and files elsewhere in the image (`harbor_tasks`), each with its solution, with nothing and with
-a wrong solution (`solution/wrong.sh`), are graded by Harbor's trials in containers of podman
-(`harbor_judge.py`) and by ours. VENV holds Harbor 0.25, which needs Python 3.12; podman has the base image
-under the name that the tasks use.
+Ten tasks that were written from Harbor's documentation alone, three with separate verifiers, artifacts, a
+health check and files elsewhere in the image, and two with steps (`harbor_tasks`), each with its solution,
+with nothing and with a wrong solution (`wrong.sh` beside `solve.sh`), are graded by Harbor's trials in
+containers of podman (`harbor_judge.py`) and by ours. VENV holds Harbor 0.25, which needs Python 3.12; podman
+has the base image under the name that the tasks use.
 
     harbor_verdicts_equal     share of the verdicts whose rewards are equal, or missing on both sides
 """
@@ -27,7 +27,7 @@ from common import print_table, write_result
 
 from etude.config import load_config
 from etude.controller.backends import open_run_backend
-from etude.environment.checking import judge_solution
+from etude.environment.checking import judge_nothing, judge_solution
 from etude.environment.task_images import TaskImages
 from etude.environment.verdicts import Grader
 from etude.records import Task
@@ -67,8 +67,8 @@ def main() -> None:
 def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
     """Copies tasks, with what is wrong in the place of each solution."""
     shutil.copytree(tasks, target, symlinks=True)
-    for directory in target.iterdir():
-        (directory / "solution/wrong.sh").rename(directory / "solution/solve.sh")
+    for script in target.rglob("solution/wrong.sh"):
+        script.rename(script.with_name("solve.sh"))
 
 
 async def judge_by_etude(tasks: Path, wrong: Path, backend_name: str) -> Rewards:
@@ -80,10 +80,10 @@ async def judge_by_etude(tasks: Path, wrong: Path, backend_name: str) -> Rewards
     try:
         for directory in find_directories(tasks, "--tasks"):
             task = await images.find(read_harbor(directory))
-            rewards[f"{directory.name} nothing"] = (await grader.judge(task, {})).reward
+            nothing = await judge_nothing(task, grader, backend, Resources())
+            rewards[f"{directory.name} nothing"] = nothing.reward
             for kind, place in (("solution", tasks), ("wrong", wrong)):
-                solution = read_harbor(place / directory.name).solution
-                asked: Task = replace(task, solution=solution)
+                asked = with_solutions_of(read_harbor(place / directory.name), task)
                 verdict = await judge_solution(asked, grader, backend, Resources())
                 if isinstance(verdict, str):
                     print(f"ours, {directory.name} {kind}: {verdict}", file=sys.stderr)
@@ -93,6 +93,13 @@ async def judge_by_etude(tasks: Path, wrong: Path, backend_name: str) -> Rewards
     finally:
         await backend.close()
     return rewards
+
+
+def with_solutions_of(other: Task, task: Task) -> Task:
+    """The task, whose images were found, with the solutions of the same one elsewhere."""
+    pairs = zip(task.steps, other.steps, strict=True)
+    steps = tuple(replace(step, solution=another.solution) for step, another in pairs)
+    return replace(task, solution=other.solution, steps=steps)
 
 
 def judge_by_harbor(tasks: Path, wrong: Path, python: Path) -> Rewards:

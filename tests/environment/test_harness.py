@@ -14,11 +14,12 @@ from etude.config import RunConfig
 from etude.controller.harness import open_environment
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.recording import Serving, live
-from etude.records import SampleChunk, SampleRequest, SamplingParams, Status, Trajectory, TrajectoryId
+from etude.records import SampleChunk, SampleRequest, SamplingParams, Status, Task, Trajectory, TrajectoryId
 from etude.sandbox.machine_backend import MachineBackend
 from etude.store.blobs import MemoryBlobs
 from tests.environment.playing import TASK
 from tests.environment.recording.recording_builders import TellingSampler, qwen_tokenizer, replies
+from tests.environment.test_steps import write_steps
 from tests.sandbox.scenes import on_backend
 
 AGENT = textwrap.dedent(
@@ -52,17 +53,18 @@ def play(
     refusals: int = 0,
     backend: str = "local",
     sampler: TellingSampler | None = None,
+    task: Task = TASK,
 ) -> tuple[Trajectory, TellingSampler]:
     """One episode, and the sampler that played the answers. `refusals`: requests that it fails first."""
     agent = {"harness": {"command": command, "timeout_s": timeout_s}, "max_message_tokens": 200}
     config = RunConfig.model_validate({"agent": agent})
     sampler = sampler or TellingSampler(replies(answers), refusals=refusals)
-    identity = TrajectoryId("run", TASK.id, 0, 0, 0)
+    identity = TrajectoryId("run", task.id, 0, 0, 0)
 
     async def scenario(backend: MachineBackend) -> Trajectory:
         limits, blobs = EpisodeLimits.from_config(config), MemoryBlobs()
         async with open_environment(config, backend, qwen_tokenizer(), limits, blobs.put) as runner:
-            played = await runner.run(TASK, identity, sampler, (7, 1), SamplingParams(), training=True)
+            played = await runner.run(task, identity, sampler, (7, 1), SamplingParams(), training=True)
         assert not backend.own_server, "the way to the endpoint goes with it"
         return played
 
@@ -87,6 +89,16 @@ def test_a_foreign_agent_solves_its_task_and_its_tokens_are_recorded_as_sampled(
 def test_without_isolation_the_endpoint_is_reached_where_it_is(tmp_path: Path) -> None:
     trajectory, _ = play(tmp_path, [MEND, "done"], backend="unisolated")
     assert trajectory.status is Status.DONE and trajectory.facts["passed"]
+
+
+def test_a_foreign_agent_begins_anew_with_each_step_of_its_task(tmp_path: Path) -> None:
+    answers = [f"sed -i {n}s/.*/{word}/ words.txt" for n, word in ((1, "hello"), (2, "bye"))]
+    task = write_steps(tmp_path / "task")
+    trajectory, _ = play(tmp_path, [answers[0], "done", answers[1], "done"], task=task)
+    assert (trajectory.status, trajectory.facts["passed"], len(trajectory.turns)) == (Status.DONE, True, 4)
+    words = [step.instruction for step in task.steps]
+    texts = [qwen_tokenizer().decode(segment.tokens) for segment in trajectory.segments]
+    assert [[word in text for word in words] for text in texts] == [[True, False], [False, True]]
 
 
 def test_an_agent_that_ends_with_an_error_is_graded_all_the_same(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from etude.agent.execution import LocalWorkspace, execute_calls
 from etude.agent.facts import SessionFacts
 from etude.agent.journal import JournaledSession
 from etude.agent.prompts import agent_format, describe_tools, open_renderer
-from etude.agent.runner import Patience, Serving, Timings, run_session
+from etude.agent.runner import NextWords, Patience, Serving, Timings, run_session
 from etude.agent.scripted import ScriptedSampler, play
 from etude.agent.session import AgentSession, SessionLimits
 from etude.agent.summary import SummaryPolicy
@@ -23,6 +23,7 @@ __all__ = [
     "AgentSession",
     "JournaledSession",
     "LocalWorkspace",
+    "NextWords",
     "Patience",
     "Registry",
     "ScriptedSampler",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,6 +55,10 @@ class CallLog(Protocol):
         ...
 
 
+NextWords = Callable[[], Awaitable[str | None]]
+"""What the user says next; None: nothing more."""
+
+
 @dataclass(slots=True)
 class Timings:
     """Wall time of one session by what it waited for, in seconds."""
@@ -73,8 +77,10 @@ async def run_session(
     patience: Patience | None = None,
     listener: Listener | None = None,
     log: CallLog | None = None,
+    next_words: NextWords | None = None,
 ) -> Timings:
-    """Runs the session to its end. `listener` sees everything as it happens.
+    """Runs the session to its end. `listener` sees everything as it happens. `next_words`: what the user says
+    whenever the agent is done, None to end it.
 
     A request's noise key is `rng_key` and the segment's index. An agent that kills its own sandbox ends its
     session with AGENT_ERROR.
@@ -92,6 +98,7 @@ async def run_session(
         patience or Patience(),
         listener or _ignore,
         log,
+        next_words,
     )
     sampler.open(session_id)
     deadline = asyncio.timeout(driver.patience.max_wall_s)
@@ -121,6 +128,7 @@ class _Driver:
     patience: Patience
     listener: Listener
     log: CallLog | None
+    next_words: NextWords | None
     requests: int = 0
     failures: int = 0
     """Requests that failed in a row."""
@@ -131,8 +139,13 @@ class _Driver:
             action = self.session.next_action()
             start_s = time.perf_counter()
             match action:
-                case Finished():
-                    return
+                case Finished(status):
+                    if self.next_words is None or status is not Status.DONE:
+                        return
+                    words = await self.next_words()
+                    if words is None:
+                        return
+                    self.session.on_user(words)
                 case RunCalls():
                     await self._run_calls(action)
                     self.timings.tools_s += time.perf_counter() - start_s

@@ -219,6 +219,7 @@ class AgentSession:
         progress = self.progress
         assert progress.status is not None, "the session goes on"
         progress.status, progress.cause, progress.idle_turns = None, "", 0
+        self.facts.finished = False
         self._action = None
         self._said.append(text)
         if progress.summarising or progress.summary is not None:

@@ -199,6 +199,41 @@ def make_command(
         raise typer.Exit(1)
 
 
+@tasks_app.command("import")
+def import_command(
+    rows: Annotated[Path, typer.Argument(help="JSONL or parquet file with a solved issue in each row.")],
+    repositories: Annotated[Path, typer.Option(help="Directory with clones of the repositories.")],
+    out: Annotated[Path, typer.Option(help="Directory of the tasks.")],
+    image: Annotated[
+        str | None, typer.Option(help="Image with what the tests need, for rows without docker_image.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Turn rows of solved issues, as SWE-bench has them, into Harbor task directories.
+
+    Nothing is fetched and nothing runs: `etude tasks check` then tries the tasks. A row of which no task can
+    be made is in report.json with its reason. Exits with 1 if no task was made.
+    """
+    from etude.config import load_config
+    from etude.controller.task_making import import_task_set
+
+    report = import_task_set(rows, repositories, out, load_config(config, settings or []), image)
+    if as_json:
+        print_json(report.to_document())
+    else:
+        for one in report.rejects:
+            typer.echo(f"{one['row']}: rejected: {one['reason']}")
+    error_console().print(
+        f"{len(report.written)} tasks, {len(report.rejects)} rows rejected", highlight=False
+    )
+    if not report.written:
+        raise typer.Exit(1)
+
+
 def _print_report(report: MakeReport) -> None:
     """Counts for each stage, and the reasons of the rejects."""
     table = Table(box=None, pad_edge=False, show_header=False)

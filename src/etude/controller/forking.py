@@ -76,6 +76,7 @@ async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
             f"{identity}+{fork.turn}",
             key,
             patience=policy.patience,
+            next_words=world.next_step,
         )
         status = session.status
         assert status is not None, "run_session ended without an end"
@@ -138,7 +139,7 @@ async def _tell(
     journal: JournaledSession | None,
 ) -> Replay:
     """The session as it was after the fork's turn. Raises ConfigError if it had ended there."""
-    replayer = Replayer(world, world.context)
+    replayer = Replayer(world, world.context, next_step=world.next_step)
     replay = await tell(stored.trajectory, session, replayer, fork.turn, journal)
     if session.status is not None:
         ended = f"{session.status.value}{f' ({session.cause})' if session.cause else ''}"

@@ -186,7 +186,7 @@ async def replay_stored(
             registry = registry_of(agent_format(tokenizer, agent).tools, agent.mcp)
     session, reason = _session_of_chain(stored, task, tokenizer)
     async with open_world(stored, task, backend, registry) as world:
-        replayer = Replayer(world, world.context)
+        replayer = Replayer(world, world.context, next_step=world.next_step)
         if session is None:
             replay = await replay_turns(stored.trajectory, replayer, turns)
         else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.task_sets import run_interruptibly
+from etude.environment.making.importing import ImportReport, import_rows
 from etude.environment.making.pipeline import MakeSettings, make_tasks
 from etude.environment.making.projects import read_project
 from etude.environment.making.reports import MakeReport
@@ -14,6 +15,14 @@ from etude.observe import Observer
 from etude.sandbox.backends import IMAGES
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.migration import default_state_directory
+
+
+def import_task_set(
+    rows: Path, repositories: Path, out: Path, config: RunConfig, image: str | None
+) -> ImportReport:
+    """Makes tasks of rows of solved issues. Raises as `import_rows`."""
+    store = ImageStore(default_state_directory() / IMAGES)
+    return run_interruptibly(import_rows(rows, repositories, out, store, config.images.bases, image))
 
 
 def make_task_set(

@@ -176,12 +176,11 @@ async def _reports(tasks: Sequence[Task | None], config: RunConfig, limits: Reso
 
 def _with_network(task: Task, public: tuple[str, ...]) -> Task:
     """The task, with what its run allows where it asks for a public network."""
-    machine, verifier = task.machine, task.verifier
+    machine = task.machine
     if machine is not None and machine.hosts is None:
         machine = replace(machine, hosts=public)
-    if verifier is not None and verifier.hosts is None:
-        verifier = replace(verifier, hosts=public)
-    return replace(task, machine=machine, verifier=verifier)
+    scripts = [replace(one, hosts=public) if one.hosts is None else one for one in task.verifiers]
+    return replace(task, machine=machine).with_verifiers(scripts)
 
 
 def _refuse_twice_named(rows: Sequence[CheckedTask], field: str) -> None:

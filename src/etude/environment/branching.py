@@ -15,8 +15,9 @@ from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools import Tool
 from etude.agent.tools.interface import is_path
 from etude.environment.history import Difference, History, differences
+from etude.environment.preparing import begin_step
 from etude.errors import AgentError, InfrastructureError, SandboxError
-from etude.records import ToolCall
+from etude.records import Task, ToolCall
 from etude.sandbox.errors import Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import SnapshotKind
@@ -116,7 +117,7 @@ async def let_go(kept: Sequence[Kept], backend: SandboxBackend) -> None:
         raise failed
 
 
-async def replay(context: ToolContext, history: History, first: int) -> list[Difference]:
+async def replay(context: ToolContext, history: History, first: int, task: Task | None) -> list[Difference]:
     """Runs the turns from `first` on again, on a workspace as it was before them.
 
     Raises InfrastructureError if something failed.
@@ -124,6 +125,7 @@ async def replay(context: ToolContext, history: History, first: int) -> list[Dif
     found: list[Difference] = []
     for number in range(first, len(history.turns)):
         await _archive(context.sandbox, history, number)
+        await _begin_steps(context.sandbox, history, number, task)
         turn = history.turns[number]
         try:
             results = await execute_calls(turn.calls, context)
@@ -135,7 +137,17 @@ async def replay(context: ToolContext, history: History, first: int) -> list[Dif
             ) from error
         found += differences(number, turn, results)
     await _archive(context.sandbox, history, len(history.turns))
+    await _begin_steps(context.sandbox, history, len(history.turns), task)
     return found
+
+
+async def _begin_steps(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
+    """Has the steps of the task begin that began after `number` turns. Raises SandboxError."""
+    for place, ended in enumerate(history.steps, start=1):
+        if task is not None and ended.turn == number and place < len(task.steps):
+            failure = await begin_step(sandbox, task.steps[place])
+            if failure is not None:
+                raise SandboxError(failure, field="steps")
 
 
 async def _archive(sandbox: Sandbox, history: History, number: int) -> None:

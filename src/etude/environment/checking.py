@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin
 from etude.environment.scripts import check_isolation, find_left, run_solution
+from etude.environment.steps import StepRun
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError, TaskError, UserError
 from etude.records import Task
@@ -65,14 +66,15 @@ async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limit
 
 
 async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> str | None:
-    if task.solution is None and not task.solution_files:
+    solutions = [step.solution for step in task.steps] or [task.solution or task.solution_files or None]
+    if None in solutions:
         return "has no reference solution to be checked by"
     before: list[tuple[bool, float | None]] = []
     for number in range(_ROUNDS):
         solved = await judge_solution(task, grader, backend, limits)
         if isinstance(solved, str):
             return solved
-        nothing = await grader.judge(task, {})
+        nothing = await judge_nothing(task, grader, backend, limits)
         earned = [(verdict.passed, verdict.reward) for verdict in (solved, nothing)]
         if number and earned != before:
             return f"the same earns something else at another time: {_shown(before)}, then {_shown(earned)}"
@@ -95,11 +97,26 @@ async def judge_solution(
         return await grader.judge(task, allowed_changes(task, files))
     await check_isolation(backend)
     sandbox = await task_origin(task, limits).make(backend)
+    run = StepRun(task, sandbox, grader, [])
     try:
         failure = await run_solution(task, sandbox)
+        while failure is None and task.steps and await run.end_step() is not None:
+            failure = await run_solution(task.at_step(len(run.verdicts)), sandbox)
         if failure is not None:
             return failure
-        return await grader.judge(task, *await find_left(task, sandbox))
+        return await run.end() if task.steps else await grader.judge(task, *await find_left(task, sandbox))
+    finally:
+        await sandbox.kill()
+
+
+async def judge_nothing(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> Verdict:
+    """What an agent earns that does nothing. Raises SandboxError, TaskError."""
+    if not task.steps:
+        return await grader.judge(task, {})
+    await check_isolation(backend)
+    sandbox = await task_origin(task, limits).make(backend)
+    try:
+        return await StepRun(task, sandbox, grader, []).end()
     finally:
         await sandbox.kill()
 

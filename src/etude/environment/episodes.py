@@ -174,7 +174,13 @@ class Environment:
             world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
             try:
                 timings = await run_session(
-                    session, sampler, world, f"{identity}~{number}", rng_key, patience=self._patience
+                    session,
+                    sampler,
+                    world,
+                    f"{identity}~{number}",
+                    rng_key,
+                    patience=self._patience,
+                    next_words=world.next_step,
                 )
                 return await self._graded(session, world, timings, number)
             finally:
@@ -205,7 +211,8 @@ class Environment:
             held = MemberSampler(sampler, holds=True)
             world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
             try:
-                timings = await run_session(session, held, world, f"{identity}~{number}", rng_key)
+                name = f"{identity}~{number}"
+                timings = await run_session(session, held, world, name, rng_key, next_words=world.next_step)
                 return await self._fork(play, session, world, timings, number, plan, held, sampler)
             finally:
                 held.end()
@@ -294,10 +301,10 @@ class Environment:
         """Goes on from the fork, to a grade of its own. A failure of ours ends it as such."""
         session = self._new_session(play)
         try:
-            await tell(told, session, Untouched(), forked.point.turn)
+            await tell(told, session, Untouched(play.task), forked.point.turn)
             if isinstance(world, InfrastructureError):
                 raise world
-            timings = await run_session(session, view, world, name, place.rng_key)
+            timings = await run_session(session, view, world, name, place.rng_key, next_words=world.next_step)
             trajectory = await self._graded(session, world, timings, 0)
             self.times.num_episodes += 1
         except InfrastructureError as error:

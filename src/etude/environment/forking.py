@@ -97,7 +97,7 @@ async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSessio
             state, user = ToolState.from_dict(base.tool_state), base.user
         fork = session.branch(sandbox, session.history.until(turn), state, user, passed)
         try:
-            found = await replay(fork.context, fork.history, base.turn if base else 0)
+            found = await replay(fork.context, fork.history, base.turn if base else 0, session.task)
         except BaseException:
             await fork.close()
             raise

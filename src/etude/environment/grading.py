@@ -65,6 +65,8 @@ class Verdict:
     """Added lines in another style than their file's; 0 where nobody looked."""
     reward: float | None = None
     """What the task's own `tests/test.sh` gave; None where hidden tests were judged by their values."""
+    rewards: Mapping[str, float] | None = None
+    """All that it gave, by name; None where it gave nothing."""
 
     def __post_init__(self) -> None:
         if self.cause is not None:

@@ -119,7 +119,15 @@ class HarnessEnvironment(Environment):
             await asyncio.shield(world.close())
 
     async def _play(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
-        """Runs the command to its end. Raises SandboxError if our own machinery failed."""
+        """Runs the command to its end, for each step anew. Raises SandboxError if our machinery failed."""
+        ending = await self._run_command(task.at_step(0), session, world)
+        for number in range(1, len(task.steps)):
+            if ending.status is Status.AGENT_ERROR or await world.next_step() is None:
+                break
+            ending = await self._run_command(task.at_step(number), session, world)
+        return ending
+
+    async def _run_command(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
         command = self._harness.command.replace("{instruction}", shlex.quote(task.instruction))
         limit_s = self._harness.timeout_s
         if task.machine is not None and task.machine.agent_s:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.agent.inputs import call_document, result_document
+from etude.environment.grading import Verdict
 from etude.errors import UserError
 from etude.records import ToolCall, ToolResult
 
@@ -46,6 +47,14 @@ class Archived:
 
 
 @dataclass(frozen=True, slots=True)
+class StepEnded:
+    """A step of the task that was verified, after so many turns."""
+
+    turn: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """A call whose result in a replay is not what it was."""
 
@@ -73,6 +82,7 @@ class History:
 
     turns: list[SessionTurn] = field(default_factory=list[SessionTurn])
     archives: list[Archived] = field(default_factory=list[Archived])
+    steps: list[StepEnded] = field(default_factory=list[StepEnded])
     size_bytes: int = 0
 
     def add(self, turn: SessionTurn) -> None:
@@ -89,7 +99,7 @@ class History:
 
     def until(self, turn: int) -> History:
         """The history as it was after `turn` turns."""
-        cut = History()
+        cut = History(steps=[ended for ended in self.steps if ended.turn <= turn])
         for done in self.turns[:turn]:
             cut.add(done)
         for entry in self.archives:

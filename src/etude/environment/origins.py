@@ -8,13 +8,13 @@ import io
 import math
 import os
 import tarfile
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etude.agent.simulated_user import SimulatedUser
-from etude.errors import AgentError, ConfigError, ResourceError, SandboxError, TaskError
-from etude.records import HealthCheck, Task
+from etude.environment.preparing import begin_step, wait_until_healthy
+from etude.errors import ConfigError, ResourceError, SandboxError, TaskError
+from etude.records import HealthCheck, Task, TaskStep
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Network, Resources
@@ -37,6 +37,8 @@ class Origin:
     """What must succeed in a new sandbox before it is used."""
     publishes: bool = False
     """Whether it has `/logs/artifacts`, for what a separate verifier sees."""
+    step: TaskStep | None = None
+    """The task's first step: its files are laid, and its setup runs, before the agent begins."""
 
     @property
     def digest(self) -> str:
@@ -53,47 +55,30 @@ class Origin:
                 made = await sandbox.commands.run('mkdir -p "$(readlink -f /logs)/artifacts"')
                 if made.exit_code != 0:
                     raise SandboxError(f"/logs/artifacts cannot be made: {made.stderr[-200:]}", field="task")
-            if self.health is not None:
-                await _wait_until_healthy(sandbox, self.health)
+            failure = self.health and await wait_until_healthy(sandbox, self.health)
+            if failure:
+                raise SandboxError(f"its health check {failure}", field="environment.healthcheck")
+            failure = self.step and await begin_step(sandbox, self.step)
+            if failure:
+                raise SandboxError(failure, field="steps")
         except BaseException:
             await sandbox.kill()
             raise
         return sandbox
 
 
-async def _wait_until_healthy(sandbox: Sandbox, check: HealthCheck) -> None:
-    """Runs a health check until it succeeds. Raises SandboxError: no agent has done anything yet."""
-    began, num_failed = time.monotonic(), 0
-    while True:
-        is_starting = time.monotonic() - began < check.start_period_s
-        try:
-            result = await sandbox.commands.run(check.command, check.timeout_s)
-        except AgentError as error:
-            raise SandboxError(f"its health check ended the sandbox: {error}", field="task") from error
-        if result.exit_code == 0 and not result.timed_out:
-            return
-        num_failed += not is_starting
-        if num_failed >= check.retries:
-            said = (result.stderr or result.stdout).strip()[-200:]
-            raise SandboxError(
-                f"its health check failed {num_failed} times: {said}",
-                field="environment.healthcheck",
-                received=check.command,
-            )
-        await asyncio.sleep(check.start_interval_s if is_starting else check.interval_s)
-
-
 def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Origin:
     """Where a session on a task begins. `reach`: what it may reach beside the task's own hosts, as in
     `Network.allow`. Raises TaskError as `task_template`."""
-    machine, verifier = task.machine, task.verifier
+    machine = task.machine
     hosts = machine.hosts if machine is not None else None
     return Origin(
         task_template(task),
         task_resources(task, given),
         network_to((*(hosts or ()), *reach)),
         health=machine.health if machine is not None else None,
-        publishes=verifier is not None and verifier.machine is not None,
+        publishes=any(script.machine is not None for script in task.verifiers),
+        step=task.steps[0] if task.steps else None,
     )
 
 
@@ -144,7 +129,8 @@ def task_resources(task: Task, given: Resources) -> Resources:
     if machine is None:
         return given
     disk_bytes = machine.disk_bytes or max(given.disk_bytes, 1 << 30)
-    limit_s = max(machine.agent_s, 0.0 if task.verifier is None else task.verifier.timeout_s)
+    agent_s = sum(step.agent_s for step in task.steps) or machine.agent_s
+    limit_s = max([agent_s, *(script.timeout_s for script in task.verifiers)])
     return replace(
         given,
         memory_bytes=machine.memory_bytes or given.memory_bytes,

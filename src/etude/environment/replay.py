@@ -18,13 +18,23 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from etude.agent import AgentSession, ToolContext
+from etude.agent import AgentSession, NextWords, ToolContext
 from etude.agent.journal import INTERRUPTED
 from etude.environment.history import Difference, SessionTurn, differences
 from etude.environment.replay_causes import DURATIONS, causes_of
 from etude.errors import AgentError, ConfigError, SandboxError, UserError
 from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
-from etude.records import SampleChunk, Segment, Status, ToolCall, ToolErrorClass, ToolResult, Trajectory, Turn
+from etude.records import (
+    SampleChunk,
+    Segment,
+    Status,
+    Task,
+    ToolCall,
+    ToolErrorClass,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 
 ELSEWHERE = {
     "ask_user": "asked a person",
@@ -80,18 +90,28 @@ class Retelling(Protocol):
         """The file of a full context is due."""
         ...
 
+    async def next_words(self) -> str | None:
+        """What the user said when the agent was done, before it went on; None where that is not known."""
+        ...
+
 
 class Untouched:
     """Implements Retelling where the workspace is as it was after the last of the calls: nothing is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task | None = None) -> None:
+        """`task`: whose steps the user asked for."""
         self.replay = Replay()
+        self._words = [step.instruction for step in task.steps[1:]] if task is not None else []
 
     async def turn(self, number: int, turn: Turn) -> None:
         """See Retelling.turn."""
 
     async def archive(self, path: str, text: str) -> None:
         """See Retelling.archive."""
+
+    async def next_words(self) -> str | None:
+        """See Retelling.next_words."""
+        return self._words.pop(0) if self._words else None
 
 
 class Replayer:
@@ -100,13 +120,21 @@ class Replayer:
     One call at a time.
     """
 
-    def __init__(self, workspace: Workspace, context: ToolContext, deadline_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        context: ToolContext,
+        deadline_s: float = 600.0,
+        next_step: NextWords | None = None,
+    ) -> None:
         """`workspace`: in the state in which the trajectory began; `context`: that of its tools. With a user,
-        questions are put to it. `deadline_s`: wall time of one turn."""
+        questions are put to it. `deadline_s`: wall time of one turn. `next_step`: has the task's next step
+        begin in the workspace."""
         self.replay = Replay()
         self._workspace = workspace
         self._context = context
         self._deadline_s = deadline_s
+        self._next_step = next_step
 
     async def turn(self, number: int, turn: Turn) -> None:
         """Makes the calls of turn `number`, from 0, and notes what differs.
@@ -153,6 +181,10 @@ class Replayer:
         if error:
             raise SandboxError(f"a context could not be kept: {error}", field="path", received=path)
 
+    async def next_words(self) -> str | None:
+        """See Retelling.next_words."""
+        return await self._next_step() if self._next_step is not None else None
+
     def _known(self, number: int, turn: Turn) -> dict[int, ToolResult]:
         known: dict[int, ToolResult] = {}
         for position, (call, result) in enumerate(zip(turn.calls, turn.results, strict=False)):
@@ -187,6 +219,8 @@ async def replay_turns(trajectory: Trajectory, replayer: Replayer, turns: int | 
     """
     for number, turn in enumerate(trajectory.turns[:turns]):
         await replayer.turn(number, turn)
+        if any(result.finished for result in turn.results) and turn is not trajectory.turns[-1]:
+            await replayer.next_words()
     if len(trajectory.segments) > 1:
         replayer.replay.notes.append("files with the history of full contexts were not made again")
     return replayer.replay
@@ -228,9 +262,13 @@ async def tell(
                 await replayer.archive(path, text)
                 target.on_archived()
             case Finished():
-                if number < len(wanted):
+                words = await replayer.next_words() if number < len(trajectory.turns) else None
+                if words is not None:
+                    target.on_user(words)
+                elif number < len(wanted):
                     raise _spoken_to(number)
-                return replayer.replay
+                else:
+                    return replayer.replay
 
 
 async def _run_calls(

@@ -37,6 +37,7 @@ from etude.environment.carrying import (
 )
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin, task_template, verifier_origin
+from etude.environment.preparing import OWN_ENV
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.errors import (
@@ -59,11 +60,6 @@ _REWARD_BYTES = 256 << 10
 _SAID_CHARS = 200
 _BYTES_PER_MATCH = 16
 """As many of these as characters that are looked at are worth a thread."""
-_OWN_ENV = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    **dict.fromkeys(("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV"), ""),
-}
-"""Of our own commands: those of an image may lead into the workspace, where the agent puts what it likes."""
 _UNPACK = """set -e
 here="$(pwd -P)"
 for path in /tests /solution /logs; do
@@ -136,7 +132,7 @@ async def judge_by_script(
     try:
         await _unpack(fresh, task, "/tests", script.archive)
         if kinds.elsewhere is not None:
-            await lay(kinds.elsewhere, fresh, _OWN_ENV)
+            await lay(kinds.elsewhere, fresh, OWN_ENV)
         if not is_separate:
             await _lay_over(fresh, task, changes, kinds)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
@@ -147,16 +143,32 @@ async def judge_by_script(
         if result.timed_out:
             raise RewardError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
         await _end_processes(fresh)
-        reward = await _read_reward(fresh, result)
-        passed = reward >= 1.0
-        cause = None if passed else f"tests/test.sh gave {reward:g}"
-        return Verdict(
-            passed, int(passed), int(not passed), cause, time.perf_counter() - began, reward=reward
-        )
+        return verdict_on(await _read_rewards(fresh, result), time.perf_counter() - began)
     except (AgentError, NotLaidError, RewardError) as error:
         return Verdict(False, 0, 1, str(error), time.perf_counter() - began)
     finally:
         await fresh.kill()
+
+
+def verdict_on(rewards: Mapping[str, float], duration_s: float) -> Verdict:
+    """The verdict by rewards of which one stands for all: the one named `reward`, or the only one."""
+    reward = next(iter(rewards.values())) if len(rewards) == 1 else rewards.get("reward")
+    if reward is None:
+        cause = f"reward.json has no key `reward`: {dict(rewards)}"
+        return Verdict(False, 0, 1, cause, duration_s, rewards=rewards)
+    passed = reward >= 1.0
+    cause = None if passed else f"tests/test.sh gave {reward:g}"
+    return Verdict(passed, int(passed), int(not passed), cause, duration_s, reward=reward, rewards=rewards)
+
+
+async def collect(task: Task, sandbox: Sandbox) -> None:
+    """Runs the commands that a task has run in the agent's sandbox when the agent has ended.
+
+    As in Harbor how they end does not count: what could not be collected is simply not there.
+    """
+    if task.verifier is not None:
+        for hook in task.verifier.collect:
+            await sandbox.commands.run(hook.command, hook.timeout_s)
 
 
 async def find_left(
@@ -169,9 +181,7 @@ async def find_left(
     """
     script = task.verifier
     assert script is not None, "the caller chose by it"
-    for hook in script.collect:
-        # As in Harbor: what it could not collect is simply not there.
-        await sandbox.commands.run(hook.command, hook.timeout_s)
+    await collect(task, sandbox)
     if script.machine is not None:
         await _end_processes(sandbox)
         return {}, FileKinds(elsewhere=await carry_artifacts(script.artifacts, sandbox))
@@ -261,7 +271,7 @@ async def _lay_over(
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:
             result = await fresh.commands.run(
-                command, _SETUP_S, _OWN_ENV, stdin="".join(lines).encode(errors="surrogateescape")
+                command, _SETUP_S, OWN_ENV, stdin="".join(lines).encode(errors="surrogateescape")
             )
             if result.timed_out:
                 raise _too_slow("making executable files and links", task)
@@ -273,7 +283,7 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
     Raises TaskError if the image cannot, SandboxError if it was not done in time.
     """
     command = _UNPACK + (f"tar -x -o -f - -C {shlex.quote(target)}" if archive else "")
-    result = await sandbox.commands.run(command, _SETUP_S, _OWN_ENV, stdin=archive)
+    result = await sandbox.commands.run(command, _SETUP_S, OWN_ENV, stdin=archive)
     if result.timed_out:
         raise _too_slow(f"unpacking {target}", task)
     if result.exit_code != 0:
@@ -299,8 +309,8 @@ async def _end_processes(sandbox: Sandbox) -> None:
         pass
 
 
-async def _read_reward(fresh: Sandbox, ran: CommandResult) -> float:
-    """The reward that stands in the file: by the program inside, not by the image's. Raises RewardError."""
+async def _read_rewards(fresh: Sandbox, ran: CommandResult) -> dict[str, float]:
+    """The rewards in the file, by name; no program of the image's reads them. Raises RewardError."""
     found = await fresh.pack([f"{_LOGS}/{name}" for name in _REWARDS], limit_bytes=_REWARD_BYTES)
     with tarfile.open(fileobj=io.BytesIO(found), mode="r:") as archive:
         texts = {row.name.rpartition("/")[2]: archive.extractfile(row) for row in archive if row.isreg()}
@@ -308,31 +318,29 @@ async def _read_reward(fresh: Sandbox, ran: CommandResult) -> float:
         file = texts.get(name)
         text = file.read().decode(errors="replace") if file is not None else ""
     if name == "reward.json":
-        return _number(_reward_of(text), name)
+        return _rewards_of(text)
     if name == "reward.txt":
         try:
-            return _number(float(text), name)
+            return {"reward": _number(float(text), name)}
         except ValueError:
             raise RewardError(f"{name} holds no finite number: {text.strip()[:80]!r}") from None
-    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, _OWN_ENV)
+    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, OWN_ENV)
     said = told.stdout.strip()[-_SAID_CHARS:]
     words = f"tests/test.sh wrote no reward and ended with {ran.exit_code}"
     raise RewardError(f"{words}: {said}" if said else words)
 
 
-def _reward_of(text: str) -> object:
-    """The number that stands for all of `reward.json`: its key `reward`, or the only one."""
+def _rewards_of(text: str) -> dict[str, float]:
+    """The numbers of `reward.json`; one without a name is `reward`. Raises RewardError where one is none, as
+    Harbor does."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         raise RewardError(f"reward.json is not JSON: {text.strip()[:80]!r}") from None
-    if not isinstance(found, dict):
-        return found
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if "reward" not in found:
-        raise RewardError(f"reward.json has no key `reward`: {text.strip()[:80]!r}")
-    return found["reward"]
+    named = found if isinstance(found, dict) else {"reward": found}
+    if not named:
+        raise RewardError("reward.json holds no number")
+    return {str(name): _number(value, "reward.json") for name, value in named.items()}
 
 
 def _number(value: object, name: str) -> float:

@@ -28,11 +28,12 @@ from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.forking import fork_at, fork_here
-from etude.environment.history import Difference, History, SessionTurn
+from etude.environment.history import Difference, History, SessionTurn, StepEnded
 from etude.environment.origins import Origin, task_origin, user_of
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
+from etude.environment.steps import StepRun
 from etude.environment.submission import Submission, check_ending
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
 from etude.protocols import OnCall, OnResult
@@ -110,7 +111,7 @@ class EnvironmentSession:
         """How the agent ended its own sandbox."""
         self.grade_s = 0.0
         """Seconds that grading took."""
-        self.tool_time = ToolTime(task.machine.agent_s if task is not None and task.machine else 0.0)
+        self.tool_time = self._time_of_step()
         self.snapshots = Snapshots(site.snapshot_every)
         self.user = user
         """Who answers the agent's questions."""
@@ -195,6 +196,32 @@ class EnvironmentSession:
             self.history.archive(path, text)
             self.events.put("archived", path=path)
             return ""
+
+    async def next_step(self) -> str | None:
+        """The user's next words, once the agent has ended a step of its task: that is verified, and the next
+        one begins. None: nothing more is asked, and `submit` grades what is left.
+
+        What the agent did wrong is a verdict. Raises SandboxError, TaskError as `submit`.
+        """
+        async with self._lock:
+            self._check_open()
+            task, done = self.task, [ended.verdict for ended in self.history.steps]
+            if task is None or not task.steps:
+                return None
+            run = StepRun(task, self.sandbox, self.site.grader, list(done))
+            if run.step is None or run.is_last:
+                return None
+            began = time.perf_counter()
+            step = await run.end_step()
+            self.grade_s += time.perf_counter() - began
+            self.history.steps += [StepEnded(self.num_turns, one) for one in run.verdicts[len(done) :]]
+            if step is None:
+                return None
+            self.tool_time, self.facts.finished = self._time_of_step(), False
+            if self._search is not None:
+                self._search.changed_somewhere()
+            self.events.put("step_began", name=step.name)
+            return step.instruction
 
     # Turns of clients that may be cut off
 
@@ -374,9 +401,14 @@ class EnvironmentSession:
         async with self._lock:
             began = time.perf_counter()
             outcome = await self.site.judge(
-                task, self.sandbox, status, cause or self.agent_error, self.facts.to_dict()
+                task,
+                self.sandbox,
+                status,
+                cause or self.agent_error,
+                self.facts.to_dict(),
+                [ended.verdict for ended in self.history.steps],
             )
-            self.grade_s = time.perf_counter() - began
+            self.grade_s += time.perf_counter() - began
         self.events.put("graded", passed=outcome.verdict.passed, reward=outcome.reward.total)
         return outcome
 
@@ -405,6 +437,13 @@ class EnvironmentSession:
     def _ended(self) -> bool:
         """Whether it was submitted or closed: both wait for nothing, and are for good."""
         return self.state in ("submitted", "closed")
+
+    def _time_of_step(self) -> ToolTime:
+        """What the agent's calls may take in the step that it is at."""
+        task = self.task
+        if task is not None and task.steps:
+            task = task.at_step(min(len(self.history.steps), len(task.steps) - 1))
+        return ToolTime(task.machine.agent_s if task is not None and task.machine else 0.0)
 
     def _check_open(self) -> None:
         if self.state != "open":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from etude.agent.index.templates import TemplateIndexes
 from etude.config import McpConfig, RewardConfig
 from etude.environment.grading import Verdict
 from etude.environment.rewards import Evidence, compute_reward
+from etude.environment.steps import StepRun
 from etude.environment.verdicts import Grader
 from etude.records import RewardBreakdown, Status, Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -36,14 +37,23 @@ class Site:
     """Sandboxes end by themselves after it, whatever becomes of this process."""
 
     async def judge(
-        self, task: Task, sandbox: Sandbox, status: Status, cause: str | None, facts: Mapping[str, Any]
+        self,
+        task: Task,
+        sandbox: Sandbox,
+        status: Status,
+        cause: str | None,
+        facts: Mapping[str, Any],
+        steps: Sequence[Verdict] = (),
     ) -> Outcome:
         """What a session earned that ended so. Of an agent that ended its own sandbox nothing is left to be
-        graded: `cause` says how. Raises as `Grader.grade`."""
-        if status is Status.AGENT_ERROR:
-            verdict = Verdict(False, 0, 0, cause, 0.0)
+        graded: `cause` says how. `steps`: verdicts on the task's steps that have ended. Raises as
+        `Grader.grade`."""
+        dead = [Verdict(False, 0, 0, cause, 0.0)] if status is Status.AGENT_ERROR else []
+        run = StepRun(task, sandbox, self.grader, [*steps, *dead])
+        if task.steps:
+            verdict = await run.end()
         else:
-            verdict = await self.grader.grade(task, sandbox)
+            verdict = dead[0] if dead else await self.grader.grade(task, sandbox)
         return Outcome(status, verdict, compute_reward(Evidence(task, status, verdict, facts), self.reward))
 
 

@@ -43,15 +43,15 @@ class TaskImages:
         self._found: dict[str, TaskImage] = {}
 
     async def find(self, task: Task) -> Task:
-        """The task with the images of its machine and of its verifier's. Raises TaskError, TemplateError or
+        """The task with the images of its machine and of its verifiers'. Raises TaskError, TemplateError or
         ResourceError for one that cannot be had."""
-        machine, script = task.machine, task.verifier
-        if machine is not None:
-            task = replace(task, machine=await self._with_image(task, machine))
-        if script is not None and script.machine is not None:
-            own = await self._with_image(task, script.machine)
-            task = replace(task, verifier=replace(script, machine=own))
-        return task
+        if task.machine is not None:
+            task = replace(task, machine=await self._with_image(task, task.machine))
+        scripts = list(task.verifiers)
+        for number, script in enumerate(scripts):
+            if script.machine is not None:
+                scripts[number] = replace(script, machine=await self._with_image(task, script.machine))
+        return task.with_verifiers(scripts)
 
     async def _with_image(self, task: Task, machine: TaskMachine) -> TaskMachine:
         if machine.is_host:
@@ -108,13 +108,12 @@ class TaskImages:
 
 def _check_users(task: Task, image: TaskImage) -> None:
     """Raises TaskError for users of containers but root."""
-    machine, verifier = task.machine, task.verifier
-    users = {
-        "the image's USER": image.user,
-        "task.toml: agent.user": machine.user if machine is not None else "",
-        "task.toml: verifier.user": verifier.user if verifier is not None else "",
-    }
-    for field, user in users.items():
+    users = [
+        ("the image's USER", image.user),
+        ("task.toml: agent.user", task.machine.user if task.machine is not None else ""),
+        *(("task.toml: verifier.user", script.user) for script in task.verifiers),
+    ]
+    for field, user in users:
         if user not in ("", "root", "0"):
             raise TaskError(
                 "is not root, as whom a task's commands run in containers",

@@ -85,7 +85,7 @@ class Grader:
 
     async def find_twins(self, task: Task) -> Twins:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
-        if task.verifier is not None and task.verifier.machine is not None:
+        if task.verifier is not None and all(script.machine is not None for script in task.verifiers):
             return Twins()
         if task.verifier is not None:
             return Twins((), (OpenTest(HiddenTest("tests/test.sh", "reward", ()), FORGEABLE),))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,7 @@ from etude.records import (
     Status,
     Task,
     TaskMachine,
+    TaskStep,
     TestScript,
     ToolCall,
     ToolResult,
@@ -55,11 +57,14 @@ _TASK: Fields = {
     "machine": (dict, _NONE),
     "verifier": (dict, _NONE),
     "solution": (dict, _NONE),
+    "steps": (list, _NONE),
+    "step_rewards": (str, _NONE),
 }
 _NESTED: Mapping[str, TypeAdapter[Any]] = {
     "machine": TypeAdapter(TaskMachine),
     "verifier": TypeAdapter(TestScript),
     "solution": TypeAdapter(SolutionScript),
+    "steps": TypeAdapter(TaskStep),
 }
 
 
@@ -121,11 +126,12 @@ def task_document(task: Task) -> dict[str, Any]:
         )
     document = asdict(task)
     del document["directory"]
-    for name in _NESTED:
-        if document[name] is None:
-            del document[name]
-        elif "archive" in document[name]:
-            document[name]["archive"] = base64.b64encode(document[name]["archive"]).decode()
+    if not task.steps:
+        del document["step_rewards"]
+    for name in [name for name in _NESTED if not document[name]]:
+        del document[name]
+    for part in (document, *document.get("steps", ())):
+        _recode(part, lambda data: base64.b64encode(data).decode())
     return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}
 
 
@@ -138,20 +144,30 @@ def task_of(raw: object) -> Task:
     for name in ("allowed_paths", "test_paths", "hidden_test_paths", "user_facts"):
         if name in named:
             named[name] = tuple(strings(named[name], f"task.{name}"))
-    for name in named.keys() & _NESTED.keys():
+    for name in (named.keys() & _NESTED.keys()) - {"steps"}:
         named[name] = _nested(name, named[name])
+    if "steps" in named:
+        named["steps"] = tuple(_nested("steps", step) for step in named["steps"])
     task = Task(**named)
     _check_sizes(task)
     return task
 
 
+def _recode(part: dict[str, Any], code: Callable[[Any], object]) -> None:
+    """Has the archives of a task's, a step's or a script's fields in another form, in place."""
+    for record in (part, part.get("verifier"), part.get("solution")):
+        for key in ("archive", "files"):
+            if record and isinstance(record.get(key), str | bytes):
+                record[key] = code(record[key])
+
+
 def _nested(name: str, raw: dict[str, Any]) -> Any:
     """A record within a task. Raises UserError."""
     try:
-        if "archive" in raw:
-            raw = {**raw, "archive": base64.b64decode(raw["archive"], validate=True)}
+        raw = copy.deepcopy(raw)
+        _recode(raw, lambda text: base64.b64decode(text, validate=True))
         return _NESTED[name].validate_python(raw)
-    except (ValueError, TypeError, ValidationError) as error:
+    except (ValueError, TypeError, AttributeError, ValidationError) as error:
         raise UserError(
             f"is not what it should be: {error}", field=f"task.{name}", fix="send it as it was read"
         ) from error

@@ -18,6 +18,7 @@ from etude.records.task import (
     Task,
     TaskImage,
     TaskMachine,
+    TaskStep,
     TestScript,
 )
 from etude.records.trajectory import (
@@ -57,6 +58,7 @@ __all__ = [
     "Task",
     "TaskImage",
     "TaskMachine",
+    "TaskStep",
     "TensorEntry",
     "TestScript",
     "ToolCall",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,26 @@ class SolutionScript:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskStep:
+    """One of several things that a task's user asks for, each once the one before was verified."""
+
+    name: str
+    instruction: str
+    verifier: TestScript
+    solution: SolutionScript | None = None
+    files: bytes = b""
+    """Tar file of what is unpacked in the working directory before the step begins."""
+    has_setup: bool = False
+    """Whether there is a `setup.sh` among them, which then runs."""
+    agent_s: float = 0.0
+    """As that of the machine, in this step."""
+    health: HealthCheck | None = None
+    """What must succeed after that."""
+    min_reward: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Name of a reward -> what it must come to, for the next step to be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One piece of work with a verifier.
 
@@ -153,3 +174,37 @@ class Task:
     """What judges it; None: the values that its hidden tests compute."""
     solution: SolutionScript | None = None
     """What solves it; None: `solution_files` take the place of the agent's."""
+    steps: tuple[TaskStep, ...] = ()
+    """What is asked for, one after the other; instruction, verifier and solution are then the first one's."""
+    step_rewards: Literal["mean", "final"] = "mean"
+    """How the rewards of its steps become the task's."""
+
+    def at_step(self, number: int) -> Task:
+        """The task as if it had this step alone; itself without steps."""
+        if not self.steps:
+            return self
+        step, machine = self.steps[number], self.machine
+        return replace(
+            self,
+            instruction=step.instruction,
+            machine=machine and replace(machine, agent_s=step.agent_s),
+            verifier=step.verifier,
+            solution=step.solution,
+            steps=(),
+        )
+
+    @property
+    def verifiers(self) -> tuple[TestScript, ...]:
+        """The scripts that judge it: one, or one for each step; none where values are graded."""
+        if self.steps:
+            return tuple(step.verifier for step in self.steps)
+        return () if self.verifier is None else (self.verifier,)
+
+    def with_verifiers(self, verifiers: Sequence[TestScript]) -> Task:
+        """The task with others in the place of `verifiers`, in their order."""
+        if not verifiers:
+            return self
+        steps = tuple(
+            replace(step, verifier=script) for step, script in zip(self.steps, verifiers, strict=False)
+        )
+        return replace(self, verifier=verifiers[0], steps=steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import stat
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from etude.errors import TaskError
@@ -14,21 +15,25 @@ _TIME_S = 946_684_800
 """Of every entry: the year 2000. Programs that unpack archives complain of 1970."""
 
 
-def pack_directory(top: Path, script: str) -> bytes:
-    """Tar file of what lies below `top`; its file `script` can be executed in it.
+def pack_directories(tops: Sequence[Path], script: str, *, needs_script: bool = True) -> bytes:
+    """Tar file of what lies below `tops`, a later one over those before; its file `script` can be executed.
 
-    Raises TaskError without the script, and for what is neither file, directory nor a link within `top`, or
-    for more than MAX_ARCHIVE_BYTES.
+    Raises TaskError without the script, where it is needed, for what is neither file, directory nor a link
+    within its top, and for more than MAX_ARCHIVE_BYTES.
     """
-    name = top.name
-    if not (top / script).is_file():
+    found = {path.relative_to(top).as_posix(): (path, top) for top in tops for path in sorted(top.rglob("*"))}
+    name = tops[-1].name
+    if needs_script and not (script in found and found[script][0].is_file()):
         raise TaskError(
-            "file is missing", field=f"{name}/{script}", received=str(top.parent), fix=f"add {name}/{script}"
+            "file is missing",
+            field=f"{name}/{script}",
+            received=str(tops[-1].parent),
+            fix=f"add {name}/{script}",
         )
     buffer, total = io.BytesIO(), 0
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path in sorted(top.rglob("*")):
-            relative, status = path.relative_to(top).as_posix(), path.lstat()
+        for relative, (path, top) in sorted(found.items(), key=lambda row: Path(row[0])):
+            status = path.lstat()
             row = tarfile.TarInfo(relative)
             row.mtime = _TIME_S
             row.mode = stat.S_IMODE(status.st_mode) | (0o755 if relative == script else 0)

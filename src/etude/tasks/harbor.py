@@ -5,6 +5,7 @@
     environment/Dockerfile         builds the image that the agent works in
     tests/test.sh                  the verifier: writes the reward to /logs/verifier/reward.txt or reward.json
     solution/solve.sh              the reference solution
+    steps/NAME/                    of one of its steps: instruction.md, tests/, solution/, workdir/
 
 The layout is Harbor's (harborframework.com/docs/tasks). Ours alone are `docker_image = "host"` (the programs
 of the sandboxes' host, with the files of `environment/workspace`) and the table [metadata.etude]: with
@@ -30,16 +31,17 @@ from typing import Any
 
 from etude.errors import TaskError
 from etude.kit.durable import whole_directory
-from etude.records import Task, TaskMachine, TestScript
-from etude.tasks.archives import pack_directory
+from etude.records import Task, TaskStep
+from etude.tasks.archives import pack_directories
 from etude.tasks.harbor_fields import (
+    StepTable,
     TaskTable,
+    at_step,
     check_fields,
     check_graded_by_values,
-    read_machine,
-    read_solution,
-    read_verifier,
 )
+from etude.tasks.harbor_machines import health_check, min_reward_of, read_machine
+from etude.tasks.harbor_scripts import check_host, read_scripts
 
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
@@ -47,7 +49,12 @@ EVERYWHERE = "/**"
 """Of `allowed_paths`: the whole root of an image, but for programs and settings (`environment.carrying`)."""
 
 _GRADINGS = ("values", "test_sh")
-_NOT_READ = ("**/.harborignore", "trajectory.json", "environment/docker-compose.yaml")
+_NOT_READ = (
+    "**/.harborignore",
+    "trajectory.json",
+    "steps/*/trajectory.json",
+    "environment/docker-compose.yaml",
+)
 """Patterns of files of Harbor's that change what a task is, and are not honoured."""
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _DOCKERFILE = f"""FROM python:3.11-slim
@@ -140,7 +147,8 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
             "is no way to grade", field="task.toml: metadata.etude.grading", received=grading,
             fix="one of " + ", ".join(_GRADINGS),
         )  # fmt: skip
-    instruction = _text(directory, "instruction.md")
+    fields = check_fields(table)
+    instruction = "" if fields.steps else _text(directory, "instruction.md")
     facts = {key: value for key, value in metadata.items() if isinstance(value, str | int | float | bool)}
     task = Task(
         id=_task_id(table, ours, directory),
@@ -152,7 +160,6 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
         user_facts=_sentences(ours, "user_facts"),
         directory=str(directory),
     )
-    fields = check_fields(table)
     for pattern in _NOT_READ:
         for found in directory.glob(pattern):
             name = found.relative_to(directory).as_posix()
@@ -185,8 +192,7 @@ def _with_scripts(
             received=str(directory),
             fix="add one of them",
         )
-    _check_host(machine, "environment")
-    verifier = _with_tests(read_verifier(fields, host_env), fields, directory)
+    check_host(machine, "environment")
     allowed_paths = task.allowed_paths
     if not machine.is_host and "allowed_paths" not in ours:
         allowed_paths = ("**", EVERYWHERE)
@@ -195,43 +201,41 @@ def _with_scripts(
             "needs an image", field="task.toml: metadata.etude.allowed_paths", received=list(allowed_paths),
             fix="leave out what begins with a slash: on the host only the working directory changes",
         )  # fmt: skip
-    solution = None
-    if (directory / "solution").is_dir():
-        solution = read_solution(fields, pack_directory(directory / "solution", "solve.sh"), host_env)
-    return replace(
-        task,
-        files=_tree(directory, "environment/workspace") if machine.is_host else {},
-        machine=machine,
-        verifier=verifier,
-        allowed_paths=allowed_paths,
-        solution=solution,
-    )
+    files = _tree(directory, "environment/workspace") if machine.is_host else {}
+    task = replace(task, files=files, machine=machine, allowed_paths=allowed_paths)
+    if not fields.steps:
+        verifier, solution = read_scripts(fields, None, directory, host_env)
+        return replace(task, verifier=verifier, solution=solution)
+    steps = tuple(_read_step(fields, step, directory, host_env) for step in fields.steps)
+    task = replace(task, steps=steps, step_rewards=fields.multi_step_reward_strategy or "mean")
+    return replace(task.at_step(0), steps=steps)
 
 
-def _with_tests(verifier: TestScript, fields: TaskTable, directory: Path) -> TestScript:
-    """The verifier with `tests/`, or with the image that has them: by name or by `tests/Dockerfile`."""
-    machine, tests = verifier.machine, directory / "tests"
-    if machine is not None:
-        if (tests / "docker-compose.yaml").is_file():
-            field = "tests/docker-compose.yaml"
-            raise TaskError("is not supported", field=field, received=str(directory), fix="remove it")
-        own = fields.verifier.environment
-        if own is not None and own.docker_image:
-            return verifier
-        if (tests / "Dockerfile").is_file():
-            return replace(verifier, machine=replace(machine, docker_image="", context="tests"))
-        machine = replace(machine, docker_image=fields.environment.docker_image or "")
-        _check_host(machine, "verifier.environment")
-    return replace(verifier, archive=pack_directory(tests, "test.sh"), machine=machine)
-
-
-def _check_host(machine: TaskMachine, table: str) -> None:
-    """Raises TaskError for variables where there is no image that has any."""
-    if machine.is_host and machine.env:
+def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Sequence[str]) -> TaskStep:
+    """One of the steps of a task. Raises TaskError."""
+    top = directory / "steps" / step.name
+    if not top.resolve().is_relative_to(directory.resolve()):
+        fix = "put the directory itself there"
         raise TaskError(
-            "needs an image", field=f"task.toml: {table}.env", received=sorted(machine.env),
-            fix="name another image, or set them in tests/test.sh",
-        )  # fmt: skip
+            "leads out of the task directory", field=f"steps/{step.name}", received=str(top), fix=fix
+        )
+    try:
+        verifier, solution = read_scripts(fields, step, directory, host_env)
+    except TaskError as error:
+        field = f"{error.field} (step {step.name!r})"
+        raise TaskError(error.message, field=field, received=error.received, fix=error.fix) from error
+    workdir = top / "workdir"
+    return TaskStep(
+        step.name,
+        _without_canary(_text(directory, f"steps/{step.name}/instruction.md").removesuffix("\n")),
+        verifier,
+        solution,
+        pack_directories([workdir], "setup.sh", needs_script=False) if workdir.is_dir() else b"",
+        (workdir / "setup.sh").is_file(),
+        at_step(fields, step).agent.timeout_sec or 0.0,
+        health_check(step.healthcheck),
+        min_reward_of(step),
+    )
 
 
 def _without_canary(text: str) -> str:

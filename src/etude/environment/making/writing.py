@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _SOLVE = f"""#!/bin/sh
 set -e
 cp -R "$(dirname "$0")/files/." {WORKSPACE}/
 """
-_TEST = f"""#!/bin/sh
+TEST = f"""#!/bin/sh
 # Puts the project's own tests in place and runs those that decide: all must pass.
 cd {WORKSPACE} || exit 1
 mkdir -p /logs/verifier
@@ -67,8 +67,14 @@ class MadeTask:
 
 def write_made_task(made: MadeTask, directory: Path) -> None:
     """Writes the task's directory, which appears only when whole. Raises OSError."""
+    write_files(_files(made), directory)
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> None:
+    """Writes a directory with these files, which appears only when whole. Raises OSError."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
     with whole_directory(directory, sync=False) as whole:
-        for path, data in _files(made).items():
+        for path, data in files.items():
             target = whole / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
@@ -99,17 +105,18 @@ def _files(made: MadeTask) -> dict[str, bytes]:
         "instruction.md": made.verified.instruction.rstrip("\n").encode() + b"\n",
         "task.toml": _toml(made).encode(),
         "environment/Dockerfile": f"{made.image.dockerfile}COPY workspace/ {WORKSPACE}/\n".encode(),
-        "tests/test.sh": (_TEST % shlex.join(project.test_roots)).encode(),
+        "tests/test.sh": (TEST % shlex.join(project.test_roots)).encode(),
         "tests/suite.py": PROGRAM.read_bytes(),
         "tests/expected.json": json.dumps(expected, indent=1).encode() + b"\n",
         "solution/solve.sh": _SOLVE.encode(),
     }
-    files |= _below("environment/workspace", made.workspace)
-    files |= _below("tests/hidden", {path: project.files[path] for path in project.tests})
-    return files | _below("solution/files", {path: project.files[path] for path in change.files})
+    files |= below("environment/workspace", made.workspace)
+    files |= below("tests/hidden", {path: project.files[path] for path in project.tests})
+    return files | below("solution/files", {path: project.files[path] for path in change.files})
 
 
-def _below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+def below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files at their places below a folder."""
     return {f"{folder}/{path}": data for path, data in files.items()}
 
 
@@ -125,12 +132,19 @@ def _toml(made: MadeTask) -> str:
         "num_suspect_lines": made.verified.num_suspect_lines,
         "names_every_call": made.verified.names_every_call,
     }
-    allowed = ", ".join(toml_value(pattern, "allowed_paths") for pattern in made.project.source_patterns)
-    lines = ['schema_version = "1.4"', "", "[task]", f"name = {_text(f'etude/{made.id}')}", "", "[metadata]"]
+    return task_toml(made.id, facts, made.project.source_patterns, made.verifier_s)
+
+
+def task_toml(
+    name: str, facts: Mapping[str, str | int | float | bool], patterns: Sequence[str], verifier_s: float
+) -> str:
+    """The `task.toml` of a task that reaches no network. `patterns`: of what a solution may change."""
+    allowed = ", ".join(toml_value(pattern, "allowed_paths") for pattern in patterns)
+    lines = ['schema_version = "1.4"', "", "[task]", f"name = {_text(f'etude/{name}')}", "", "[metadata]"]
     lines += [f"{key} = {toml_value(value, f'metadata.{key}')}" for key, value in facts.items()]
-    lines += ["", "[metadata.etude]", f"id = {_text(made.id)}", 'grading = "test_sh"']
+    lines += ["", "[metadata.etude]", f"id = {_text(name)}", 'grading = "test_sh"']
     lines += [f"allowed_paths = [{allowed}]", "", "[agent]", "timeout_sec = 1800.0"]
-    lines += ["", "[verifier]", f"timeout_sec = {made.verifier_s:.1f}", "", "[environment]"]
+    lines += ["", "[verifier]", f"timeout_sec = {verifier_s:.1f}", "", "[environment]"]
     lines += ["build_timeout_sec = 1800.0", "cpus = 1", f"memory_mb = {MEMORY_BYTES >> 20}"]
     lines += [f"storage_mb = {DISK_BYTES >> 20}", 'network_mode = "no-network"']
     return "\n".join(lines) + "\n"

@@ -118,7 +118,15 @@ def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
         raise UserError(
             "this server has no such task", field="task", received=named, fix="GET /tasks lists its tasks"
         )
-    return host.tasks[named]
+    task = host.tasks[named]
+    if task.steps:
+        raise UserError(
+            "has steps, and a client of this server is asked for one thing only",
+            field="task",
+            received=named,
+            fix="play it by `etude eval`, or train on it",
+        )
+    return task
 
 
 def _allowed(host: SessionHost, text: str, field: str) -> Path:

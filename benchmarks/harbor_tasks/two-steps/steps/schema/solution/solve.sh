@@ -1,0 +1,2 @@
+#!/bin/bash
+echo name,count > items.csv

@@ -1,0 +1,2 @@
+#!/bin/bash
+sort -u incoming.txt | sed 's/$/,1/' >> items.csv

@@ -1,0 +1,2 @@
+#!/bin/bash
+test -f items.csv && touch ready

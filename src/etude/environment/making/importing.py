@@ -1,0 +1,222 @@
+"""Rows of solved issues, as SWE-bench and its kin have them, as Harbor task directories.
+
+    row ── repository at base_commit, from a clone on this machine ──> environment/workspace
+        ── patch, applied ─────────────────────────────────────────> solution/
+        ── test_patch, applied; FAIL_TO_PASS and PASS_TO_PASS ─────> tests/
+        ── problem_statement ──────────────────────────────────────> instruction.md
+
+Nothing of the repository runs here and nothing is fetched: `etude tasks check` says whether a task holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow.parquet as parquet
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+
+from etude.environment.making.images import WORKSPACE
+from etude.environment.making.suites import PROGRAM
+from etude.environment.making.writing import TEST, below, task_toml, write_files
+from etude.environment.origins import repository_template
+from etude.errors import ConfigError, ResourceError, TaskError
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.base_sources import find_base
+from etude.sandbox.images.image_store import ImageStore
+
+_GIT_S = 60.0
+_SAID_CHARS = 200
+_VERIFIER_S = 1800.0
+_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+
+Files = Mapping[str, bytes]
+TestIds = Annotated[list[str], BeforeValidator(lambda ids: json.loads(ids) if isinstance(ids, str) else ids)]
+
+
+class Row(BaseModel):
+    """One solved issue; further columns mean nothing here."""
+
+    instance_id: str = Field(pattern=_NAME)
+    repo: str = Field(pattern=r"^[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*$")
+    base_commit: str = Field(pattern="^[0-9a-f]{7,64}$")
+    problem_statement: str = Field(min_length=1)
+    patch: str = Field(min_length=1)
+    test_patch: str = Field(min_length=1)
+    fail_to_pass: TestIds = Field(alias="FAIL_TO_PASS", min_length=1)
+    pass_to_pass: TestIds = Field(alias="PASS_TO_PASS")
+    docker_image: str | None = None
+    """The base of its image, in place of the one for all rows."""
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What came of rows."""
+
+    written: list[str] = field(default_factory=list[str])
+    """Names of task directories."""
+    rejects: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    """For each row of which there is no task: its id or place, and the reason."""
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"written": self.written, "rejects": self.rejects}
+
+
+class RejectedRowError(ValueError):
+    """Why no task is made of a row: a kind, a colon, the particulars."""
+
+
+async def import_rows(
+    rows: Path, repositories: Path, out: Path, store: ImageStore, bases: Mapping[str, str], image: str | None
+) -> ImportReport:
+    """Writes a task directory below `out` for each row of a JSONL or parquet file, and `report.json`.
+
+    `image`: name of the base of rows that name none. Raises ConfigError for a file that cannot be read.
+    """
+    report = ImportReport()
+    for place, raw in await asyncio.to_thread(lambda: list(_read_rows(rows))):
+        named = raw.get("instance_id") if isinstance(raw, dict) else None
+        try:
+            row = _parse(raw)
+            if await asyncio.to_thread((out / row.instance_id).exists):
+                raise RejectedRowError("directory: exists already")
+            base = await _find_image(row.docker_image or image, store, bases)
+            files = await _files_of(row, base, repositories)
+            await asyncio.to_thread(write_files, files, out / row.instance_id)
+        except RejectedRowError as error:
+            report.rejects.append({"row": str(named or place), "reason": str(error)})
+        else:
+            report.written.append(row.instance_id)
+    await asyncio.to_thread(_write_report, report, out)
+    return report
+
+
+def _write_report(report: ImportReport, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(json.dumps(report.to_document(), indent=1) + "\n")
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """The rows with their places; a line that is not JSON is text. Raises ConfigError."""
+    try:
+        if path.suffix == ".parquet":
+            for number, row in enumerate(parquet.read_table(path).to_pylist(), start=1):
+                yield f"row {number}", row
+            return
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            if line.strip():
+                yield f"line {number}", _json(line)
+    except (OSError, ValueError) as error:
+        fix = "name a file of JSON lines, or a .parquet"
+        raise ConfigError(f"cannot be read: {error}", field="ROWS", received=str(path), fix=fix) from error
+
+
+def _json(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+
+
+def _parse(raw: object) -> Row:
+    try:
+        return Row.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "row"
+        raise RejectedRowError(f"{name}: {first['msg'].lower()}") from error
+
+
+async def _find_image(name: str | None, store: ImageStore, bases: Mapping[str, str]) -> str:
+    if name is None:
+        raise RejectedRowError("image: the row has no docker_image, and --image names none")
+    try:
+        await find_base(name, store, bases)
+    except (TemplateError, TaskError, ResourceError) as error:
+        raise RejectedRowError(f"image: {error}") from error
+    return name
+
+
+async def _files_of(row: Row, base: str, repositories: Path) -> dict[str, bytes]:
+    """The files of the row's task directory."""
+    owner, _, name = row.repo.partition("/")
+    places = [repositories / place for place in (row.repo, f"{owner}__{name}", name, f"{name}.git")]
+    clone = next((place for place in places if place.is_dir()), None)
+    if clone is None:
+        raise RejectedRowError(f"repository: there is no {row.repo} below {repositories}")
+    try:
+        template = await repository_template(clone, row.base_commit)
+    except (ConfigError, ResourceError) as error:
+        raise RejectedRowError(f"commit: {error}") from error
+    before = {path: data.encode() if isinstance(data, str) else data for path, data in template.files.items()}
+    solution = await asyncio.to_thread(_apply, row.patch, before, "patch")
+    tests = await asyncio.to_thread(_apply, row.test_patch, before, "test_patch")
+    ids = sorted({*row.fail_to_pass, *row.pass_to_pass})
+    paths = sorted({test.partition("::")[0] for test in ids})
+    for path in paths:
+        if not path.endswith(".py") or (tests.get(path) or before.get(path)) is None:
+            raise RejectedRowError(f"tests: no file of pytest's is named by {path}")
+    roots = [f"{WORKSPACE}/src"] if any(path.startswith("src/") for path in before) else []
+    env = f"PYTHONPATH={':'.join([*roots, WORKSPACE])} PYTHONDONTWRITEBYTECODE=1"
+    dockerfile = f"FROM {base}\nENV {env}\nWORKDIR {WORKSPACE}\nCOPY workspace/ {WORKSPACE}/\n"
+    expected = {"ids": ids, "fail_to_pass": sorted(row.fail_to_pass), "paths": paths, "options": []}
+    facts = {"repo": row.repo, "base_commit": row.base_commit, "num_failing_tests": len(row.fail_to_pass)}
+    toml = task_toml(row.instance_id, facts, ("**",), _VERIFIER_S)
+    return {
+        "instruction.md": row.problem_statement.rstrip("\n").encode() + b"\n",
+        "task.toml": toml.encode(),
+        "environment/Dockerfile": dockerfile.encode(),
+        "tests/test.sh": (TEST % shlex.join(sorted(tests))).encode(),
+        "tests/suite.py": PROGRAM.read_bytes(),
+        "tests/expected.json": json.dumps(expected, indent=1).encode() + b"\n",
+        "solution/solve.sh": _solve(solution).encode(),
+        **below("environment/workspace", before),
+        **below("tests/hidden", {path: data for path, data in tests.items() if data is not None}),
+        **below("solution/files", {path: data for path, data in solution.items() if data is not None}),
+    }
+
+
+def _apply(patch: str, before: Files, name: str) -> dict[str, bytes | None]:
+    """What a patch changes: new contents, or None for a file that it removes."""
+    with tempfile.TemporaryDirectory(prefix="etude-import-") as place:
+        folder = Path(place)
+        for path, data in before.items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        words = ["git", "apply", "--whitespace=nowarn", "-"]
+        try:
+            ran = subprocess.run(
+                words, cwd=folder, env=env, input=f"{patch}\n".encode(), capture_output=True, timeout=_GIT_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RejectedRowError(f"{name}: git apply: {error}") from error
+        if ran.returncode:
+            said = ran.stderr.decode(errors="replace").strip()[:_SAID_CHARS]
+            raise RejectedRowError(f"{name}: does not apply: {said}")
+        found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        if any(path.is_symlink() for path in found):
+            raise RejectedRowError(f"{name}: makes a symbolic link")
+        after = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    changed = {path: data for path, data in after.items() if before.get(path) != data}
+    return {**changed, **dict.fromkeys(before.keys() - after.keys())}
+
+
+def _solve(solution: Mapping[str, bytes | None]) -> str:
+    lines = ["#!/bin/sh", "set -e"]
+    if any(data is not None for data in solution.values()):
+        lines.append(f'cp -R "$(dirname "$0")/files/." {WORKSPACE}/')
+    gone = sorted(path for path, data in solution.items() if data is None)
+    if gone:
+        lines.append(f"cd {WORKSPACE} && rm -f -- {shlex.join(gone)}")
+    return "\n".join(lines) + "\n"

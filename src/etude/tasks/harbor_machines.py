@@ -1,0 +1,196 @@
+"""What the fields of a `task.toml` ask for: machines, verifiers, health checks and solutions as records."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from ipaddress import ip_address
+from itertools import combinations
+
+from etude.records import Artifact, CollectCommand, HealthCheck, SolutionScript, TaskMachine, TestScript
+from etude.tasks.harbor_fields import (
+    AgentTable,
+    ArtifactTable,
+    EnvironmentTable,
+    HealthTable,
+    StepTable,
+    TaskTable,
+    VerifierTable,
+    refused,
+    user_name,
+)
+
+_TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+_SIZE = re.compile(r"([0-9.]+)\s*([GMK])", re.IGNORECASE)
+_KIB_OF = {"G": 1 << 20, "M": 1 << 10, "K": 1}
+_PUBLISHED = "/logs/artifacts"
+"""Always an artifact, as in Harbor."""
+_VERIFIERS = ("/tests", "/solution", "/logs/verifier", "/proc", "/sys", "/dev")
+"""Where nothing of the agent's is laid."""
+
+
+def min_reward_of(step: StepTable) -> dict[str, float]:
+    """What each reward of a step must come to for the next one; a number is of the one named `reward`."""
+    asked = step.min_reward
+    return {} if asked is None else asked if isinstance(asked, dict) else {"reward": asked}
+
+
+def health_check(table: HealthTable | None) -> HealthCheck | None:
+    """A command that must succeed before the agent begins."""
+    return None if table is None else HealthCheck(*table.model_dump().values())
+
+
+def read_machine(table: TaskTable, host_env: Sequence[str] = ()) -> TaskMachine:
+    """What the task is played on. `host_env`: this process's variables that it may read. Raises TaskError."""
+    agent = table.agent
+    return replace(
+        _machine(table.environment, "environment", host_env),
+        user=user_name(agent.user),
+        hosts=_hosts(table.environment, agent, "agent", "environment"),
+        agent_s=agent.timeout_sec or 0.0,
+        health=health_check(table.environment.healthcheck),
+    )
+
+
+def _machine(asked: EnvironmentTable, name: str, host_env: Sequence[str]) -> TaskMachine:
+    """A machine without what is its user's. `name`: of the table. Raises TaskError."""
+    return TaskMachine(
+        docker_image=asked.docker_image or "",
+        build_timeout_s=asked.build_timeout_sec,
+        workdir=asked.workdir or "",
+        env=_resolve(asked.env, f"{name}.env", host_env),
+        cpus=asked.cpus or 0.0,
+        memory_bytes=_bytes(asked.memory_mb, asked.memory, "memory", name),
+        disk_bytes=_bytes(asked.storage_mb, asked.storage, "storage", name),
+    )
+
+
+def read_verifier(table: TaskTable, host_env: Sequence[str] = ()) -> TestScript:
+    """How `tests/test.sh` is run, without its archive. Raises TaskError."""
+    asked, machine, baseline, name = table.verifier, None, table.environment, "environment"
+    images = {table.environment.docker_image, asked.environment and asked.environment.docker_image}
+    if asked.is_separate:
+        if asked.environment is not None:
+            baseline, name = asked.environment, "verifier.environment"
+        machine = replace(_machine(baseline, name, host_env), user=user_name(asked.user))
+    return TestScript(
+        b"",
+        asked.timeout_sec,
+        _resolve(asked.env, "verifier.env", host_env),
+        user_name(asked.user),
+        _hosts(baseline, asked, "verifier", name),
+        machine,
+        _artifacts(table.artifacts, "host" in images) if asked.is_separate else (),
+        tuple(CollectCommand(hook.command, hook.timeout_sec) for hook in asked.collect),
+    )
+
+
+def _artifacts(listed: Sequence[str | ArtifactTable], is_host: bool) -> tuple[Artifact, ...]:
+    """What a separate verifier sees of the agent's. Raises TaskError.
+
+    `is_host`: on the host's programs /tests leads into /tmp.
+    """
+    places = (*_VERIFIERS, "/tmp/tests", "/tmp/logs", "/tmp/solution") if is_host else _VERIFIERS
+    rows = [ArtifactTable(source=row) if isinstance(row, str) else row for row in listed]
+    if not any(row.source.rstrip("/") == _PUBLISHED for row in rows):
+        rows.insert(0, ArtifactTable(source=_PUBLISHED))
+    for row in rows:
+        source = row.source.rstrip("/")
+        names = source.split("/")
+        if names[0] or len(names) < 2 or {"", ".", ".."} & set(names[1:]) or "\0" in source:
+            fix = "write an absolute path, without . and .."
+            raise refused("artifacts.source", "is no plain path of a file or directory", row.source, fix)
+        if any(f"{a}/".startswith(f"{b}/") for one in places for a, b in ((source, one), (one, source))):
+            fix = "name what the agent makes, elsewhere"
+            raise refused("artifacts.source", "lies where the verifier's own files are", row.source, fix)
+    _check_destinations(rows)
+    return tuple(Artifact(row.source.rstrip("/"), tuple(row.exclude)) for row in rows)
+
+
+def _check_destinations(rows: Sequence[ArtifactTable]) -> None:
+    """Raises TaskError for artifacts of which Harbor leaves one out, as they have one place there."""
+    for one, other in combinations(rows, 2):
+        places = [f"{(row.destination or row.source).strip('/')}/" for row in (one, other)]
+        overlap = places[0].startswith(places[1]) or places[1].startswith(places[0])
+        if overlap and (one.destination or other.destination):
+            fix = "leave it out, or name a place of its own"
+            raise refused("artifacts.destination", "overlaps another's place", other.source, fix)
+
+
+def read_solution(table: TaskTable, archive: bytes, host_env: Sequence[str] = ()) -> SolutionScript:
+    """How `solution/solve.sh` is run; `archive`: `solution/` as a tar file. Raises TaskError."""
+    return SolutionScript(archive, _resolve(table.solution.env, "solution.env", host_env))
+
+
+def _bytes(megabytes: int | None, text: str | None, name: str, table: str) -> int:
+    """A size by its field, or by the one that had its place before (`2G`)."""
+    if text is None:
+        return (megabytes or 0) << 20
+    match = _SIZE.fullmatch(text.strip())
+    try:
+        size = int(float(match[1]) * _KIB_OF[match[2].upper()]) << 10 if match else 0
+    except ValueError:
+        size = 0
+    if size <= 0 or megabytes not in (None, size >> 20):
+        fix = f"write {name}_mb alone, a number"
+        raise refused(f"{table}.{name}", "is no size, or not the same twice", text, fix)
+    return size
+
+
+def _hosts(
+    baseline: EnvironmentTable, phase: AgentTable | VerifierTable, name: str, baseline_name: str
+) -> tuple[str, ...] | None:
+    """What may be reached in a phase: nothing, the addresses listed, or (None) what the run allows."""
+    if phase.network_mode is not None or phase.allowed_hosts is not None:
+        mode, listed, field = phase.network_mode, phase.allowed_hosts, name
+    else:
+        mode, listed, field = baseline.network_mode, baseline.allowed_hosts, baseline_name
+        if mode is None and listed is None and baseline.allow_internet is False:
+            mode = "no-network"
+    if listed and mode != "allowlist":
+        fix = 'write network_mode = "allowlist" with it'
+        raise refused(f"{field}.allowed_hosts", "needs an allow-list", listed, fix)
+    if mode == "allowlist":
+        return tuple(address for host in listed or () for address in _addresses(host, field))
+    return () if mode == "no-network" else None
+
+
+def _addresses(host: str, field: str) -> tuple[str, str]:
+    """A host name, with an asterisk before it or not, as addresses of a sandbox's network."""
+    plain = host.strip().lower().rstrip(".")
+    try:
+        ip_address(plain)
+        is_name = False
+    except ValueError:
+        is_name = re.fullmatch(r"(\*\.)?[a-z0-9-]+(\.[a-z0-9-]+)*", plain) is not None
+    if not is_name:
+        fix = "name hosts: sandboxes reach no addresses by number"
+        raise refused(f"{field}.allowed_hosts", "is no name of a host", host, fix)
+    return f"{plain}:443", f"{plain}:80"
+
+
+def _resolve(env: Mapping[str, str], field: str, host_env: Sequence[str]) -> dict[str, str]:
+    """Variables, with those of this process where a value is `${NAME}` or `${NAME:-default}`.
+
+    Raises TaskError for one that is set and that `host_env` does not name: it may be anybody's secret.
+    """
+    found: dict[str, str] = {}
+    for name, value in env.items():
+        match = _TEMPLATE.fullmatch(value)
+        if match and match[1] in os.environ and match[1] not in host_env:
+            fix = f'set tasks.host_env = ["{match[1]}"]'
+            raise refused(f"{field}.{name}", "is a variable of this process", value, fix)
+        resolved = os.environ.get(match[1], match[2]) if match else value
+        if resolved is None:
+            raise refused(
+                f"{field}.{name}",
+                "is not among this process's variables",
+                value,
+                "set it, and tasks.host_env",
+            )
+        if not name or "=" in name or "\0" in name + resolved:
+            raise refused(f"{field}.{name}", "cannot be a variable", value, "correct it")
+        found[name] = resolved
+    return found

@@ -1,0 +1,195 @@
+"""Rows of solved issues become task directories, or rejects with their reasons."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from etude.environment.making.importing import ImportReport, import_rows
+from etude.errors import ConfigError
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.machine_backend import default_state_directory
+from etude.sandbox.template import Image
+from etude.tasks.harbor import read_harbor
+
+OLD_TEST = "from shop.prices import total\n\n\ndef test_empty():\n    assert total([1]) == 0\n"
+NEW_TEST = """import pytest
+from shop.prices import total
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_total(n):
+    assert total([n]) == n
+
+
+def test_zero():
+    assert total([0]) <= 0
+"""
+BEFORE = {
+    "src/shop/__init__.py": "",
+    "src/shop/prices.py": "def total(xs):\n    return sum(xs) - 1\n",
+    "src/shop/old.py": "x = 1\n",
+    "tests/test_prices.py": OLD_TEST,
+}
+FIXED = {"src/shop/prices.py": "def total(xs):\n    return sum(xs)\n", "src/shop/old.py": None}
+TESTED = {"tests/test_prices.py": NEW_TEST}
+SECOND = {"src/shop/__init__.py": "name = 'shop'\n"}
+SECOND_TESTED = {"tests/test_name.py": "import shop\n\n\ndef test_name():\n    assert shop.name == 'shop'\n"}
+
+
+def git(clone: Path, *words: str) -> str:
+    env = {"HOME": str(clone), "GIT_CONFIG_NOSYSTEM": "1", "PATH": os.environ["PATH"]}
+    named = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+    return subprocess.run(
+        ["git", *named, *words], cwd=clone, env=env, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def write(clone: Path, files: dict[str, str | None]) -> None:
+    for path, text in files.items():
+        (clone / path).parent.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            (clone / path).unlink()
+        else:
+            (clone / path).write_text(text)
+    git(clone, "add", "-A")
+
+
+def diff_of(clone: Path, files: dict[str, str | None]) -> str:
+    write(clone, files)
+    patch = git(clone, "diff", "--cached")
+    git(clone, "reset", "--hard", "-q")
+    return patch
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    clone = tmp_path / "clones/acme/shop"
+    clone.mkdir(parents=True)
+    git(clone, "init", "-q")
+    write(clone, dict(BEFORE))
+    git(clone, "commit", "-q", "-m", "first")
+    common = {"repo": "acme/shop", "base_commit": git(clone, "rev-parse", "HEAD").strip(), "version": "1"}
+    first = {
+        "instance_id": "acme__shop-1",
+        "problem_statement": "total is one too small",
+        "patch": diff_of(clone, dict(FIXED)),
+        "test_patch": diff_of(clone, dict(TESTED)),
+        "FAIL_TO_PASS": [f"tests/test_prices.py::test_total[{n}]" for n in (1, 2)],
+        "PASS_TO_PASS": ["tests/test_prices.py::test_zero"],
+    }
+    second = {
+        "instance_id": "acme__shop-2",
+        "problem_statement": "the shop has no name",
+        "patch": diff_of(clone, dict(SECOND)),
+        "test_patch": diff_of(clone, dict(SECOND_TESTED)),
+        "FAIL_TO_PASS": json.dumps(["tests/test_name.py::test_name"]),
+        "PASS_TO_PASS": "[]",
+    }
+    return [{**common, **first}, {**common, **second}]
+
+
+def run_import(tmp_path: Path, rows: list[Any], image: str | None = "base") -> ImportReport:
+    store = ImageStore(default_state_directory() / "images")
+    store.save(Image("base", (), {}, "/"))
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return asyncio.run(import_rows(file, tmp_path / "clones", tmp_path / "out", store, {}, image))
+
+
+def test_a_row_becomes_a_task_directory(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    report = run_import(tmp_path, rows)
+    assert report.to_document() == {"written": ["acme__shop-1", "acme__shop-2"], "rejects": []}
+    assert json.loads((tmp_path / "out/report.json").read_text()) == report.to_document()
+    first = tmp_path / "out/acme__shop-1"
+    task = read_harbor(first)
+    assert (task.id, task.instruction) == ("acme__shop-1", "total is one too small")
+    workspace = first / "environment/workspace"
+    found = {path.relative_to(workspace).as_posix() for path in workspace.rglob("*") if path.is_file()}
+    assert found == set(BEFORE), "as at the commit: no history, and nothing of the patches"
+    assert (first / "solution/files/src/shop/prices.py").read_text() == FIXED["src/shop/prices.py"]
+    assert "rm -f -- src/shop/old.py" in (first / "solution/solve.sh").read_text()
+    assert (first / "tests/hidden/tests/test_prices.py").read_text() == TESTED["tests/test_prices.py"]
+    expected = json.loads((first / "tests/expected.json").read_text())
+    assert expected["ids"] == sorted(rows[0]["FAIL_TO_PASS"] + rows[0]["PASS_TO_PASS"])
+    assert "FROM base\n" in (first / "environment/Dockerfile").read_text()
+    table = pa.Table.from_pylist([{**row, "FAIL_TO_PASS": row["FAIL_TO_PASS"]} for row in rows[:1]])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    store, out = ImageStore(default_state_directory() / "images"), tmp_path / "again"
+    asyncio.run(import_rows(tmp_path / "rows.parquet", tmp_path / "clones", out, store, {}, "base"))
+    assert read_harbor(out / "acme__shop-1").verifier == task.verifier
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"patch": None}, "patch: input should be a valid string"),
+        ({"patch": "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}, "patch: does not apply"),
+        ({"test_patch": "nonsense"}, "test_patch: does not apply"),
+        ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS: list should have at least 1 item"),
+        ({"FAIL_TO_PASS": "no list"}, "FAIL_TO_PASS: value error"),
+        ({"FAIL_TO_PASS": ["test_x (tests.Case)"]}, "tests: no file of pytest's is named by test_x"),
+        ({"base_commit": "0" * 40}, "commit: "),
+        ({"base_commit": "--output=x"}, "base_commit: string should match"),
+        ({"repo": "acme/../shop"}, "repo: string should match"),
+        ({"repo": "acme/none"}, "repository: there is no acme/none"),
+        ({"instance_id": "../x"}, "instance_id: string should match"),
+        ({"docker_image": "nowhere:1"}, "image: "),
+    ],
+)
+def test_a_row_that_lacks_something_is_a_reject_with_its_reason(
+    tmp_path: Path, rows: list[dict[str, Any]], changes: dict[str, Any], reason: str
+) -> None:
+    report = run_import(tmp_path, ["{broken\n", {**rows[0], **changes}, rows[1]])
+    assert report.written == ["acme__shop-2"]
+    line, row = report.rejects
+    assert line["row"] == "line 1"
+    assert row["row"] == {**rows[0], **changes}["instance_id"] and row["reason"].startswith(reason)
+
+
+def test_a_row_without_an_image_and_a_task_that_is_there_are_rejects(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    assert (
+        run_import(tmp_path, rows, None).rejects[0]["reason"].startswith("image: the row has no docker_image")
+    )
+    run_import(tmp_path, rows)
+    assert [one["reason"] for one in run_import(tmp_path, rows).rejects] == ["directory: exists already"] * 2
+    with pytest.raises(ConfigError, match="ROWS: cannot be read"):
+        asyncio.run(import_rows(tmp_path / "no", tmp_path, tmp_path, ImageStore(tmp_path), {}, None))
+
+
+def test_the_tests_that_are_named_pass_with_the_solution_and_not_without(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    run_import(tmp_path, rows[:1])
+    task, place = tmp_path / "out/acme__shop-1", tmp_path / "place"
+    shutil.copytree(task / "environment/workspace", place)
+    shutil.copytree(task / "tests/hidden", place, dirs_exist_ok=True)
+    program = f"import json, runpy; run = runpy.run_path({str(task / 'tests/suite.py')!r})['run']\n"
+    program += f"print('\\n' + json.dumps(run(json.load(open({str(task / 'tests/expected.json')!r})))))"
+    library = tmp_path / "library"  # pytest alone: loading its plugins takes long
+    library.mkdir()
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+        (library / name).symlink_to(Path(str(importlib.import_module(name).__file__)).parent)
+    (library / "py.py").symlink_to(str(importlib.import_module("py").__file__))
+    env = {"PYTHONPATH": f"{place / 'src'}:{library}", "PYTHONDONTWRITEBYTECODE": "1"}
+    outcomes: list[set[str]] = []
+    for _ in range(2):
+        words = [sys.executable, "-S", "-c", program]
+        ran = subprocess.run(words, cwd=place, env=env, check=True, capture_output=True, text=True)
+        found = json.loads(ran.stdout.splitlines()[-1])["outcomes"]
+        outcomes.append({test for test, outcome in found.items() if outcome == "passed"})
+        shutil.copytree(task / "solution/files", place, dirs_exist_ok=True)
+    assert outcomes == [set(rows[0]["PASS_TO_PASS"]), {*rows[0]["PASS_TO_PASS"], *rows[0]["FAIL_TO_PASS"]}]

@@ -1,0 +1,268 @@
+"""Tasks with steps: each is verified before the user asks for the next, and their rewards become one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etude.agent import ScriptedSampler, SessionLimits
+from etude.environment.checking import check_tasks, judge_nothing, judge_solution
+from etude.environment.fork_groups import ForkPlan, Place
+from etude.environment.grading import Verdict
+from etude.environment.replay import Replayer, tell
+from etude.environment.sessions import EnvironmentSession
+from etude.environment.steps import StepRun, combine
+from etude.environment.verdicts import Grader
+from etude.records import (
+    SamplingParams,
+    Status,
+    Task,
+    TaskStep,
+    TestScript,
+    ToolCall,
+    Trajectory,
+    TrajectoryId,
+)
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import Resources
+from etude.tasks.harbor import read_harbor
+from tests.environment.playing import FINISH, Turn, new_environment, renderer, script_of
+from tests.sandbox.backends import with_backend
+from tests.tasks.harbor_tasks import Files, write_task
+
+TOML = """[[steps]]
+name = "greet"
+[[steps]]
+name = "part"
+"""
+LINE = 'n=$(grep -cx %s words.txt); echo "{\\"reward\\": $n, \\"lines\\": $(wc -l < words.txt)}" '
+TEST = "#!/bin/sh\n" + LINE + "> /logs/verifier/reward.json\n"
+FILES: Files = {
+    "environment/workspace/words.txt": "a\nb\n",
+    "steps/greet/instruction.md": "Write hello in line 1.\n",
+    "steps/greet/tests/test.sh": TEST % "hello",
+    "steps/greet/solution/solve.sh": "#!/bin/sh\nsed -i 1s/.*/hello/ words.txt\n",
+    "steps/part/instruction.md": "Now write bye in line 2.\n",
+    "steps/part/tests/test.sh": "#!/bin/sh\ngrep -qx ready state.txt || exit 1\n" + (TEST % "bye")[10:],
+    "steps/part/solution/solve.sh": "#!/bin/sh\nsed -i 2s/.*/bye/ words.txt\n",
+    "steps/part/workdir/state.txt": "new\n",
+    "steps/part/workdir/setup.sh": "sed -i s/new/ready/ state.txt\n",
+}
+IDENTITY = TrajectoryId("run", "words", 0, 0, 0)
+
+
+def edit(line: int, text: str) -> ToolCall:
+    return ToolCall("edit_lines", {"path": "words.txt", "start": str(line), "text": text})
+
+
+GREET, PART = edit(1, "hello"), edit(2, "bye")
+STATE = ToolCall("read_file", {"path": "state.txt"})
+SOLVES: tuple[Turn, ...] = ((GREET,), (FINISH,), (STATE,), (PART,), (FINISH,))
+
+
+def write_steps(directory: Path, toml: str = TOML, files: Files | None = None) -> Task:
+    return read_harbor(write_task(directory, toml=toml, files={**FILES, **(files or {})}))
+
+
+def play(task: Task, turns: Sequence[Turn], limits: SessionLimits | None = None) -> Trajectory:
+    sampler = ScriptedSampler(script_of(lambda _: turns), route_shape=(2, 2))
+
+    async def scenario(backend: SandboxBackend) -> Trajectory:
+        environment = new_environment(backend, session=limits)
+        return await environment.run(task, IDENTITY, sampler, (7, 1), SamplingParams())
+
+    return with_backend("local", scenario)
+
+
+def earned(trajectory: Trajectory) -> tuple[float, str | None]:
+    assert trajectory.reward is not None
+    return trajectory.reward.task, trajectory.facts["verdict"]
+
+
+def test_the_next_step_is_the_users_next_words_in_the_same_session_and_sandbox(tmp_path: Path) -> None:
+    trajectory = play(write_steps(tmp_path), SOLVES)
+    assert earned(trajectory) == (1.0, None)
+    assert (trajectory.status, len(trajectory.segments)) == (Status.DONE, 1)
+    text = renderer().tokenizer.decode(trajectory.segments[0].tokens)
+    assert text.count("Write hello in line 1.") == text.count("Now write bye in line 2.") == 1
+    assert "<|user|>Now write bye in line 2." in text
+    state, part = trajectory.turns[2].results[0], trajectory.turns[3].results[0]
+    assert "ready" in state.output and part.error is None, "its files and setup, and what was written before"
+    assert trajectory.facts["finished"] and trajectory.facts["num_edits"] == 2
+
+
+def test_what_a_step_lacks_lowers_the_mean(tmp_path: Path) -> None:
+    trajectory = play(write_steps(tmp_path), ((FINISH,), (PART,), (FINISH,)))
+    assert earned(trajectory) == (0.0, "step greet: tests/test.sh gave 0")
+    assert len(trajectory.turns) == 3, "without min_reward the next step follows all the same"
+
+
+def test_a_step_below_its_least_reward_ends_the_task(tmp_path: Path) -> None:
+    trajectory = play(write_steps(tmp_path, TOML.replace('"greet"', '"greet"\nmin_reward = 1')), ((FINISH,),))
+    assert earned(trajectory) == (0.0, "step greet: tests/test.sh gave 0")
+    assert (trajectory.status, len(trajectory.turns)) == (Status.DONE, 1)
+
+
+def test_a_session_that_ends_at_its_limit_has_its_other_steps_verified_as_they_are(tmp_path: Path) -> None:
+    limits = SessionLimits(max_turns=2, max_tokens=2048)
+    trajectory = play(write_steps(tmp_path), ((GREET,), (GREET,), (FINISH,)), limits)
+    assert (trajectory.status, trajectory.cause) == (Status.LIMIT, "turns")
+    assert earned(trajectory) == (0.0, "step part: tests/test.sh gave 0")
+    assert not trajectory.facts["finished"]
+
+
+def test_a_step_that_cannot_begin_counts_as_failed_but_for_the_first(tmp_path: Path) -> None:
+    files: Files = {"steps/part/workdir/setup.sh": "echo too bad >&2; exit 3\n"}
+    trajectory = play(write_steps(tmp_path / "a", files=files), SOLVES)
+    assert earned(trajectory) == (0.0, "step part: setup.sh of step part failed: too bad")
+    assert len(trajectory.turns) == 2
+    toml = TOML.replace('"greet"', '"greet"\nhealthcheck = { command = "exit 1", retries = 1 }')
+    first = play(write_steps(tmp_path / "b", toml), SOLVES)
+    assert (first.status, first.reward) == (Status.INFRASTRUCTURE, None), "no agent has done anything yet"
+
+
+def test_processes_of_the_agent_live_on_from_step_to_step(tmp_path: Path) -> None:
+    task = write_steps(tmp_path)
+
+    async def scenario(backend: SandboxBackend) -> tuple[int, Verdict]:
+        session = EnvironmentSession.begin(new_environment(backend)._site, task)
+        background = await session.sandbox.commands.run("sleep 60 > /dev/null 2>&1 & echo $!")
+        await session.sandbox.commands.run("sed -i 1s/.*/hello/ words.txt")
+        assert await session.next_step() == "Now write bye in line 2."
+        alive = await session.sandbox.commands.run(f"kill -0 {background.stdout}")
+        assert await session.next_step() is None, "the last one is for submit"
+        outcome = await session.submit()
+        await session.close()
+        return alive.exit_code, outcome.verdict
+
+    code, verdict = with_backend("local", scenario)
+    assert (code, verdict.reward, verdict.num_passed, verdict.num_failed) == (0, 0.5, 1, 1)
+    assert verdict.rewards == {"reward": 0.5, "lines": 2.0}
+
+
+def test_a_check_solves_step_by_step_and_doing_nothing_earns_0(tmp_path: Path) -> None:
+    task = write_steps(tmp_path)
+
+    async def scenario(backend: SandboxBackend) -> tuple[Verdict | str, Verdict, list[str | None]]:
+        grader, limits = Grader(backend), Resources()
+        solved = await judge_solution(task, grader, backend, limits)
+        nothing = await judge_nothing(task, grader, backend, limits)
+        half = replace(task, steps=(task.steps[0], replace(task.steps[1], solution=task.steps[0].solution)))
+        none = replace(task, steps=(task.steps[0], replace(task.steps[1], solution=None)))
+        reports = await check_tasks([task, half, none], backend)
+        assert len(reports[0].forgeable) == 1
+        return solved, nothing, [report.reason for report in reports]
+
+    solved, nothing, reasons = with_backend("local", scenario)
+    assert isinstance(solved, Verdict) and (solved.reward, solved.cause) == (1.0, None)
+    assert nothing.reward == 0.0
+    assert reasons == [
+        None,
+        "its reference solution fails: step part: tests/test.sh gave 0",
+        "has no reference solution to be checked by",
+    ]
+
+
+def test_a_session_is_told_again_with_its_steps(tmp_path: Path) -> None:
+    task = write_steps(tmp_path)
+    trajectory = play(task, SOLVES)
+
+    async def scenario(backend: SandboxBackend) -> None:
+        environment = new_environment(backend)
+        session = environment._new_session(_play_of(task))
+        world = EnvironmentSession.begin(environment._site, task)
+        replay = await tell(trajectory, session, Replayer(world, world.context, next_step=world.next_step), 4)
+        assert replay.equal and replay.num_calls == 4
+        segment = trajectory.segments[0]
+        tokens = session.recording.tokens
+        assert tokens.tolist() == segment.tokens[: len(tokens)].tolist()
+        assert [ended.verdict.passed for ended in world.history.steps] == [True]
+        await world.close()
+
+    with_backend("local", scenario)
+
+
+def _play_of(task: Task):
+    from etude.environment.episodes import Play
+
+    return Play(task, IDENTITY, SamplingParams(), False)
+
+
+@pytest.mark.parametrize(("wrong", "reward"), [(False, 1.0), (True, 0.0)])
+def test_siblings_that_leave_in_a_later_step_go_on_in_it(tmp_path: Path, wrong: bool, reward: float) -> None:
+    solution = FILES["steps/greet/solution/solve.sh"]
+    test = (TEST % "a", TEST % "hello")[0]
+    task = write_steps(tmp_path, files={"steps/greet/tests/test.sh": test, "x": solution})
+    theirs: tuple[Turn, ...] = ((STATE,), (FINISH,), (edit(2, "no") if wrong else PART,), (FINISH,))
+    sampler = ScriptedSampler(script_of(lambda _: theirs), route_shape=(2, 2))
+    sibling = Place(replace(IDENTITY, index=9), (7, 9))
+
+    async def scenario(backend: SandboxBackend):
+        plan = ForkPlan("first_edit", (sibling,), (7, 1))
+        return await new_environment(backend).run_forked(
+            task, IDENTITY, sampler, (7, 0), SamplingParams(), plan
+        )
+
+    episode = with_backend("local", scenario)
+    assert episode.refused is None
+    for one in (episode.trajectory, *episode.siblings):
+        assert one.reward is not None and one.reward.task == reward
+    assert len(episode.siblings) == 1 and episode.siblings[0].facts["forked_at"] == 2
+
+
+STEPS = tuple(TaskStep(name, "", TestScript(b"")) for name in ("a", "b", "c"))
+TASK = Task("t", "", {}, steps=STEPS)
+
+
+def given(**rewards: float) -> Verdict:
+    passed = rewards.get("reward", 0) >= 1
+    return Verdict(passed, int(passed), int(not passed), None, 0.0, rewards=rewards or None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "verdicts", "rewards"),
+    [
+        ("mean", [given(reward=1), given(reward=0.5), given(reward=0)], {"reward": 0.5}),
+        ("final", [given(reward=1), given(reward=0.5), given(reward=0)], {"reward": 0}),
+        ("mean", [given(reward=1), given(reward=0.5)], {"reward": 0.75}),
+        ("final", [given(reward=1), given(reward=0.5)], {"reward": 0.5}),
+        ("mean", [given(reward=1, style=1), given(reward=1)], {"reward": 1, "style": 0.5}),
+        ("mean", [given(reward=1), given()], {"reward": 0.5}),
+        ("final", [given(reward=1), given()], None),
+        ("mean", [given()], None),
+    ],
+)
+def test_rewards_of_steps_become_one_as_harbor_has_it(
+    strategy: str, verdicts: list[Verdict], rewards: dict[str, float] | None
+) -> None:
+    whole = combine(replace(TASK, step_rewards=strategy), verdicts)
+    assert whole.rewards == rewards
+    assert whole.reward == (None if rewards is None else rewards["reward"])
+    assert whole.num_passed + whole.num_failed == 3
+
+
+@pytest.mark.parametrize(
+    ("least", "verdict", "goes_on"),
+    [
+        ({}, given(reward=0), True),
+        ({}, given(), False),
+        ({"reward": 0.5}, given(reward=0.5), True),
+        ({"reward": 0.5}, given(reward=0.4), False),
+        ({"reward": 0.5}, given(score=1), False),
+        ({"score": 1, "style": 0}, given(score=1, style=0), True),
+        ({"score": 1, "style": 0}, given(score=1), False),
+    ],
+)
+def test_a_task_goes_on_after_a_step_that_earned_enough(
+    least: dict[str, float], verdict: Verdict, goes_on: bool
+) -> None:
+    task = replace(TASK, steps=(replace(STEPS[0], min_reward=least), *STEPS[1:]))
+    backend = MemoryBackend()
+    sandbox = asyncio.run(backend.create())
+    run = StepRun(task, sandbox, Grader(backend), [verdict])
+    assert (run.step == STEPS[1]) is goes_on and (run.step is None) is not goes_on
