@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_builders import (
     HERMES,
+    NATIVE,
     TYPED_TOOLS,
     TYPED_XML,
     hermes_text_renderer,
@@ -31,7 +32,7 @@ from etude.tokens.grammar import (
 )
 from etude.tokens.pieces import Control, spell
 
-GRAMMARS = [TYPED_XML, HERMES]
+GRAMMARS = [TYPED_XML, HERMES, *NATIVE]
 READ = ToolCall("read_file", {"path": "a.py"})
 FINISH = ToolCall("finish")
 both = pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.name)
@@ -46,7 +47,7 @@ def events_of(grammar, text, text_mode=True, size=None, **options):
 
 
 def written(grammar, *calls):
-    return "".join(spell(grammar.render_call(call)) for call in calls)
+    return "".join(spell(grammar.render_calls([call], False)).lstrip("\n") for call in calls)
 
 
 @both
@@ -153,8 +154,10 @@ def fragments(grammar):
         "}",
         "x",
     ]
+    form = getattr(grammar, "form", None)
+    words = [*form.section, *form.call, form.name_end, *form.key, *form.value] if form else []
     return st.sampled_from(
-        [*grammar.control_tokens(), *marks, written(grammar, READ), written(grammar, FINISH)]
+        [*grammar.control_tokens(), *marks, *words, written(grammar, READ), written(grammar, FINISH)]
     )
 
 
@@ -269,7 +272,7 @@ def test_qwens_tags_are_single_tokens_though_not_special():
         "</tool_call>",
     ]
     parsed = renderer.read(message)
-    assert (parsed.reasoning, parsed.text, parsed.calls) == ("\nso\n", "\n\n\n", (READ,))
+    assert (parsed.reasoning, parsed.text, parsed.calls) == ("\nso\n", "\n\n", (READ,))
     assert renderer.read(message[:-1]) == parsed
     assert qwen_tokenizer().pieces(message)[0].startswith("<think>")  # without the grammar: text, as ever
 
