@@ -17,10 +17,10 @@ from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Call, Opening
 from etude.tokens.chat_format import choose_format
 from etude.tokens.grammar import NativeGrammar, Parameter, ToolSchema, parse_calls
-from etude.tokens.grammar.call_forms import GLM_XML, MINIMAX_XML, QWEN_XML
+from etude.tokens.grammar.call_forms import MINIMAX_XML, QWEN_XML
 from etude.tokens.pieces import Control, spell
 
-QWEN, MINIMAX, GLM = (NativeGrammar(form, TYPED_TOOLS) for form in (QWEN_XML, MINIMAX_XML, GLM_XML))
+QWEN, MINIMAX = (NativeGrammar(form, TYPED_TOOLS) for form in (QWEN_XML, MINIMAX_XML))
 READ = ToolCall("read_file", {"path": "a.py", "offset": "3"})
 PLAN = ToolCall("plan", {"todos": '[{"id": 1}]', "merge": "true"})
 
@@ -44,11 +44,6 @@ calls = st.one_of(
             '\n<minimax:tool_call>\n<invoke name="plan">\n<parameter name="todos">[1]</parameter>\n'
             '<parameter name="merge">true</parameter>\n</invoke>\n<invoke name="finish">\n</invoke>\n'
             "</minimax:tool_call>",
-        ),
-        (
-            GLM,
-            "\n<tool_call>plan\n<arg_key>todos</arg_key>\n<arg_value>[1]</arg_value>\n<arg_key>merge</arg_key>"
-            "\n<arg_value>true</arg_value>\n</tool_call>\n<tool_call>finish\n</tool_call>",
         ),
     ],
 )
@@ -77,15 +72,13 @@ def test_newlines_around_the_words_of_a_form_may_be_missing_or_doubled() -> None
         "</parameter></function>\n\n</tool_call>",
         MINIMAX: '<minimax:tool_call><invoke name="read_file"><parameter name="path">a.py</parameter>'
         '<parameter name="offset">3</parameter></invoke>\n\n</minimax:tool_call>',
-        GLM: "<tool_call>read_file<arg_key>path</arg_key><arg_value>a.py</arg_value>\n\n<arg_key>offset"
-        "</arg_key><arg_value>3</arg_value></tool_call>",
     }
     for grammar, text in loose.items():
         assert parse_calls(grammar.parser(True), [text]) == [READ]
 
 
 def test_tags_in_characters_are_text_of_a_value_where_they_are_tokens() -> None:
-    call = ToolCall("edit", {"path": "a", "text": "<tool_call></tool_call><arg_value></arg_value>"})
+    call = ToolCall("edit", {"path": "a", "text": "<tool_call></tool_call></minimax:tool_call>"})
     for grammar in NATIVE:
         assert parse_calls(grammar.parser(False), grammar.render_calls([call], False)) == [call]
 
@@ -125,10 +118,6 @@ def test_tags_in_characters_are_text_of_a_value_where_they_are_tokens() -> None:
             '<minimax:tool_call><invoke name="finish"></invoke><invoke name="',
             ["", "unclosed invoke"],
         ),
-        (GLM, "<tool_call>finish", ["unclosed tool_call"]),
-        (GLM, "<tool_call>finish<tool_call>finish</tool_call>", ["unclosed finish", ""]),
-        (GLM, "<tool_call>read_file<arg_key>path</arg_key></tool_call>", ["unclosed path"]),
-        (GLM, "<arg_value>", ["stray arg_value"]),
     ],
 )
 def test_a_malformed_call_has_an_error_and_the_calls_after_it_count(

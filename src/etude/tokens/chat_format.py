@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import get_args
 
 from blake3 import blake3
@@ -20,17 +19,16 @@ from etude.errors import ConfigError
 from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
-from etude.tokens.grammar import Grammar, HermesGrammar, NativeGrammar, ToolSchema, XmlGrammar
-from etude.tokens.grammar.call_forms import CALL_FORMS
+from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
+from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, TEMPLATES, Template
 from etude.tokens.tokenizer import Tokenizer
 
-_FORMS = {form.name: partial(NativeGrammar, form) for form in CALL_FORMS}
 _GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
     "hermes": HermesGrammar,
     "xml": XmlGrammar,
-    **_FORMS,
+    **TOLD_GRAMMARS,
 }
 
 
@@ -45,7 +43,7 @@ class ChatFormat:
     """With the chat template that others need to speak to the model in the same way, where it has one."""
     template: Template
     grammar: str
-    """`hermes`, `xml`, or the name of a form in which the model's own chat template writes calls."""
+    """`hermes`, `xml`, or one of those whose tools the model's own chat template announces."""
     tools: tuple[ToolSchema, ...] = ()
     """The agent's own."""
     system: str | None = None
@@ -61,7 +59,7 @@ class ChatFormat:
     def digest(self) -> str:
         """BLAKE3 hex digest: formats with equal digests render equal tokens."""
         described = (self.tokenizer.digest, self.template, self.grammar, self.tools, self.system)
-        native = (self.tokenizer.chat_template,) if self.grammar in _FORMS else ()
+        native = (self.tokenizer.chat_template,) if self.grammar in TOLD_GRAMMARS else ()
         return blake3(repr((*described, *native)).encode()).hexdigest()
 
     def renderer(self) -> Renderer:
@@ -121,7 +119,7 @@ def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tupl
                 received=", ".join(tokenizer.control_tokens[:8]) or "no control tokens",
                 fix="put the chat_template.jinja of the model beside its tokenizer.json",
             )
-        derived = derive_template(tokenizer, tokenizer.chat_template, CALL_FORMS if in_any_form else ())
+        derived = derive_template(tokenizer, tokenizer.chat_template, in_any_form)
         return derived.template, tokenizer.with_chat_template(derived.exported), derived.grammar
     template = TEMPLATES[name]
     if missing := _missing(tokenizer, template):

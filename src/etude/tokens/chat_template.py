@@ -147,8 +147,7 @@ def open_with_tools(
     """What the tokenizer's chat template shows before the user's first words where tools are offered.
 
     What comes from outside (the system's words, names and descriptions) is rendered with other characters in
-    place of those that control tokens are marked by, and so can never become one. Raises ConfigError where the
-    template fails.
+    place of those that mark control tokens, and so never becomes one. Raises ConfigError where it fails.
     """
     functions = [schema.function_schema() for schema in schemas]
     names = sorted(tokenizer.added_tokens, key=len, reverse=True)

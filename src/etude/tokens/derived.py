@@ -20,10 +20,10 @@ from typing import Any
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
-from etude.tokens.grammar import Grammar, HermesGrammar, NativeGrammar, Parameter, ToolSchema
-from etude.tokens.grammar.call_forms import CALL_FORMS, CallForm
+from etude.tokens.grammar import Grammar, HermesGrammar, Parameter, ToolSchema
 from etude.tokens.grammar.channels import CHANNEL
 from etude.tokens.grammar.message_parser import THINK_OPEN
+from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.pieces import Control, Piece, join_text, spell
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import CHATML_TEMPLATE, QWEN3_TEMPLATE, Template
@@ -65,11 +65,11 @@ class Derived:
     """A Jinja template that renders tools, calls and results as our sessions have them: the model's own where
     it does so, else one that is written for this frame."""
     grammar: str
-    """Of the calls that it writes: `hermes`, or the name of a `CallForm`."""
+    """Of the calls that it writes: `hermes`, or one of those whose tools it announces in its own words."""
 
 
-def derive_template(tokenizer: Tokenizer, source: str, forms: Sequence[CallForm] = CALL_FORMS) -> Derived:
-    """The frame of the Jinja template `source`. `forms`: of calls that it may write, beside those of Hermes.
+def derive_template(tokenizer: Tokenizer, source: str, in_any_form: bool = True) -> Derived:
+    """The frame of the Jinja template `source`, which may write calls `in_any_form`, or else as Hermes does.
 
     Raises ConfigError for one that no frame describes, or whose control tokens the tokenizer lacks.
     """
@@ -90,8 +90,8 @@ def derive_template(tokenizer: Tokenizer, source: str, forms: Sequence[CallForm]
     template = next(known, template)
     if with_results is not None and not jinja.names_a_day:
         told = tokenizer.with_chat_template(source)
-        grammars: list[Grammar] = [HermesGrammar(_TOOLS), *(NativeGrammar(form, _TOOLS) for form in forms)]
-        for grammar in grammars:
+        others = TOLD_GRAMMARS.values() if in_any_form else ()
+        for grammar in (HermesGrammar(_TOOLS), *(make(_TOOLS) for make in others)):
             if _writes_calls(jinja, template, grammar) and _tells_tools(jinja, told, template, grammar):
                 return Derived(template, source, grammar.name)
     return Derived(template, write_chat_template(template), "hermes")

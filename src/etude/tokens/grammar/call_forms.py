@@ -17,15 +17,15 @@ class CallForm:
     name: str
     tags: tuple[str, ...]
     """Those of the words below that are one token each in the family's tokenizers."""
+    section: tuple[str, str]
+    """Stands around all calls of an answer, or where there is `between`, around each of them."""
     call: tuple[str, str]
     name_end: str
     key: tuple[str, str]
     value: tuple[str, str]
-    """What opens a value stands behind its key; a newline at an end of the pair is no part of the value."""
-    section: tuple[str, str] = ("", "")
-    """Stands around all calls of an answer, or where there is `between`, around each of them."""
+    """A newline that begins the first and one that begins the second are no part of the value."""
     between: str = ""
-    """Stands between two calls that have a section each, or need none."""
+    """Stands between two calls that have a section each."""
     lead: tuple[str, str] = ("\n", "\n")
     """Stands before the first call: of an answer without words, and behind words."""
     capital_booleans: bool = False
@@ -57,15 +57,4 @@ MINIMAX_XML = CallForm(
 )
 """MiniMax-M2."""
 
-GLM_XML = CallForm(
-    name="glm_xml",
-    tags=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    call=("<tool_call>", "</tool_call>"),
-    name_end="\n",
-    key=("<arg_key>", "</arg_key>"),
-    value=("\n<arg_value>", "</arg_value>\n"),
-    between="\n",
-)
-"""GLM-4.5 and GLM-4.6."""
-
-CALL_FORMS = (QWEN_XML, MINIMAX_XML, GLM_XML)
+CALL_FORMS = (QWEN_XML, MINIMAX_XML)

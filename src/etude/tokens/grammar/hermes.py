@@ -52,12 +52,12 @@ For each function call, return a json object with function name and arguments wi
 class HermesGrammar:
     """The grammar above for a fixed set of tools.
 
-    Raises ConfigError if a name is empty, too long, unprintable or given twice.
+    `told_by_template`: the model's own chat template announces them, in words of its own. Raises ConfigError
+    if a name is empty, too long, unprintable or given twice.
     """
 
-    name = "hermes"
-
-    def __init__(self, tools: Sequence[ToolSchema]) -> None:
+    def __init__(self, tools: Sequence[ToolSchema], told_by_template: bool = False) -> None:
+        self.name = "hermes_told" if told_by_template else "hermes"
         self.tools = tuple(tools)
         check_names(self.tools, CALL_TAGS)
         self._table = tool_table(self.tools)
@@ -68,8 +68,10 @@ class HermesGrammar:
         """The two tags around a call."""
         return list(CALL_TAGS)
 
-    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
+    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
         """The tools in the words of Qwen's chat template; its example of the tags as control tokens."""
+        if self.name != "hermes":
+            return None
         lines = [json.dumps(schema.function_schema(), ensure_ascii=False) for schema in schemas]
         listed = "\n".join([BEFORE_TOOLS, *lines])
         return join_text([listed, *split_tags(AFTER_TOOLS, self._tag_pattern)])

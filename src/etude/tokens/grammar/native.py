@@ -9,12 +9,14 @@ others are recognised in characters, in values the one that closes them: a value
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from etude.records import ToolCall
-from etude.tokens.grammar.call_forms import CallForm
+from etude.tokens.grammar.call_forms import CALL_FORMS, CallForm
+from etude.tokens.grammar.hermes import HermesGrammar
 from etude.tokens.grammar.hermes_reader import tool_table
-from etude.tokens.grammar.interface import CallParser, ReasoningMarks, ToolSchema, check_names
+from etude.tokens.grammar.interface import CallParser, Grammar, ReasoningMarks, ToolSchema, check_names
 from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split_tags, tag_pattern
 from etude.tokens.grammar.native_reader import FormTags, NativeReader
 from etude.tokens.pieces import Piece, join_text
@@ -74,3 +76,10 @@ class NativeGrammar:
         if sets is None:
             sets = self._sets[mode] = FormTags(self.form, mode)
         return MessageParser(NativeReader(self._table, sets), mode.reasoning, begun)
+
+
+TOLD_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
+    **{form.name: partial(NativeGrammar, form) for form in CALL_FORMS},
+    "hermes_told": partial(HermesGrammar, told_by_template=True),
+}
+"""Those whose tools the model's own chat template announces, by name."""

@@ -1,7 +1,7 @@
 """The state of calls in a family's own form, told tag by tag.
 
-    outside -> section -> name -> in a call -> key -> (gap ->) value
-                  ^------- call ends --|  ^--------- value ends --|
+    outside -> section -> name -> in a call -> key -> value
+                  ^------- call ends --|  ^--- value ends --|
 
 Anything else is a malformed call: it becomes a ToolCall with `error`, in a few words for the agent.
 """
@@ -26,7 +26,6 @@ class _Place(Enum):
     NAME = auto()
     CALL = auto()
     KEY = auto()
-    GAP = auto()
     VALUE = auto()
 
 
@@ -38,22 +37,19 @@ class FormTags:
         self.section, self.section_end = (word.strip("\n") for word in form.section)
         self.call, self.call_end = (word.strip("\n") for word in form.call)
         self.key, self.key_end = (word.strip("\n") for word in form.key)
-        self.value, self.value_end = (word.strip("\n") for word in form.value)
+        self.value_end = form.value[1].strip("\n")
         self.name_end = form.name_end.strip("\n")
         self.padded = form.value[0].endswith("\n") and form.value[1].startswith("\n")
         """Whether a newline at each end of a value is layout."""
-        words = (self.section, self.section_end, self.call, self.call_end, self.key, self.value)
-        every = [word for word in (*words, self.key_end, self.value_end) if word.startswith("<")]
+        every = (self.section, self.section_end, self.call, self.call_end, self.key, self.value_end)
         self.all = frozenset([*every, self.name_end, self.key_end])
         spelled = [word for word in every if mode.text_mode or word not in form.tags]
         outside = [*(form.tags if mode.text_mode else ()), *mode.marks_in_text]
         self.outside = TagSet(outside) if outside else None
-        self.in_call = TagSet(spelled) if spelled else None
-        self.in_name, self.in_key = (
-            self.in_call if not word or word in every else TagSet(spelled, other=word)
-            for word in (self.name_end, self.key_end)
-        )
-        self.in_value = TagSet([self.value_end]) if self.value_end in spelled else None
+        self.in_call = TagSet(spelled)
+        self.in_name = TagSet(spelled, other=self.name_end)
+        self.in_key = TagSet(spelled, other=self.key_end)
+        self.in_value = TagSet([self.value_end])
 
 
 class NativeReader:
@@ -127,8 +123,6 @@ class NativeReader:
             self._end_value(out)
         elif place is _Place.KEY and name == tags.key_end:
             self._end_key()
-        elif place is _Place.GAP and name == tags.value:
-            self._place = _Place.VALUE
         elif place is _Place.OUTSIDE:
             self._begin(name, out)
         else:
@@ -140,14 +134,12 @@ class NativeReader:
         """What the end of the message leaves open is a malformed call."""
         if self._place is not _Place.OUTSIDE:
             self._end_unfinished(out)
-            self._end_section(f"unclosed {_shown(self._tags.section or self._tags.call)}", out)
+            self._end_section(f"unclosed {_shown(self._tags.section)}", out)
 
     def _begin(self, name: str, out: list[ParseEvent]) -> None:
         """A word of the form outside of any call."""
-        if name == (self._tags.section or self._tags.call):
+        if name == self._tags.section:
             self._place, self._num_calls = _Place.SECTION, 0
-            if not self._tags.section:
-                self._begin_name()
         else:
             self._end_section(f"stray {_shown(name)}", out)
 
@@ -161,8 +153,8 @@ class NativeReader:
             if call is not None:
                 self._fail(f"unclosed {call.name or _shown(name)}", out)
                 self._finish(out)
-            self._begin_name()
-        elif name == tags.section_end and tags.section:
+            self._place, self._fault, self._name = _Place.NAME, None, ""
+        elif name == tags.section_end:
             error = "" if self._num_calls else "no call"
             self._end_section(f"unclosed {call.name}" if call is not None else error, out)
         elif name == tags.call_end and call is not None:
@@ -170,16 +162,12 @@ class NativeReader:
                 if parameter.required and key not in call.arguments:
                     call.fail(f"missing {key}")
             self._finish(out)
-            self._place = _Place.SECTION if tags.section else _Place.OUTSIDE
+            self._place = _Place.SECTION
         elif name == tags.key and call is not None:
             self._place = _Place.KEY
             self._name = ""
         else:
             self._fail(f"stray {_shown(name)}", out)
-
-    def _begin_name(self) -> None:
-        self._place, self._fault = _Place.NAME, None
-        self._name = ""
 
     def _end_name(self, out: list[ParseEvent]) -> None:
         call = self._call = OpenCall(self._name.strip(), error=self._fault)
@@ -197,7 +185,7 @@ class NativeReader:
             call.fail(f"repeated {printable(name)}")
         call.open_body(name, self._tags.padded)
         self._word = ""
-        self._place = _Place.GAP if self._tags.value else _Place.VALUE
+        self._place = _Place.VALUE
 
     def _is_boolean(self) -> bool:
         """Whether the open value is a boolean with a capital."""
@@ -216,10 +204,9 @@ class NativeReader:
     def _end_unfinished(self, out: list[ParseEvent]) -> None:
         """Ends what another word, or the message's end, cut short: a name or a parameter."""
         if self._place is _Place.NAME:
-            if self._tags.name_end:
-                self._fail(f"unclosed {_shown(self._tags.call)}", out)
+            self._fail(f"unclosed {_shown(self._tags.call)}", out)
             self._end_name(out)
-        elif self._place in (_Place.KEY, _Place.GAP, _Place.VALUE):
+        elif self._place in (_Place.KEY, _Place.VALUE):
             assert self._call is not None
             self._call.fail(f"unclosed {printable(self._call.parameter or self._name.strip())}")
             self._call.parameter = None
@@ -252,4 +239,4 @@ class NativeReader:
 
 def _shown(tag: str) -> str:
     """A word of the form as errors name it."""
-    return tag.strip('<>|=" ').removesuffix(" name")
+    return tag.strip('<>=" ').removesuffix(" name")
