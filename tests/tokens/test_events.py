@@ -11,6 +11,7 @@ from token_builders import (
     TYPED_XML,
     hermes_text_renderer,
     merge_deltas,
+    native_renderer,
     qwen_renderer,
     qwen_tokenizer,
     small_tokenizer,
@@ -225,7 +226,7 @@ def test_both_modes_say_the_same_of_what_both_can_carry(grammar, parts):
     assert [e.call for e in as_text if isinstance(e, CallFinished)] == [call for _, _, call in parts]
 
 
-RENDERERS = [token_renderer, text_renderer, qwen_renderer, hermes_text_renderer]
+RENDERERS = [token_renderer, text_renderer, qwen_renderer, native_renderer, hermes_text_renderer]
 
 
 MESSAGES = [["é😀 ", READ], ["<think>é", FINISH], [FINISH, READ]]

@@ -119,6 +119,11 @@ def qwen_renderer() -> Renderer:
 
 
 @cache
+def native_renderer() -> Renderer:
+    return Renderer(qwen_tokenizer(), NATIVE[0], QWEN3_TEMPLATE)
+
+
+@cache
 def hermes_text_renderer() -> Renderer:
     return Renderer(foreign_tokenizer(), HERMES)
 
