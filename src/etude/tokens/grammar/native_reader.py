@@ -151,12 +151,12 @@ class NativeReader:
             self._begin(name, out)
         elif name == tags.call:
             if call is not None:
-                self._fail(f"unclosed {call.name or _shown(name)}", out)
+                self._fail(f"unclosed {printable(call.name) or _shown(name)}", out)
                 self._finish(out)
             self._place, self._fault, self._name = _Place.NAME, None, ""
         elif name == tags.section_end:
             error = "" if self._num_calls else "no call"
-            self._end_section(f"unclosed {call.name}" if call is not None else error, out)
+            self._end_section(f"unclosed {printable(call.name)}" if call is not None else error, out)
         elif name == tags.call_end and call is not None:
             for key, parameter in self._tools.get(call.name, {}).items():
                 if parameter.required and key not in call.arguments:
