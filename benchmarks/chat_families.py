@@ -76,6 +76,7 @@ _MALFORMED = (
 )
 _ID, _MAX_TOKENS = TrajectoryId("families", "task", 0, 0, 0), 8192
 _ANSWER = "Aanswerz"
+_RUN_TESTS = ToolCall("run_tests")
 _ASK: Message = {"role": "user", "content": _TEXTS[0]}
 
 
@@ -125,6 +126,7 @@ def families(find_gguf: Callable[[], Path]) -> list[Family]:
     """All of them; `find_gguf` gives the file of SmolLM2-135M-Instruct."""
     return [
         Family("qwen3", "Qwen-Qwen3-0.6B", partial(_published, "qwen3")),
+        Family("qwen3-coder", "Qwen3-Coder", partial(_published, "qwen3")),
         Family("qwen3.5", "Qwen3.5-4B", _qwen35),
         Family(
             "llama-3",
@@ -183,6 +185,10 @@ class Outcome:
     sessions_that_differ: int = 0
     answers_not_bridged: int = 0
     control_tokens_from_content: int = 0
+    grammar: str = ""
+    """How calls are written."""
+    keeps_template: bool = False
+    """Whether the official template is kept, and no other one written."""
 
     @property
     def is_exact(self) -> bool:
@@ -191,8 +197,8 @@ class Outcome:
         return not self.refused and wrong + self.control_tokens_from_content == 0
 
 
-def measure_family(family: Family) -> Outcome:
-    """Raises FetchError where its tokenizer or template cannot be fetched."""
+def measure_family(family: Family, count: int = 50) -> Outcome:
+    """`count`: of conversations, and of sessions. Raises FetchError where its tokenizer or template cannot be fetched."""
     tokenizer = family.open()
     try:
         chosen = choose_format(tokenizer)
@@ -204,16 +210,20 @@ def measure_family(family: Family) -> Outcome:
         judge = Judge(AutoTokenizer.from_pretrained(folder), official, dict(family.options))
     tooled = replace(chosen, tools=_TOOLS, system="Be brief.").renderer()
     reasons = bool(chosen.template.thinking or chosen.template.shown)
+    share = 1.0 if reasons else 0.5 * judge.shows_reasoning()
     return Outcome(
         family,
         conversations_that_differ=sum(
-            serve(chosen, talk) != judge.by_official(talk) for talk in conversations(50)
+            serve(chosen, talk) != judge.by_official(talk) for talk in conversations(count)
         ),
         sessions_that_differ=sum(
-            render(tooled, talk) != judge.by_kept(talk) for talk in sessions(50, reasons)
+            render(tooled, talk) != judge.by_kept(talk)
+            for talk in sessions(count, share, goes_on=not share or judge.shows_reasoning(_ASK))
         ),
-        answers_not_bridged=sum(not is_bridged(chosen, judge, text) for text in _MALFORMED),
+        answers_not_bridged=sum(not is_bridged(chosen, judge, text) for text in malformed(tooled)),
         control_tokens_from_content=count_forged(tooled),
+        grammar=chosen.grammar,
+        keeps_template=chosen.tokenizer.chat_template == tokenizer.chat_template,
     )
 
 
@@ -235,14 +245,19 @@ class Judge:
         told = [{"role": "system", "content": "Be brief."}, *messages]
         return self._apply(told, tools=tools, **options)
 
-    def after_answer(self, outputs: Sequence[str]) -> list[int]:
-        """What stands behind the words of an answer whose calls have these results."""
+    def shows_reasoning(self, *following: Message) -> bool:
+        """Whether the template that is kept shows the reasoning of an answer before these messages."""
+        answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": "Zwhyz"}
+        return "Zwhyz" in self.by_kept([_ASK, answer, *following], tokenize=False)
+
+    def after_answer(self, outputs: Sequence[str], written: str) -> list[int]:
+        """What stands behind an answer whose calls, `written` as the template does, have these results."""
         call = {"type": "function", "function": {"name": "run_tests", "arguments": {}}}
         answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": "Why?", "tool_calls": [call]}
         told = [_ASK, answer, *({"role": "tool", "name": "run_tests", "content": one} for one in outputs)]
         text = self.by_kept(told, tokenize=False)
-        _, _, rest = text.partition(_ANSWER)
-        rest = rest.partition("</tool_call>")[2]
+        _, found, rest = text.partition(_ANSWER + written)
+        assert found, f"{written} is missing in {text}"
         return self.tokenizer.encode(rest, add_special_tokens=False)
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
@@ -264,16 +279,24 @@ def conversations(count: int) -> Iterator[list[Message]]:
         yield [*system, *turns, {"role": "user", "content": draw.choice(_TEXTS)}]
 
 
-def sessions(count: int, reasons: bool) -> Iterator[list[Message]]:
-    """Of up to three turns with calls and their results, some with reasoning, or all with `reasons`; every
-    fifth one goes on with words of the user."""
+def malformed(renderer: Renderer) -> Iterator[str]:
+    """Answers with calls as Hermes has them, and as the model's family does."""
+    yield from _MALFORMED
+    call = ToolCall("read_file", {"path": "a.py", "offset": "x"})
+    written = spell(renderer.grammar.render_calls([call, call], False))
+    yield from (written, written[:-3], written[: len(written) // 3], written + "\n" + written[8:])
+
+
+def sessions(count: int, reasoning: float, goes_on: bool) -> Iterator[list[Message]]:
+    """Of up to three turns with calls and their results, a share of them with `reasoning`; every fifth one
+    goes on with words of the user, if any `goes_on`."""
     draw = random.Random(1)
     for number in range(count):
         messages: list[Message] = [{"role": "user", "content": draw.choice(_TEXTS)}]
         for turn in range(number % 4):
             calls = [draw.choice(_CALLS) for _ in range(draw.randint(1, 3))]
             answer: Message = {"role": "assistant", "content": draw.choice((*_TEXTS, ""))}
-            if reasons or (number % 5 and draw.random() < 0.5):
+            if reasoning == 1 or (number % 5 and draw.random() < reasoning):
                 answer["reasoning_content"] = draw.choice(_TEXTS)
             answer["tool_calls"] = [
                 {"id": f"c{turn}{place}", "type": "function", "function": {"name": name, "arguments": given}}
@@ -284,9 +307,9 @@ def sessions(count: int, reasons: bool) -> Iterator[list[Message]]:
                 for call in answer["tool_calls"]
             ]
             messages += [answer, *results]
-        if number % 5 == 0 and number % 4:
+        if goes_on and number % 5 == 0 and number % 4:
             done = {"role": "assistant", "content": "Done."}
-            done |= {"reasoning_content": "All pass."} if reasons else {}
+            done |= {"reasoning_content": "All pass."} if reasoning == 1 else {}
             messages += [done, {"role": "user", "content": "And now?"}]
         yield messages
 
@@ -319,12 +342,13 @@ def render(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
 def _sampled(renderer: Renderer, answer: Message) -> NDArray[np.int32]:
     """An answer as a model writes it, its end included."""
     reasoning = answer.get("reasoning_content")
-    parts: list[str] = [answer["content"]] if answer["content"] else []
+    calls: list[ToolCall] = []
     for call in answer.get("tool_calls", ()):
         given = call["function"]["arguments"]
         arguments = {n: v if isinstance(v, str) else json.dumps(v) for n, v in given.items()}
-        parts.append(spell(renderer.grammar.render_call(ToolCall(call["function"]["name"], arguments))))
-    words = "\n".join(parts)
+        calls.append(ToolCall(call["function"]["name"], arguments))
+    words = answer["content"]
+    words += spell(renderer.grammar.render_calls(calls, bool(words))) if calls else ""
     if not reasoning:
         return renderer.message([words])
     pieces = [*renderer.reasoned(reasoning), *renderer.grammar.split(words), renderer.template.end]
@@ -349,7 +373,7 @@ def is_bridged(chosen: ChatFormat, judge: Judge, text: str) -> bool:
         outputs = [f"error: {call.error}" for call in action.calls]
         session.on_results([ToolResult(output) for output in outputs])
         kept = session.recording.tokens.tolist()
-        expected = judge.after_answer(outputs)
+        expected = judge.after_answer(outputs, spell(renderer.grammar.render_calls([_RUN_TESTS], True)))
         if prompt != judge.by_kept([_ASK]) or kept != [*prompt, *sampled[:-1], *expected]:
             return False
     return _is_closed_unsampled(renderer, [*by_bytes, *half])
@@ -411,8 +435,9 @@ def measure_families(find_gguf: Callable[[], Path]) -> tuple[Figures, dict[str, 
 def _words(outcome: Outcome) -> str:
     if outcome.refused:
         return f"refused: {outcome.refused}"
+    kept = "its own template" if outcome.keeps_template else "a written one"
     if outcome.is_exact:
-        return "exact"
+        return f"exact, {outcome.grammar} calls, {kept}"
     return (
         f"differ: {outcome.conversations_that_differ} conversations, {outcome.sessions_that_differ} "
         f"sessions, {outcome.answers_not_bridged} answers; "

@@ -2,7 +2,7 @@
 
     python benchmarks/grammar_fuzz.py --inputs 1000000 --json out.json
 
-Random and mutated messages in both grammars and both modes, each parsed whole and cut at random places. A
+Random and mutated messages in all grammars and both modes, each parsed whole and cut at random places. A
 *failure* is an exception, two cuts that differ, events that do not add up to their call, or a long error.
 Then time over length for inputs that tempt a parser into quadratic work, and the cost of one typical call.
 """
@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,17 @@ from etude.tokens.grammar import (
     CallStarted,
     Grammar,
     HermesGrammar,
+    NativeGrammar,
     Parameter,
     ParseEvent,
+    ReasoningDelta,
     ReasoningMarks,
+    TextDelta,
     ToolSchema,
     XmlGrammar,
-    merge_deltas,
     parse_events,
 )
+from etude.tokens.grammar.call_forms import CALL_FORMS
 from etude.tokens.pieces import Control, Piece, spell
 
 TOOLS = (
@@ -61,7 +64,11 @@ TOOLS = (
     ),
     ToolSchema("finish", "End."),
 )
-GRAMMARS: tuple[Grammar, ...] = (XmlGrammar(TOOLS), HermesGrammar(TOOLS))
+GRAMMARS: tuple[Grammar, ...] = (
+    XmlGrammar(TOOLS),
+    HermesGrammar(TOOLS),
+    *(NativeGrammar(form, TOOLS) for form in CALL_FORMS),
+)
 _MARKS: tuple[ReasoningMarks | None, ...] = (None, "control", "text", "off")
 _LONGEST_ERROR = 100
 _NOISE = [
@@ -118,7 +125,7 @@ def random_message(rng: random.Random, grammar: Grammar, text_mode: bool) -> lis
     for _ in range(rng.randrange(1, 7)):
         kind = rng.random()
         if kind < 0.4:
-            pieces += grammar.render_call(random_call(rng))
+            pieces += grammar.render_calls([random_call(rng)], bool(pieces))
         elif kind < 0.5:
             pieces.append(Control(rng.choice([*grammar.control_tokens(), "<think>", "</think>", "<|user|>"])))
         else:
@@ -164,6 +171,24 @@ def cut(rng: random.Random, pieces: Iterable[Piece]) -> Iterator[Piece]:
             position += size
 
 
+def merge_deltas(events: Iterable[ParseEvent]) -> list[ParseEvent]:
+    """Neighbouring deltas of one kind (and one argument) as one: equal for every way to cut a message."""
+
+    def kind(event: ParseEvent) -> object:
+        if isinstance(event, ArgumentDelta):
+            return event.name
+        return type(event) if isinstance(event, TextDelta | ReasoningDelta) else id(event)
+
+    merged: list[ParseEvent] = []
+    for _, run in itertools.groupby(list(events), kind):
+        first, *rest = run
+        if isinstance(first, TextDelta | ReasoningDelta | ArgumentDelta):
+            texts = (one.text for one in rest if isinstance(one, type(first)))
+            first = replace(first, text="".join([first.text, *texts]))
+        merged.append(first)
+    return merged
+
+
 def fault_of(events: list[ParseEvent], names: frozenset[str]) -> str | None:
     """What is wrong with the events of one message."""
     told: dict[str, str] | None = None
@@ -196,7 +221,7 @@ def fuzz(seeds: range) -> list[Failure]:
     failures: list[Failure] = []
     for seed in seeds:
         rng = random.Random(seed)
-        grammar, text_mode = GRAMMARS[seed & 1], bool(seed & 2)
+        grammar, text_mode = GRAMMARS[(seed >> 1) % len(GRAMMARS)], bool(seed & 1)
         try:
             pieces = random_message(rng, grammar, text_mode)
             reasoning, begun = rng.choice(_MARKS), rng.random() < 0.1
@@ -311,6 +336,8 @@ def measure_body(num_characters: int) -> dict[str, dict[str, float]]:
     closings = {"xml": "</text></edit>", "hermes": '"}}</tool_call>'}
     rows: dict[str, dict[str, float]] = {}
     for grammar in GRAMMARS:
+        if grammar.name not in heads:
+            continue
         parser = grammar.parser(True)
         parser.feed(heads[grammar.name])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -337,7 +364,7 @@ def measure_call(repeats: int = 2000) -> dict[str, float]:
     """Microseconds for the typical call: given whole, and in pieces of 4 characters, as it is sampled."""
     rows: dict[str, float] = {}
     for grammar in GRAMMARS:
-        rendered = grammar.render_call(TYPICAL)
+        rendered = grammar.render_calls([TYPICAL], False)
         for text_mode in (False, True):
             whole: list[Piece] = [spell(rendered)] if text_mode else rendered
             parts = [part for piece in whole for part in _in_fours(piece)]

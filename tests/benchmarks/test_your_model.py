@@ -45,9 +45,7 @@ def test_smollm2_from_gguf_is_that_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3.5", "llama-3", "deepseek-v3", "kimi-k2", "minimax-m2", "gpt-oss", "smollm2"]
-)
+@pytest.mark.parametrize("name", ["qwen3.5", "llama-3", "deepseek-v3", "minimax-m2", "gpt-oss"])
 def test_sessions_of_a_family_have_the_tokens_that_its_official_template_gives(name: str) -> None:
     outcome = _measure_family(name)
     assert not outcome.refused
@@ -55,6 +53,7 @@ def test_sessions_of_a_family_have_the_tokens_that_its_official_template_gives(n
     assert outcome.sessions_that_differ == 0
     assert outcome.answers_not_bridged == 0
     assert outcome.control_tokens_from_content == 0
+    assert outcome.keeps_template is (name in ("qwen3.5", "minimax-m2"))
 
 
 @pytest.mark.slow
@@ -66,6 +65,6 @@ def test_a_family_that_no_frame_describes_is_refused_with_the_reason() -> None:
 def _measure_family(name: str) -> chat_families.Outcome:
     family = next(one for one in chat_families.families(your_model.find_gguf) if one.name == name)
     try:
-        return chat_families.measure_family(family)
+        return chat_families.measure_family(family, count=8)
     except FetchError as error:
         pytest.skip(str(error))

@@ -130,3 +130,31 @@ def told_chatml() -> Tokenizer:
 
 def plain_chatml() -> Tokenizer:
     return chat_tokenizer(write_chat_template(CHATML_TEMPLATE))
+
+
+CODER = """\
+{%- set start = 1 if messages[0].role == 'system' else 0 %}\
+{%- if tools or start %}{{- '<|im_start|>system\\n' }}\
+{%- if tools %}{{- '# Tools' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}\
+{{- '\\nCall: <tool_call>' }}{{- '\\n\\n' if start else '' }}{%- endif %}\
+{{- (messages[0].content if start else '') + '<|im_end|>\\n' }}{%- endif %}\
+{%- for message in messages[start:] %}\
+{%- if message.role == 'tool' %}\
+{{- '<|im_start|>user' if loop.previtem.role != 'tool' else '' }}\
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}\
+{{- '' if loop.nextitem is defined and loop.nextitem.role == 'tool' else '<|im_end|>\\n' }}\
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}\
+{%- for call in message.tool_calls or [] %}\
+{{- '\\n' if not loop.first else '\\n\\n' if message.content else '' }}\
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}\
+{%- for name, value in call.function.arguments.items() %}\
+{{- '<parameter=' + name + '>\\n' }}\
+{{- (value | tojson if value is sequence and value is not string else value | string) }}\
+{{- '\\n</parameter>\\n' }}{%- endfor %}\
+{{- '</function>\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}\
+{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' }}"""
+"""It announces tools in words of its own, and writes calls as Qwen3-Coder does."""
+
+
+def coder_tokenizer() -> Tokenizer:
+    return chat_tokenizer(CODER, tags=True)

@@ -16,6 +16,7 @@ from tests.tokens.chat_models import (
     TOLD,
     channels_tokenizer,
     chat_tokenizer,
+    coder_tokenizer,
     dated_tokenizer,
     headers_tokenizer,
     openers_tokenizer,
@@ -241,6 +242,7 @@ def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> Non
         qwen_like,
         thinking_tokenizer,
         channels_tokenizer,
+        coder_tokenizer,
     ],
 )
 def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> None:

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_builders import (
     HERMES,
+    NATIVE,
     TYPED_TOOLS,
     TYPED_XML,
     hermes_text_renderer,
     merge_deltas,
+    native_renderer,
     qwen_renderer,
     qwen_tokenizer,
     small_tokenizer,
@@ -31,7 +33,7 @@ from etude.tokens.grammar import (
 )
 from etude.tokens.pieces import Control, spell
 
-GRAMMARS = [TYPED_XML, HERMES]
+GRAMMARS = [TYPED_XML, HERMES, *NATIVE]
 READ = ToolCall("read_file", {"path": "a.py"})
 FINISH = ToolCall("finish")
 both = pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.name)
@@ -46,7 +48,7 @@ def events_of(grammar, text, text_mode=True, size=None, **options):
 
 
 def written(grammar, *calls):
-    return "".join(spell(grammar.render_call(call)) for call in calls)
+    return "".join(spell(grammar.render_calls([call], False)).lstrip("\n") for call in calls)
 
 
 @both
@@ -153,8 +155,10 @@ def fragments(grammar):
         "}",
         "x",
     ]
+    form = getattr(grammar, "form", None)
+    words = [*form.section, *form.call, form.name_end, *form.key, *form.value] if form else []
     return st.sampled_from(
-        [*grammar.control_tokens(), *marks, written(grammar, READ), written(grammar, FINISH)]
+        [*grammar.control_tokens(), *marks, *words, written(grammar, READ), written(grammar, FINISH)]
     )
 
 
@@ -222,7 +226,7 @@ def test_both_modes_say_the_same_of_what_both_can_carry(grammar, parts):
     assert [e.call for e in as_text if isinstance(e, CallFinished)] == [call for _, _, call in parts]
 
 
-RENDERERS = [token_renderer, text_renderer, qwen_renderer, hermes_text_renderer]
+RENDERERS = [token_renderer, text_renderer, qwen_renderer, native_renderer, hermes_text_renderer]
 
 
 MESSAGES = [["é😀 ", READ], ["<think>é", FINISH], [FINISH, READ]]
@@ -269,7 +273,7 @@ def test_qwens_tags_are_single_tokens_though_not_special():
         "</tool_call>",
     ]
     parsed = renderer.read(message)
-    assert (parsed.reasoning, parsed.text, parsed.calls) == ("\nso\n", "\n\n\n", (READ,))
+    assert (parsed.reasoning, parsed.text, parsed.calls) == ("\nso\n", "\n\n", (READ,))
     assert renderer.read(message[:-1]) == parsed
     assert qwen_tokenizer().pieces(message)[0].startswith("<think>")  # without the grammar: text, as ever
 

@@ -10,6 +10,7 @@ from etude.tokens import ETUDE_TEMPLATE, QWEN3_TEMPLATE, Renderer, Tokenizer, tr
 from etude.tokens.grammar import (
     ArgumentDelta,
     HermesGrammar,
+    NativeGrammar,
     Parameter,
     ParseEvent,
     ReasoningDelta,
@@ -17,6 +18,7 @@ from etude.tokens.grammar import (
     ToolSchema,
     XmlGrammar,
 )
+from etude.tokens.grammar.call_forms import CALL_FORMS
 
 TOOLS = (
     ToolSchema(
@@ -73,6 +75,7 @@ TEXTS = [
 GRAMMAR = XmlGrammar(TOOLS)
 HERMES = HermesGrammar(TYPED_TOOLS)
 TYPED_XML = XmlGrammar(TYPED_TOOLS)
+NATIVE = [NativeGrammar(form, TYPED_TOOLS) for form in CALL_FORMS]
 
 
 @cache
@@ -113,6 +116,11 @@ def qwen_tokenizer() -> Tokenizer:
 @cache
 def qwen_renderer() -> Renderer:
     return Renderer(qwen_tokenizer(), HERMES, QWEN3_TEMPLATE)
+
+
+@cache
+def native_renderer() -> Renderer:
+    return Renderer(qwen_tokenizer(), NATIVE[0], QWEN3_TEMPLATE)
 
 
 @cache

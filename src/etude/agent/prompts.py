@@ -59,4 +59,4 @@ def own_control_tokens() -> list[str]:
 
 def describe_tools(schemas: Sequence[ToolSchema], grammar: Grammar) -> str:
     """How to call the tools, in the words of `grammar`."""
-    return spell(grammar.announce(schemas))
+    return spell(grammar.announce(schemas) or ())

@@ -44,7 +44,8 @@ class AgentConfig(Section):
     `model`: that of the chat template, whatever the tokenizer has. The others by name."""
     grammar: GrammarName = "auto"
     """How calls are written. `xml`: as tags. `hermes`: as JSON between `<tool_call>` tags, as Hermes and Qwen
-    models write them. `auto`: `xml` in Étude's own frame, else `hermes`."""
+    models write them. `auto`: `xml` in Étude's own frame; else as the model's chat template writes them, if
+    it announces tools and the form is known, or `hermes`."""
     tools: str = "auto"
     """Tools that the agent is offered: `core`, `full`, or names with commas between them, such as
     `read_file,grep,finish`. `auto`: `core` for models with Étude's own frame and tags, else `full`. To a set

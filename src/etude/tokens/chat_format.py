@@ -20,6 +20,7 @@ from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
+from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, TEMPLATES, Template
 from etude.tokens.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from etude.tokens.tokenizer import Tokenizer
 _GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
     "hermes": HermesGrammar,
     "xml": XmlGrammar,
+    **TOLD_GRAMMARS,
 }
 
 
@@ -41,7 +43,7 @@ class ChatFormat:
     """With the chat template that others need to speak to the model in the same way, where it has one."""
     template: Template
     grammar: str
-    """`hermes` or `xml`."""
+    """`hermes`, `xml`, or one of those whose tools the model's own chat template announces."""
     tools: tuple[ToolSchema, ...] = ()
     """The agent's own."""
     system: str | None = None
@@ -57,7 +59,8 @@ class ChatFormat:
     def digest(self) -> str:
         """BLAKE3 hex digest: formats with equal digests render equal tokens."""
         described = (self.tokenizer.digest, self.template, self.grammar, self.tools, self.system)
-        return blake3(repr(described).encode()).hexdigest()
+        native = (self.tokenizer.chat_template,) if self.grammar in TOLD_GRAMMARS else ()
+        return blake3(repr((*described, *native)).encode()).hexdigest()
 
     def renderer(self) -> Renderer:
         """The renderer of the agent's sessions. Raises ConfigError for tools that the grammar refuses, or of
@@ -79,7 +82,8 @@ def choose_format(
 
     `auto`: Étude's own frame where the tokenizer has its control tokens; else what the model's chat template
     says; without one, ChatML where the tokenizer has its tokens. `model`: what the chat template says. Calls
-    are tags of their own in Étude's frame, and JSON as Hermes and Qwen write it in any other.
+    are tags of their own in Étude's frame; in any other what the chat template writes, or where it announces
+    no tools, or writes calls in no known form, JSON as Hermes and Qwen write it.
 
     Raises ConfigError where none fits, for a chat template that no frame describes, and for a name that
     there is not.
@@ -89,19 +93,20 @@ def choose_format(
             raise ConfigError(
                 "is not a valid choice", field=f"agent.{field}", received=name, fix=", ".join(get_args(known))
             )
-    found, spoken = _choose_template(tokenizer, template)
+    found, spoken, calls = _choose_template(tokenizer, template, grammar == "auto")
     if found is not ETUDE_TEMPLATE:
         # Other programs, which read the exported checkpoint, are to end answers where sessions did.
         spoken = spoken.ending_with(spoken.control_id(found.end.name))
         if not spoken.chat_template:
             spoken = spoken.with_chat_template(write_chat_template(found))
-    if grammar == "auto":
-        grammar = "xml" if found is ETUDE_TEMPLATE and not tokenizer.has_control("<tool_call>") else "hermes"
-    return ChatFormat(spoken, found, grammar)
+    if found is ETUDE_TEMPLATE and not tokenizer.has_control("<tool_call>"):
+        calls = "xml"
+    return ChatFormat(spoken, found, calls if grammar == "auto" else grammar)
 
 
-def _choose_template(tokenizer: Tokenizer, name: str) -> tuple[Template, Tokenizer]:
-    """The frame, and the tokenizer with a chat template that goes with it."""
+def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tuple[Template, Tokenizer, str]:
+    """The frame, the tokenizer with a chat template that goes with it, and the grammar of its calls: with
+    `in_any_form` whatever the chat template of the model writes, else that of Hermes."""
     if name == "auto":
         known = [ETUDE_TEMPLATE, *([] if tokenizer.chat_template else (QWEN3_TEMPLATE, CHATML_TEMPLATE))]
         fitting = next((one for one in known if not _missing(tokenizer, one)), None)
@@ -114,8 +119,8 @@ def _choose_template(tokenizer: Tokenizer, name: str) -> tuple[Template, Tokeniz
                 received=", ".join(tokenizer.control_tokens[:8]) or "no control tokens",
                 fix="put the chat_template.jinja of the model beside its tokenizer.json",
             )
-        derived = derive_template(tokenizer, tokenizer.chat_template)
-        return derived.template, tokenizer.with_chat_template(derived.exported)
+        derived = derive_template(tokenizer, tokenizer.chat_template, in_any_form)
+        return derived.template, tokenizer.with_chat_template(derived.exported), derived.grammar
     template = TEMPLATES[name]
     if missing := _missing(tokenizer, template):
         raise ConfigError(
@@ -124,7 +129,7 @@ def _choose_template(tokenizer: Tokenizer, name: str) -> tuple[Template, Tokeniz
             received=f"{name}: {', '.join(missing)}",
             fix="name the template that the model was trained with",
         )
-    return template, tokenizer
+    return template, tokenizer, "hermes"
 
 
 def _missing(tokenizer: Tokenizer, template: Template) -> list[str]:

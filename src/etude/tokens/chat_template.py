@@ -8,8 +8,10 @@ would be another one tomorrow. One that cannot do without is given the same day 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,11 +22,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from etude.errors import ConfigError
 from etude.tokens.grammar.hermes import AFTER_TOOLS, BEFORE_TOOLS
-from etude.tokens.pieces import spell
+from etude.tokens.grammar.interface import ToolSchema
+from etude.tokens.pieces import Control, Piece, join_text, spell
 from etude.tokens.template import Template
+from etude.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
+_USER = "Quserz"
 _CLOCK = "strftime_now"
 _DAY = date(2026, 1, 1)
 
@@ -129,6 +134,44 @@ class ChatTemplate:
             add_generation_prompt=prompts,
             **self._variables,
         )
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str, variables: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(variables))
+
+
+def open_with_tools(
+    tokenizer: Tokenizer, template: Template, words: str, schemas: Sequence[ToolSchema]
+) -> list[Piece]:
+    """What the tokenizer's chat template shows before the user's first words where tools are offered.
+
+    What comes from outside (the system's words, names and descriptions) is rendered with other characters in
+    place of those that mark control tokens, and so never becomes one. Raises ConfigError where it fails.
+    """
+    functions = [schema.function_schema() for schema in schemas]
+    names = sorted(tokenizer.added_tokens, key=len, reverse=True)
+    given = words + json.dumps(functions, ensure_ascii=False)
+    free = (one for one in map(chr, range(0xE000, 0xF900)) if one not in given)
+    marks = {next((one for one in name if not one.isalnum()), name[0]) for name in names}
+    hidden = dict(zip(map(ord, sorted(marks)), free, strict=False))
+    shown = {ord(one): chr(first) for first, one in hidden.items()}
+    messages = [{"role": "system", "content": words.translate(hidden)}] if words else []
+    jinja = _compiled(tokenizer.chat_template, tuple(tokenizer.template_variables.items()))
+    text = jinja.render([*messages, {"role": "user", "content": _USER}], _hide(functions, hidden))
+    before, found, _ = text.partition(spell(template.user) + _USER)
+    if not found:
+        raise ConfigError("does not show the user's words behind the tools", field="chat_template")
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", before)
+    return join_text(Control(one) if one in names else one.translate(shown) for one in parts)
+
+
+def _hide(value: Any, hidden: Mapping[int, str]) -> Any:
+    if isinstance(value, str):
+        return value.translate(hidden)
+    if isinstance(value, Mapping):
+        return {_hide(name, hidden): _hide(entry, hidden) for name, entry in value.items()}
+    return [_hide(entry, hidden) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def write_chat_template(template: Template) -> str:

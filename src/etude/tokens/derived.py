@@ -11,6 +11,7 @@ and what is new.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,21 +20,33 @@ from typing import Any
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
+from etude.tokens.grammar import Grammar, HermesGrammar, Parameter, ToolSchema
 from etude.tokens.grammar.channels import CHANNEL
-from etude.tokens.grammar.hermes import HermesGrammar
-from etude.tokens.grammar.interface import Parameter, ToolSchema
 from etude.tokens.grammar.message_parser import THINK_OPEN
+from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.pieces import Control, Piece, join_text, spell
+from etude.tokens.renderer import Renderer
 from etude.tokens.template import CHATML_TEMPLATE, QWEN3_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
 
 _SYSTEM, _USER, _ANSWER, _FIRST, _SECOND = "Ssystemz", "Quserz", "Aanswerz", "Rfirstz", "Rsecondz"
-_TOOL = ToolSchema(
-    "look_up", "Looks it up.", (Parameter("key", "what"), Parameter("most", "n", False, "integer"))
+_TOOLS = (
+    ToolSchema(
+        "look_up",
+        "Looks it up.",
+        (
+            Parameter("key", "what"),
+            Parameter("most", "n", False, "integer"),
+            Parameter("deep", "whether", False, "boolean"),
+            Parameter("rows", "which", False, "array", schema={"items": {"type": "integer"}}),
+        ),
+    ),
+    ToolSchema("end", "Ends it."),
 )
 _ID = "call0000"
 """Calls have one digit more, and so nine characters, as Mistral's templates demand."""
-_CALL = ToolCall("look_up", {"key": "a ß", "most": "3"})
+_ARGUMENTS = {"key": "a ß", "most": 3, "deep": True, "rows": [1, 2]}
+_CALL = ToolCall("look_up", {"key": "a ß", "most": "3", "deep": "true", "rows": "[1, 2]"})
 _TEXTS = (
     "plain words",
     "two\nlines, the second of which ends here",
@@ -51,11 +64,15 @@ class Derived:
     exported: str
     """A Jinja template that renders tools, calls and results as our sessions have them: the model's own where
     it does so, else one that is written for this frame."""
+    grammar: str
+    """Of the calls that it writes: `hermes`, or one of those whose tools it announces in its own words."""
 
 
-def derive_template(tokenizer: Tokenizer, source: str) -> Derived:
-    """The frame of the Jinja template `source`. Raises ConfigError for one that no frame describes, or whose
-    control tokens the tokenizer lacks."""
+def derive_template(tokenizer: Tokenizer, source: str, in_any_form: bool = True) -> Derived:
+    """The frame of the Jinja template `source`, which may write calls `in_any_form`, or else as Hermes does.
+
+    Raises ConfigError for one that no frame describes, or whose control tokens the tokenizer lacks.
+    """
     jinja = ChatTemplate(source, tokenizer.template_variables)
     reader = _Reader(jinja, tokenizer)
     template = reader.frame()
@@ -71,13 +88,13 @@ def derive_template(tokenizer: Tokenizer, source: str) -> Derived:
         _check_alike(jinja, template, messages)
     known = (one for one in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(one) == _layout(template))
     template = next(known, template)
-    is_native = (
-        not jinja.names_a_day
-        and with_results is not None
-        and _tells_tools(jinja, template)
-        and _writes_calls(jinja, template)
-    )
-    return Derived(template, source if is_native else write_chat_template(template))
+    if with_results is not None and not jinja.names_a_day:
+        told = tokenizer.with_chat_template(source)
+        others = TOLD_GRAMMARS.values() if in_any_form else ()
+        for grammar in (HermesGrammar(_TOOLS), *(make(_TOOLS) for make in others)):
+            if _writes_calls(jinja, template, grammar) and _tells_tools(jinja, told, template, grammar):
+                return Derived(template, source, grammar.name)
+    return Derived(template, write_chat_template(template), "hermes")
 
 
 class _Reader:
@@ -248,7 +265,7 @@ def _results(outputs: Sequence[str]) -> list[Message]:
 
 
 def _calls(count: int) -> list[Mapping[str, Any]]:
-    function = {"name": _CALL.name, "arguments": {"key": _CALL.arguments["key"], "most": 3}}
+    function = {"name": _CALL.name, "arguments": _ARGUMENTS}
     return [{"type": "function", "id": f"{_ID}{number}", "function": function} for number in range(count)]
 
 
@@ -277,8 +294,8 @@ def _check_alike(jinja: ChatTemplate, template: Template, messages: Sequence[Mes
     )
 
 
-def _framed(template: Template, messages: Sequence[Message], words: str = "") -> str:
-    """The conversation in this frame. `words`: added to the system's."""
+def _framed(template: Template, messages: Sequence[Message]) -> str:
+    """The conversation in this frame."""
     end = spell((template.shown_end or template.end, *template.after_end))
     closed = spell((*template.closing, *template.after_end))
     answer = (*template.assistant, *template.shown)
@@ -288,35 +305,47 @@ def _framed(template: Template, messages: Sequence[Message], words: str = "") ->
     texts = [
         spell(frames[one["role"]])
         + one["content"]
-        + (words + spell(template.system_close)) * (one["role"] == "system")
+        + spell(template.system_close) * (one["role"] == "system")
         + (end if one["role"] == "assistant" else closed)
         for one in messages
     ]
     return "".join([spell(template.begin), *texts, spell(template.prompt)])
 
 
-def _tells_tools(jinja: ChatTemplate, template: Template) -> bool:
-    """Whether the template announces tools in the words that Hermes and Qwen models know."""
-    messages = [_said("system", _SYSTEM), _said("user", _USER)]
-    announced = spell(HermesGrammar([_TOOL]).announce([_TOOL]))
+def _tells_tools(jinja: ChatTemplate, told: Tokenizer, template: Template, grammar: Grammar) -> bool:
+    """Whether the template announces tools as sessions do, before words of the system's and without any."""
     try:
-        rendered = jinja.render(messages, [_TOOL.function_schema()])
+        for words in ("", _SYSTEM):
+            renderer = Renderer(told, grammar, template)
+            opening = renderer.tokenizer.decode(renderer.opening(renderer.describe(words, _TOOLS)))
+            if not all(tool.description in opening for tool in _TOOLS):
+                return False
+            talk = [*([_said("system", words)] if words else []), _said("user", _USER)]
+            answered = [*talk, _said("assistant", _ANSWER), _said("user", _FIRST)]
+            functions = [tool.function_schema() for tool in _TOOLS]
+            rendered = jinja.render(answered, functions)
+            if not rendered.startswith(opening + spell(template.user) + _USER):
+                return False
     except ConfigError:
         return False
-    return rendered == _framed(template, messages, f"\n\n{announced}")
+    return True
 
 
-def _writes_calls(jinja: ChatTemplate, template: Template) -> bool:
-    """Whether the template shows calls, with and without words before them, as our grammar writes them."""
-    call = spell(HermesGrammar([_TOOL]).render_call(_CALL))
-    for words in ("", _ANSWER):
-        told = [_said("user", _USER), {**_said("assistant", words), "tool_calls": _calls(2)}]
-        written = "\n".join([*([words] if words else []), call, call])
+def _writes_calls(jinja: ChatTemplate, template: Template, grammar: Grammar) -> bool:
+    """Whether the template shows calls, with and without words before them, as the grammar writes them."""
+    for words, count in itertools.product(("", _ANSWER), (1, 2)):
+        asked = [_said("user", _USER)]
+        answer = {**_said("assistant", words), "tool_calls": _calls(count)}
+        begun: Sequence[Piece] = template.shown
+        if template.thinking:
+            answer["reasoning_content"] = _FIRST
+            begun = (*template.reasoning_open, _FIRST, *template.reasoning_close)
         try:
-            rendered = jinja.render([*told, *_results([_FIRST])])
+            rendered = jinja.render([*asked, answer, *_results([_FIRST] * count)])
         except ConfigError:
             return False
-        before = _framed(template, told[:1]).removesuffix(spell(template.thinking)) + spell(template.shown)
+        before = _framed(template, asked).removesuffix(spell(template.thinking)) + spell(begun)
+        written = words + spell(grammar.render_calls([_CALL] * count, bool(words)))
         if not rendered.startswith(before + written + (template.shown_end or template.end).name):
             return False
     return True

@@ -10,6 +10,7 @@ whatever they look like.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
+from etude.tokens.chat_template import open_with_tools
 from etude.tokens.grammar.channels import ChannelParser
 from etude.tokens.grammar.events import ParsedMessage, ParseEvent, collect
 from etude.tokens.grammar.interface import (
@@ -67,6 +69,7 @@ class Renderer:
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
         self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, template, self.text_mode)
         self._end = (*template.closing, *template.after_end)
+        self._is_told_by_template = grammar.announce(()) is None
 
     @property
     def control_tokens(self) -> list[str]:
@@ -100,6 +103,8 @@ class Renderer:
         Given as pieces, as `describe` gives them, the words may hold control tokens. Without any, the
         template's own stand there, if it has some.
         """
+        if system is not None and not isinstance(system, str) and self._is_told_by_template:
+            return self.encode(system)
         words = (system,) if isinstance(system, str) else system
         if words is None and self.template.default_system is not None:
             words = (self.template.default_system,)
@@ -111,9 +116,13 @@ class Renderer:
         return (*self.template.system, *words, *self.template.system_close, *self._end)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
-        """The words of a system message that offers tools, as pieces."""
+        """The words of a system message that offers tools, as pieces; or where the model's own chat template
+        announces them, all that it shows before the user's first words."""
+        announced = self.grammar.announce(schemas)
+        if announced is None:
+            return tuple(open_with_tools(self.tokenizer, self.template, words, schemas))
         words = words or self.template.default_system or ""
-        return (*([words, "\n\n"] if words else []), *self.grammar.announce(schemas))
+        return (*([words, "\n\n"] if words else []), *announced)
 
     def prompt(self, instruction: str, system: str | Sequence[Piece] | None = None) -> Tokens:
         """The start of a session, up to where the agent's first message begins. Without `system` it has the
@@ -152,12 +161,12 @@ class Renderer:
         written as they would be sampled. Reasoning that the prompt opened is closed where no part does it.
         """
         pieces: list[Piece] = []
-        for part in parts:
-            if isinstance(part, str):
-                pieces += self.grammar.split(part)
+        for is_call, run in itertools.groupby(parts, lambda part: isinstance(part, ToolCall)):
+            if is_call:
+                calls = [part for part in run if isinstance(part, ToolCall)]
+                pieces += self.grammar.render_calls(calls, _has_words(pieces))
             else:
-                pieces += [self.grammar.call_separator] if pieces else []
-                pieces += self.grammar.render_call(part)
+                pieces += [piece for part in run for piece in self.grammar.split(str(part))]
         is_open = self.template.thinking and Control(THINK_CLOSE) not in pieces
         begin = self.template.reasoning_close if is_open else self.template.shown
         return self.encode([*begin, *pieces, self.template.end])
@@ -188,6 +197,13 @@ class Renderer:
         if len(message) and message[-1] == self.end_token:
             message = message[:-1]
         return self.tokenizer.pieces(message, self.tags)
+
+
+def _has_words(pieces: Sequence[Piece]) -> bool:
+    """Whether anything stands behind an answer's reasoning."""
+    closed = [place for place, piece in enumerate(pieces, 1) if piece == Control(THINK_CLOSE)]
+    words = pieces[closed[-1] :] if closed else pieces
+    return any(not isinstance(piece, str) or bool(piece.strip()) for piece in words)
 
 
 def _choose_marks(tokenizer: Tokenizer, template: Template, text_mode: bool) -> ReasoningMarks:

@@ -45,7 +45,7 @@ from etude.tokens.chat.messages import Opening, UserWords
 from etude.tokens.chat.openai_messages import read_tools
 from tests.environment.playing import FINISH, READ, TASK, TEST
 from tests.environment.server.serving import new_host, remote
-from tests.tokens.chat_models import headers_tokenizer, qwen_like, told_chatml
+from tests.tokens.chat_models import coder_tokenizer, headers_tokenizer, qwen_like, told_chatml
 
 FORGED = replace(
     TASK,
@@ -86,7 +86,7 @@ CONFIGURED = AgentConfig(
 )
 
 
-@pytest.mark.parametrize("make", [qwen_like, told_chatml, headers_tokenizer])
+@pytest.mark.parametrize("make", [qwen_like, told_chatml, headers_tokenizer, coder_tokenizer])
 @pytest.mark.parametrize("asked", [AgentConfig(), CONFIGURED], ids=["plain", "configured"])
 def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked, tmp_path) -> None:
     pytest.importorskip("mcp", reason="needs the extra mcp")

@@ -115,28 +115,23 @@ class Framing:
 
     def _opening(self, opening: Opening) -> Tokens:
         renderer, template = self.renderer, self.template
-        body: Sequence[Piece] = [opening.system] if opening.system else []
-        tools = (
-            [] if knows_tools(renderer) else [one for one in opening.tools if one in renderer.grammar.tools]
-        )
-        if tools:
-            body = renderer.describe(opening.system, tools)
-        if not body:
+        known = renderer.grammar.tools
+        tools = () if knows_tools(renderer) else [one for one in opening.tools if one in known]
+        if not (tools or opening.system):
             return self.end[:0]
-        framed = (*template.begin, *template.system, *body, *template.system_close, *template.closing)
-        return renderer.encode(framed)
+        opened = renderer.opening(renderer.describe(opening.system, tools) if tools else opening.system)
+        return opened[: len(opened) - len(renderer.encode(template.after_end))]
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
         grammar = self.renderer.grammar
         reasoning = self.renderer.reasoned(answer.reasoning) if self.has_reasoning(answer) else []
         pieces: list[Piece] = [answer.text] if answer.text else []
-        for call in answer.calls:
-            pieces += [grammar.call_separator] if pieces else []
-            try:
-                pieces += grammar.render_call(told_call(call.name, call.arguments))
-            except ConfigError:  # a call of which a client kept no arguments: shown as it is told
-                pieces.append(f"{call.name} {call.arguments}")
+        try:
+            calls = [told_call(call.name, call.arguments) for call in answer.calls]
+            pieces += grammar.render_calls(calls, bool(pieces)) if calls else []
+        except ConfigError:  # a call of which a client kept no arguments: all are shown as they are told
+            pieces += [f"\n{call.name} {call.arguments}" for call in answer.calls]
         return [*reasoning, *pieces]
 
 

@@ -35,7 +35,9 @@ class RendererShelf:
     @property
     def digest(self) -> str:
         """Names tokenizer, grammar and template: tokens of another digest mean something else."""
-        described = (self.tokenizer.digest, self._make_grammar(()).name, self._template)
+        grammar = self._make_grammar(())
+        native = (self.tokenizer.chat_template,) if grammar.announce(()) is None else ()
+        described = (self.tokenizer.digest, grammar.name, self._template, *native)
         return blake3(repr(described).encode()).hexdigest()
 
     def find(self, opening: Opening) -> Renderer:

@@ -20,6 +20,7 @@ from etude.tokens.grammar.interface import (
     parse_calls,
     parse_events,
 )
+from etude.tokens.grammar.native import NativeGrammar
 from etude.tokens.grammar.values import read_value
 from etude.tokens.grammar.xml import XmlGrammar
 
@@ -30,6 +31,7 @@ __all__ = [
     "CallStarted",
     "Grammar",
     "HermesGrammar",
+    "NativeGrammar",
     "Parameter",
     "ParseEvent",
     "ParsedMessage",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.grammar.hermes_reader import (
     CALL_CLOSE,
@@ -30,12 +29,11 @@ from etude.tokens.grammar.hermes_reader import (
     HermesTags,
     tool_table,
 )
-from etude.tokens.grammar.interface import CallParser, Kind, ReasoningMarks, ToolSchema
+from etude.tokens.grammar.interface import CallParser, Kind, ReasoningMarks, ToolSchema, check_names
 from etude.tokens.grammar.json_reader import check_json
 from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split_tags, tag_pattern
 from etude.tokens.pieces import Control, Piece, join_text
 
-_MAX_NAME_CHARACTERS = 64
 BEFORE_TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -54,15 +52,14 @@ For each function call, return a json object with function name and arguments wi
 class HermesGrammar:
     """The grammar above for a fixed set of tools.
 
-    Raises ConfigError if a name is empty, too long, unprintable or given twice.
+    `told_by_template`: the model's own chat template announces them, in words of its own. Raises ConfigError
+    if a name is empty, too long, unprintable or given twice.
     """
 
-    name = "hermes"
-    call_separator = "\n"
-
-    def __init__(self, tools: Sequence[ToolSchema]) -> None:
+    def __init__(self, tools: Sequence[ToolSchema], told_by_template: bool = False) -> None:
+        self.name = "hermes_told" if told_by_template else "hermes"
         self.tools = tuple(tools)
-        _check_names(self.tools)
+        check_names(self.tools, CALL_TAGS)
         self._table = tool_table(self.tools)
         self._tag_pattern = tag_pattern(CALL_TAGS)
         self._sets: dict[ParserMode, HermesTags] = {}
@@ -71,11 +68,18 @@ class HermesGrammar:
         """The two tags around a call."""
         return list(CALL_TAGS)
 
-    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
+    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
         """The tools in the words of Qwen's chat template; its example of the tags as control tokens."""
+        if self.name != "hermes":
+            return None
         lines = [json.dumps(schema.function_schema(), ensure_ascii=False) for schema in schemas]
         listed = "\n".join([BEFORE_TOOLS, *lines])
         return join_text([listed, *split_tags(AFTER_TOOLS, self._tag_pattern)])
+
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
+        """The calls, each on lines of its own."""
+        pieces = [piece for call in calls for piece in ("\n", *self.render_call(call))]
+        return join_text(pieces if behind_words else pieces[1:])
 
     def render_call(self, call: ToolCall) -> list[Piece]:
         """The call with its arguments in the given order; a well-typed call parses back equal."""
@@ -113,25 +117,3 @@ def _render_value(text: str, kind: Kind) -> str:
         if error is None and (found == kind or (found, kind) == ("integer", "number")):
             return stripped
     return json.dumps(text, ensure_ascii=False)
-
-
-def _check_names(tools: Sequence[ToolSchema]) -> None:
-    names = [tool.name for tool in tools]
-    wrong = [name for name in names if names.count(name) > 1]
-    for tool in tools:
-        parameters = [parameter.name for parameter in tool.parameters]
-        wrong += [name for name in parameters if parameters.count(name) > 1]
-        wrong += [name for name in [tool.name, *parameters] if not _can_be_named(name)]
-    if wrong:
-        raise ConfigError(
-            f"names must be distinct, printable and at most {_MAX_NAME_CHARACTERS} characters",
-            field="tools",
-            received=sorted(set(wrong)),
-            fix="rename the tool or the parameter",
-        )
-
-
-def _can_be_named(name: str) -> bool:
-    return (
-        0 < len(name) <= _MAX_NAME_CHARACTERS and name.isprintable() and not any(t in name for t in CALL_TAGS)
-    )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from etude.records import ToolCall
 from etude.tokens.grammar.events import ArgumentDelta, CallFinished, CallStarted, ParseEvent, TextDelta
-from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, Parameter, ToolSchema
+from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, MAX_NAME_CHARACTERS, Parameter, ToolSchema
 from etude.tokens.grammar.json_reader import JsonReader, printable
 from etude.tokens.grammar.message_parser import ParserMode, TagSet
 
@@ -19,7 +19,6 @@ CALL_OPEN = "<tool_call>"
 CALL_CLOSE = "</tool_call>"
 CALL_TAGS = (CALL_OPEN, CALL_CLOSE)
 
-_MAX_NAME_CHARACTERS = 64
 _ARTICLES = {"integer": "an", "array": "an", "object": "an"}
 
 ToolTable = Mapping[str, Mapping[str, Parameter]]
@@ -85,8 +84,8 @@ class _OpenCall:
     def text(self, depth: int, text: str) -> None:
         """More of the name or of an argument."""
         if depth == 1:
-            self._name_so_far += text[: _MAX_NAME_CHARACTERS + 1]
-            if len(self._name_so_far) > _MAX_NAME_CHARACTERS:
+            self._name_so_far += text[: MAX_NAME_CHARACTERS + 1]
+            if len(self._name_so_far) > MAX_NAME_CHARACTERS:
                 self.json.fail("name too long")
         elif depth == 2:
             assert self._argument is not None

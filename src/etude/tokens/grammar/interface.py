@@ -22,6 +22,9 @@ ReasoningMarks = Literal["control", "text", "off"]
 MAX_CALL_CHARACTERS = 16 << 20
 """Argument text of one call that is kept. A longer call is malformed; memory stays bounded."""
 
+MAX_NAME_CHARACTERS = 64
+"""Of a tool's or a parameter's name."""
+
 _KINDS: tuple[str, ...] = get_args(Kind)
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -152,19 +155,19 @@ class Grammar(Protocol):
 
     name: str
     tools: tuple[ToolSchema, ...]
-    call_separator: str
-    """Stands before a call that follows text or another call."""
 
     def control_tokens(self) -> list[str]:
         """Every tag that a tokenizer may hold as one control token, in a fixed order."""
         ...
 
-    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
-        """What a system message says of these tools, for models that know the grammar or are to learn it."""
+    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
+        """What a system message says of these tools, for models that know the grammar or are to learn it.
+        None: the model's own chat template says it."""
         ...
 
-    def render_call(self, call: ToolCall) -> list[Piece]:
-        """The call as its author would write it."""
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
+        """Calls that follow each other as their author would write them, with what stands before the first:
+        behind words or another call, or at the beginning of an answer."""
         ...
 
     def split(self, text: str) -> list[Piece]:
@@ -180,6 +183,29 @@ class Grammar(Protocol):
         `<think>`, so the message begins with reasoning.
         """
         ...
+
+
+def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
+    """Raises ConfigError for names that are empty, too long, unprintable, given twice, or hold a mark."""
+    names = [tool.name for tool in tools]
+    wrong = [name for name in names if names.count(name) > 1]
+    for tool in tools:
+        parameters = [parameter.name for parameter in tool.parameters]
+        wrong += [name for name in parameters if parameters.count(name) > 1]
+        wrong += [name for name in [tool.name, *parameters] if not _can_be_named(name, marks)]
+    if wrong:
+        raise ConfigError(
+            f"names must be distinct, printable and at most {MAX_NAME_CHARACTERS} characters",
+            field="tools",
+            received=sorted(set(wrong)),
+            fix="rename the tool or the parameter",
+        )
+
+
+def _can_be_named(name: str, marks: Sequence[str]) -> bool:
+    return (
+        0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and not any(one in name for one in marks)
+    )
 
 
 def parse_calls(parser: CallParser, pieces: Sequence[Piece]) -> list[ToolCall]:

@@ -31,9 +31,11 @@ _LONGEST_ANY = 35
 class TagSet:
     """Tags that are recognised in characters. Each begins with `<` and has no other `<` in it."""
 
-    def __init__(self, tags: Iterable[str], any_closing: bool = False) -> None:
-        """`any_closing`: the closing tag of any name as well."""
-        listed = list(dict.fromkeys(tags))
+    def __init__(self, tags: Iterable[str], any_closing: bool = False, other: str = "") -> None:
+        """`any_closing`: the closing tag of any name as well. `other`: what ends a name, without any `<`."""
+        words = [*tags, other] if other else list(tags)
+        listed = list(dict.fromkeys(words))
+        self._other = other
         self._literal = listed[0] if len(listed) == 1 and not any_closing else None
         patterns = [re.escape(tag) for tag in listed] + [_ANY_CLOSING] * any_closing
         self._search = re.compile("|".join(patterns) or r"(?!)").search
@@ -53,12 +55,11 @@ class TagSet:
     def undecided(self, text: str, position: int) -> int:
         """Where the text's end begins that may become a tag with what follows."""
         start = text.rfind("<", max(position, len(text) - self._longest + 1))
-        if start < 0:
-            return len(text)
-        begun = text[start:]
+        begun = text[start:] if start >= 0 else ""
         if begun in self._prefixes or (self._any_closing and _BEGUN_CLOSING.fullmatch(begun)):
             return start
-        return len(text)
+        sizes = range(min(len(self._other) - 1, len(text) - position), 0, -1)
+        return len(text) - next((size for size in sizes if text.endswith(self._other[:size])), 0)
 
 
 class CallReader(Protocol):

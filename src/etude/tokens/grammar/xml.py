@@ -55,7 +55,6 @@ class XmlGrammar:
     """
 
     name = "xml"
-    call_separator = ""
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
         self.tools = tuple(tools)
@@ -74,6 +73,10 @@ class XmlGrammar:
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
         """How to call each tool, by example."""
         return ["\n\n".join([_HEAD, *(self._describe(schema) for schema in schemas)])]
+
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
+        """The calls, one after the other."""
+        return [piece for call in calls for piece in self.render_call(call)]
 
     def render_call(self, call: ToolCall) -> list[Piece]:
         """The call with its arguments in the given order; one of these tools parses back to an equal call."""

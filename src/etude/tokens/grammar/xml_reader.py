@@ -66,15 +66,19 @@ class TagSets:
 
 
 @dataclass(slots=True)
-class _OpenCall:
+class OpenCall:
+    """One call being read, with values as raw text."""
+
     name: str
     known: bool = True
     error: str | None = None
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     parameter: str | None = None
     body: io.StringIO | None = None
+    padded: bool = True
+    """Whether one newline at each end of the body is layout."""
     fresh: bool = True
-    """Nothing of the body has come: a newline now is layout."""
+    """Nothing of a padded body has come: a newline now is layout."""
     newline: bool = False
     """The body so far ends with a newline, which is layout if the body ends here."""
     kept: bool = True
@@ -85,15 +89,16 @@ class _OpenCall:
         """Only the first thing wrong is told: what follows is mostly its consequence."""
         self.error = self.error or message
 
-    def open_body(self, parameter: str) -> None:
+    def open_body(self, parameter: str, padded: bool = True) -> None:
         """The text from now on is the value of `parameter`; a second value of one parameter is not kept."""
         self.parameter = parameter
         self.body = io.StringIO()
-        self.fresh, self.newline = True, False
+        self.padded = self.fresh = padded
+        self.newline = False
         self.kept = parameter not in self.arguments
 
     def add_text(self, text: str, out: list[ParseEvent]) -> None:
-        """Appends to the body, but for one newline at each end."""
+        """Appends to the body; of a padded one without a newline at each end."""
         if self.fresh:
             self.fresh = False
             text = text.removeprefix("\n")
@@ -101,7 +106,7 @@ class _OpenCall:
             return
         if self.newline:
             text = "\n" + text
-        self.newline = text.endswith("\n")
+        self.newline = self.padded and text.endswith("\n")
         if self.newline:
             text = text[:-1]
         if len(text) > self.room:
@@ -128,7 +133,7 @@ class XmlReader:
     def __init__(self, table: TagTable, sets: TagSets) -> None:
         self._table = table
         self._sets = sets
-        self._call: _OpenCall | None = None
+        self._call: OpenCall | None = None
         self._tail = ""
         """The end of the text since the last tag, outside of any call."""
 
@@ -205,9 +210,9 @@ class XmlReader:
             if call:
                 call.fail(f"unclosed {call.name}")
                 self._emit(out)
-            self._start(_OpenCall(tag.name), out)
+            self._start(OpenCall(tag.name), out)
         elif call is None:
-            self._start(_OpenCall(tag.name, error=f"stray /{tag.name}"), out)
+            self._start(OpenCall(tag.name, error=f"stray /{tag.name}"), out)
             self._emit(out)
         else:
             if call.name == tag.name:
@@ -229,12 +234,12 @@ class XmlReader:
         if not tag.closing:
             call.open_body(tag.name)
 
-    def _check_complete(self, call: _OpenCall) -> None:
+    def _check_complete(self, call: OpenCall) -> None:
         for name in self._table.required[call.name]:
             if name not in call.arguments:
                 call.fail(f"missing {name}")
 
-    def _start(self, call: _OpenCall, out: list[ParseEvent]) -> _OpenCall:
+    def _start(self, call: OpenCall, out: list[ParseEvent]) -> OpenCall:
         self._call = call
         out.append(CallStarted(call.name))
         return call
@@ -247,11 +252,11 @@ class XmlReader:
         self._tail = ""
 
 
-def _stray(tag: TagInfo, before: str) -> _OpenCall:
+def _stray(tag: TagInfo, before: str) -> OpenCall:
     """A parameter's tag outside of any call: the call of an unknown tool, or of none."""
     opening = _OPENING_AT_END.search(before)
     if opening and not tag.closing:
         name = opening[1]
-        return _OpenCall(name, known=False, error=f"unknown tool {name}")
+        return OpenCall(name, known=False, error=f"unknown tool {name}")
     slash = "/" if tag.closing else ""
-    return _OpenCall("", known=False, error=f"stray {slash}{tag.name}")
+    return OpenCall("", known=False, error=f"stray {slash}{tag.name}")

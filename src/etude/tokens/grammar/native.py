@@ -1,0 +1,85 @@
+"""Calls as a published family writes them: any `CallForm`, rendered and read.
+
+Strings become the text between the words around a value, as they are; any other value its JSON, which the
+tools check. The model's own chat template announces the tools (`Renderer.describe`).
+
+Words of the form that are tokens are only recognised as tokens, so a value may hold their characters. The
+others are recognised in characters, in values the one that closes them: a value that contains it ends there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from etude.records import ToolCall
+from etude.tokens.grammar.call_forms import CALL_FORMS, CallForm
+from etude.tokens.grammar.hermes import HermesGrammar
+from etude.tokens.grammar.hermes_reader import tool_table
+from etude.tokens.grammar.interface import CallParser, Grammar, ReasoningMarks, ToolSchema, check_names
+from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split_tags, tag_pattern
+from etude.tokens.grammar.native_reader import FormTags, NativeReader
+from etude.tokens.pieces import Piece, join_text
+
+
+class NativeGrammar:
+    """One form for a fixed set of tools. Raises ConfigError for names that cannot be written."""
+
+    def __init__(self, form: CallForm, tools: Sequence[ToolSchema]) -> None:
+        self.name = form.name
+        self.form = form
+        self.tools = tuple(tools)
+        check_names(self.tools, ("<", ">", '"', "\n"))
+        self._table = tool_table(self.tools)
+        self._tag_pattern = tag_pattern(form.tags)
+        self._sets: dict[ParserMode, FormTags] = {}
+
+    def control_tokens(self) -> list[str]:
+        """The words of the form that are tokens."""
+        return list(self.form.tags)
+
+    def announce(self, schemas: Sequence[ToolSchema]) -> None:
+        """The model's own chat template does."""
+
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
+        """All calls of an answer, with what stands between them and before the first."""
+        form = self.form
+        opened, closed = form.section
+        pieces: list[Piece] = []
+        for call in calls:
+            if form.between and pieces:
+                pieces += self.split(closed + form.between + opened)
+            pieces += self._render_call(call)
+        return join_text([*self.split(form.lead[behind_words] + opened), *pieces, *self.split(closed)])
+
+    def _render_call(self, call: ToolCall) -> list[Piece]:
+        form = self.form
+        kinds = {name: parameter.kind for name, parameter in self._table.get(call.name, {}).items()}
+        pieces: list[Piece] = [*self.split(form.call[0]), call.name, *self.split(form.name_end)]
+        for name, text in call.arguments.items():
+            if form.capital_booleans and kinds.get(name) == "boolean" and text in ("true", "false"):
+                text = text.capitalize()
+            pieces += [*self.split(form.key[0]), name, *self.split(form.key[1] + form.value[0])]
+            pieces += [text, *self.split(form.value[1])]
+        return [*pieces, *self.split(form.call[1])]
+
+    def split(self, text: str) -> list[Piece]:
+        """The form's tags and the marks of reasoning as control tokens."""
+        return split_tags(text, self._tag_pattern)
+
+    def parser(
+        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
+    ) -> CallParser:
+        """A fresh parser for one message."""
+        mode = ParserMode.choose(text_mode, reasoning)
+        sets = self._sets.get(mode)
+        if sets is None:
+            sets = self._sets[mode] = FormTags(self.form, mode)
+        return MessageParser(NativeReader(self._table, sets), mode.reasoning, begun)
+
+
+TOLD_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
+    **{form.name: partial(NativeGrammar, form) for form in CALL_FORMS},
+    "hermes_told": partial(HermesGrammar, told_by_template=True),
+}
+"""Those whose tools the model's own chat template announces, by name."""
