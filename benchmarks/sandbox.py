@@ -26,7 +26,6 @@ from etude.errors import EtudeError, SandboxError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
-from etude.sandbox.pool import PooledBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from etude.sandbox.vm.backend import VmBackend
@@ -196,7 +195,7 @@ def _pytest_bundle(packages: Path) -> dict[str, bytes]:
 
 
 async def local_pairs(backend: SandboxBackend, repetitions: int) -> Figures:
-    """Start + first command, from the pool and cold, beside bubblewrap and a native process."""
+    """Start + first command, beside bubblewrap and a native process."""
     template = Template({"a.py": "x = 1\n"})
     wrap = Bubblewrap.find()
     ours: list[float] = []
@@ -214,28 +213,6 @@ async def local_pairs(backend: SandboxBackend, repetitions: int) -> Figures:
         figures["bubblewrap_start_ms"] = statistics.median(theirs)
         figures["local_start_vs_bubblewrap"] = median_ratio(ours, theirs)
     return figures
-
-
-async def from_pool(repetitions: int) -> Figures:
-    """Taking a sandbox out of a pool that has some ready; and that together with its first command."""
-    template = Template({"a.py": "x = 1\n"})
-    pool = PooledBackend(open_backend("local"), max_live=8)
-    takes: list[float] = []
-    uses: list[float] = []
-    try:
-        await pool.prewarm(template, count=4)
-        for _ in range(repetitions):
-            while sum(pool.health().warm.values()) < 4:  # noqa: ASYNC110 -- the pool has nothing to wait for
-                await asyncio.sleep(0.005)
-            start_s = time.perf_counter()
-            sandbox = await pool.create(template)
-            takes.append((time.perf_counter() - start_s) * 1e3)
-            await sandbox.commands.run("true")
-            uses.append((time.perf_counter() - start_s) * 1e3)
-            await sandbox.kill()
-    finally:
-        await pool.close()
-    return {"local_from_pool_ms": statistics.median(takes), "local_from_pool_use_ms": statistics.median(uses)}
 
 
 async def fork_20mb(backend: SandboxBackend, repetitions: int) -> Figures:
@@ -378,7 +355,6 @@ async def measure(names: list[str], repetitions: int) -> tuple[Figures, dict[str
                 print_table(name, tables[name])
                 if name == "local":
                     figures |= await local_pairs(backend, repetitions)
-                    figures |= await from_pool(repetitions)
                     figures |= await fork_20mb(backend, repetitions)
                     figures |= await neighbour(backend, repetitions)
                     figures |= await leaks(backend, 1000)

@@ -127,7 +127,6 @@ def test_servers_are_asked_in_one_place() -> None:
 
 
 LEFT_OVER = {
-    "sandbox/sync.py": {"add_done_callback"},  # hands a result from a loop to a thread
 }
 """Modules that do by hand what `etude.kit` does, and why."""
 

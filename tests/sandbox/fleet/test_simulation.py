@@ -151,12 +151,6 @@ def test_lazy_loading_starts_sooner_and_still_fetches_everything():
     assert peers.burst_s < peers.whole_s
 
 
-def test_prewarming_saves_fetches():
-    cold, warmed = simulate(SMALL), simulate(replace(SMALL, prewarm_bytes=60 * GB))
-    assert warmed.fetches < cold.fetches
-    assert warmed.start_p50_s < cold.start_p50_s
-
-
 def test_a_cache_too_small_for_all_images_evicts_and_ends():
     outcome = simulate(replace(SMALL, warm=True, cache_bytes=20 * GB))
     assert outcome.fetches > 0
