@@ -321,6 +321,6 @@ def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:
         snapshots=frozenset.intersection(*(host.snapshots for host in hosts)),
         pause=frozenset.intersection(*(host.pause for host in hosts)),
         fork=None if None in forks else "full" if forks == {"full"} else "filesystem",
-        migrate=None if None in moves else "live" if moves == {"live"} else "filesystem",
+        migrate=None if None in moves else "full" if moves == {"full"} else "filesystem",
         neighbours_share=any(host.neighbours_share for host in hosts),
     )
