@@ -157,8 +157,7 @@ def test_a_cache_too_small_for_all_images_evicts_and_ends():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peers", [False, True])
-@pytest.mark.parametrize("needed_fraction", [1.0, 0.1])
+@pytest.mark.parametrize(("peers", "needed_fraction"), [(False, 1.0), (True, 0.1)])
 def test_deaths_lose_sandboxes_which_are_all_started_again(peers: bool, needed_fraction: float):
     scenario = replace(
         SMALL,
