@@ -126,8 +126,7 @@ def test_servers_are_asked_in_one_place() -> None:
     assert found == [source / "serving" / "client.py"]
 
 
-LEFT_OVER = {
-}
+LEFT_OVER = {}
 """Modules that do by hand what `etude.kit` does, and why."""
 
 
