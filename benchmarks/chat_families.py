@@ -198,7 +198,7 @@ class Outcome:
 
 
 def measure_family(family: Family, count: int = 50) -> Outcome:
-    """`count`: of conversations, and of sessions. Raises FetchError where its tokenizer or template cannot be had."""
+    """`count`: of conversations, and of sessions. Raises FetchError where what it needs cannot be fetched."""
     tokenizer = family.open()
     try:
         chosen = choose_format(tokenizer)

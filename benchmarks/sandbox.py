@@ -26,7 +26,6 @@ from etude.errors import EtudeError, SandboxError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
-from etude.sandbox.pool import PooledBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from etude.sandbox.vm.backend import VmBackend
@@ -196,7 +195,7 @@ def _pytest_bundle(packages: Path) -> dict[str, bytes]:
 
 
 async def local_pairs(backend: SandboxBackend, repetitions: int) -> Figures:
-    """Start + first command, from the pool and cold, beside bubblewrap and a native process."""
+    """Start + first command, beside bubblewrap and a native process."""
     template = Template({"a.py": "x = 1\n"})
     wrap = Bubblewrap.find()
     ours: list[float] = []
@@ -216,28 +215,6 @@ async def local_pairs(backend: SandboxBackend, repetitions: int) -> Figures:
     return figures
 
 
-async def from_pool(repetitions: int) -> Figures:
-    """Taking a sandbox out of a pool that has some ready; and that together with its first command."""
-    template = Template({"a.py": "x = 1\n"})
-    pool = PooledBackend(open_backend("local"), max_live=8)
-    takes: list[float] = []
-    uses: list[float] = []
-    try:
-        await pool.prewarm(template, count=4)
-        for _ in range(repetitions):
-            while sum(pool.health().warm.values()) < 4:  # noqa: ASYNC110 -- the pool has nothing to wait for
-                await asyncio.sleep(0.005)
-            start_s = time.perf_counter()
-            sandbox = await pool.create(template)
-            takes.append((time.perf_counter() - start_s) * 1e3)
-            await sandbox.commands.run("true")
-            uses.append((time.perf_counter() - start_s) * 1e3)
-            await sandbox.kill()
-    finally:
-        await pool.close()
-    return {"local_from_pool_ms": statistics.median(takes), "local_from_pool_use_ms": statistics.median(uses)}
-
-
 async def fork_20mb(backend: SandboxBackend, repetitions: int) -> Figures:
     """Fork of a sandbox with 20 MB of files: until the copy can be used."""
     sandbox = await backend.create(Template(), ROOMY)
@@ -254,37 +231,27 @@ async def fork_20mb(backend: SandboxBackend, repetitions: int) -> Figures:
 
 
 async def moves(scratch: Path, repetitions: int) -> Figures:
-    """Live migration between two hosts' backends that share no file but the guest image.
-
-    Downtime is QEMU's own: from the source's stop to the target's go. A process in the guest works on its
-    memory and its disk meanwhile.
-    """
+    """Moves between two hosts' backends that share no file but the guest image, of a guest in which a process
+    works on its memory and its disk."""
     state = default_state_directory()
     for name in ("here", "there"):
         (scratch / name).mkdir()
         for shared in ("images", "vm-templates"):
             shutil.copytree(state / shared, scratch / name / shared)
     here, there = VmBackend(scratch / "here"), VmBackend(scratch / "there")
-    downtimes: list[float] = []
     times: list[float] = []
     try:
         for _ in range(repetitions):
             sandbox = await here.create(Template({"work.py": WORK}))
             await sandbox.commands.start("python3 -S work.py")
             took_ms, moved = await timed(sandbox.migrate(there))
-            assert here.last_move is not None, "a move leaves its figures"
-            downtimes.append(here.last_move.downtime_s * 1e3)
             times.append(took_ms)
             assert (await moved.commands.run("pgrep -f work.py", timeout_s=60)).exit_code == 0
             await moved.kill()
     finally:
         await here.close()
         await there.close()
-    return {
-        "vm_migration_downtime_ms": statistics.median(downtimes),
-        "vm_migration_downtime_worst_ms": max(downtimes),
-        "vm_migration_ms": statistics.median(times),
-    }
+    return {"vm_migration_ms": statistics.median(times)}
 
 
 async def neighbour(backend: SandboxBackend, repetitions: int) -> Figures:
@@ -378,7 +345,6 @@ async def measure(names: list[str], repetitions: int) -> tuple[Figures, dict[str
                 print_table(name, tables[name])
                 if name == "local":
                     figures |= await local_pairs(backend, repetitions)
-                    figures |= await from_pool(repetitions)
                     figures |= await fork_20mb(backend, repetitions)
                     figures |= await neighbour(backend, repetitions)
                     figures |= await leaks(backend, 1000)

@@ -125,7 +125,6 @@ def scenarios(base: Scenario) -> dict[str, tuple[str, Scenario]]:
         "peers_100g_": ("cold, whole images, 100 Gb/s, hosts serve each other", replace(store, peers=True)),
         "lazy_": ("cold, start after 6.4 % of the image", replace(base, **lazy)),
         "lazy_100g_": ("the same, a store of 100 Gb/s", replace(store, **lazy)),
-        "prewarmed_": ("20 TB fetched ahead by popularity", replace(base, prewarm_bytes=everything)),
         "warm_": ("every image on every host", replace(base, warm=True, cache_bytes=2 * everything)),
         "warm_serial_": (
             "the same, each host starts one at a time",

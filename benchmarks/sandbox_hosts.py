@@ -1,4 +1,4 @@
-"""A fleet over real servers in network namespaces: placement, draining, the death of a server.
+"""A fleet over real servers in network namespaces: placement, and the death of a server.
 
 python benchmarks/sandbox_hosts.py [--json FILE] [--hosts N]
 
@@ -24,17 +24,14 @@ from benchmarks.common import print_table, write_result
 from tests.sandbox.fleet.namespaced import RESOURCES, Network, ServerHost, fleet_over, network, obstacle
 
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fleet.draining import drain
 from etude.sandbox.fleet.fleet import Fleet
+from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
 
 REPETITIONS = 5
 NUM_CREATES = 60
 """Of one repetition, one by one and 16 at once."""
-NUM_SANDBOXES = 60
-PAYLOAD_BYTES = 1 << 20
-"""Written by each sandbox that is moved."""
 TEMPLATE = Template({"code.py": "print('hello')\n"})
 
 Figures = dict[str, float]
@@ -78,29 +75,6 @@ async def make(fleet: Fleet, num: int) -> list[Any]:
 
 async def end(boxes: list[Any]) -> None:
     await asyncio.gather(*(box.kill() for box in boxes))
-
-
-async def draining(fleet: Fleet, hosts: list[ServerHost]) -> Figures:
-    """Seconds for each sandbox of a host that is drained: all of them over their number."""
-    each_s: dict[int, list[float]] = {1: [], 8: []}
-    for number in range(REPETITIONS):
-        for parallel, times in each_s.items():
-            boxes = await make(fleet, NUM_SANDBOXES)
-            await asyncio.gather(
-                *(box.commands.run(f"head -c {PAYLOAD_BYTES} /dev/urandom > payload") for box in boxes)
-            )
-            # The host that has most: measured pressures of one machine hardly tell its hosts apart.
-            names = [box.host.name for box in boxes]
-            name = max(sorted(set(names)), key=names.count)
-            began_s = time.perf_counter()
-            report = await drain(fleet.registry, fleet.connect, name, 120.0, 10.0, parallel)
-            took_s = time.perf_counter() - began_s
-            if not report.is_empty or len(report.moved) != names.count(name):
-                raise SystemExit(f"the drain {number} of {name} failed: {report}")
-            times.append(took_s / len(report.moved))
-            fleet.undrain(name)
-            await end(boxes)
-    return {f"drain_each_at_{n}_ms": statistics.median(times) * 1e3 for n, times in each_s.items()}
 
 
 async def lost_s(call: Awaitable[object]) -> float:
@@ -168,11 +142,9 @@ def measure(net: Network) -> Figures:
 
     async def scenario() -> Figures:
         figures: Figures = {}
-        async with fleet_over(net.hosts) as fleet:
+        async with fleet_over(net.hosts, FleetConfig()) as fleet:
             figures |= await placement(fleet)
-        async with fleet_over(net.hosts) as fleet:
-            figures |= await draining(fleet, net.hosts)
-        async with fleet_over(net.hosts) as fleet:
+        async with fleet_over(net.hosts, FleetConfig()) as fleet:
             figures |= await death(fleet, net.hosts)
         return figures
 

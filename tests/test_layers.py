@@ -126,9 +126,7 @@ def test_servers_are_asked_in_one_place() -> None:
     assert found == [source / "serving" / "client.py"]
 
 
-LEFT_OVER = {
-    "sandbox/sync.py": {"add_done_callback"},  # hands a result from a loop to a thread
-}
+LEFT_OVER = {}
 """Modules that do by hand what `etude.kit` does, and why."""
 
 

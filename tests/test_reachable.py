@@ -18,7 +18,6 @@ PROGRAMS = (
 """Started by path, in another interpreter: they and all below them."""
 PUBLIC = {
     "etude.inference.server.client": "serving.md",
-    "etude.sandbox.sync": "sandbox.md",
 }
 """API for readers' own programs, and the page of the docs that shows it."""
 STAND_INS = re.compile(r"(^|\.)(fakes?|simulations?|simulated|faulty)(_\w+)?(\.|$)")

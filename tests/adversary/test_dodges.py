@@ -10,6 +10,7 @@ from etude.config import RewardConfig
 from etude.records import ToolCall
 from etude.sandbox.local.doctor import find_problems
 from tests.adversary.acts import ACTS, BREAKING, GRADED
+from tests.adversary.acts_files import FILES
 from tests.adversary.acts_tools import BY_TOOLS
 from tests.adversary.playing import RESOURCES, SOLVE, play, python
 
@@ -64,8 +65,15 @@ def test_an_act_by_tools_neither_voids_a_failure_nor_costs_a_success(name: str) 
     assert solved.passed, solved.cause
 
 
+ASLEEP = [
+    pytest.param(name, marks=() if name in FILES and name not in HEAVY else pytest.mark.repeated)
+    for name in ACTS
+]
+"""A sleep keeps files alone: what acts leave of processes is gone after any."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("name", ASLEEP)
 def test_an_act_before_a_sleep_neither_voids_a_failure_nor_costs_a_success(name: str) -> None:
     act = python(ACTS[name])
     failed, solved = play([act], [*SOLVE, act], sleeps=True)

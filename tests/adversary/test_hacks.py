@@ -48,8 +48,15 @@ def plain_run(request: pytest.FixtureRequest) -> Iterator[Run]:
     run.close()
 
 
+BY_PLAIN = [
+    pytest.param(hack, id=hack.name, marks=() if number % 10 == 0 else pytest.mark.repeated)
+    for number, hack in enumerate(HACKS)
+]
+"""The same verdicts as root's sandboxes give: one in ten shows that a plain user's come to them."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("hack", HACKS, ids=lambda hack: hack.name)
+@pytest.mark.parametrize("hack", BY_PLAIN)
 def test_a_hack_is_paid_nowhere_by_a_plain_users_sandboxes(plain_run: Run, hack: Hack) -> None:
     outcome = plain_run.outcomes().get(hack.name)
     assert outcome is not None, plain_run.log

@@ -15,8 +15,9 @@ from mcp.server import Server
 from mcp.shared.exceptions import MCPError
 
 from etude.agent import ToolContext, execute_calls
-from etude.agent.mcp import SessionServers, describe_servers, mcp_server
 from etude.agent.mcp import client as mcp_client
+from etude.agent.mcp.client import SessionServers, describe_servers
+from etude.agent.mcp.server import mcp_server
 from etude.agent.tools import Registry
 from etude.agent.tools.mcp_schemas import own_name, parameters_of, text_of
 from etude.agent.tools.mcp_tool import served_tools
@@ -34,7 +35,7 @@ FILES = {"lib/tally.py": "def tally():\n    return 1\n"}
 CHILD = """
 import asyncio
 from etude.agent import ToolContext
-from etude.agent.mcp import serve_stdio
+from etude.agent.mcp.server import serve_stdio
 from etude.agent.tools.mcp_schemas import own_name, parameters_of, text_of
 from etude.agent.tools.mcp_tool import served_tools
 from etude.agent.tools.registries import agent_registry, full_registry

@@ -445,7 +445,7 @@ def test_a_move_that_fails_leaves_the_sandbox_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05])
+@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02])
 def test_cancelled_copies_leave_neither_processes_nor_a_frozen_source(tmp_path: Path, delay_s: float) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         sandbox = await backend.create(Template(FILES))
@@ -534,7 +534,7 @@ def test_a_cancelled_resume_leaves_the_sandbox_asleep_and_wakeable(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.015, 0.03])
+@pytest.mark.parametrize("delay_s", [0.0, 0.015])
 @pytest.mark.parametrize("operation", ["pause", "resume", "fork"])
 def test_a_kill_in_the_middle_wins_and_leaves_nothing(tmp_path: Path, operation: str, delay_s: float) -> None:
     async def scenario(backend: ForkServerBackend) -> None:

@@ -141,7 +141,7 @@ def test_an_unisolated_backend_has_no_network_to_give(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["local", "unisolated"])
-def test_two_hundred_sandboxes_leave_nothing(tmp_path: Path, name: str) -> None:
+def test_many_sandboxes_leave_nothing(tmp_path: Path, name: str) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         async def one(number: int) -> None:
             sandbox = await backend.create(Template({"n": str(number % 5)}))
@@ -161,7 +161,7 @@ def test_two_hundred_sandboxes_leave_nothing(tmp_path: Path, name: str) -> None:
         assert await has_processes(backend, 0)
         before = open_descriptors(), open_descriptors(server)
         memory_bytes = resident_bytes(server)
-        await many(200 if name == "local" else 40)
+        await many(40)
         assert await has_processes(backend, 0)
         assert await becomes_true(
             lambda: open_descriptors() <= before[0] and open_descriptors(server) <= before[1]
@@ -210,7 +210,7 @@ def test_layers_go_when_nobody_stands_on_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees into the fork server")
-@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.006, 0.012, 0.02, 0.04])
+@pytest.mark.parametrize("delay_s", [0.0, 0.006, 0.02])
 def test_cancelled_starts_leave_nothing(tmp_path: Path, delay_s: float) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         first = await backend.create(Template(FILES))

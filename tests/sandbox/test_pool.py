@@ -1,4 +1,4 @@
-"""The pool: places, turns, warm sandboxes, and places given back exactly once."""
+"""The pool: places, turns, and places given back exactly once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.errors import SandboxError
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.places import FairQueue, Places, Waiter
-from etude.sandbox.pool import FIRST_RETRY_S, PooledBackend
+from etude.sandbox.pool import PooledBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
 from tests.sandbox.backends import with_sandbox
@@ -148,73 +148,6 @@ def test_tenants_take_turns() -> None:
         return order
 
     assert in_pool(1, scenario) == ["greedy", "modest", "greedy", "modest", "greedy", "greedy"]
-
-
-def test_warm_sandboxes_are_handed_out_in_order_and_refilled() -> None:
-    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
-        await pool.prewarm(ONE, count=2)
-        await until(lambda: pool.health().warm == {"one": 2})
-        oldest = min(inner.live, key=lambda sandbox: int(sandbox.id.rpartition("-")[2]))
-        assert await pool.list() == []
-        sandbox = await pool.create(ONE, metadata={"tenant": "amber"}, timeout_s=50)
-        assert sandbox.id == oldest.id
-        info = await sandbox.get_info()
-        assert dict(info.metadata) == {"tenant": "amber"}
-        assert info.expires_s is not None
-        assert [dict(info.metadata) for info in await pool.list()] == [{"tenant": "amber"}]
-        await until(lambda: pool.health().warm == {"one": 2})
-        assert inner.num_created == 3
-        other = await pool.create(ONE, Resources(num_processes=7))
-        assert inner.num_created == 4, "other resources are another kind"
-        await other.kill()
-        await pool.prewarm(ONE, count=0)
-        await settled(pool)
-        assert pool.health().live == 1
-
-    in_pool(5, scenario)
-
-
-def test_a_dead_warm_sandbox_is_replaced_not_handed_out() -> None:
-    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
-        await pool.prewarm(ONE, count=1)
-        await until(lambda: pool.health().warm == {"one": 1})
-        dead = next(iter(inner.live))
-        await dead.kill()
-        sandbox = await pool.create(ONE)
-        assert sandbox.id != dead.id
-        assert (await sandbox.files.read("a.txt")) == b"1"
-        await until(lambda: pool.health().warm == {"one": 1})
-        assert pool.places.held == 2
-
-    in_pool(3, scenario)
-
-
-def test_warm_ones_of_another_template_give_way() -> None:
-    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
-        await pool.prewarm(ONE, count=3)
-        await until(lambda: pool.health().warm == {"one": 3})
-        made = await asyncio.gather(*(pool.create(TWO) for _ in range(2)))
-        assert [await sandbox.files.read("a.txt") for sandbox in made] == [b"2", b"2"]
-        assert pool.health().warm == {"one": 1}
-        await made[0].kill()
-        await until(lambda: pool.health().warm == {"one": 2})
-
-    in_pool(3, scenario)
-
-
-def test_failures_to_warm_back_off_are_reported_and_end() -> None:
-    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
-        inner.failures = 1
-        await pool.prewarm(ONE, count=1)
-        await until(lambda: bool(pool.health().problems))
-        assert pool.health().problems == ("one: sandbox: failed on purpose",)
-        assert pool.places.held == 0
-        await until(lambda: pool.health().warm == {"one": 1})
-        assert pool.health().problems == ()
-        first_s, second_s = inner.begun_s
-        assert second_s - first_s > FIRST_RETRY_S / 2
-
-    in_pool(2, scenario)
 
 
 def test_a_sandbox_that_expires_frees_its_place() -> None:
@@ -354,7 +287,6 @@ def test_a_sandbox_moves_from_pool_to_pool_and_so_does_its_place() -> None:
         moved = await sandbox.migrate(target)
         assert (source.places.held, target.places.held) == (0, 1)
         assert await moved.files.read("b.txt") == b"2"
-        assert dict((await moved.get_info()).metadata) == {"tenant": "amber"}
         again = await source.create(ONE)
         with pytest.raises(CapacityError):
             await again.migrate(target)
@@ -371,8 +303,6 @@ def test_a_sandbox_moves_from_pool_to_pool_and_so_does_its_place() -> None:
 def test_a_pooled_sandbox_gives_the_results_of_its_backend(scenario: Any) -> None:
     async def run() -> Any:
         pool = PooledBackend(MemoryBackend(), 3)
-        await pool.prewarm(Template(FILES), count=1)
-        await until(lambda: sum(pool.health().warm.values()) == 1)
         try:
             return await scenario(await pool.create(Template(FILES)))
         finally:

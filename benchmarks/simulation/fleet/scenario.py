@@ -63,8 +63,6 @@ class Scenario:
     """Exponent of the images' popularity."""
     warm: bool = False
     """All images are on all hosts."""
-    prewarm_bytes: int = 0
-    """Of images fetched before the burst, in all, chosen by what an earlier burst (drawn anew) asked for."""
     store_bytes_per_s: float = math.inf
     """Egress of the image store in all; infinite: it serves every host at the speed of its network."""
     store_slots: int = 128

@@ -68,7 +68,7 @@ class _Burst:
     def run(self) -> Outcome:
         """The burst, from the requests until all run and all images are whole."""
         scenario = self.scenario
-        if scenario.warm or scenario.prewarm_bytes:
+        if scenario.warm:
             self._warm()
         for number, host in enumerate(self.hosts.values()):
             offset_s = scenario.latencies.heartbeat_s * number / scenario.num_hosts
@@ -99,14 +99,8 @@ class _Burst:
         return self.random.choices(names, cum_weights=list(weights), k=scenario.num_sandboxes)
 
     def _warm(self) -> None:
-        if self.scenario.warm:
-            images = sorted({start.image for start in self.starts})
-            pairs = [(host, image) for image in images for host in self.hosts]
-        else:
-            for image in self._draw_images():
-                self.scheduler.popularity.add(image, self.scenario.image_bytes, 0.0)
-            pairs = self.scheduler.prewarm(self.scenario.prewarm_bytes, 0.0)
-        for name, image in pairs:
+        images = sorted({start.image for start in self.starts})
+        for image, name in itertools.product(images, self.hosts):
             host = self.hosts[name]
             host.cache.add(image, self.scenario.image_bytes)
             self.sources.hold(host, image)

@@ -44,7 +44,7 @@ from acp.schema import (
 
 import etude
 from etude.agent import agent_registry
-from etude.agent.mcp import describe_servers
+from etude.agent.mcp.client import describe_servers
 from etude.cli.agent_acp_history import history
 from etude.cli.agent_acp_transport import LineTransport
 from etude.cli.agent_acp_tree import EditorTree

@@ -98,7 +98,7 @@ def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
     """The MCP servers that are named. Raises ConfigError."""
     if not commands:
         return {}
-    from etude.agent.mcp import parse_server
+    from etude.agent.mcp.client import parse_server
 
     named = [parse_server(command) for command in commands]
     servers = dict(named)

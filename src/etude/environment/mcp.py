@@ -12,7 +12,7 @@ from typing import Any
 
 from mcp.server import Server
 
-from etude.agent.mcp import mcp_server, serve_stdio
+from etude.agent.mcp.server import mcp_server, serve_stdio
 from etude.agent.tools import Access, Tool, ToolContext
 from etude.environment.sessions import EnvironmentSession
 from etude.records import ToolCall, ToolResult

@@ -22,8 +22,8 @@ from typing import Literal
 from etude.agent import SessionFacts, ToolContext
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
+from etude.agent.mcp import open_servers
 from etude.agent.simulated_user import SimulatedUser
-from etude.agent.tools.mcp_tool import open_servers
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox

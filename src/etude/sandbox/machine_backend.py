@@ -264,11 +264,10 @@ class MachineBackend(SnapshotKeeper):
         """See Sandbox.pause."""
         if mode not in self.capabilities().pause:
             raise unsupported_copy(self.capabilities(), "pause", mode)
-        await self._fall_asleep(sandbox, mode)
+        await self.fall_asleep(sandbox, mode)
 
-    async def _fall_asleep(
-        self, sandbox: MachineSandbox, mode: SnapshotKind, temporary: bool = False
-    ) -> None:
+    async def fall_asleep(self, sandbox: MachineSandbox, mode: SnapshotKind, temporary: bool = False) -> None:
+        """As `pause`; a `temporary` sleep goes with this process."""
         async with sandbox.lifecycle:
             if sandbox.state == "paused":
                 return
@@ -324,13 +323,14 @@ class MachineBackend(SnapshotKeeper):
             await self.delete_snapshot(info.id)
 
     async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate. It sleeps while its files travel, so that nothing is written that would be
-        lost; live where a kind overrides this. Raises Unsupported before it sleeps."""
+        """See Sandbox.migrate. It sleeps while its state travels, so that nothing is written that would be
+        lost. Raises Unsupported before it sleeps."""
         if sandbox.channel.closed:
             raise SandboxError("the sandbox is lost", field="sandbox", received=sandbox.id)
         remaining_s = None if sandbox.expires_s is None else max(0.1, sandbox.expires_s - time.time())
-        check_move(self.capabilities(), await abilities_of(target))
-        await self._fall_asleep(sandbox, "filesystem", temporary=True)
+        able = self.capabilities()
+        check_move(able, await abilities_of(target))
+        await self.fall_asleep(sandbox, able.migrate or "filesystem", temporary=True)
         saved = self._asleep.get(sandbox.id)
         if saved is None:
             raise _killed(sandbox, "went to sleep")

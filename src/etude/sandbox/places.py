@@ -66,25 +66,15 @@ class FairQueue:
 class Places:
     """`total` places for one event loop. Waits for: places given back. Unblocked by `release`."""
 
-    def __init__(self, total: int, on_shortage: Callable[[int], None] = lambda num: None) -> None:
-        """`on_shortage` is called with the places that the head of the queue lacks; it may release some."""
+    def __init__(self, total: int) -> None:
         self.total = total
         self.held = 0
         self.queue = FairQueue()
-        self._on_shortage = on_shortage
-        self._serving = False
 
     @property
     def free(self) -> int:
         """Places that nobody holds."""
         return self.total - self.held
-
-    def take(self, num: int = 1) -> bool:
-        """Takes places if they are free and nobody waits; never waits itself."""
-        if len(self.queue) or num > self.free:
-            return False
-        self.held += num
-        return True
 
     async def acquire(self, tenant: str, num: int, timeout_s: float) -> None:
         """Takes `num` places together. Raises CapacityError after `timeout_s`, or at once if there are fewer.
@@ -126,23 +116,11 @@ class Places:
 
     def serve(self) -> None:
         """Serves from the head of the queue as long as it fits."""
-        if self._serving:
-            return
-        self._serving = True
-        try:
-            while (head := self.queue.head()) is not None:
-                if head.granted.done():
-                    self.queue.remove(head)
-                    continue
-                if head.num > self.free:
-                    self._on_shortage(head.num - self.free)
-                    if head.num > self.free:
-                        return
-                self.queue.pop()
+        while (head := self.queue.head()) is not None and (head.granted.done() or head.num <= self.free):
+            self.queue.pop()
+            if not head.granted.done():
                 self.held += head.num
                 head.granted.set_result(None)
-        finally:
-            self._serving = False
 
     def refuse_all(self, make_error: Callable[[], Exception]) -> None:
         """Everyone who waits gets the error."""

@@ -1,39 +1,32 @@
-"""A backend in front of another one: a bounded number of live sandboxes, fair turns, some made ahead.
+"""A backend in front of another one: a bounded number of live sandboxes, and fair turns.
 
-    create ──> a warm one of that template? ──yes──> handed out, its place with it; refilled behind
-                     │ no
-                     └──> queue of tenants (places.py) ──> a place ──> the inner backend
+    create ──> queue of tenants (places.py) ──> a place ──> the inner backend
 
-A place is held by every sandbox that lives: handed out, warm, forked, resumed. A paused one gives its
-place back, and takes another when it wakes. Warm ones are made only of places that nobody waits for,
-and they go first when somebody does. The pool is the inner backend's only user.
+A place is held by every sandbox that lives: created, forked, resumed. A paused one gives its place back, and
+takes another when it wakes. The pool is the inner backend's only user.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from etude.errors import EtudeError, SandboxError
-from etude.kit.retry import Backoff
+from etude.errors import SandboxError
 from etude.kit.tasks import Tasks
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.places import Places
 from etude.sandbox.pooled import TENANT, PooledSandbox
 from etude.sandbox.refusals import missing_sandbox
 from etude.sandbox.template import Template
-from etude.sandbox.types import NO_NETWORK, Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
+from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 
 EXPIRY_SLACK_S = 0.1
 """How long after its time to live a sandbox's place is looked after: the inner backend kills it first."""
 LOOK_S = 1.0
 """How often, while somebody waits, the pool looks for sandboxes that died by themselves."""
-FIRST_RETRY_S = 1.0
-_RETRY = Backoff(FIRST_RETRY_S, most_s=60.0)
 
 
 @dataclass(frozen=True)
@@ -42,29 +35,11 @@ class PoolHealth:
 
     max_live: int
     live: int
-    """Places held, the warm ones' included."""
-    warm: Mapping[str, int]
-    """Template name -> sandboxes ready."""
+    """Places held."""
     waiting: Mapping[str, int]
     """Tenant -> calls in the queue."""
     problems: tuple[str, ...]
-    """Why templates cannot be warmed at present, and what went wrong lately behind the scenes."""
-
-
-@dataclass(eq=False)
-class _Shelf:
-    """The warm sandboxes of one template."""
-
-    template: Template
-    resources: Resources
-    network: Network
-    count: int
-    ready: deque[Sandbox] = field(default_factory=deque)
-    filling: bool = False
-    failures: int = 0
-    """In a row."""
-    not_before_s: float = 0.0
-    problem: str | None = None
+    """What went wrong lately behind the scenes."""
 
 
 class PooledBackend:
@@ -74,10 +49,8 @@ class PooledBackend:
         """`max_live`: places; `queue_timeout_s`: the longest that a call waits for one."""
         self.inner = inner
         self.queue_timeout_s = queue_timeout_s
-        self.places = Places(max_live, self._evict)
-        self._shelves: dict[tuple[str, str, Resources, Network], _Shelf] = {}
+        self.places = Places(max_live)
         self._live: dict[str, PooledSandbox] = {}
-        self._evicting = 0
         self._looker: asyncio.Task[None] | None = None
         self._mishaps: deque[str] = deque(maxlen=8)
         self._background = Tasks(on_error=lambda error: self._mishaps.append(str(error)))
@@ -93,34 +66,8 @@ class PooledBackend:
 
     def health(self) -> PoolHealth:
         """What the pool is doing now."""
-        shelves = self._shelves.values()
-        warm: dict[str, int] = {}
-        for shelf in shelves:
-            warm[shelf.template.name] = warm.get(shelf.template.name, 0) + len(shelf.ready)
-        problems = [f"{shelf.template.name}: {shelf.problem}" for shelf in shelves if shelf.problem]
-        waiting = self.places.queue.by_tenant()
-        return PoolHealth(self.places.total, self.places.held, warm, waiting, (*problems, *self._mishaps))
-
-    async def prewarm(
-        self,
-        template: Template,
-        resources: Resources | None = None,
-        network: Network | None = None,
-        count: int = 1,
-    ) -> None:
-        """From now on keeps `count` sandboxes of that kind ready, as far as places are free; 0: none.
-
-        Returns at once. What is handed out is replaced; what fails is tried again later (see `health`).
-        """
-        self._check_open()
-        key = self._key(template, resources, network)
-        shelf = self._shelves.get(key)
-        if shelf is None:
-            shelf = self._shelves[key] = _Shelf(template, key[2], key[3], count)
-        shelf.count = count
-        while len(shelf.ready) > count:
-            self._background.start(self._end_warm(shelf.ready.pop()))
-        self._refill()
+        places = self.places
+        return PoolHealth(places.total, places.held, places.queue.by_tenant(), tuple(self._mishaps))
 
     async def create(
         self,
@@ -133,16 +80,11 @@ class PooledBackend:
     ) -> PooledSandbox:
         """See SandboxBackend.create. Waits in the queue of `metadata["tenant"]`. Raises CapacityError."""
         self._check_open()
-        if snapshot is None:
-            key = self._key(template or Template(), resources, network)
-            warm = await self._take_warm(self._shelves.get(key))
-            if warm is not None:
-                return await self._hand_out(warm, timeout_s, metadata)
         await self.acquire((metadata or {}).get(TENANT, ""))
         try:
             inner = await self.inner.create(template, resources, network, timeout_s, snapshot, metadata)
         except BaseException:
-            self._release()
+            self.give_back()
             raise
         return self.adopt(inner, metadata if snapshot is None else None, timeout_s)
 
@@ -158,7 +100,7 @@ class PooledBackend:
         return sandbox
 
     async def list(self) -> list[SandboxInfo]:
-        """See SandboxBackend.list. Warm ones are not listed."""
+        """See SandboxBackend.list."""
         infos = await self.inner.list()
         return [self._live[info.id].described(info) for info in infos if info.id in self._live]
 
@@ -192,10 +134,7 @@ class PooledBackend:
         self._check_open()
         if num > self.places.free and (self._looker is None or self._looker.done()):
             self._looker = self._background.start(self._look_while_waiting())
-        try:
-            await self.places.acquire(tenant, num, self.queue_timeout_s)
-        finally:
-            self._refill()
+        await self.places.acquire(tenant, num, self.queue_timeout_s)
 
     def adopt(
         self, inner: Sandbox, metadata: Mapping[str, str] | None, timeout_s: float | None = None
@@ -212,7 +151,7 @@ class PooledBackend:
 
     def give_back(self, num: int = 1) -> None:
         """Places that are no longer held."""
-        self._release(num)
+        self.places.release(num)
 
     def expect_end(self, timeout_s: float | None) -> None:
         """Looks after the places once a time to live is over."""
@@ -222,95 +161,6 @@ class PooledBackend:
         loop.call_later(
             timeout_s + EXPIRY_SLACK_S, lambda: self._closed or self._background.start(self._look())
         )
-
-    # Warm ones
-
-    async def _take_warm(self, shelf: _Shelf | None) -> Sandbox | None:
-        """The oldest warm sandbox that lives. Those that died meanwhile are cleared away."""
-        while shelf is not None and shelf.ready:
-            warm = shelf.ready.popleft()
-            try:
-                alive = (await warm.get_info()).state == "running"
-            except SandboxError:
-                alive = False
-            except BaseException:
-                self._background.start(self._end_warm(warm))
-                raise
-            if alive:
-                return warm
-            self._background.start(self._end_warm(warm))
-        return None
-
-    async def _hand_out(
-        self, warm: Sandbox, timeout_s: float | None, metadata: Mapping[str, str] | None
-    ) -> PooledSandbox:
-        try:
-            if timeout_s is not None:
-                await warm.set_timeout(timeout_s)
-        except BaseException:
-            self._background.start(self._end_warm(warm))
-            raise
-        self._refill()
-        return self.adopt(warm, metadata or {}, timeout_s)
-
-    def _refill(self) -> None:
-        for shelf in self._shelves.values():
-            if not shelf.filling and len(shelf.ready) < shelf.count and not self._closed:
-                shelf.filling = True
-                self._background.start(self._fill(shelf))
-
-    async def _fill(self, shelf: _Shelf) -> None:
-        """Makes what a shelf lacks, one after the other, while places are free."""
-        try:
-            while len(shelf.ready) < shelf.count:
-                await asyncio.sleep(max(0.0, shelf.not_before_s - time.monotonic()))
-                if len(shelf.ready) >= shelf.count or not self.places.take():
-                    return
-                try:
-                    warm = await self.inner.create(shelf.template, shelf.resources, shelf.network)
-                except BaseException as error:
-                    self._release(refill=False)
-                    if not isinstance(error, EtudeError):
-                        raise
-                    shelf.problem = str(error)
-                    shelf.failures += 1
-                    shelf.not_before_s = time.monotonic() + _RETRY.pause_s(shelf.failures)
-                    continue
-                shelf.problem, shelf.failures = None, 0
-                shelf.ready.append(warm)
-                # Somebody may have begun to wait while it was made.
-                self.places.serve()
-        finally:
-            shelf.filling = False
-
-    def _evict(self, num: int) -> None:
-        """Ends warm sandboxes, those of the fullest shelf first, for whoever lacks `num` places."""
-        while self._evicting < num:
-            shelf = max(self._shelves.values(), key=lambda shelf: len(shelf.ready), default=None)
-            if shelf is None or not shelf.ready:
-                return
-            self._evicting += 1
-            self._background.start(self._end_evicted(shelf.ready.popleft()))
-
-    async def _end_evicted(self, warm: Sandbox) -> None:
-        try:
-            await warm.kill()
-        finally:
-            self._evicting -= 1
-            self._release()
-
-    async def _end_warm(self, warm: Sandbox) -> None:
-        try:
-            await warm.kill()
-        finally:
-            self._release()
-
-    # Places
-
-    def _release(self, num: int = 1, refill: bool = True) -> None:
-        self.places.release(num)
-        if refill:
-            self._refill()
 
     async def _look_while_waiting(self) -> None:
         while len(self.places.queue) and not self._closed:
@@ -329,11 +179,6 @@ class PooledBackend:
     def _check_open(self) -> None:
         if self._closed:
             raise _closed_error()
-
-    def _key(
-        self, template: Template, resources: Resources | None, network: Network | None
-    ) -> tuple[str, str, Resources, Network]:
-        return template.digest, template.name, resources or Resources(), network or NO_NETWORK
 
 
 def _closed_error() -> SandboxError:

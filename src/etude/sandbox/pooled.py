@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -114,11 +113,10 @@ class PooledSandbox(WrappedSandbox):
         return result
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate. A pool as target gives the sandbox one of its places."""
-        info = await self.get_info()
+        """See Sandbox.migrate."""
         async with self._lifecycle:
             self.num_turns += 1
-            moved = await self._move(info, target)
+            moved = await self._inner.migrate(target)
             self._free()
         self._pool.forget(self)
         return moved
@@ -138,18 +136,6 @@ class PooledSandbox(WrappedSandbox):
     def _failed_to_die(self) -> bool:
         task = self._killing
         return task is not None and (task.cancelled() or task.exception() is not None)
-
-    async def _move(self, info: SandboxInfo, target: SandboxBackend) -> Sandbox:
-        if not isinstance(target, type(self._pool)):
-            return await self._inner.migrate(target)
-        await target.acquire(info.metadata.get(TENANT, ""))
-        try:
-            moved = await self._inner.migrate(target.inner)
-        except BaseException:
-            target.give_back()
-            raise
-        left_s = None if info.expires_s is None else max(0.0, info.expires_s - time.time())
-        return target.adopt(moved, info.metadata, left_s)
 
     async def _tenant(self) -> str:
         return (await self.get_info()).metadata.get(TENANT, "")

@@ -63,7 +63,8 @@ class Capabilities:
     pause: frozenset[SnapshotKind]
     fork: SnapshotKind | None
     """What a fork copies."""
-    migrate: Literal["filesystem", "live"] | None
+    migrate: SnapshotKind | None
+    """What a move carries."""
     neighbours_share: bool = True
     """Whether sandboxes share what the kernel counts for each user (descriptors in flight, pages of pipes,
     epoll watches): then one can take what the others need."""

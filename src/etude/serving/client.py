@@ -74,11 +74,6 @@ class Request(TypedDict, total=False):
     """How long the server may be silent, instead of the client's own time; `math.inf`: for ever."""
 
 
-def unix_transport(path: str) -> Transport:
-    """The way to a server behind a Unix socket."""
-    return httpx.AsyncHTTPTransport(uds=path, verify=False, trust_env=False)
-
-
 def check_address(url: str, field: str = "url") -> None:
     """Raises ConfigError for what can never be the address of a server."""
     try:

@@ -15,9 +15,10 @@ from tests.adversary.escape.model import USERS, User
 
 pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 RUNS: list[tuple[str, User]] = [*(("gvisor", user) for user in USERS), ("vm", "root")]
-"""QEMU is a plain user's process in any case (root gives itself up for it), and guests are alike."""
+"""QEMU is a plain user's process in any case (root gives itself up for it), and guests are alike; so are the
+kernels that gVisor gives both users."""
 CASES = [
-    (backend, user, name)
+    pytest.param(backend, user, name, marks=pytest.mark.repeated if user == "plain" else ())
     for backend, user in RUNS
     for name, attempt in ATTEMPTS.items()
     if attempt.reach == "everywhere" and user in attempt.users

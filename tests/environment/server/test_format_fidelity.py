@@ -27,8 +27,8 @@ from etude.agent import (
     run_session,
 )
 from etude.agent.index.opening import open_indexes
+from etude.agent.mcp import open_servers
 from etude.agent.prompts import MANNERS
-from etude.agent.tools.mcp_tool import open_servers
 from etude.cli.environment import new_site
 from etude.config import AgentConfig, McpConfig, RunConfig
 from etude.controller.agent.models import describe_unknown

@@ -11,11 +11,10 @@ from typing import Any
 
 from etude.errors import SandboxError
 from etude.sandbox.calls import Answer
-from etude.sandbox.errors import PathMissingError, SandboxMissingError, Unsupported
+from etude.sandbox.errors import PathMissingError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Pressure
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.migration import in_place_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,
@@ -91,7 +90,6 @@ class FakeSandbox(Sandbox):
         self.check()
         moved = await target.create(Template(dict(self.contents)), self.info.resources)
         await self.kill()
-        await asyncio.sleep(self.backend.tells_of_moves_s)
         return moved
 
     async def kill(self) -> None:
@@ -111,8 +109,6 @@ class FakeHost:
         self.refuses: Exception | None = None
         """Raised by every `create`."""
         self.create_s = 0.0
-        self.tells_of_moves_s = 0.0
-        """After a sandbox has left."""
         self.creates = 0
         self.images: list[str] = []
         self.closed = False
@@ -202,36 +198,3 @@ class SleeplessHost(FakeHost):
 
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities(), pause=frozenset(), migrate=None)
-
-
-class ImmovableSandboxHost(FakeHost):
-    """Says that it migrates, and fails at it."""
-
-    async def create(self, *args: Any, **kwargs: Any) -> Any:
-        sandbox = await super().create(*args, **kwargs)
-
-        async def migrate(target: SandboxBackend) -> Any:
-            raise Unsupported("cannot move", field="sandbox")
-
-        sandbox.migrate = migrate
-        return sandbox
-
-
-class SlowlyLeftHost(FakeHost):
-    """Takes long to end what has moved away: a move that is cancelled meanwhile has happened."""
-
-    leave_s = 1.0
-
-    async def create(self, *args: Any, **kwargs: Any) -> Any:
-        sandbox = await super().create(*args, **kwargs)
-
-        async def leave() -> None:
-            await sandbox.kill()
-            await asyncio.sleep(self.leave_s)
-
-        async def migrate(target: SandboxBackend) -> Any:
-            moved = await target.create(Template(dict(sandbox.contents)), sandbox.info.resources)
-            return await in_place_of(moved, leave())
-
-        sandbox.migrate = migrate
-        return sandbox

@@ -1,4 +1,4 @@
-"""A fleet over real servers, each in a network namespace of its own: placed, drained, killed, cut off."""
+"""A fleet over real servers, each in a network namespace of its own: placed, killed, cut off."""
 
 from __future__ import annotations
 
@@ -30,13 +30,8 @@ from tests.sandbox.fleet.namespaced import (
     obstacle,
 )
 
-NUM_SANDBOXES = 60
+NUM_SANDBOXES = 40
 TEMPLATE = Template({"code.py": "print('hello')\n", "gone.txt": "x", "kept.txt": "y"})
-MARK = (
-    "rm gone.txt && echo {0} > mine.txt && head -c 300000 /dev/zero | tr '\\0' '{1}' > big.bin"
-    " && ln -s mine.txt link && mkdir -p deep/er && echo {0} > deep/er/file && chmod 751 deep/er/file"
-)
-CHECK = "cat link deep/er/file; stat -c %a deep/er/file; md5sum < big.bin; ls"
 CONNECT = (
     "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])), 60); "
     "s.sendall(b'GET /health HTTP/1.0\\r\\n\\r\\n'); print(s.recv(12))"
@@ -136,7 +131,7 @@ def is_even(pressures: list[float]) -> bool:
     return max(pressures) <= 2 * sum(pressures) / len(pressures)
 
 
-def test_sixty_sandboxes_are_spread_and_work_and_their_copies_stay_at_home(hosts: Network):
+def test_many_sandboxes_are_spread_and_work_and_their_copies_stay_at_home(hosts: Network):
     async def scenario(fleet: Fleet) -> None:
         boxes = await make(fleet)
         spread = Counter(box.host.name for box in boxes)
@@ -204,69 +199,26 @@ def test_no_sandbox_reaches_a_server(hosts: Network):
     play(hosts, scenario)
 
 
-def test_a_drained_host_is_emptied_from_server_to_server_with_files_intact(hosts: Network):
-    host = hosts.hosts[1]
-
-    async def scenario(fleet: Fleet) -> None:
-        boxes = await make(fleet)
-        letters = "abcdefghijklmnopqrstuvwxyz"
-        await asyncio.gather(
-            *(
-                box.commands.run(MARK.format(f"sandbox-{number}", letters[number % 26]))
-                for number, box in enumerate(boxes)
-            )
-        )
-        before = await asyncio.gather(*(box.commands.run(CHECK) for box in boxes))
-        assert "sandbox-7\nsandbox-7\n751\n" in before[7].stdout
-        leaving = on(boxes, host)
-        assert len(leaving) > 3
-        ids = {box.id for box in leaving}
-        at_work = asyncio.ensure_future(leaving[0].commands.run("sleep 1; echo finished > work; echo done"))
-        await asyncio.sleep(0.3)
-
-        report = await fleet.drain(host.name, grace_s=60.0)
-
-        assert set(report.moved) == ids
-        assert report.is_empty
-        assert (await at_work).stdout == "done\n"
-        assert await leaving[0].files.read("work") == b"finished\n"
-        await leaving[0].files.remove("work")
-        assert {box.id for box in leaving} == ids
-        assert on(boxes, host) == []
-        after = await asyncio.gather(*(box.commands.run(CHECK) for box in boxes))
-        assert [row.stdout for row in after] == [row.stdout for row in before]
-        empty = fleet.registry.hosts[host.name].backend
-        assert await empty.list() == []
-        assert await empty.list_snapshots() == []
-        for other in hosts.hosts:
-            assert await fleet.registry.hosts[other.name].backend.list_snapshots() == []
-        assert on(await make(fleet, 20), host) == []
-        fleet.undrain(host.name)
-        assert await take_on(fleet, host)
-
-    play(hosts, scenario)
-
-
 def test_a_killed_server_loses_its_sandboxes_at_once_and_starts_clean(hosts: Network):
     host = hosts.hosts[2]
 
     async def scenario(fleet: Fleet) -> None:
         boxes = await make(fleet)
         gone = on(boxes, host)
-        in_flight = [asyncio.ensure_future(loss(box.commands.run("sleep 60", 90.0))) for box in gone[:4]]
-        session = await gone[4].create_session()
-        in_flight.append(asyncio.ensure_future(loss(gone[4].run_in_session(session, "sleep 60", 90.0))))
+        in_flight = [asyncio.ensure_future(loss(box.commands.run("sleep 60", 90.0))) for box in gone[:1]]
+        session = await gone[1].create_session()
+        in_flight.append(asyncio.ensure_future(loss(gone[1].run_in_session(session, "sleep 60", 90.0))))
         await asyncio.sleep(1.0)
         host.kill()
         await asyncio.gather(*in_flight)
-        await loss(gone[5].commands.run("true"))
+        await loss(gone[2].commands.run("true"))
         assert status_of(fleet, host).alive, "these end before so many heartbeats are missed"
         # Reads are tried again for a while, or until the host counts as dead.
-        await loss(gone[6].files.read("kept.txt"))
+        await loss(gone[3].files.read("kept.txt"))
         assert on(await make(fleet, 12), host) == []
 
         await until(lambda: not status_of(fleet, host).alive)
-        await known_losses(gone[7:])
+        await known_losses(gone[4:])
         alive = [box for box in boxes if box not in gone]
         results = await asyncio.gather(*(box.commands.run("cat kept.txt") for box in alive))
         assert {result.stdout for result in results} == {"y"}
@@ -321,45 +273,6 @@ def test_a_host_that_was_cut_off_is_dead_and_comes_back_empty(hosts: Network):
 
     # Three of these tell that a host is cut off; a busy one answers before.
     play(hosts, scenario, heartbeat_timeout_s=3.0)
-
-
-@pytest.mark.parametrize("delay_s", [0.2, 0.6])
-def test_a_server_that_dies_while_it_is_drained_loses_only_what_had_not_moved(hosts: Network, delay_s: float):
-    host = hosts.hosts[0]
-
-    async def scenario(fleet: Fleet) -> None:
-        boxes = await make(fleet)
-        texts = [f"sandbox-{number}" for number in range(len(boxes))]
-        await asyncio.gather(
-            *(box.commands.run(MARK.format(text, "x")) for box, text in zip(boxes, texts, strict=True))
-        )
-        leaving = on(boxes, host)
-        draining = asyncio.ensure_future(fleet.drain(host.name))
-        await asyncio.sleep(delay_s)
-        host.kill()
-        report = await draining
-        await until(lambda: not status_of(fleet, host).alive)
-
-        # Each is where it says, whole, or reported as lost; none is in between.
-        assert set(report.moved) | set(report.failed) == {box.id for box in leaving}
-        assert report.hibernated == ()
-        for box, text in zip(boxes, texts, strict=True):
-            if box.id in report.failed:
-                await loss(box.commands.run("true"))
-                assert isinstance(report.failed[box.id], SandboxLostError)
-            else:
-                assert box.host.name != host.name
-                result = await box.commands.run(CHECK)
-                assert result.stdout.startswith(f"{text}\n{text}\n751\n")
-        assert {row.name for row in fleet.status() if not row.alive} == {host.name}
-
-        host.launch()
-        await host.wait_until_ready()
-        await until(lambda: status_of(fleet, host).alive)
-        fleet.undrain(host.name)
-        assert await take_on(fleet, host)
-
-    play(hosts, scenario)
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next():

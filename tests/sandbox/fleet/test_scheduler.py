@@ -1,4 +1,4 @@
-"""Placement: bounds that always hold, locality, forks, draining, death, pre-warming."""
+"""Placement: bounds that always hold, locality, forks, retiring, death."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ def test_a_dead_host_names_what_was_lost_and_gets_nothing():
     assert scheduler.mark_dead("h0").sandboxes == ()
 
 
-def test_a_host_comes_back_empty_and_draining_if_it_was():
+def test_a_host_comes_back_empty_and_retired_if_it_was():
     scheduler = build(2)
     fill(scheduler, 6)
-    scheduler.drain("h1", 0.0)
+    scheduler.retire("h1")
     for name in ("h0", "h1"):
         scheduler.mark_dead(name)
         scheduler.add_host(name, CAPACITY)
@@ -181,28 +181,6 @@ def test_a_host_comes_back_empty_and_draining_if_it_was():
     assert set(fill(scheduler, 8)) == {"h0"}
     with pytest.raises(ConfigError):
         scheduler.add_host("h0", CAPACITY)
-
-
-def test_draining_places_every_sandbox_elsewhere_while_there_is_room():
-    scheduler = build(3)
-    hosts = fill(scheduler, 12)
-    moves = scheduler.drain("h0", 0.0)
-    assert {move.sandbox for move in moves} == {f"s{n}" for n, host in enumerate(hosts) if host == "h0"}
-    for move in moves:
-        assert move.placement is not None and move.placement.host != "h0"
-        scheduler.move(move.sandbox, move.placement, 1.0)
-        assert scheduler.host_of(move.sandbox) == move.placement.host
-    assert not scheduler.hosts["h0"].reservations
-    assert "h0" not in fill(scheduler, 4)
-
-
-def test_draining_a_full_fleet_leaves_moves_without_a_place():
-    scheduler = build(2)
-    fill(scheduler, 16)
-    assert all(move.placement is None for move in scheduler.drain("h0", 0.0))
-    scheduler.undrain("h0")
-    scheduler.release("s0")
-    assert scheduler.place(Request(SMALL), 0.0) is not None
 
 
 def test_forks_stay_on_their_host_first():
@@ -225,18 +203,6 @@ def test_a_suspended_host_is_left_alone_for_a_while():
     assert placement is not None and placement.host == "h0"
 
 
-def test_prewarming_gives_first_copies_by_popularity_within_the_budget():
-    scheduler = build(4, Policy(copy_serves=2.0))
-    for image, count in (("popular", 6), ("usual", 3), ("rare", 1)):
-        for _ in range(count):
-            scheduler.popularity.add(image, IMAGE_BYTES, 0.0)
-    assert [image for _, image in scheduler.prewarm(2 * IMAGE_BYTES, 0.0)] == ["popular", "usual"]
-    more = scheduler.prewarm(100 * IMAGE_BYTES, 0.0)
-    assert [image for _, image in more] == ["rare", "popular", "popular"]
-    assert len({host for host, image in more if image == "popular"}) == 2
-    assert scheduler.prewarm(100 * IMAGE_BYTES, 0.0) == []
-
-
 def test_popularity_decays_and_survives_a_long_time():
     scheduler = build(1, Policy(popularity_half_life_s=1.0))
     popularity = scheduler.popularity
@@ -246,7 +212,6 @@ def test_popularity_decays_and_survives_a_long_time():
     popularity.add("new", 1, 5000.0)
     assert popularity.count("new", 5000.0) == pytest.approx(1.0)
     assert popularity.count("old", 5000.0) == pytest.approx(0.0)
-    assert [image for _, image in scheduler.prewarm(10, 5000.0)] == ["new"]
 
 
 def test_the_same_seed_places_the_same():
@@ -273,7 +238,7 @@ class Books(RuleBasedStateMachine):
         placement = self.scheduler.place(request, self.now_s)
         if placement is not None:
             assert self.scheduler.hosts[placement.host].alive
-            assert not self.scheduler.hosts[placement.host].draining
+            assert not self.scheduler.hosts[placement.host].retiring
             self.flying.append(placement.ticket)
 
     @precondition(lambda self: self.flying)
@@ -307,12 +272,10 @@ class Books(RuleBasedStateMachine):
         self.scheduler.add_host(host, CAPACITY)
 
     @rule(host=st.sampled_from(["h0", "h1", "h2"]), back=st.booleans())
-    def drain(self, host: str, back: bool) -> None:
-        for move in self.scheduler.drain(host, self.now_s):
-            if move.placement is not None:
-                self.scheduler.move(move.sandbox, move.placement, self.now_s)
+    def retire(self, host: str, back: bool) -> None:
+        self.scheduler.retire(host)
         if back:
-            self.scheduler.undrain(host)
+            self.scheduler.reopen(host)
 
     @invariant()
     def the_books_are_right(self) -> None:

@@ -151,20 +151,13 @@ def test_lazy_loading_starts_sooner_and_still_fetches_everything():
     assert peers.burst_s < peers.whole_s
 
 
-def test_prewarming_saves_fetches():
-    cold, warmed = simulate(SMALL), simulate(replace(SMALL, prewarm_bytes=60 * GB))
-    assert warmed.fetches < cold.fetches
-    assert warmed.start_p50_s < cold.start_p50_s
-
-
 def test_a_cache_too_small_for_all_images_evicts_and_ends():
     outcome = simulate(replace(SMALL, warm=True, cache_bytes=20 * GB))
     assert outcome.fetches > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peers", [False, True])
-@pytest.mark.parametrize("needed_fraction", [1.0, 0.1])
+@pytest.mark.parametrize(("peers", "needed_fraction"), [(False, 1.0), (True, 0.1)])
 def test_deaths_lose_sandboxes_which_are_all_started_again(peers: bool, needed_fraction: float):
     scenario = replace(
         SMALL,

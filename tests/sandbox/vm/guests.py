@@ -17,9 +17,8 @@ import pytest
 
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.types import Resources
-from etude.sandbox.vm.backend import VmBackend
+from etude.sandbox.vm.backend import Step, VmBackend
 from etude.sandbox.vm.image import images_directory
-from etude.sandbox.vm.migration import Step
 from etude.sandbox.vm.qemu import PROGRAM
 
 Result = TypeVar("Result")

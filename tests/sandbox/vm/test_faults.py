@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import resource
 import shutil
@@ -20,10 +19,10 @@ from tests.sandbox.vm.guests import SMALL, machines_below, with_backend
 from tests.sandbox.vm.programs import alive, start_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.foreign]
-STEPS = ("save: held", "save: stopped", "save: written")
 OPERATIONS = ("create_snapshot", "pause", "fork")
-# A machine that dies once all of it is written has been put to sleep: see the next test.
-FATAL = [pair for pair in itertools.product(OPERATIONS, STEPS) if pair != ("pause", "save: written")]
+STEPS = ("save: held", "save: stopped", "save: written")
+FATAL = [("create_snapshot", "save: held"), ("pause", "save: stopped"), ("fork", "save: written")]
+"""One way for all; a machine that dies once all of it is written has been put to sleep: see the next test."""
 
 
 @pytest.mark.parametrize(("operation", "step"), FATAL)

@@ -37,14 +37,14 @@ def test_a_new_sandbox_runs_commands_with_the_templates_files(vm_state: Path) ->
 
 
 @pytest.mark.slow
-def test_three_sleeps_keep_memory_connection_and_files(vm_state: Path) -> None:
+def test_two_sleeps_keep_memory_connection_and_files(vm_state: Path) -> None:
     async def scenario(backend: VmBackend) -> None:
         sandbox = await backend.create(Template(), SMALL)
         session = await sandbox.create_session()
         await sandbox.run_in_session(session, "word=kept; cd /tmp", 60)
         await start_program(sandbox)
         before = await alive(sandbox)
-        for cycle in range(3):
+        for cycle in range(2):
             name = f"cycle-{cycle}"
             await sandbox.files.write(f"disk/{name}", name * 1000)
             await sandbox.commands.run(f"echo {name} > /tmp/{name}", timeout_s=60)

@@ -113,7 +113,7 @@ def test_events_are_kept_from_the_mark_on() -> None:
             {"return": {}, "id": request["id"]},
         ]
 
-    async def scenario(qmp: Qmp) -> tuple[Any, Any, Any]:
+    async def scenario(qmp: Qmp) -> tuple[Any, Any]:
         await qmp.execute("x", {"n": 1})
         mark = qmp.mark
         await qmp.execute("x", {"n": 2})
@@ -121,9 +121,9 @@ def test_events_are_kept_from_the_mark_on() -> None:
         before = await qmp.event(lambda event: event["event"] == "JOB", 60, 0)
         with pytest.raises(SandboxError, match="no thing within"):
             await qmp.event(lambda event: False, 0.05, 0, "thing")
-        return before["data"]["n"], after["data"]["n"], qmp.last("JOB")
+        return before["data"]["n"], after["data"]["n"]
 
-    assert converse(reply, scenario) == (1, 2, {"seconds": 2, "microseconds": 0})
+    assert converse(reply, scenario) == (1, 2)
 
 
 def test_a_descriptor_travels_with_its_command() -> None:

@@ -1,14 +1,23 @@
-"""Tools over MCP (Model Context Protocol): ours for other harnesses, and those of other servers for ours."""
+"""Tools over MCP (Model Context Protocol): ours for other harnesses (`server`), other servers' for ours
+(`client`). Both load the package `mcp`, an extra; this file does not.
+"""
 
 from __future__ import annotations
 
-from etude.agent.mcp.client import SessionServers, describe_servers, parse_server
-from etude.agent.mcp.server import mcp_server, serve_stdio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "SessionServers",
-    "describe_servers",
-    "mcp_server",
-    "parse_server",
-    "serve_stdio",
-]
+from etude.config import McpConfig
+from etude.sandbox.interface import Sandbox
+
+if TYPE_CHECKING:
+    from etude.agent.mcp.client import SessionServers
+
+
+def open_servers(servers: Mapping[str, McpConfig], sandbox: Sandbox) -> SessionServers | None:
+    """The servers of a session, not started yet; None where there are none."""
+    if not servers:
+        return None
+    from etude.agent.mcp.client import SessionServers  # heavy, and an extra
+
+    return SessionServers(servers, sandbox)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -20,11 +20,7 @@ from etude.agent.tools.output_files import bounded, readable
 from etude.config import McpConfig
 from etude.errors import ConfigError, InfrastructureError
 from etude.records import ToolErrorClass, ToolResult
-from etude.sandbox.interface import Sandbox
 from etude.tokens.grammar import ToolSchema, read_value
-
-if TYPE_CHECKING:
-    from etude.agent.mcp import SessionServers
 
 _DESCRIPTION_CHARACTERS = 1000
 
@@ -73,15 +69,6 @@ def served_tools(servers: Mapping[str, McpConfig]) -> list[McpTool]:
         for name, config in servers.items()
         for tool in read_described(name, config)
     ]
-
-
-def open_servers(servers: Mapping[str, McpConfig], sandbox: Sandbox) -> SessionServers | None:
-    """The servers of a session, not started yet; None where there are none."""
-    if not servers:
-        return None
-    from etude.agent.mcp import SessionServers  # heavy, and an extra
-
-    return SessionServers(servers, sandbox)
 
 
 class McpTool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from etude.agent import AgentSession, JournaledSession, ToolContext, run_session
 from etude.agent.index.workspace import WorkspaceSearch
-from etude.agent.tools.mcp_tool import open_servers
+from etude.agent.mcp import open_servers
 from etude.agent.tools.ports import User
 from etude.agent.tools.state import ToolState
 from etude.controller.agent.approval import Approver, Ask, Mode, checked_mode
@@ -40,7 +40,7 @@ from etude.sandbox.types import Resources
 from etude.tokens import Piece
 
 if TYPE_CHECKING:
-    from etude.agent.mcp import SessionServers  # an extra
+    from etude.agent.mcp.client import SessionServers  # an extra
 
 STOPPED_BY_USER = "user"
 PROJECT_WORDS = "AGENTS.md"

@@ -182,7 +182,7 @@ async def describe_unknown(
     unknown = {name: one for name, one in servers.items() if not one.described}
     if not unknown:
         return dict(servers)
-    from etude.agent.mcp import describe_servers  # heavy, and an extra
+    from etude.agent.mcp.client import describe_servers  # heavy, and an extra
 
     found = await describe_servers(unknown, sandbox)
     return {name: found.get(name, one) for name, one in servers.items()}

@@ -1,1 +1,1 @@
-"""Many hosts as one backend: placement, death, draining, and a simulation of the same scheduler."""
+"""Many hosts as one backend: placement, death, forks, and a list of servers that may change."""

@@ -9,7 +9,7 @@
 
 A host that answers again after its death comes back empty: whatever still runs there is killed first,
 because its sandboxes were reported as lost and may run elsewhere by now.
-Sandbox ids are `host:id`; a sandbox that moves keeps the one it was given.
+Sandbox ids are `host:id`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fleet.draining import DrainReport, drain
 from etude.sandbox.fleet.forking import fork_sandbox
 from etude.sandbox.fleet.heartbeat import Heartbeats
 from etude.sandbox.fleet.host import FleetHost, HostSpec, kill
@@ -32,10 +30,9 @@ from etude.sandbox.fleet.hosts import Demand, Placement, Request
 from etude.sandbox.fleet.registry import FleetConfig, HostStatus, Registry
 from etude.sandbox.fleet.sandbox import FleetSandbox
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.template import Image, Template
+from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 
-MAX_KNOWN_IMAGES = 10_000
 _Isolation = Literal["none", "namespaces", "container", "gvisor", "vm"]
 _ISOLATION: tuple[_Isolation, ...] = ("none", "namespaces", "container", "gvisor", "vm")
 """Weakest first."""
@@ -55,7 +52,6 @@ class Fleet:
         self.config = config or FleetConfig()
         self.registry = Registry(self.config, clock, self)
         self._heartbeats = Heartbeats(self.registry)
-        self._images: OrderedDict[str, Image] = OrderedDict()
         self._closed = False
         for name, host in hosts.items():
             self.registry.add(name, host if isinstance(host, HostSpec) else HostSpec(host))
@@ -119,7 +115,7 @@ class Fleet:
         inner = await host.call(host.backend.connect(inner_id))
         info = await host.call(inner.get_info())
         self.registry.scheduler.adopt(host.name, sandbox_id, Demand.of(info.resources), self.registry.clock())
-        return self.registry.wrap(host, inner, sandbox_id)
+        return self.registry.wrap(host, inner)
 
     async def list(self) -> list[SandboxInfo]:
         """The sandboxes of all living hosts, oldest first."""
@@ -127,7 +123,7 @@ class Fleet:
         living = [host for host in self.registry.hosts.values() if not host.is_dead]
         rows = await asyncio.gather(*(host.call(host.backend.list()) for host in living))
         infos = [
-            dataclasses.replace(info, id=self.registry.id_of(host, info.id))
+            dataclasses.replace(info, id=host.id_of(info.id))
             for host, infos in zip(living, rows, strict=True)
             for info in infos
         ]
@@ -139,9 +135,7 @@ class Fleet:
         living = [host for host in self.registry.hosts.values() if not host.is_dead]
         rows = await asyncio.gather(*(host.call(host.backend.list_snapshots()) for host in living))
         infos = [
-            dataclasses.replace(
-                info, id=f"{host.name}:{info.id}", sandbox_id=self.registry.id_of(host, info.sandbox_id)
-            )
+            dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
             for host, infos in zip(living, rows, strict=True)
             for info in infos
         ]
@@ -168,8 +162,7 @@ class Fleet:
         self.registry.scheduler.cancel(placement.ticket)
         host = self.registry.placed(placement)
         info = await host.call(host.backend.import_snapshot(source))
-        sandbox_id = self.registry.id_of(host, info.sandbox_id)
-        return dataclasses.replace(info, id=f"{host.name}:{info.id}", sandbox_id=sandbox_id)
+        return dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
 
     async def close(self) -> None:
         """Stops the heartbeats and closes every living host's backend. Idempotent."""
@@ -215,7 +208,7 @@ class Fleet:
 
     def retire(self, name: str) -> None:
         """Makes nothing new on a host: what runs there goes on to its end, unmoved, and may be copied there.
-        `undrain` opens the host again. Raises ConfigError for an unknown one."""
+        `reopen` opens the host again. Raises ConfigError for an unknown one."""
         self.registry.scheduler.retire(self.registry.host(name).name)
 
     async def remove_host(self, name: str) -> bool:
@@ -243,25 +236,10 @@ class Fleet:
         """Every host as it is known now."""
         return self.registry.status()
 
-    async def drain(self, name: str, deadline_s: float = 120.0, grace_s: float = 10.0) -> DrainReport:
-        """Empties a host; see `draining.drain`. `undrain` opens it again."""
-        await self.start()
-        return await drain(self.registry, self.connect, name, deadline_s, grace_s)
-
-    def undrain(self, name: str) -> None:
-        """A drained host takes sandboxes again. Raises ConfigError for an unknown one."""
-        self.registry.scheduler.undrain(self.registry.host(name).name)
+    def reopen(self, name: str) -> None:
+        """A retired host takes sandboxes again. Raises ConfigError for an unknown one."""
+        self.registry.scheduler.reopen(self.registry.host(name).name)
         self.registry.queue.pump()
-
-    async def prewarm(self, budget_bytes: int) -> list[tuple[str, str]]:
-        """Has popular images fetched where they are missing: (host, image digest) of those that were.
-
-        A host fetches an image by making a sandbox from it, which is ended at once.
-        """
-        await self.start()
-        pairs = self.registry.scheduler.prewarm(budget_bytes, self.registry.clock())
-        warmed = await asyncio.gather(*(self._warm(host, image) for host, image in pairs))
-        return [pair for pair, done in zip(pairs, warmed, strict=True) if done]
 
     # Owner of FleetSandbox
 
@@ -285,10 +263,6 @@ class Fleet:
         demand = Demand.of(resources or Resources())
         if image is None:
             return Request(demand, only=holder)
-        self._images[image.digest] = image
-        self._images.move_to_end(image.digest)
-        if len(self._images) > MAX_KNOWN_IMAGES:
-            self._images.popitem(last=False)
         return Request(demand, image.digest, self.config.image_bytes, only=holder)
 
     async def _create_on(
@@ -315,9 +289,7 @@ class Fleet:
             raise
         if host.is_dead:
             raise host.lost(inner.id)
-        self.registry.scheduler.confirm(
-            placement.ticket, self.registry.id_of(host, inner.id), self.registry.clock()
-        )
+        self.registry.scheduler.confirm(placement.ticket, host.id_of(inner.id), self.registry.clock())
         host.failures = 0
         return self.registry.wrap(host, inner)
 
@@ -334,26 +306,6 @@ class Fleet:
             for name, host in self.registry.scheduler.hosts.items()
         )
 
-    async def _warm(self, name: str, digest: str) -> bool:
-        host, image = self.registry.hosts[name], self._images.get(digest)
-        placement = None
-        if image is not None and not host.is_dead:
-            request = Request(Demand.of(Resources()), digest, self.config.image_bytes, only=name)
-            placement = self.registry.scheduler.place(request, self.registry.clock())
-        if image is None or placement is None:
-            self.registry.scheduler.image_dropped(name, digest, self.registry.clock())
-            return False
-        try:
-            template = Template({}, image=image)
-            sandbox = await self._create_on(host, placement, digest, template, None, {})
-            await sandbox.kill()
-        except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
-            self._count_failure(host, error)
-            if not host.is_dead:
-                self.registry.scheduler.image_dropped(name, digest, self.registry.clock())
-            return False
-        return True
-
 
 def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:
     """The weakest isolation, and only what every host offers."""
@@ -369,6 +321,6 @@ def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:
         snapshots=frozenset.intersection(*(host.snapshots for host in hosts)),
         pause=frozenset.intersection(*(host.pause for host in hosts)),
         fork=None if None in forks else "full" if forks == {"full"} else "filesystem",
-        migrate=None if None in moves else "live" if moves == {"live"} else "filesystem",
+        migrate=None if None in moves else "full" if moves == {"full"} else "filesystem",
         neighbours_share=any(host.neighbours_share for host in hosts),
     )

@@ -48,7 +48,7 @@ async def _settle(
         if place.host != source.host.name:
             copy = await _move(source, copy, registry, place)
         host = registry.placed(place)
-        registry.scheduler.confirm(place.ticket, f"{host.name}:{copy.id}", registry.clock())
+        registry.scheduler.confirm(place.ticket, host.id_of(copy.id), registry.clock())
     except SandboxMissingError as error:
         # The target died in between, and took its reservations along.
         raise host.lost() from error

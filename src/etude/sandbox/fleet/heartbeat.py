@@ -89,10 +89,8 @@ class Heartbeats:
         if adopt:
             for info in rows:
                 demand = Demand.of(info.resources)
-                self._registry.scheduler.adopt(
-                    host.name, self._registry.id_of(host, info.id), demand, began_s
-                )
-        self._reconcile(host, {self._registry.id_of(host, info.id) for info in rows}, began_s)
+                self._registry.scheduler.adopt(host.name, host.id_of(info.id), demand, began_s)
+        self._reconcile(host, {host.id_of(info.id) for info in rows}, began_s)
         self._registry.queue.pump()
 
     async def _watch(self, host: FleetHost) -> None:
@@ -128,8 +126,6 @@ class Heartbeats:
             if sandbox_id is None or reservation.confirmed_s > began_s or sandbox_id in found:
                 continue
             sandbox = self._registry.handle(sandbox_id)
-            if sandbox is not None and (sandbox.host is not host or sandbox.is_moving):
-                continue  # in a move it leaves one host before it is known to be on the other
             if sandbox is not None:
                 sandbox.end(
                     SandboxMissingError("the sandbox has ended", field="sandbox", received=sandbox_id)

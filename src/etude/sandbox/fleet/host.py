@@ -36,7 +36,7 @@ class HostSpec:
     """Or how to ask the host for it, which is done when it answers for the first time."""
     probe: HostProbe = field(default_factory=NoProbe)
     owns: Callable[[SandboxInfo], bool] = _everything
-    """Which of the sandboxes there are this fleet's. Others are neither counted, moved nor killed; what they
+    """Which of the sandboxes there are this fleet's. Others are neither counted nor killed; what they
     use shows in the host's pressure."""
 
 
@@ -58,6 +58,10 @@ class FleetHost:
         self.last_error: str | None = None
         self._death: asyncio.Future[None] | None = None
         self._abandoned = Tasks(on_error=self._note_undoing_error)
+
+    def id_of(self, inner_id: str) -> str:
+        """The fleet's id of what this host calls `inner_id`."""
+        return f"{self.name}:{inner_id}"
 
     @property
     def is_dead(self) -> bool:

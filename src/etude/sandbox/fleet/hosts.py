@@ -100,14 +100,6 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A sandbox of a draining host and its place elsewhere; None: nothing fits, so it can only sleep."""
-
-    sandbox: str
-    placement: Placement | None
-
-
-@dataclass(frozen=True, slots=True)
 class Policy:
     """The scheduler's constants. All pressures are fractions of a host."""
 
@@ -192,7 +184,6 @@ class HostState:
     """Shared by all hosts of a scheduler."""
     live: Pressure = field(default_factory=lambda: Pressure(0.0, 0.0, 0.0))
     alive: bool = True
-    draining: bool = False
     retiring: bool = False
     """Takes nothing but what only it can serve: copies of its sandboxes, its snapshots."""
     suspended_until_s: float = -math.inf
@@ -231,7 +222,7 @@ class HostState:
     @property
     def is_open(self) -> bool:
         """Whether new sandboxes may come here, as far as nothing has failed."""
-        return self.alive and not self.draining and not self.retiring
+        return self.alive and not self.retiring
 
     def pressure_with(self, demand: Demand) -> float:
         """The worst pressure if `demand` came on top; infinite if it does not fit."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
 
 MAX_IMAGES = 100_000
 _MAX_EXPONENT = 500.0
@@ -36,35 +35,6 @@ class Popularity:
         """Size of an image that was asked for; 0 for one that never was or was forgotten."""
         return self._bytes.get(image, 0)
 
-    def copies_worth_making(
-        self, copies: Mapping[str, int], max_copies: int, copy_serves: float, now_s: float
-    ) -> Iterator[tuple[str, int]]:
-        """(image, bytes) of one copy after another, the most useful first; `copies` exist already.
-
-        First copies come first, by popularity: each saves a fetch that somebody would wait for. Further ones
-        are handed out as seats are by d'Hondt, to the image with the most requests for each copy that
-        it would then have, as long as those are `copy_serves` or more. Images that nobody asked for within
-        ten half-lives are left out.
-        """
-        now = 2.0 ** self._exponent(now_s)
-        heap = [
-            (*_rank(count, copies.get(image, 0)), image, copies.get(image, 0))
-            for image, count in self._counts.items()
-            if count >= now * 2.0**-10 and copies.get(image, 0) < max_copies
-        ]
-        heapq.heapify(heap)
-        while heap:
-            _, demand, image, number = heap[0]
-            if number > 0 and -demand < copy_serves * now:
-                heapq.heappop(heap)
-                continue
-            yield image, self._bytes[image]
-            if number + 1 < max_copies:
-                row = (*_rank(self._counts[image], number + 1), image, number + 1)
-                heapq.heapreplace(heap, row)
-            else:
-                heapq.heappop(heap)
-
     def _exponent(self, now_s: float) -> float:
         if self._epoch_s is None:
             self._epoch_s = now_s
@@ -81,8 +51,3 @@ class Popularity:
         kept = heapq.nlargest(MAX_IMAGES // 2, self._counts, key=self._counts.__getitem__)
         self._counts = {image: self._counts[image] for image in kept}
         self._bytes = {image: self._bytes[image] for image in kept}
-
-
-def _rank(count: float, copies: int) -> tuple[bool, float]:
-    """Sorts first copies before others, and more demand per copy before less."""
-    return copies > 0, -count / (copies + 1)

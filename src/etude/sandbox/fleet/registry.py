@@ -52,7 +52,7 @@ class HostStatus:
     name: str
     alive: bool
     draining: bool
-    """Whether it is being emptied, or takes nothing new."""
+    """Whether it takes nothing new."""
     pressure: Pressure
     """As last reported."""
     sandboxes: int
@@ -72,8 +72,6 @@ class Registry:
         self.hosts: dict[str, FleetHost] = {}
         self._owner = owner
         self._sandboxes: dict[str, FleetSandbox] = {}
-        self._ids: dict[tuple[str, str], str] = {}
-        """(host, id on that host) -> id of the fleet, for sandboxes of which somebody holds a handle."""
 
     def add(self, name: str, spec: HostSpec) -> FleetHost:
         """One more host. Raises ConfigError for a name that is taken or no name."""
@@ -135,7 +133,7 @@ class Registry:
                 HostStatus(
                     host.name,
                     state.alive,
-                    state.draining or state.retiring,
+                    state.retiring,
                     state.live,
                     len(state.reservations),
                     host.missed,
@@ -150,20 +148,10 @@ class Registry:
         self.scheduler.release(sandbox.id)
         self.queue.pump()
 
-    def wrap(self, host: FleetHost, inner: Sandbox, sandbox_id: str | None = None) -> FleetSandbox:
+    def wrap(self, host: FleetHost, inner: Sandbox) -> FleetSandbox:
         """A handle for a sandbox whose place is confirmed."""
-        sandbox_id = sandbox_id or self.id_of(host, inner.id)
-        sandbox = FleetSandbox(self._owner, sandbox_id, host, inner)
-        self._sandboxes[sandbox_id] = sandbox
-        self._ids[host.name, inner.id] = sandbox_id
+        sandbox = self._sandboxes[host.id_of(inner.id)] = FleetSandbox(self._owner, host, inner)
         return sandbox
-
-    def moved(self, sandbox: FleetSandbox, before: tuple[str, str], placement: Placement) -> None:
-        """A sandbox lives elsewhere now: `before` was (host, id on that host)."""
-        self._ids.pop(before, None)
-        self._ids[sandbox.host.name, sandbox.inner.id] = sandbox.id
-        self.scheduler.move(sandbox.id, placement, self.clock())
-        self.queue.pump()
 
     def handle(self, sandbox_id: str) -> FleetSandbox | None:
         """The handle of a sandbox, if somebody holds one."""
@@ -172,11 +160,6 @@ class Registry:
     def drop_handle(self, sandbox: FleetSandbox) -> None:
         """Nobody finds the sandbox by its id any more."""
         self._sandboxes.pop(sandbox.id, None)
-        self._ids.pop((sandbox.host.name, sandbox.inner.id), None)
-
-    def id_of(self, host: FleetHost, inner_id: str) -> str:
-        """The fleet's id of a sandbox that a host calls `inner_id`."""
-        return self._ids.get((host.name, inner_id), f"{host.name}:{inner_id}")
 
     def host(self, name: str) -> FleetHost:
         """A host by name, dead or alive. Raises ConfigError."""
@@ -186,7 +169,7 @@ class Registry:
         return host
 
     def locate(self, sandbox_id: str) -> tuple[FleetHost, str]:
-        """(host, id there) of a sandbox that has not moved. Raises SandboxMissingError, SandboxLostError."""
+        """(host, id there) of a sandbox. Raises SandboxMissingError, SandboxLostError."""
         name, _, inner_id = sandbox_id.partition(":")
         host = self.hosts.get(name)
         if host is None or not inner_id:

@@ -1,12 +1,9 @@
-"""A sandbox of the fleet: the sandbox of a host, wherever it lives now.
-
-Its id stays when it moves to another host. Each call waits while it moves, and ends with SandboxLostError
-as soon as its host is known to be dead, calls in flight included.
+"""A sandbox of the fleet: the sandbox of a host. Calls end with SandboxLostError as soon as the host is known
+to be dead, those in flight included.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,36 +21,23 @@ Result = TypeVar("Result")
 
 
 class FleetSandbox(WrappedSandbox):
-    """`Sandbox` on a host that may change."""
+    """`Sandbox` on a host."""
 
-    def __init__(self, owner: Fleet, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
-        super().__init__(sandbox_id)
+    def __init__(self, owner: Fleet, host: FleetHost, inner: Sandbox) -> None:
+        super().__init__(host.id_of(inner.id))
         self.host = host
         self.inner = inner
         self._owner = owner
         self._gone: SandboxError | None = None
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._settled = asyncio.Event()
-        self._settled.set()
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether it is on its way to another host."""
-        return not self._settled.is_set()
 
     async def perform(self, name: str, operation: Operation[Result]) -> Result:
         """See WrappedSandbox.perform."""
         return await self.attempt(operation)
 
     async def attempt(self, operation: Operation[Result], undo: Undo | None = None) -> Result:
-        """One operation on the sandbox where it lives. Raises SandboxLostError once its host is dead."""
-        await self._settled.wait()
+        """One operation on the host's sandbox. Raises SandboxLostError once the host is dead."""
         if self._gone is not None:
             raise self._gone
-        self._in_flight += 1
-        self._idle.clear()
         try:
             return await self.host.call(operation(self.inner), undo)
         except (SandboxLostError, SandboxMissingError) as error:
@@ -62,42 +46,10 @@ class FleetSandbox(WrappedSandbox):
             self.end(error)
             self._owner.forget(self)
             raise
-        finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.set()
 
     def end(self, reason: SandboxError) -> None:
-        """Every later call raises `reason`; those that wait for a move, too."""
+        """Every later call raises `reason`."""
         self._gone = self._gone or reason
-        self._settled.set()
-
-    async def relocate(self, target: FleetHost, grace_s: float) -> None:
-        """Moves to another host. Calls in flight may end within `grace_s`; later ones wait.
-
-        Raises what the migration raises; the sandbox is then where it was.
-        """
-        if not self._settled.is_set():
-            raise SandboxError("the sandbox is moving already", field="sandbox", received=self.id)
-        self._settled.clear()
-        try:
-            idle = asyncio.ensure_future(self._idle.wait())
-            await asyncio.wait((idle,), timeout=grace_s)
-            idle.cancel()
-            if self._gone is not None:
-                raise self._gone
-            await self.host.call(self._move_to(target))
-        finally:
-            self._settled.set()
-
-    async def _move_to(self, target: FleetHost) -> None:
-        """A move that has happened holds, also where whoever asked for it has been cancelled meanwhile."""
-        source = self.host
-        inner = await self.inner.migrate(target.backend)
-        if source.is_dead or self._gone is not None:
-            await inner.kill()
-            raise self._gone or source.lost(self.id)
-        self.host, self.inner = target, inner
 
     def rebind(self, inner: Sandbox) -> None:
         """The same sandbox by a new handle of the same host."""
@@ -112,7 +64,7 @@ class FleetSandbox(WrappedSandbox):
     ) -> SnapshotInfo:
         """See Sandbox.create_snapshot. It lies on the sandbox's host, and is restored there."""
         info = await super().create_snapshot(kind, name)
-        return replace(info, id=f"{self.host.name}:{info.id}", sandbox_id=self.id)
+        return replace(info, id=self.host.id_of(info.id), sandbox_id=self.id)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork. Copies stay on the same host while there is room; others are migrated."""

@@ -28,7 +28,6 @@ from etude.sandbox.fleet.hosts import (
     Demand,
     HostState,
     Lost,
-    Move,
     Placement,
     Policy,
     Pressure,
@@ -53,7 +52,7 @@ class Scheduler:
         self.hosts: dict[str, HostState] = {}
         self.popularity = Popularity(self.policy.popularity_half_life_s)
         self._open: list[HostState] = []
-        """Living hosts that do not drain."""
+        """Living hosts that are not retired."""
         self._holders: dict[str, list[HostState]] = {}
         """Image -> hosts that have it or fetch it."""
         self._reservations: dict[int, Reservation] = {}
@@ -64,7 +63,7 @@ class Scheduler:
             self.add_host(name, capacity)
 
     def add_host(self, name: str, capacity: Capacity) -> None:
-        """A new, empty host; also one that comes back after its death, draining if it was.
+        """A new, empty host; also one that comes back after its death, retired if it was.
 
         Raises ConfigError if one of that name lives.
         """
@@ -76,7 +75,7 @@ class Scheduler:
         host = HostState(name, capacity, self.policy, self.use)
         self.hosts[name] = host
         if known is not None:
-            host.draining, host.retiring = known.draining, known.retiring
+            host.retiring = known.retiring
         if host.is_open:
             self._open.append(host)
 
@@ -215,40 +214,20 @@ class Scheduler:
             rows.clear()
         return Lost(tuple(sandboxes), tuple(tickets))
 
-    def drain(self, host: str, now_s: float) -> list[Move]:
-        """Nothing new goes to the host; a place elsewhere for each of its sandboxes, largest first."""
-        state = self.hosts[host]
-        state.draining = True
-        self._close(state)
-        running = [r for r in state.reservations.values() if r.sandbox is not None]
-        running.sort(key=lambda r: r.demand.memory_bytes, reverse=True)
-        moves: list[Move] = []
-        for reservation in running:
-            assert reservation.sandbox is not None
-            moves.append(
-                Move(reservation.sandbox, self.place(self._again(reservation, frozenset((host,))), now_s))
-            )
-        return moves
-
-    def undrain(self, host: str) -> None:
+    def reopen(self, host: str) -> None:
         """The host takes sandboxes again. Idempotent."""
         state = self.hosts[host]
-        if state.draining or state.retiring:
-            state.draining = state.retiring = False
+        if state.retiring:
+            state.retiring = False
             if state.alive:
                 self._open.append(state)
 
     def retire(self, host: str) -> None:
-        """No new sandboxes on the host; those there stay, and may be copied there. `undrain` opens it again.
+        """No new sandboxes on the host; those there stay, and may be copied there. `reopen` opens it again.
         Idempotent."""
         state = self.hosts[host]
         state.retiring = True
         self._close(state)
-
-    def move(self, sandbox: str, placement: Placement, now_s: float) -> None:
-        """The sandbox now runs where `placement` reserved, and no longer where it did."""
-        self.release(sandbox)
-        self.confirm(placement.ticket, sandbox, now_s)
 
     def place_fork(self, sandbox: str, count: int, now_s: float) -> list[Placement | None]:
         """Places for copies: on the sandbox's own host while there is room, then wherever they can migrate.
@@ -262,47 +241,16 @@ class Scheduler:
         here = source.host
         places: list[Placement | None] = []
         for _ in range(count):
-            open_here = here.alive and not here.draining
-            if open_here and here.pressure_with(request.demand) < math.inf:
+            if here.alive and here.pressure_with(request.demand) < math.inf:
                 places.append(self._reserve(here, request, now_s))
             else:
                 places.append(self.place(request, now_s))
         return places
 
-    def prewarm(self, budget_bytes: int, now_s: float) -> list[tuple[str, str]]:
-        """(host, image) pairs worth fetching ahead of demand, most useful first, within `budget_bytes`.
-
-        The order is that of `Popularity.copies_worth_making`. The pairs count as being fetched from now on.
-        """
-        copies = {image: len(holders) for image, holders in self._holders.items()}
-        pairs: list[tuple[str, str]] = []
-        worth = self.popularity.copies_worth_making(copies, len(self._open), self.policy.copy_serves, now_s)
-        for image, image_bytes in worth:
-            if image_bytes > budget_bytes:
-                break
-            host = self._warm_host(image, image_bytes, now_s)
-            if host is None:
-                continue
-            budget_bytes -= image_bytes
-            self._fetch(host, image, image_bytes, now_s)
-            pairs.append((host.name, image))
-        return pairs
-
-    def _warm_host(self, image: str, image_bytes: int, now_s: float) -> HostState | None:
-        """The least loaded of K random hosts that lack the image."""
-        drawn = [self._draw(self._open) for _ in range(self.policy.choices)] if self._open else []
-        lacking = [host for host in drawn if image not in host.images]
-        lacking = lacking or [host for host in self._open if image not in host.images]
-        return min(
-            lacking,
-            key=lambda host: host.image_cost(image, image_bytes, now_s) + host.live.worst,
-            default=None,
-        )
-
     def _candidates(self, request: Request) -> Iterable[HostState]:
         if request.only is not None:
             host = self.hosts.get(request.only)
-            return [host] if host is not None and host.alive and not host.draining else []
+            return [host] if host is not None and host.alive else []
         count = len(self._open)
         if count <= self.policy.choices:
             return list(self._open)
@@ -327,7 +275,7 @@ class Scheduler:
         return min(1.0, self.policy.copy_serves * copies / (self.popularity.count(image, now_s) + 1))
 
     def _score(self, host: HostState, request: Request, rarity: float, now_s: float) -> float:
-        if host.draining or (host.retiring and request.only != host.name):
+        if host.retiring and request.only != host.name:
             return math.inf
         if host.suspended_until_s > now_s or host.name in request.exclude:
             return math.inf

@@ -5,7 +5,6 @@
     no longer listed ──> the same, then forgotten
 
 Nothing is moved that somebody works in: a move carries files alone where the backend copies no processes.
-`Fleet.drain` moves, for who wants that.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class ServerFleet(Fleet):
             if spec.draining:
                 self.retire(name)
             elif self.registry.scheduler.hosts[name].retiring:
-                self.undrain(name)
+                self.reopen(name)
             self._servers[name] = spec
         for name, spec in self._wanted.items():
             if name not in self._servers:

@@ -301,7 +301,6 @@ class ServerState:
                 gauges["etude_sandbox_queue", labels] = sum(health.waiting.values())
                 gauges["etude_sandbox_places", labels] = health.max_live
                 gauges["etude_sandbox_places_held", labels] = health.live
-                gauges["etude_sandbox_warm", labels] = sum(health.warm.values())
         return self.metrics.text(gauges)
 
     def problems(self) -> list[str]:

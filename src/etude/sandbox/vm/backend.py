@@ -1,7 +1,7 @@
 """Sandboxes that are virtual machines: QEMU with KVM where guests boot under it, with emulation elsewhere.
 
 A new sandbox is a copy of a warmed guest (`templates.py`), so it starts without booting. Sleep, snapshots,
-forks and live moves keep memory, processes and disk (`state.py`, `migration.py`).
+forks and moves keep memory, processes and disk (`state.py`).
 
     <state>/images/vm/      guest images              <state>/vm-templates/   warmed guests
     <state>/snapshots/      durable snapshots         <state>/vm/<owner>/     running machines
@@ -13,45 +13,31 @@ import asyncio
 import contextlib
 import secrets
 import shutil
-import time
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.kit.leftovers import ScratchDirectory, work_directory
 from etude.sandbox.channel import Channel
-from etude.sandbox.errors import SnapshotError, Unsupported
+from etude.sandbox.errors import SnapshotError
 from etude.sandbox.installing import install_template
-from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
-from etude.sandbox.migration import in_place_of
-from etude.sandbox.snapshots import Snapshot, SnapshotDraft, this_machine
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
-from etude.sandbox.vm.arrivals import Arrivals, check_offer
 from etude.sandbox.vm.image import VmImage, find_image, images_directory
-from etude.sandbox.vm.migration import Offer, Step, Ticket, mirror_disk, send_memory, take_back
 from etude.sandbox.vm.probe import choose_accelerator
 from etude.sandbox.vm.qemu import Hardware, qemu_version
 from etude.sandbox.vm.state import Machine, start_machine
 from etude.sandbox.vm.templates import WarmTemplates
 
 INSTALL_S = 120.0
-_SHORTEST_LIFE_S = 1e-3
-"""Files of a template travel in pieces of about this size."""
+Step = Callable[[str], Awaitable[None]]
 
 
 async def _no_step(name: str) -> None:
     """Nothing watches."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """How a live move went."""
-
-    total_s: float
-    downtime_s: float
-    """For how long the guest ran nowhere, by the clocks of the two QEMUs."""
 
 
 class VmBackend(MachineBackend):
@@ -63,12 +49,10 @@ class VmBackend(MachineBackend):
         self,
         state: Path | None = None,
         accelerator: str | None = None,
-        migration_host: str | None = None,
         on_step: Step = _no_step,
     ) -> None:
-        """`accelerator`: `kvm` or `tcg`; None: found out. `migration_host`: the address of this host at which
-        machines may arrive from others; None: from this host only. `on_step` is awaited at each step of
-        saving, restoring and moving, with its name.
+        """`accelerator`: `kvm` or `tcg`; None: found out. `on_step` is awaited at each step of saving and
+        restoring, with its name.
         """
         super().__init__(state)
         if accelerator not in (None, "kvm", "tcg"):
@@ -79,12 +63,10 @@ class VmBackend(MachineBackend):
         self._step = on_step
         self._templates = WarmTemplates(self.state)
         self._machines: dict[str, Machine] = {}
-        self.arrivals = Arrivals(migration_host, self.spawn)
         self._sleepy: set[str] = set()
         self._image: VmImage | None = None
         self._work: ScratchDirectory | None = None
         self._preparing = asyncio.Lock()
-        self.last_move: Move | None = None
 
     def capabilities(self) -> Capabilities:
         """See SandboxBackend.capabilities."""
@@ -98,7 +80,7 @@ class VmBackend(MachineBackend):
             snapshots=frozenset({"full"}),
             pause=frozenset({"full"}),
             fork="full",
-            migrate="live",
+            migrate="full",
         )
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
@@ -143,8 +125,6 @@ class VmBackend(MachineBackend):
 
     async def close(self) -> None:
         """See SandboxBackend.close."""
-        for ticket in self.arrivals.tickets:
-            await self.abandon(ticket)
         try:
             await super().close()
         finally:
@@ -175,17 +155,16 @@ class VmBackend(MachineBackend):
         machine = await self._start(sandbox, hardware, image, snapshot.directory)
         return await self._continue(sandbox, machine, int(snapshot.extra["next_id"]))
 
-    async def pause(self, sandbox: MachineSandbox, mode: SnapshotKind) -> None:
-        """See Sandbox.pause. The guest stands still from the copy on: nothing happens that is then lost."""
+    async def fall_asleep(self, sandbox: MachineSandbox, mode: SnapshotKind, temporary: bool = False) -> None:
+        """The guest stands still from the copy on: nothing happens that is then lost."""
         self._sleepy.add(sandbox.id)
         try:
-            await super().pause(sandbox, mode)
+            await super().fall_asleep(sandbox, mode, temporary)
         except BaseException:
             self._sleepy.discard(sandbox.id)
             await asyncio.shield(self._wake_again(sandbox))
             raise
-        finally:
-            self._sleepy.discard(sandbox.id)
+        self._sleepy.discard(sandbox.id)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork. One copy of the memory serves all; each writes its own changes elsewhere."""
@@ -204,71 +183,6 @@ class VmBackend(MachineBackend):
             )
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, True)
-
-    async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate: live, to another `VmBackend`. A command that somebody waits for loses its
-        answer; background commands and sessions go on over there."""
-        if not isinstance(target, VmBackend):
-            raise Unsupported(
-                "a running machine moves to another vm backend only",
-                field="target",
-                received=target.capabilities().backend,
-                fix="give a vm backend of another host",
-            )
-        start_s = time.monotonic()
-        async with sandbox.lifecycle:
-            machine = self._machine(sandbox)
-            ticket = await target.prepare_incoming(self.offer(sandbox))
-            try:
-                mark = machine.qemu.qmp.mark
-                next_id = await self._send_away(sandbox, machine, ticket)
-                stop_s = _time_of("STOP", machine, mark)
-                remaining_s = (
-                    None
-                    if sandbox.expires_s is None
-                    else max(_SHORTEST_LIFE_S, sandbox.expires_s - time.time())
-                )
-                moved = await target.adopt(ticket.id, self.copied_spec(sandbox), remaining_s, next_id)
-            except BaseException:
-                await asyncio.shield(target.abandon(ticket.id))
-                await asyncio.shield(self._take_back(sandbox, machine))
-                raise
-        arrived = target._machines[moved.id]
-        self.last_move = Move(time.monotonic() - start_s, _time_of("RESUME", arrived, 0) - stop_s)
-        return await in_place_of(moved, self.kill(sandbox))
-
-    # Moves, for whoever carries tickets between hosts
-
-    def offer(self, sandbox: MachineSandbox) -> Offer:
-        """What a target must know before this sandbox can move to it."""
-        machine = self._machine(sandbox)
-        return Offer(machine.image.digest, machine.hardware, qemu_version(), this_machine())
-
-    async def prepare_incoming(self, offer: Offer) -> Ticket:
-        """Makes ready for a machine that will migrate here; it is given up after `PREPARED_S`.
-
-        Raises SandboxError if it cannot run here, TemplateError without its image.
-        """
-        self.check_accepting()
-        _, accelerator = await self._prepare()
-        check_offer(offer, accelerator)
-        image = await self._image_of(offer.image)
-        name = self.new_id()
-        machine = await start_machine(name, offer.hardware, image, self._directory(name), None)
-        return await self.arrivals.expect(machine)
-
-    async def adopt(
-        self, ticket_id: str, spec: Spec, timeout_s: float | None = None, next_id: int = 1
-    ) -> MachineSandbox:
-        """Takes over a machine that arrives, and lets it run. Raises SandboxError, and then it is gone."""
-        machine = await self.arrivals.take(ticket_id)
-        sandbox = MachineSandbox(self, machine.name, spec)
-        self._register(sandbox, machine)
-        return await self.begin(sandbox, self._continue, machine, next_id, timeout_s=timeout_s)
-
-    async def abandon(self, ticket_id: str) -> None:
-        """Gives up a machine that was expected. Idempotent."""
-        await self.arrivals.abandon(ticket_id)
 
     # Inner workings
 
@@ -373,29 +287,6 @@ class VmBackend(MachineBackend):
         if not status["running"]:
             await machine.wake(sandbox.channel)
 
-    async def _send_away(self, sandbox: MachineSandbox, machine: Machine, ticket: Ticket) -> int:
-        """Sends disk and memory; returns where the ids of requests go on."""
-        await mirror_disk(machine, ticket)
-        await self._step("migrate: disk")
-        async with sandbox.held() as channel:
-            next_id = channel.next_id()
-            await self._step("migrate: held")
-            await send_memory(machine, ticket, self._step)
-        return next_id
-
-    async def _take_back(self, sandbox: MachineSandbox, machine: Machine) -> None:
-        """After a move that failed the sandbox goes on here, unless its machine is what died."""
-        if machine.qemu.qmp.closed or sandbox.state != "running":
-            return
-        await take_back(machine)
-        await machine.wake(sandbox.channel)
-
 
 def _fields(hardware: Hardware) -> dict[str, object]:
     return {name: getattr(hardware, name) for name in Hardware.__dataclass_fields__}
-
-
-def _time_of(event: str, machine: Machine, since: int) -> float:
-    """When QEMU last told of an event, in seconds since 1970; nan if it did not."""
-    stamp = machine.qemu.qmp.last(event, since)
-    return float("nan") if stamp is None else stamp["seconds"] + stamp["microseconds"] / 1e6

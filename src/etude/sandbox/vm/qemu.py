@@ -36,11 +36,6 @@ _EMULATED_CPU = "qemu64,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+rdrand"
 _KERNEL_BYTES = 64 << 20
 """Of the guest's memory, what its kernel and our program get beside the sandbox's own."""
 _MIB = 1 << 20
-_ODD_BYTES = 128 << 10
-"""Added to the guest's memory, which must not be a multiple of 256 KiB: before QEMU 9.0 a faster way of
-collecting dirty pages, taken for such sizes only, misses writes of emulated processors, and a guest that was
-moved while it ran finds old pages among its memory (QEMU's commit "physmem: Fix migration dirty bitmap
-coherency with TCG memory access")."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class Hardware:
         memory_mib = -(-(resources.memory_bytes + _KERNEL_BYTES) // _MIB)
         disk_mib = max(8, -(-resources.disk_bytes // _MIB))
         num_cpus = max(1, -int(-resources.cpus // 1))
-        return cls(memory_mib * _MIB + _ODD_BYTES, num_cpus, disk_mib * _MIB, accelerator)
+        return cls(memory_mib * _MIB, num_cpus, disk_mib * _MIB, accelerator)
 
 
 @dataclass(frozen=True)
@@ -306,26 +301,11 @@ class Qemu:
         with path.open("rb") as file:
             await self.qmp.execute("getfd", {"fdname": "state"}, STATE_S, descriptor=file.fileno())
         since = self.qmp.mark
-        await self.report_migration()
-        await self.execute("migrate-incoming", uri="fd:state")
-        await self.migrated(since, STATE_S)
-
-    async def report_migration(self) -> None:
-        """From now on QEMU tells how a migration goes."""
         await self.execute("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
-
-    async def migrated(self, since: int, deadline_s: float, status: str = "completed") -> None:
-        """Waits until a migration has come to `status`. Raises SandboxError if it fails."""
-
-        ends = {status, "failed", "cancelled"}
-
-        def matches(event: Event) -> bool:
-            return event["event"] == "MIGRATION" and event["data"]["status"] in ends
-
-        event = await self.qmp.event(matches, deadline_s, since, f"migration {status}")
-        if event["data"]["status"] != status:
-            how = event["data"]["status"]
-            raise SandboxError(f"the migration {how}: {self.log()[-1000:]}", field="sandbox")
+        await self.execute("migrate-incoming", uri="fd:state")
+        event = await self.qmp.event(_is_end_of_loading, STATE_S, since, "loaded state")
+        if event["data"]["status"] != "completed":
+            raise SandboxError(f"the state was not loaded: {self.log()[-1000:]}", field="sandbox")
 
     async def kill(self) -> None:
         """Ends QEMU. Idempotent."""
@@ -335,3 +315,7 @@ class Qemu:
                 self._line.close()
             self._line = None
         await self._process.kill()
+
+
+def _is_end_of_loading(event: Event) -> bool:
+    return event["event"] == "MIGRATION" and event["data"]["status"] in ("completed", "failed", "cancelled")

@@ -119,13 +119,6 @@ class Qmp:
         except TimeoutError as error:
             raise self._late(what, deadline_s) from error
 
-    def last(self, name: str, since: int = 0) -> Mapping[str, int] | None:
-        """`seconds` and `microseconds` of the latest event of that name after a mark; None: there is none."""
-        for number, event in reversed(self._events):
-            if number >= since and event["event"] == name:
-                return event["timestamp"]
-        return None
-
     def close(self) -> None:
         """Lets go of QEMU. Idempotent."""
         self._finish("the machine was closed")

@@ -23,7 +23,7 @@ from etude.kit.tasks import end_tasks, to_the_end
 from etude.sandbox.channel import Channel
 from etude.sandbox.machine import greeting
 from etude.sandbox.vm.image import VmImage
-from etude.sandbox.vm.memory import copy_sparse, make_sparse, save_memory
+from etude.sandbox.vm.memory import copy_sparse, save_memory
 from etude.sandbox.vm.qemu import Hardware, Qemu
 
 RAM, DISK, DEVICES = "ram", "disk", "devices"
@@ -85,19 +85,17 @@ class Machine:
 
 
 async def start_machine(
-    name: str, hardware: Hardware, image: VmImage, directory: Path, source: Path | None
+    name: str, hardware: Hardware, image: VmImage, directory: Path, source: Path
 ) -> Machine:
     """A machine of the state in `source`, which stands still until it is woken; its files go to `directory`.
 
-    Without a source it waits for a state that migrates to it. Raises SandboxError; then neither process nor
-    directory is left.
+    Raises SandboxError; then neither process nor directory is left.
     """
     qemu: Qemu | None = None
     try:
-        await in_thread(_make_files, hardware, directory, source)
+        await in_thread(_make_files, directory, source)
         qemu = await Qemu.spawn(name, hardware, image.root, directory / DISK, directory / RAM)
-        if source is not None:
-            await qemu.load_devices(source / DEVICES)
+        await qemu.load_devices(source / DEVICES)
     except BaseException as error:
         if qemu is not None:
             await asyncio.shield(qemu.kill())
@@ -108,12 +106,8 @@ async def start_machine(
     return Machine(name, qemu, hardware, image, directory)
 
 
-def _make_files(hardware: Hardware, directory: Path, source: Path | None) -> None:
+def _make_files(directory: Path, source: Path) -> None:
     directory.mkdir(mode=0o700)
-    if source is None:
-        make_sparse(directory / RAM, hardware.memory_bytes)
-        make_sparse(directory / DISK, hardware.disk_bytes)
-        return
     copy_sparse(source / DISK, directory / DISK)
     try:
         # A name of its own: the state may be deleted while the machine still maps its memory.
