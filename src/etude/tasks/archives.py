@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import stat
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from etude.errors import TaskError
@@ -14,8 +15,8 @@ _TIME_S = 946_684_800
 """Of every entry: the year 2000. Programs that unpack archives complain of 1970."""
 
 
-def pack_directory(top: Path, script: str) -> bytes:
-    """Tar file of what lies below `top`; its file `script` can be executed in it.
+def pack_directory(top: Path, script: str, without: str = "") -> bytes:
+    """Tar file of what lies below `top`, but for `without`; its file `script` can be executed in it.
 
     Raises TaskError without the script, and for what is neither file, directory nor a link within `top`, or
     for more than MAX_ARCHIVE_BYTES.
@@ -29,6 +30,8 @@ def pack_directory(top: Path, script: str) -> bytes:
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in sorted(top.rglob("*")):
             relative, status = path.relative_to(top).as_posix(), path.lstat()
+            if relative == without:
+                continue
             row = tarfile.TarInfo(relative)
             row.mtime = _TIME_S
             row.mode = stat.S_IMODE(status.st_mode) | (0o755 if relative == script else 0)
@@ -47,6 +50,17 @@ def pack_directory(top: Path, script: str) -> bytes:
                 archive.addfile(row, io.BytesIO(data))
             else:
                 raise TaskError("is no file", field=f"{name}/{relative}", fix="files, directories and links")
+    return buffer.getvalue()
+
+
+def pack_texts(files: Mapping[str, str]) -> bytes:
+    """Tar file of texts by their paths."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path, text in files.items():
+            data, row = text.encode(), tarfile.TarInfo(path)
+            row.mtime, row.size = _TIME_S, len(data)
+            archive.addfile(row, io.BytesIO(data))
     return buffer.getvalue()
 
 

@@ -8,7 +8,8 @@
 
 The layout is Harbor's (harborframework.com/docs/tasks). Ours alone are `docker_image = "host"` (the programs
 of the sandboxes' host, with the files of `environment/workspace`) and the table [metadata.etude]: with
-`grading = "values"` a task is judged by the values that its tests compute, and its directories hold
+`grading = "exams"` it is judged by runs of test.sh with changed tests (`exams`); with
+`grading = "values"` by the values that its tests compute, and its directories hold
 
     environment/workspace/...      what the agent sees, copied to /workspace
     tests/hidden/...               laid over /workspace before the verifier runs
@@ -32,6 +33,7 @@ from etude.errors import TaskError
 from etude.kit.durable import whole_directory
 from etude.records import Task, TaskMachine, TestScript
 from etude.tasks.archives import pack_directory
+from etude.tasks.exams import EXAMS, read_exams
 from etude.tasks.harbor_fields import (
     TaskTable,
     check_fields,
@@ -46,7 +48,7 @@ REWARD_PATH = "/logs/verifier/reward.txt"
 EVERYWHERE = "/**"
 """Of `allowed_paths`: the whole root of an image, but for programs and settings (`environment.carrying`)."""
 
-_GRADINGS = ("values", "test_sh")
+_GRADINGS = ("values", "test_sh", "exams")
 _NOT_READ = ("**/.harborignore", "trajectory.json", "environment/docker-compose.yaml")
 """Patterns of files of Harbor's that change what a task is, and are not honoured."""
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
@@ -157,7 +159,7 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
         for found in directory.glob(pattern):
             name = found.relative_to(directory).as_posix()
             raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
-    if grading == "test_sh":
+    if grading != "values":
         task = replace(task, instruction=_without_canary(task.instruction))
         return _with_scripts(task, fields, ours, directory, host_env)
     check_graded_by_values(fields)
@@ -187,6 +189,8 @@ def _with_scripts(
         )
     _check_host(machine, "environment")
     verifier = _with_tests(read_verifier(fields, host_env), fields, directory)
+    if ours.get("grading") == "exams":
+        verifier = _with_exams(verifier, directory)
     allowed_paths = task.allowed_paths
     if not machine.is_host and "allowed_paths" not in ours:
         allowed_paths = ("**", EVERYWHERE)
@@ -223,6 +227,18 @@ def _with_tests(verifier: TestScript, fields: TaskTable, directory: Path) -> Tes
         machine = replace(machine, docker_image=fields.environment.docker_image or "")
         _check_host(machine, "verifier.environment")
     return replace(verifier, archive=pack_directory(tests, "test.sh"), machine=machine)
+
+
+def _with_exams(verifier: TestScript, directory: Path) -> TestScript:
+    """The verifier that is judged by exams, whose lists stay outside. Raises TaskError."""
+    if verifier.machine is not None:
+        raise TaskError(
+            "has no exams", field="task.toml: verifier.environment_mode", received="separate",
+            fix='"shared": exams are runs over what the agent changed',
+        )  # fmt: skip
+    text = _text(directory, f"tests/{EXAMS}")
+    read_exams(text)
+    return replace(verifier, archive=pack_directory(directory / "tests", "test.sh", EXAMS), exams=text)
 
 
 def _check_host(machine: TaskMachine, table: str) -> None:
