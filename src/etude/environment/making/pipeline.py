@@ -75,7 +75,7 @@ class MakeSettings:
     at_once: int = 2
     """Sandboxes in which changes are tested at the same time."""
     budget_s: float = 2700.0
-    """After this time no further change is tested."""
+    """Of testing changes, after the tests themselves are known: then no further one is tested."""
 
 
 async def make_tasks(
@@ -206,7 +206,7 @@ class _Maker:
         try:
             search = _Search(suite, baseline, planner, journal, known, report)
             self._observer.stage_begins("changes", self._settings.quotas.most_tasks, "task")
-            until = began + self._settings.budget_s
+            until = time.monotonic() + self._settings.budget_s
             await search.run(self._settings.at_once, until, self._observer)
             self._observer.stage_ends()
         finally:

@@ -21,9 +21,10 @@ _OF_PYTHON = ("lib/python*", "usr/lib/python*", "usr/local/lib/python*", "opt/*/
 def scan_layers(
     layers: Sequence[Path], changes: Sequence[Change], files: Mapping[str, bytes]
 ) -> dict[str, str]:
-    """Why tasks of one project are given away by an image: id of the change -> reason. `files`: the project's.
+    """Why tasks of one project are given away by an image: id of the change -> reason.
 
-    Each layer is read by itself, so what a later one removes counts too. Raises OSError.
+    `files`: the project's own. Each layer is read by itself: what a later one removes counts too. Raises
+    OSError.
     """
     reasons: dict[str, str] = {}
     sources = _read_texts(files)
