@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -195,7 +195,7 @@ class _Maker:
         self, image: ProjectImage, baseline: Baseline, twins: ProjectTwins, began: float
     ) -> MakeReport:
         """Tests changes, selects, looks for leaks, checks and writes."""
-        report = MakeReport(self._project, baseline, twins.num_turned)
+        report = MakeReport(self._project, baseline, len(twins.turned))
         planner = Planner(
             self._project.sources, self._project.test_texts, self._settings.seed, self._settings.quotas
         )
@@ -204,7 +204,7 @@ class _Maker:
         journal, lines = _open_journal(path)
         known = {line["id"]: line for line in lines}
         try:
-            search = _Search(suite, baseline, planner, journal, known, report)
+            search = _Search(suite, baseline, twins.turned, planner, journal, known, report)
             self._observer.stage_begins("changes", self._settings.quotas.most_tasks, "task")
             until = time.monotonic() + self._settings.budget_s
             await search.run(self._settings.at_once, until, self._observer)
@@ -294,12 +294,13 @@ class _Search:
         self,
         suite: Suite,
         baseline: Baseline,
+        turned: Collection[str],
         planner: Planner,
         journal: LineJournal,
         known: dict[str, dict[str, Any]],
         report: MakeReport,
     ) -> None:
-        self._suite, self._baseline, self._planner = suite, baseline, planner
+        self._suite, self._baseline, self._turned, self._planner = suite, baseline, turned, planner
         self._journal, self._known, self._report = journal, known, report
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
@@ -345,7 +346,10 @@ class _Search:
     async def _take(self, change: Change, line: dict[str, Any]) -> None:
         reason = line.get("reason")
         if reason is None:
-            reason = await asyncio.to_thread(self._planner.take, change, noticed_of(line, self._baseline))
+            noticed = noticed_of(line, self._baseline)
+            reason = "forgeable: no exam can change a failing test"
+            if any(failure.test in self._turned for failure in noticed.failures):
+                reason = await asyncio.to_thread(self._planner.take, change, noticed)
         self._report.count_change(change, reason)
 
 

@@ -131,9 +131,9 @@ class ProjectTwins:
     twins: Mapping[str, tuple[Twin, ...]]
 
     @property
-    def num_turned(self) -> int:
+    def turned(self) -> frozenset[str]:
         """Tests that some twin turns."""
-        return len({test for found in self.twins.values() for twin in found for test in twin.turned})
+        return frozenset(test for found in self.twins.values() for twin in found for test in twin.turned)
 
     def write_exams(
         self, failing: Sequence[str], passing: Sequence[str], changer: TestChanger, seed: str
