@@ -9,6 +9,12 @@ containers of podman (`harbor_judge.py`) and by ours. VENV holds Harbor 0.25, wh
 has the base image under the name that the tasks use.
 
     harbor_verdicts_equal     share of the verdicts whose rewards are equal, or missing on both sides
+
+    python benchmarks/your_repository.py --project NAME --work DIR --json FILE
+
+makes tasks from a published project (`your_repository_projects`: name and version) by `etude tasks make`, and
+verifies them again by what `etude tasks check` does, a thief and a search for leaks. The file joins several
+projects under `parts`.
 """
 
 from __future__ import annotations
@@ -23,7 +29,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from common import print_table, write_result
+from common import merge_result, print_table, write_result
+from your_repository_projects import PROJECTS, Budget, measure_project
 
 from etude.config import load_config
 from etude.controller.backends import open_run_backend
@@ -46,7 +53,23 @@ def main() -> None:
     parser.add_argument("--harbor-python", type=Path, help="Python of an environment that has Harbor.")
     parser.add_argument("--backend", default="local", help="Our sandboxes: local or podman.")
     parser.add_argument("--json", type=Path, help="Where the figures are written.")
+    parser.add_argument("--project", choices=PROJECTS, help="Make tasks from this project instead.")
+    parser.add_argument(
+        "--work", type=Path, help="Directory for a project; one that was begun is gone on with."
+    )
+    parser.add_argument("--num-tasks", type=int, default=12, help="Tasks to make from a project.")
+    parser.add_argument("--runs", type=int, default=10, help="Runs of its tests, to find flaky ones.")
+    parser.add_argument("--minutes", type=float, default=15.0, help="No change is tested after so long.")
     options = parser.parse_args()
+    if options.project:
+        budget = Budget(options.num_tasks, options.runs, options.minutes)
+        work = options.work or Path(tempfile.mkdtemp(prefix="your-repository-"))
+        measured, found = measure_project(options.project, work, budget)
+        print_table(options.project, measured)
+        if options.json:
+            named = {f"{options.project}_{key}": value for key, value in measured.items()}
+            merge_result(options.json, [options.project], named, {options.project: found})
+        return
     with tempfile.TemporaryDirectory() as folder:
         wrong = Path(folder) / "wrong"
         copy_with_wrong_solutions(options.tasks, wrong)

@@ -241,11 +241,13 @@ def _print_report(report: MakeReport) -> None:
     table.add_column()
     rows = [
         (len(report.baseline.stable), "tests that decide"),
+        (report.num_twinned, "of these that exams can change"),
         (len(report.baseline.unstable), "tests that are flaky, fail or are skipped"),
         (report.num_tested, "changes tested"),
         (report.num_noticed, "changes that tests notice"),
         (report.num_checked, "tasks checked by the grader"),
         (len(report.written), "tasks made"),
+        (report.num_open, "of these that could be forged in part: no exam changes some failing test"),
         (report.num_naming_every_call, "of these whose instruction names every failing call"),
         *((-count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
     ]

@@ -11,7 +11,8 @@ is read once nothing runs that could write it, by the image's programs: none of 
 whatever the image's PATH says.
 
 Honest limit: code of the agent's that test.sh runs has test.sh's own rights, and can write the reward. Tasks
-whose test.sh runs where the agent's changes are laid are said to be forgeable (`Grader.find_twins`).
+whose test.sh runs where the agent's changes are laid are said to be forgeable (`Grader.find_twins`), unless
+they have exams (`etude.tasks.exams`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import math
 import shlex
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from etude.agent.tools.text_file import off_loop
 from etude.environment.carrying import (
@@ -39,7 +41,7 @@ from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin, task_template, verifier_origin
 from etude.environment.preparing import OWN_ENV
 from etude.errors import AgentError, SandboxError, TaskError
-from etude.records import Task
+from etude.records import Task, TestScript
 from etude.sandbox.errors import (
     PathKindError,
     PathMissingError,
@@ -49,6 +51,8 @@ from etude.sandbox.errors import (
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of
 from etude.sandbox.types import CommandResult, Resources
+from etude.tasks.archives import pack_texts
+from etude.tasks.exams import MAX_OUTCOME_BYTES, OUTCOMES, read_exams, read_outcomes
 
 FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and could write the reward itself"
 _SETUP_S = 60.0
@@ -92,6 +96,9 @@ done
 if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 
+Read = TypeVar("Read")
+
+
 @dataclass(frozen=True, slots=True)
 class FileKinds:
     """What the contents of the workspace's changed files do not say."""
@@ -117,6 +124,7 @@ async def judge_by_script(
 ) -> Verdict:
     """Runs the task's `tests/test.sh` over the changes, in a fresh sandbox with nothing else in it.
 
+    Of a task with exams the reward is 1 if all of them are passed, else 0, whatever the script writes.
     What the agent's files did to it (a hang, a full disk, no reward) is a failure without a reward, but with
     a cause. Raises SandboxError if our own
     machinery failed, TaskError for an image in which no script can be run, Unsupported without isolation.
@@ -124,16 +132,56 @@ async def judge_by_script(
     script, began = task.verifier, time.perf_counter()
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
-    is_separate = script.machine is not None
-    if is_separate and kinds.elsewhere is None:
+    if script.machine is not None and kinds.elsewhere is None:
         kinds = await _untouched(task, backend, given or Resources())
-    origin = verifier_origin(task, given or Resources())
+
+    async def run(overlay: bytes, read: Callable[[Sandbox, CommandResult], Awaitable[Read]]) -> Read:
+        return await _run_script(task, changes, kinds, backend, given or Resources(), overlay, read)
+
+    try:
+        if script.exams:
+            cause = await _sit_exams(script, run)
+            passed, took_s = cause is None, time.perf_counter() - began
+            return Verdict(passed, int(passed), int(not passed), cause, took_s, reward=float(passed))
+        return verdict_on(await run(b"", _read_rewards), time.perf_counter() - began)
+    except (AgentError, NotLaidError, RewardError) as error:
+        return Verdict(False, 0, 1, str(error), time.perf_counter() - began)
+
+
+async def _sit_exams(
+    script: TestScript,
+    run: Callable[[bytes, Callable[[Sandbox, CommandResult], Awaitable[bytes]]], Awaitable[bytes]],
+) -> str | None:
+    """Why one of a task's exams is not passed; None if all are. Raises RewardError without a result."""
+    for exam in read_exams(script.exams).exams:
+        outcomes = read_outcomes(await run(pack_texts(exam.files) if exam.files else b"", _read_outcomes))
+        failure = f"{OUTCOMES} is not what it should be" if outcomes is None else exam.judge(outcomes)
+        if failure is not None:
+            return failure
+    return None
+
+
+async def _run_script(
+    task: Task,
+    changes: Mapping[str, bytes | None],
+    kinds: FileKinds,
+    backend: SandboxBackend,
+    given: Resources,
+    overlay: bytes,
+    read: Callable[[Sandbox, CommandResult], Awaitable[Read]],
+) -> Read:
+    """What `read` finds in a fresh sandbox in which test.sh has run. `overlay`: tar file over `/tests`."""
+    script = task.verifier
+    assert script is not None, "the caller chose by it"
+    origin = verifier_origin(task, given)
     fresh = await origin.make(backend)
     try:
         await _unpack(fresh, task, "/tests", script.archive)
+        if overlay:
+            await _unpack(fresh, task, "/tests", overlay)
         if kinds.elsewhere is not None:
             await lay(kinds.elsewhere, fresh, OWN_ENV)
-        if not is_separate:
+        if script.machine is None:
             await _lay_over(fresh, task, changes, kinds)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
         # The workspace is home on the host's programs, and the agent's files would be read as settings.
@@ -143,9 +191,7 @@ async def judge_by_script(
         if result.timed_out:
             raise RewardError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
         await _end_processes(fresh)
-        return verdict_on(await _read_rewards(fresh, result), time.perf_counter() - began)
-    except (AgentError, NotLaidError, RewardError) as error:
-        return Verdict(False, 0, 1, str(error), time.perf_counter() - began)
+        return await read(fresh, result)
     finally:
         await fresh.kill()
 
@@ -311,12 +357,9 @@ async def _end_processes(sandbox: Sandbox) -> None:
 
 async def _read_rewards(fresh: Sandbox, ran: CommandResult) -> dict[str, float]:
     """The rewards in the file, by name; no program of the image's reads them. Raises RewardError."""
-    found = await fresh.pack([f"{_LOGS}/{name}" for name in _REWARDS], limit_bytes=_REWARD_BYTES)
-    with tarfile.open(fileobj=io.BytesIO(found), mode="r:") as archive:
-        texts = {row.name.rpartition("/")[2]: archive.extractfile(row) for row in archive if row.isreg()}
-        name = next((name for name in _REWARDS if texts.get(name) is not None), "")
-        file = texts.get(name)
-        text = file.read().decode(errors="replace") if file is not None else ""
+    texts = await _read_logs(fresh, _REWARDS, _REWARD_BYTES)
+    name = next((name for name in _REWARDS if name in texts), "")
+    text = texts.get(name, b"").decode(errors="replace")
     if name == "reward.json":
         return _rewards_of(text)
     if name == "reward.txt":
@@ -324,10 +367,30 @@ async def _read_rewards(fresh: Sandbox, ran: CommandResult) -> dict[str, float]:
             return {"reward": _number(float(text), name)}
         except ValueError:
             raise RewardError(f"{name} holds no finite number: {text.strip()[:80]!r}") from None
+    raise await _without_result(fresh, ran, "reward")
+
+
+async def _read_outcomes(fresh: Sandbox, ran: CommandResult) -> bytes:
+    """What test.sh wrote on how its tests ended. Raises RewardError."""
+    found = (await _read_logs(fresh, [OUTCOMES], MAX_OUTCOME_BYTES)).get(OUTCOMES)
+    if found is None:
+        raise await _without_result(fresh, ran, OUTCOMES)
+    return found
+
+
+async def _read_logs(fresh: Sandbox, names: Sequence[str], limit_bytes: int) -> dict[str, bytes]:
+    """Those of the verifier's files that are there."""
+    found = await fresh.pack([f"{_LOGS}/{name}" for name in names], limit_bytes=limit_bytes)
+    with tarfile.open(fileobj=io.BytesIO(found), mode="r:") as archive:
+        files = {row.name.rpartition("/")[2]: archive.extractfile(row) for row in archive if row.isreg()}
+        return {name: file.read() for name, file in files.items() if file is not None}
+
+
+async def _without_result(fresh: Sandbox, ran: CommandResult, what: str) -> RewardError:
     told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, OWN_ENV)
     said = told.stdout.strip()[-_SAID_CHARS:]
-    words = f"tests/test.sh wrote no reward and ended with {ran.exit_code}"
-    raise RewardError(f"{words}: {said}" if said else words)
+    words = f"tests/test.sh wrote no {what} and ended with {ran.exit_code}"
+    return RewardError(f"{words}: {said}" if said else words)
 
 
 def _rewards_of(text: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ _MOST_WORDS = 1000
 """Numbers and words of a data file that are looked at."""
 _WORD = re.compile(r"\d+|[^\W\d_]+")
 
-_Place = tuple["Kind", list[Callable[[], None]]]
+Place = tuple["Kind", list[Callable[[], None]]]
 """Its kind, and the ways to change what stands there."""
 _Site = tuple["Kind", int, Callable[[], None]]
 """Its kind, the place at which it stands, and what changes it in its tree."""
@@ -52,6 +52,11 @@ def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[Kind,
         return []  # what imports it fails, with or without a change
 
 
+def find_places(node: ast.AST, names: Collection[str]) -> list[Place]:
+    """The places at and below a part of a test, which their changes change. `names`: as of `find_sites`."""
+    return list(_sites(node, names, names))
+
+
 def change_sites(path: str, text: str, names: Collection[str], numbers: Collection[int]) -> str:
     """The file, or part, with some of its sites changed."""
     if not path.endswith(".py"):
@@ -75,7 +80,7 @@ def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
     ]
 
 
-def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> Iterator[_Place]:
+def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> Iterator[Place]:
     """The places at and below a node, in order. `answers`: names that may stand for answers."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Raise():
@@ -84,7 +89,7 @@ def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> I
             match value:
                 case _ if isinstance(index, ast.UnaryOp):
                     if ast.literal_eval(index) % 2 == 0:
-                        yield from _operand(arguments, 1)
+                        yield from operand_places(arguments, 1)
                 case ast.UnaryOp(op=ast.Not(), operand=ast.UnaryOp(op=ast.Not()) as opposite):
                     yield Kind.JUDGEMENT, [partial(arguments.__setitem__, 1, opposite)]
                 case _:
@@ -107,7 +112,7 @@ def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> I
                     yield Kind.JUDGEMENT, [partial(put, ast.Constant(None))]
             return
         case ast.Compare(left=left, comparators=[right] as sides) if not any(map(_is_known, (left, right))):
-            yield from _operand(sides, 0)
+            yield from operand_places(sides, 0)
         case ast.Constant(value=value):
             yield Kind.CONSTANT, [partial(setattr, node, "value", other) for other in _others(value)]
         case ast.List(elts=[] as elements, ctx=ast.Load()) | ast.Tuple(elts=[] as elements):
@@ -143,7 +148,7 @@ def _is_known(node: ast.expr) -> bool:
             return isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.UnaryOp)
 
 
-def _operand(places: list[ast.expr], number: int) -> Iterator[_Place]:
+def operand_places(places: list[ast.expr], number: int) -> Iterator[Place]:
     """Ways to change what answers are compared with: into another number, text, list or tuple, and into
     something of another type."""
     node, put = places[number], partial(places.__setitem__, number)

@@ -34,6 +34,7 @@ from etude.kit.tasks import start_watched
 from etude.records import Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import Resources
+from etude.tasks.exams import read_exams
 
 _MAX_KEPT = 4096
 _BYTES_PER_MATCH = 16
@@ -87,6 +88,10 @@ class Grader:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
         if task.verifier is not None and all(script.machine is not None for script in task.verifiers):
             return Twins()
+        if task.verifier is not None and task.verifier.exams:
+            found = read_exams(task.verifier.exams).open_tests.items()
+            named = [(*test.partition("::")[::2], why) for test, why in found]
+            return Twins((), tuple(OpenTest(HiddenTest(path, name, ()), why) for path, name, why in named))
         if task.verifier is not None:
             return Twins((), (OpenTest(HiddenTest("tests/test.sh", "reward", ()), FORGEABLE),))
         return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
@@ -142,7 +147,8 @@ def _judge_digest(task: Task) -> bytes:
     script = task.verifier
     scripts = {
         "machine": repr(task.machine),
-        "verifier": repr(script and replace(script, archive=_archive_digest(script.archive))),
+        "verifier": repr(script and replace(script, archive=_archive_digest(script.archive), exams="")),
+        "exams": script.exams if script is not None else "",
     }
     files = (task.files, task.hidden_files, task.solution_files, tests, scripts)
     return b"".join(

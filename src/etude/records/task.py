@@ -105,6 +105,8 @@ class TestScript:
     """Where it runs, in place of the task's machine: then nothing of the agent's but `artifacts` is there."""
     artifacts: tuple[Artifact, ...] = ()
     collect: tuple[CollectCommand, ...] = ()
+    exams: str = ""
+    """Text of `tests/exams.json`, which decides in place of the reward (`etude.tasks.exams`); or empty."""
 
 
 @dataclass(frozen=True, slots=True)

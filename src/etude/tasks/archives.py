@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import stat
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import TaskError
@@ -15,8 +15,11 @@ _TIME_S = 946_684_800
 """Of every entry: the year 2000. Programs that unpack archives complain of 1970."""
 
 
-def pack_directories(tops: Sequence[Path], script: str, *, needs_script: bool = True) -> bytes:
-    """Tar file of what lies below `tops`, a later one over those before; its file `script` can be executed.
+def pack_directories(
+    tops: Sequence[Path], script: str, *, needs_script: bool = True, without: str = ""
+) -> bytes:
+    """Tar file of what lies below `tops`, a later one over those before, but for the file `without`; its file
+    `script` can be executed.
 
     Raises TaskError without the script, where it is needed, for what is neither file, directory nor a link
     within its top, and for more than MAX_ARCHIVE_BYTES.
@@ -33,6 +36,8 @@ def pack_directories(tops: Sequence[Path], script: str, *, needs_script: bool = 
     buffer, total = io.BytesIO(), 0
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for relative, (path, top) in sorted(found.items(), key=lambda row: Path(row[0])):
+            if relative == without:
+                continue
             status = path.lstat()
             row = tarfile.TarInfo(relative)
             row.mtime = _TIME_S
@@ -52,6 +57,17 @@ def pack_directories(tops: Sequence[Path], script: str, *, needs_script: bool = 
                 archive.addfile(row, io.BytesIO(data))
             else:
                 raise TaskError("is no file", field=f"{name}/{relative}", fix="files, directories and links")
+    return buffer.getvalue()
+
+
+def pack_texts(files: Mapping[str, str]) -> bytes:
+    """Tar file of texts by their paths."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path, text in files.items():
+            data, row = text.encode(), tarfile.TarInfo(path)
+            row.mtime, row.size = _TIME_S, len(data)
+            archive.addfile(row, io.BytesIO(data))
     return buffer.getvalue()
 
 

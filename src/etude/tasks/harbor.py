@@ -9,7 +9,8 @@
 
 The layout is Harbor's (harborframework.com/docs/tasks). Ours alone are `docker_image = "host"` (the programs
 of the sandboxes' host, with the files of `environment/workspace`) and the table [metadata.etude]: with
-`grading = "values"` a task is judged by the values that its tests compute, and its directories hold
+`grading = "exams"` it is judged by runs of test.sh with changed tests (`exams`); with
+`grading = "values"` by the values that its tests compute, and its directories hold
 
     environment/workspace/...      what the agent sees, copied to /workspace
     tests/hidden/...               laid over /workspace before the verifier runs
@@ -31,8 +32,9 @@ from typing import Any
 
 from etude.errors import TaskError
 from etude.kit.durable import whole_directory
-from etude.records import Task, TaskStep
+from etude.records import Task, TaskStep, TestScript
 from etude.tasks.archives import pack_directories
+from etude.tasks.exams import EXAMS, read_exams
 from etude.tasks.harbor_fields import (
     StepTable,
     TaskTable,
@@ -48,7 +50,7 @@ REWARD_PATH = "/logs/verifier/reward.txt"
 EVERYWHERE = "/**"
 """Of `allowed_paths`: the whole root of an image, but for programs and settings (`environment.carrying`)."""
 
-_GRADINGS = ("values", "test_sh")
+_GRADINGS = ("values", "test_sh", "exams")
 _NOT_READ = (
     "**/.harborignore",
     "trajectory.json",
@@ -164,7 +166,7 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
         for found in directory.glob(pattern):
             name = found.relative_to(directory).as_posix()
             raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
-    if grading == "test_sh":
+    if grading != "values":
         task = replace(task, instruction=_without_canary(task.instruction))
         return _with_scripts(task, fields, ours, directory, host_env)
     check_graded_by_values(fields)
@@ -205,10 +207,28 @@ def _with_scripts(
     task = replace(task, files=files, machine=machine, allowed_paths=allowed_paths)
     if not fields.steps:
         verifier, solution = read_scripts(fields, None, directory, host_env)
+        if ours.get("grading") == "exams":
+            verifier = _with_exams(verifier, directory)
         return replace(task, verifier=verifier, solution=solution)
+    if ours.get("grading") == "exams":
+        field = "task.toml: metadata.etude.grading"
+        raise TaskError("has no steps", field=field, received="exams", fix='use "test_sh"')
     steps = tuple(_read_step(fields, step, directory, host_env) for step in fields.steps)
     task = replace(task, steps=steps, step_rewards=fields.multi_step_reward_strategy or "mean")
     return replace(task.at_step(0), steps=steps)
+
+
+def _with_exams(verifier: TestScript, directory: Path) -> TestScript:
+    """The verifier that is judged by exams, whose lists stay outside. Raises TaskError."""
+    if verifier.machine is not None:
+        raise TaskError(
+            "has no exams", field="task.toml: verifier.environment_mode", received="separate",
+            fix='"shared": exams are runs over what the agent changed',
+        )  # fmt: skip
+    text = _text(directory, f"tests/{EXAMS}")
+    read_exams(text)
+    archive = pack_directories([directory / "tests"], "test.sh", without=EXAMS)
+    return replace(verifier, archive=archive, exams=text)
 
 
 def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Sequence[str]) -> TaskStep:

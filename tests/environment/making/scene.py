@@ -52,7 +52,7 @@ PROJECT = {
         "def test_order(tmp_path_factory):\n    assert os.environ['PYTHONHASHSEED'] == '0'\n"
     ),
 }
-QUOTAS = Quotas(4, most_per_operator=1.0, least_compound=0.0, most_named_lines=1.0)
+QUOTAS = Quotas(2, most_per_operator=1.0, least_compound=0.0, most_named_lines=1.0)
 """A project as small as this has no set of tasks by the shares of a large one."""
 
 

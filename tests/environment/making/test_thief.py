@@ -105,8 +105,8 @@ def hidden_copies(folder: Path) -> dict[str, dict[str, bytes]]:
 def test_a_thief_earns_nothing_unless_the_image_holds_the_solution(making: Making, tmp_path: Path) -> None:
     making.make()
     tasks = read_made(making)
-    assert len(tasks) == 4
-    assert rewards_of_thief(making, tasks) == [0.0] * 4
+    assert len(tasks) == 2
+    assert rewards_of_thief(making, tasks) == [0.0] * 2
     for how, files in hidden_copies(tmp_path).items():
         rows = [file_member(name, data) for name, data in files.items()]
         layer = making.store.layers.add_tar(io.BytesIO(tar_bytes(*rows)))

@@ -1,8 +1,8 @@
 """From a project to a directory of verified tasks, resumable at every point.
 
-    project ──> image ──> baseline ──> changes, tested ──> selection ──> leaks ──> the grader ──> OUT/
-                  |           |               |                                   |
-             OUT/.making/image.json, baseline.json, journal (one line for each change that was tested)
+    project ──> image ──> baseline ──> twins ──> changes, tested ──> selection ──> leaks ──> grader ──> OUT/
+                  |           |          |               |
+    OUT/.making/image.json, baseline.json, twins.json, journal (one line for each change that was tested)
 
 Killed anywhere, the next call with the same project and settings goes on from what stands there. What no task
 is made of is a reject with its reason; only a project that cannot be used at all is an error.
@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +31,7 @@ from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.scanning import scan_layers, scan_workspace
 from etude.environment.making.suites import Suite
+from etude.environment.making.twinning import ROUNDS, ProjectTwins, TestChanger, find_project_twins
 from etude.environment.making.verifying import differing, noticed_of, verify_change
 from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
 from etude.errors import TaskError
@@ -50,7 +51,7 @@ from etude.tasks.making.instructions import find_refusal
 STATE = ".making"
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
-VERSION = 2
+VERSION = 3
 """Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
 _VERIFIER_S = 60.0
 _SINGLES = 0.7
@@ -74,7 +75,7 @@ class MakeSettings:
     at_once: int = 2
     """Sandboxes in which changes are tested at the same time."""
     budget_s: float = 2700.0
-    """After this time no further change is tested."""
+    """Of testing changes, after the tests themselves are known: then no further one is tested."""
 
 
 async def make_tasks(
@@ -97,7 +98,8 @@ async def make_tasks(
     maker = _Maker(project, out, settings, backend, store, observer)
     image = await maker.prepare(images)
     baseline = await maker.find_baseline(image)
-    return await maker.make(image, baseline, began)
+    twins = await maker.find_twins(image, baseline)
+    return await maker.make(image, baseline, twins, began)
 
 
 def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
@@ -135,6 +137,7 @@ class _Maker:
     ) -> None:
         self._project, self._out, self._settings = project, out, settings
         self._backend, self._store, self._observer = backend, store, observer
+        self._changer = TestChanger(project, settings.seed)
 
     async def prepare(self, images: ImagesConfig) -> ProjectImage:
         """The project's image, built unless it is there."""
@@ -173,9 +176,26 @@ class _Maker:
         write_json(path, baseline.to_document())
         return baseline
 
-    async def make(self, image: ProjectImage, baseline: Baseline, began: float) -> MakeReport:
+    async def find_twins(self, image: ProjectImage, baseline: Baseline) -> ProjectTwins:
+        """Changed tests that the project's own text fails, found unless they are known."""
+        path = self._out / STATE / "twins.json"
+        if path.exists():
+            return ProjectTwins.from_document(json.loads(path.read_bytes()))
+        suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
+        self._observer.stage_begins("twins", 1 + ROUNDS, "run")
+        twins = await find_project_twins(
+            suite, baseline, self._changer, self._settings.at_once,
+            lambda step: self._observer.stage_advances(step, {}),
+        )  # fmt: skip
+        self._observer.stage_ends()
+        write_json(path, twins.to_document())
+        return twins
+
+    async def make(
+        self, image: ProjectImage, baseline: Baseline, twins: ProjectTwins, began: float
+    ) -> MakeReport:
         """Tests changes, selects, looks for leaks, checks and writes."""
-        report = MakeReport(self._project, baseline)
+        report = MakeReport(self._project, baseline, len(twins.turned))
         planner = Planner(
             self._project.sources, self._project.test_texts, self._settings.seed, self._settings.quotas
         )
@@ -184,24 +204,30 @@ class _Maker:
         journal, lines = _open_journal(path)
         known = {line["id"]: line for line in lines}
         try:
-            search = _Search(suite, baseline, planner, journal, known, report)
+            search = _Search(suite, baseline, twins.turned, planner, journal, known, report)
             self._observer.stage_begins("changes", self._settings.quotas.most_tasks, "task")
-            until = began + self._settings.budget_s
+            until = time.monotonic() + self._settings.budget_s
             await search.run(self._settings.at_once, until, self._observer)
             self._observer.stage_ends()
         finally:
             journal.close()
         kept = planner.select(report)
-        await self._check_and_write(kept, image, baseline, report)
+        limit_s = max(_VERIFIER_S, baseline.timeout_s)
+        made = [self._made(one, image, twins, limit_s) for one in kept]
+        await self._check_and_write(made, report)
         report.duration_s = time.monotonic() - began
         write_json(self._out / "report.json", report.to_document())
         return report
 
-    async def _check_and_write(
-        self, kept: Sequence[Found], image: ProjectImage, baseline: Baseline, report: MakeReport
-    ) -> None:
-        limit_s = max(_VERIFIER_S, baseline.timeout_s)
-        made = await self._drop_leaked([_made(self._project, image, one, limit_s) for one in kept], report)
+    def _made(self, found: Found, image: ProjectImage, twins: ProjectTwins, limit_s: float) -> MadeTask:
+        failing = tuple(one.test for one in found.noticed.failures)
+        passing, change = found.noticed.passing, found.change
+        exams = twins.write_exams(failing, passing, self._changer, change.id)
+        split = split_of(change.places[0].path)
+        return MadeTask(self._project, image, found.verified, failing, passing, limit_s, split, exams)
+
+    async def _check_and_write(self, kept: Sequence[MadeTask], report: MakeReport) -> None:
+        made = await self._drop_leaked(kept, report)
         names = {one.id for one in made}
         for folder in [one for one in self._out.iterdir() if (one / "task.toml").is_file()]:
             if folder.name not in names:
@@ -231,7 +257,9 @@ class _Maker:
             return list(made)
         layers = [self._store.layers.path(digest) for digest in new[0].image.image.layers]
         self._observer.stage_begins("leaks", 0)
-        reasons = await asyncio.to_thread(scan_layers, layers, new)
+        reasons = await asyncio.to_thread(
+            scan_layers, layers, [one.verified.change for one in new], self._project.files
+        )
         self._observer.stage_ends()
         for one in new:
             if reason := reasons.get(one.verified.change.id):
@@ -266,12 +294,13 @@ class _Search:
         self,
         suite: Suite,
         baseline: Baseline,
+        turned: Collection[str],
         planner: Planner,
         journal: LineJournal,
         known: dict[str, dict[str, Any]],
         report: MakeReport,
     ) -> None:
-        self._suite, self._baseline, self._planner = suite, baseline, planner
+        self._suite, self._baseline, self._turned, self._planner = suite, baseline, turned, planner
         self._journal, self._known, self._report = journal, known, report
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
@@ -317,14 +346,11 @@ class _Search:
     async def _take(self, change: Change, line: dict[str, Any]) -> None:
         reason = line.get("reason")
         if reason is None:
-            reason = await asyncio.to_thread(self._planner.take, change, noticed_of(line, self._baseline))
+            noticed = noticed_of(line, self._baseline)
+            reason = "forgeable: no exam can change a failing test"
+            if any(failure.test in self._turned for failure in noticed.failures):
+                reason = await asyncio.to_thread(self._planner.take, change, noticed)
         self._report.count_change(change, reason)
-
-
-def _made(project: Project, image: ProjectImage, found: Found, limit_s: float) -> MadeTask:
-    failing = tuple(one.test for one in found.noticed.failures)
-    split = split_of(found.change.places[0].path)
-    return MadeTask(project, image, found.verified, failing, found.noticed.passing, limit_s, split)
 
 
 def _open_journal(path: Path) -> tuple[LineJournal, list[dict[str, Any]]]:

@@ -18,6 +18,8 @@ class MakeReport:
 
     project: Project
     baseline: Baseline
+    num_twinned: int = 0
+    """Tests that exams can change."""
     rejects: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     """For each: the change's id, operator and place, the stage, the reason."""
     num_tested: int = 0
@@ -28,6 +30,8 @@ class MakeReport:
     operators: Counter[str] = field(default_factory=Counter[str])
     """Of the tasks that were written."""
     kinds: Counter[str] = field(default_factory=Counter[str])
+    num_open: int = 0
+    """Tasks some of whose failing tests no exam changes."""
     num_naming_every_call: int = 0
     """Tasks whose instruction tells the call of each failing test."""
     missed: str = ""
@@ -57,6 +61,7 @@ class MakeReport:
         self.written.append(made.id)
         self.operators[made.verified.change.operator] += 1
         self.kinds[made.verified.change.kind] += 1
+        self.num_open += bool(made.exams.open_tests)
         self.num_naming_every_call += made.verified.names_every_call
 
     @property
@@ -74,12 +79,17 @@ class MakeReport:
         return {
             "project": self.project.name,
             "version": self.project.version,
-            "tests": {"stable": len(self.baseline.stable), "left_out": dict(self.baseline.unstable)},
+            "tests": {
+                "stable": len(self.baseline.stable),
+                "with_twins": self.num_twinned,
+                "left_out": dict(self.baseline.unstable),
+            },
             "suite_s": round(self.baseline.duration_s, 3),
             "changes_tested": self.num_tested,
             "changes_noticed": self.num_noticed,
             "tasks_checked": self.num_checked,
             "tasks": sorted(self.written),
+            "tasks_with_open_tests": self.num_open,
             "tasks_naming_every_call": self.num_naming_every_call,
             "reverified": self.reverified,
             "kinds": dict(self.kinds.most_common()),

@@ -11,23 +11,23 @@ from pathlib import Path
 
 from etude.environment.making.projects import read_text
 from etude.environment.making.writing import MadeTask
-from etude.tasks.making.changes import Leak
+from etude.tasks.making.changes import Change, Leak
 from etude.tasks.making.leaks import find_leaks
 
 _OF_PYTHON = ("lib/python*", "usr/lib/python*", "usr/local/lib/python*", "opt/*/lib/python*")
 """Directories of a layer with the interpreter's library and with installed distributions."""
 
 
-def scan_layers(layers: Sequence[Path], tasks: Sequence[MadeTask]) -> dict[str, str]:
-    """Why tasks of one project are given away by their image: id of the change -> reason.
+def scan_layers(
+    layers: Sequence[Path], changes: Sequence[Change], files: Mapping[str, bytes]
+) -> dict[str, str]:
+    """Why tasks of one project are given away by an image: id of the change -> reason.
 
-    Each layer is read by itself, so what a later one removes counts too. Raises OSError.
+    `files`: the project's own. Each layer is read by itself: what a later one removes counts too. Raises
+    OSError.
     """
     reasons: dict[str, str] = {}
-    if not tasks:
-        return reasons
-    changes = [one.verified.change for one in tasks]
-    sources = _read_texts(tasks[0].project.files)
+    sources = _read_texts(files)
     for layer in layers:
         for change, leaks in find_leaks(layer, changes, sources, list(_find_foreign(layer))).items():
             reasons.setdefault(change, _describe(leaks, "the image"))

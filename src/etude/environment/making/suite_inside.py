@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-REWARD = "/logs/verifier/reward.txt"
+LOGS = "/logs/verifier"
 _MESSAGE_CHARS = 600
 _VALUE_CHARS = 200
 _RANKS = {"passed": 0, "skipped": 1, "failed": 2}
@@ -88,6 +88,7 @@ class Watcher:
         self.outcomes: dict[str, str] = {}
         self.failures: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
+        self.functions: dict[str, list[str]] = {}
         self.broken: str | None = None
         self._arguments: dict[str, Any] = {}
         self._ids = None if ids is None else frozenset(ids)
@@ -111,7 +112,8 @@ class Watcher:
     def to_document(self, status: int) -> dict[str, Any]:
         """How the tests ended."""
         found = {"status": status, "broken": self.broken, "outcomes": self.outcomes}
-        return {**found, "failures": self.failures, "errors": self.errors}
+        found |= {"failures": self.failures, "errors": self.errors}
+        return {**found, "functions": self.functions}
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
@@ -127,6 +129,7 @@ class Watcher:
         """Keeps how a part of a test ended: its worst part counts."""
         if call.when == "setup":
             self._arguments = _arguments(item)  # as they are before the test can change them
+            self.functions[item.nodeid] = list(_function(item))
         result: Any = yield
         report = result.get_result()
         before = self.outcomes.get(item.nodeid, "passed")
@@ -135,10 +138,9 @@ class Watcher:
             crash = getattr(report.longrepr, "reprcrash", None)
             words = getattr(crash, "message", None) or str(report.longrepr)
             place = _innermost(call.excinfo)
-            file, line = _failing_line(item, call.excinfo)
-            function = getattr(getattr(item, "function", None), "__qualname__", "")
-            row = {"message": words[:_MESSAGE_CHARS], "line": line, "place": place}
-            row |= {"file": file, "function": function}
+            file, function = self.functions[item.nodeid]
+            row = {"message": words[:_MESSAGE_CHARS], "line": _failing_line(item, call.excinfo)}
+            row |= {"place": place, "file": file, "function": function}
             self.failures[item.nodeid] = {**row, **self._arguments}
 
     def pytest_internalerror(self, excrepr: Any) -> None:
@@ -242,8 +244,16 @@ def _innermost(excinfo: Any) -> list[Any] | None:
     return None
 
 
-def _failing_line(item: Any, excinfo: Any) -> tuple[str, int]:
-    """The file that a test is written in, and its last line there in the traceback; 0 if there is none."""
+def _function(item: Any) -> tuple[str, str]:
+    """The file that a test is written in, and its function's qualified name."""
+    function = getattr(item, "function", None)
+    code = getattr(function, "__code__", None)
+    path = code.co_filename if code is not None else str(item.path)
+    return path.removeprefix(f"{Path.cwd()}/"), getattr(function, "__qualname__", "")
+
+
+def _failing_line(item: Any, excinfo: Any) -> int:
+    """A test's last line in the traceback, of the file that it is written in; 0 if there is none."""
     code = getattr(getattr(item, "function", None), "__code__", None)
     path = code.co_filename if code is not None else str(item.path)
     name = getattr(item, "originalname", item.name)
@@ -252,7 +262,7 @@ def _failing_line(item: Any, excinfo: Any) -> tuple[str, int]:
         for file, function, line in _frames(excinfo)
         if (file, function.rpartition(".")[2]) == (path, name)
     ]
-    return path.removeprefix(f"{Path.cwd()}/"), lines[-1] if lines else 0
+    return lines[-1] if lines else 0
 
 
 def _arguments(item: Any) -> dict[str, Any]:
@@ -310,7 +320,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     ]
     words += ["--continue-on-collection-errors", *request.get("options", [])]
     words += ["-p", "no:cov"] if importlib.util.find_spec("pytest_cov") else []
-    words += ["--hypothesis-seed=0"] if importlib.util.find_spec("hypothesis") else []
+    is_loaded = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" not in os.environ
+    words += ["--hypothesis-seed=0"] if is_loaded and importlib.util.find_spec("hypothesis") else []
     plugins: list[Any] = [watcher]
     if "rounds" in request:
         rounds = Rounds(request["rounds"], request["stable"], request["limit_s"])
@@ -340,7 +351,7 @@ def answer(request: dict[str, Any]) -> None:
 
 
 def grade(path: str) -> None:
-    """Writes the reward: 1 if every test that the file names passes, else 0."""
+    """Writes how the tests ended that the file names, and the reward: 1 if all of them pass, else 0."""
     request = json.loads(Path(path).read_text())
     process = os.getpid()
     outcomes = run(request)["outcomes"]
@@ -348,7 +359,8 @@ def grade(path: str) -> None:
     if os.getpid() == process:
         sys.stdout.write("".join(f"not passed: {test}\n" for test in missed[:20]))
         sys.stdout.flush()
-        Path(REWARD).write_text("0\n" if missed else "1\n")
+        Path(LOGS, "outcomes.json").write_text(json.dumps(outcomes))
+        Path(LOGS, "reward.txt").write_text("0\n" if missed else "1\n")
     os._exit(0)
 
 

@@ -67,6 +67,8 @@ class SuiteRun:
     failures: Mapping[str, TestFailure] = field(default_factory=dict[str, TestFailure])
     errors: Mapping[str, str] = field(default_factory=dict[str, str])
     """File whose tests could not be collected -> why."""
+    functions: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
+    """Test -> file and qualified name of its function."""
     coverage: Coverage | None = None
     problem: str | None = None
     """Why there is no result: a hang, a death, no answer."""
@@ -188,7 +190,9 @@ def _read_run(found: Mapping[str, Any]) -> SuiteRun:
         }
         coverage = Coverage(tuple(rows["tests"]), lines)
     duration_s = found.get("duration_s", 0.0)
-    return SuiteRun(found["outcomes"], failures, found["errors"], coverage, duration_s=duration_s)
+    functions = {test: (file, name) for test, (file, name) in found["functions"].items()}
+    outcomes, errors = found["outcomes"], found["errors"]
+    return SuiteRun(outcomes, failures, errors, functions, coverage, duration_s=duration_s)
 
 
 def _read_failure(test: str, row: Mapping[str, Any]) -> TestFailure:

@@ -5,6 +5,7 @@ environment/Dockerfile    the project's image, and COPY workspace/
 environment/workspace/    the project with the change
 tests/test.sh             puts the project's own tests in place, and runs those that decide
 tests/hidden/, tests/expected.json, tests/suite.py
+tests/exams.json          runs with changed tests, which decide; not shown to what the agent left behind
 solution/solve.sh         puts the project's own text in place
 """
 
@@ -21,6 +22,7 @@ from etude.environment.making.projects import Project, read_text
 from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
 from etude.kit.durable import whole_directory
 from etude.records import Task
+from etude.tasks.exams import EXAMS, ExamSet
 from etude.tasks.harbor import read_harbor, toml_value
 from etude.tasks.making.changes import Verified
 
@@ -49,6 +51,7 @@ class MadeTask:
     pass_to_pass: tuple[str, ...]
     verifier_s: float
     split: str
+    exams: ExamSet
 
     @property
     def id(self) -> str:
@@ -108,6 +111,7 @@ def _files(made: MadeTask) -> dict[str, bytes]:
         "tests/test.sh": (TEST % shlex.join(project.test_roots)).encode(),
         "tests/suite.py": PROGRAM.read_bytes(),
         "tests/expected.json": json.dumps(expected, indent=1).encode() + b"\n",
+        f"tests/{EXAMS}": made.exams.to_text().encode(),
         "solution/solve.sh": _SOLVE.encode(),
     }
     files |= below("environment/workspace", made.workspace)
@@ -131,18 +135,23 @@ def _toml(made: MadeTask) -> str:
         "num_failing_tests": len(made.fail_to_pass),
         "num_suspect_lines": made.verified.num_suspect_lines,
         "names_every_call": made.verified.names_every_call,
+        "num_open_tests": len(made.exams.open_tests),
     }
-    return task_toml(made.id, facts, made.project.source_patterns, made.verifier_s)
+    return task_toml(made.id, facts, made.project.source_patterns, made.verifier_s, "exams")
 
 
 def task_toml(
-    name: str, facts: Mapping[str, str | int | float | bool], patterns: Sequence[str], verifier_s: float
+    name: str,
+    facts: Mapping[str, str | int | float | bool],
+    patterns: Sequence[str],
+    verifier_s: float,
+    grading: str = "test_sh",
 ) -> str:
     """The `task.toml` of a task that reaches no network. `patterns`: of what a solution may change."""
     allowed = ", ".join(toml_value(pattern, "allowed_paths") for pattern in patterns)
     lines = ['schema_version = "1.4"', "", "[task]", f"name = {_text(f'etude/{name}')}", "", "[metadata]"]
     lines += [f"{key} = {toml_value(value, f'metadata.{key}')}" for key, value in facts.items()]
-    lines += ["", "[metadata.etude]", f"id = {_text(name)}", 'grading = "test_sh"']
+    lines += ["", "[metadata.etude]", f"id = {_text(name)}", f"grading = {_text(grading)}"]
     lines += [f"allowed_paths = [{allowed}]", "", "[agent]", "timeout_sec = 1800.0"]
     lines += ["", "[verifier]", f"timeout_sec = {verifier_s:.1f}", "", "[environment]"]
     lines += ["build_timeout_sec = 1800.0", "cpus = 1", f"memory_mb = {MEMORY_BYTES >> 20}"]

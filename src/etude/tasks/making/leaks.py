@@ -33,8 +33,9 @@ class _Wanted:
 
     hunks: Sequence[_Hunk]
     by_run: Mapping[_Run, Sequence[_Hunk]]
-    words: frozenset[bytes]
-    """A file with none of these words holds none of the runs."""
+    words: Mapping[bytes, frozenset[tuple[bytes, ...]]]
+    """The longest word of each run -> its others, the longest first: a file without all of them, for every
+    run, holds none."""
     modules: Mapping[str, Sequence[tuple[str, Change]]]
     """File name without its ending -> paths of modules below their source folder."""
 
@@ -83,12 +84,16 @@ def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Want
     for hunk in kept:
         for run in hunk.runs:
             by_run.setdefault(run, []).append(hunk)
-    longest = {max(run, key=len).strip('"').split("\n")[0].split("\\")[0] for run in by_run}
+    words: dict[bytes, set[tuple[bytes, ...]]] = {}
+    for run in by_run:
+        plain = {token.strip('"').split("\n")[0].split("\\")[0] for token in run}
+        first, *others = sorted((one.encode("utf-8", "replace") for one in plain), key=len, reverse=True)
+        words.setdefault(first, set()).add(tuple(others))
     modules: dict[str, list[tuple[str, Change]]] = {}
     for change in changes:
         for path in change.files:
             modules.setdefault(PurePosixPath(path).stem, []).append((path, change))
-    return _Wanted(kept, by_run, frozenset(word.encode("utf-8", "replace") for word in longest), modules)
+    return _Wanted(kept, by_run, {first: frozenset(others) for first, others in words.items()}, modules)
 
 
 def _hunks_of(change: Change, sources: Mapping[str, str]) -> Iterator[set[_Run]]:
@@ -133,7 +138,10 @@ def _find_copies(name: str, data: bytes, wanted: _Wanted) -> Iterator[tuple[Chan
 def _find_text(
     name: str, how: str, data: bytes, wanted: _Wanted, is_foreign: bool
 ) -> Iterator[tuple[Change, Leak]]:
-    if b"\0" in data[:4096] or not any(word in data for word in wanted.words):
+    if b"\0" in data[:4096] or not any(
+        first in data and any(all(word in data for word in others) for others in more)
+        for first, more in wanted.words.items()
+    ):
         return
     found = wanted.by_run.keys() & set(runs(code_tokens(data.decode("utf-8", "replace")), RUN_LENGTH))
     for hunk in {id(hunk): hunk for run in found for hunk in wanted.by_run[run]}.values():

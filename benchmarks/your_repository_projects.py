@@ -1,0 +1,164 @@
+"""Tasks made from published projects, each verified again as somebody else would who has only the tasks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.config import RunConfig, load_config
+from etude.config.images import ImagesConfig
+from etude.controller.backends import open_run_backend
+from etude.controller.task_making import make_task_set
+from etude.controller.task_sets import CheckedTask, check_task_set, run_interruptibly
+from etude.environment.grading import allowed_changes
+from etude.environment.making.pipeline import STATE, MakeSettings
+from etude.environment.making.projects import Project, read_project, read_text
+from etude.environment.making.reports import MakeReport
+from etude.environment.making.scanning import scan_layers
+from etude.environment.origins import task_resources, task_template
+from etude.environment.verdicts import Grader
+from etude.observe import SilentObserver
+from etude.records import Task
+from etude.sandbox.backends import IMAGES
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.migration import default_state_directory
+from etude.sandbox.types import Resources
+from etude.tasks.making.changes import Change, Quotas
+
+PROJECTS = {
+    "itsdangerous": "2.2.0",
+    "click": "8.1.8",
+    "tomlkit": "0.13.2",
+    "python-dateutil": "2.9.0.post0",
+    "pyparsing": "3.2.0",
+}
+"""Versions whose source distributions hold their tests."""
+_THIEF = Path(__file__).parents[1] / "tests/environment/making/thief.py"
+_PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What making tasks from one project may cost."""
+
+    num_tasks: int
+    num_runs: int
+    minutes: float
+
+
+def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, float], dict[str, Any]]:
+    """(figures, the report and what was found again) of one project; `work` is gone on with if it exists."""
+    folder = work / name
+    repo = fetch_source(name, folder)
+    project = read_project(repo)
+    config = load_config(None, []).model_copy(update={"images": fetch_packages(project, folder)})
+    settings = MakeSettings(
+        Quotas(budget.num_tasks), budget.num_runs, at_once=2, budget_s=60 * budget.minutes
+    )
+    began = time.monotonic()
+    report = make_task_set(repo, folder / "tasks", settings, config, SilentObserver())
+    made_s = time.monotonic() - began
+    checked = check_task_set(folder / "tasks", "--work", config) if report.written else []
+    verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
+    stolen = run_interruptibly(_steal_all(verified, project, config))
+    leaked = find_leaking(verified, project, folder / "tasks")
+    found = _figures(report, checked, stolen, leaked) | {"make_s": made_s}
+    document = {key: value for key, value in report.to_document().items() if key not in ("rejects", "tasks")}
+    failures = {one.name: one.report.reason for one in checked if one.report.reason is not None}
+    return found, {**document, "fails_again": failures, "stolen": stolen, "leaks": leaked}
+
+
+def fetch_source(name: str, folder: Path) -> Path:
+    """The unpacked source distribution. Raises CalledProcessError."""
+    target = f"{name}=={PROJECTS[name]}"
+    if not list(folder.glob("source/*.tar.gz")):
+        words = ["--no-binary", ":all:", "--no-deps", "-d", str(folder / "source"), target]
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *words], check=True)
+    [archive] = folder.glob("source/*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "repo", filter="data")
+    [repo] = (folder / "repo").iterdir()
+    return repo
+
+
+def fetch_packages(project: Project, folder: Path) -> ImagesConfig:
+    """What a build sees of what its tests need, so that it reaches no network. Raises CalledProcessError."""
+    wheels, settings = folder / "wheels", folder / "pip.conf"
+    words = ["--python-version", "3.11", "--only-binary=:all:", "-d", str(wheels), *project.requirements]
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *words], check=True)
+    settings.write_text(_PIP_CONF)
+    return ImagesConfig(volumes={"/wheels": wheels.resolve(), "/etc/pip.conf": settings.resolve()})
+
+
+async def _steal_all(tasks: Sequence[Task], project: Project, config: RunConfig) -> list[str]:
+    """The tasks that pay a thief, who looks for the solution in the whole sandbox."""
+    backend = open_run_backend(config.sandbox)
+    try:
+        rewards = [await _steal(task, project, backend) for task in tasks]
+    finally:
+        await backend.close()
+    return [task.id for task, reward in zip(tasks, rewards, strict=True) if reward != 0.0]
+
+
+async def _steal(task: Task, project: Project, backend: SandboxBackend) -> float | None:
+    words = f"python3 - {project.source_root or '.'} {project.name} {project.version}"
+    sandbox = await backend.create(task_template(task), task_resources(task, Resources()))
+    try:
+        await sandbox.commands.run(words, 300.0, stdin=_THIEF.read_text())
+        changes = allowed_changes(task, await sandbox.final_diff())
+    finally:
+        await sandbox.kill()
+    return (await Grader(backend).judge(task, changes)).reward
+
+
+def find_leaking(tasks: Sequence[Task], project: Project, out: Path) -> dict[str, str]:
+    """Tasks given away by what their Dockerfile builds: its layers but for those that were searched as the
+    tasks were made."""
+    known = set(json.loads((out / STATE / "image.json").read_bytes())["image"]["layers"])
+    store = ImageStore(default_state_directory() / IMAGES)
+    found: dict[str, str] = {}
+    for task in tasks:
+        assert task.machine is not None and task.machine.image is not None and task.directory is not None
+        change = _change_of(Path(task.directory))
+        new = [store.layers.path(layer) for layer in task.machine.image.layers if layer not in known]
+        if why := scan_layers(new, [change], project.files).get(change.id):
+            found[task.id] = why
+    return found
+
+
+def _change_of(directory: Path) -> Change:
+    solution, workspace = directory / "solution/files", directory / "environment/workspace"
+    paths = [path.relative_to(solution) for path in solution.rglob("*") if path.is_file()]
+    texts = {path.as_posix(): read_text((workspace / path).read_bytes()) or "" for path in paths}
+    return Change("planted_bug", "", texts, ())
+
+
+def _figures(
+    report: MakeReport, checked: Sequence[CheckedTask], stolen: Sequence[str], leaked: Mapping[str, str]
+) -> dict[str, float]:
+    stages = Counter(row["stage"] for row in report.rejects)
+    verified = [one for one in checked if one.report.reason is None]
+    return {
+        "tests": len(report.baseline.stable),
+        "tests_left_out": len(report.baseline.unstable),
+        "tests_with_twins": report.num_twinned,
+        "changes_tested": report.num_tested,
+        "changes_noticed": report.num_noticed,
+        "rejected_by_selection": stages["selection"],
+        "rejected_by_leaks": stages["leaks"],
+        "rejected_by_check": stages["check"],
+        "tasks": len(report.written),
+        "verified_again": len(verified),
+        "forgeable": sum(bool(one.report.forgeable) for one in verified),
+        "paid_to_thief": len(stolen),
+        "leaking": len(leaked),
+    }

@@ -1,0 +1,88 @@
+"""Exams of a task: runs of its test.sh, some with changed tests, and how each test must end in them.
+
+Code of the agent's that test.sh runs can write whatever it likes about how the tests ended, but not know
+what would be right: in the first exam the tests are as they are and must pass; in the others some expect
+something else and must fail, and nothing in the sandbox says which. Who judges holds the lists.
+
+    tests/exams.json      the exams; never enters a sandbox
+    OUTCOMES              what test.sh writes: test -> passed, failed, skipped
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+
+from pydantic import TypeAdapter, ValidationError
+
+from etude.errors import TaskError
+
+EXAMS = "exams.json"
+OUTCOMES = "outcomes.json"
+MAX_OUTCOME_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """One run of test.sh."""
+
+    files: Mapping[str, str]
+    """Path below `/tests` -> text, in place of what the archive has there."""
+    passing: tuple[str, ...]
+    """Tests that must pass."""
+    failing: tuple[str, ...] = ()
+    """Tests that must fail: they were changed to expect something else."""
+
+    def judge(self, outcomes: Mapping[str, object]) -> str | None:
+        """Why what is said of a run does not do; None if it does."""
+        what = "passes at one time and fails at another" if self.failing else "does not pass"
+        for test in self.passing:
+            if outcomes.get(test) != "passed":
+                return f"{test} {what}"
+        for test in self.failing:
+            if outcomes.get(test) != "failed":
+                return f"{test} was changed to expect something else, and does not fail: it is forged"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExamSet:
+    """What a task is graded by."""
+
+    exams: tuple[Exam, ...]
+    """In order; a run after one that does not do is spared."""
+    open_tests: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Test that must fail before a solution and pass after it, and is changed in no exam -> why."""
+
+    def to_text(self) -> str:
+        """What `read_exams` reads."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+_EXAM_SET = TypeAdapter(ExamSet)
+
+
+@lru_cache(256)
+def read_exams(text: str) -> ExamSet:
+    """Reads `tests/exams.json`. Raises TaskError."""
+    try:
+        found = _EXAM_SET.validate_json(text)
+    except ValidationError as error:
+        raise TaskError(
+            f"is not what it should be: {error.errors()[0]['msg']}", field=f"tests/{EXAMS}",
+            received=text[:80], fix="write it as `etude tasks make` does",
+        ) from error  # fmt: skip
+    if not any(exam.passing for exam in found.exams):
+        raise TaskError("asks for no test that passes", field=f"tests/{EXAMS}", received=text[:80])
+    return found
+
+
+def read_outcomes(data: bytes) -> Mapping[str, object] | None:
+    """How tests ended, by what the agent's code may have written; None for what is no such thing."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
