@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -43,8 +44,14 @@ def are_plain(factors: Iterable[Named], model: nn.Module) -> bool:
         return False
 
 
-def save_peft(adapters: Adapters, model: nn.Module, directory: Path, base: str | None = None) -> None:
-    """Writes the adapters of `model`. `base` is the directory or the name of what they were trained on.
+def save_peft(
+    adapters: Adapters,
+    model: nn.Module,
+    directory: Path,
+    base: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes the adapters of `model`, as `dtype`. `base`: directory or name of what they were trained on.
 
     Raises CheckpointError for what has no such form: latent attention, dense layers beside experts.
     """
@@ -62,13 +69,13 @@ def save_peft(adapters: Adapters, model: nn.Module, directory: Path, base: str |
         )
     tensors: dict[str, Tensor] = {}
     for name, (a, b) in modules.items():
-        _add(tensors, name, a, b)
+        _add(tensors, name, a.to(dtype), b.to(dtype))
     for name, (a, b) in stacks.items():
         module, _, parameter = name.rpartition(".")
         siblings = sum(other.rpartition(".")[0] == module for other in stacks)
         at = f"{module}.base_layer" if siblings > 1 and parameter == _NESTED else module
         # Rows of A by expert, then rank; columns of B by rank, then expert.
-        _add(tensors, at, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
+        _add(tensors, at, a.flatten(0, 1).to(dtype), b.permute(1, 2, 0).flatten(1).to(dtype))
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = {

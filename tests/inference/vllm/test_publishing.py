@@ -14,6 +14,7 @@ from etude.errors import StoreError, WeightUpdateError
 from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Probe, SnapshotDirectory, open_snapshot
 from etude.inference.vllm.snapshots import ADAPTER, check_same_shapes
 from etude.kit.durable import DRAFTS
+from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
@@ -126,10 +127,10 @@ def tiny_glm() -> TransformersModel:
     ("make", "targets", "is_beside"),
     [
         (lambda: tiny_model(0, "qwen3"), ("attention", "feed_forward"), True),
-        (tiny_glm, ("q_proj", "o_proj"), True),
-        (lambda: tiny_model(0), ("attention", "feed_forward"), False),
+        (tiny_glm, ("q_proj", "o_proj"), False),
+        (lambda: tiny_model(0), ("attention",), False),
     ],
-    ids=["dense", "of transformers", "experts"],
+    ids=["dense", "of transformers", "with experts"],
 )
 def test_adapters_lie_beside_their_base_where_vllm_serves_them_so(
     make: Callable[[], AnyModel], targets: tuple[str, ...], is_beside: bool, tmp_path: Path
@@ -150,6 +151,24 @@ def test_adapters_lie_beside_their_base_where_vllm_serves_them_so(
     assert second.probe is not None
     np.testing.assert_allclose(second.probe.logprobs, Probe.of(model).logprobs, atol=1e-4)
     check_same_shapes(first.manifest, second.manifest)
+
+
+def test_adapters_are_rounded_to_the_format_of_their_base_and_so_is_the_probe(tmp_path: Path) -> None:
+    config = AdapterConfig(rank=4)
+
+    def make() -> LanguageModel:
+        return tiny_model(0, "qwen3").cast(torch.bfloat16)
+
+    model, adapters = adapted_model(make(), config, 1)
+    weights = ModelSnapshots(SnapshotDirectory(tmp_path), make(), config)
+    tensors = {**dict(model.named_parameters()), **adapters.published()}
+    snapshot = open_snapshot(weights.publish(PolicyVersion("run", 0), tensors))
+    assert {entry.dtype for entry in snapshot.manifest.tensors} == {"bfloat16"}
+    with torch.no_grad():
+        for factor in adapters.parameters():
+            factor.copy_(factor.bfloat16())
+    assert snapshot.probe is not None
+    np.testing.assert_allclose(snapshot.probe.logprobs, Probe.of(model).logprobs, atol=0.2)
 
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from etude.agent.endpoint_messages import byte_tokenizer
 from etude.config import AdapterConfig
 from etude.inference.vllm import ManagedServer, Probe, Replica, SnapshotDirectory, VllmSampler
 from etude.inference.vllm.publishing import ModelSnapshots
-from etude.inference.vllm.servers import ADAPTER_MODEL, CPU_ARGUMENTS
+from etude.inference.vllm.servers import ADAPTERS, CPU_ARGUMENTS
 from etude.model import LanguageModel, PackedAttention, RecordedRoutes, build_model
 from etude.model.lora import pairs_of, sum_of
 from etude.model.scoring import score_sequences
@@ -148,7 +148,7 @@ async def test_adapters_change_under_their_requests_and_are_never_summed(
         await sampler.stage(manifests[0])
         await sampler.activate(manifests[0].version)
         assert sampler.replica.abilities is not None
-        assert sampler.replica.abilities.model == ADAPTER_MODEL
+        assert sampler.replica.abilities.adapters == ADAPTERS
         before, reader = Reader("before"), Reader("during")
         for one in (before, reader):
             sampler.open(one.id)

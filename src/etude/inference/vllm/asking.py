@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from etude.errors import SamplerError
 from etude.inference.vllm.answers import Part, read_part
 from etude.inference.vllm.client import VllmClient
-from etude.inference.vllm.servers import ADAPTER_MODEL, MODEL
+from etude.inference.vllm.servers import ADAPTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Abilities:
     vocab_size: int
     captures: bool
     """Whether routes are to be had from `etude_take_routes`."""
-    model: str
-    """Which of its models requests name: the adapters, where it has some."""
+    adapters: str | None
+    """What requests name as their model where it serves adapters; else they name none."""
 
 
 async def greet(client: VllmClient, *, capture_routes: bool) -> Abilities:
@@ -43,17 +43,17 @@ async def greet(client: VllmClient, *, capture_routes: bool) -> Abilities:
         int(answer["max_tokens"]),
         int(answer["vocab_size"]),
         bool(answer["captures"]),
-        ADAPTER_MODEL if answer["adapts"] else MODEL,
+        ADAPTERS if answer["adapts"] else None,
     )
 
 
 async def score_tokens(
-    client: VllmClient, tokens: NDArray[np.int32], name: str, model: str, timeout_s: float
+    client: VllmClient, tokens: NDArray[np.int32], name: str, adapters: str | None, timeout_s: float
 ) -> Part:
     """vLLM's own log-probabilities of `tokens` [T], none of which it takes from its cache; the request is
-    called `name`, if that is not empty. `model`: see Abilities. Raises SamplerError."""
+    called `name`, if that is not empty. `adapters`: see Abilities. Raises SamplerError."""
     body = {
-        "model": model,
+        "model": adapters,
         "request_id": name or f"etude-{uuid4().hex}",
         "token_ids": tokens.tolist(),
         "sampling_params": {

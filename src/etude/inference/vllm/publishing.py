@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from etude.config import AdapterConfig
 from etude.errors import WeightUpdateError
 from etude.inference.vllm.probes import Probe
+from etude.inference.vllm.servers import ADAPTER_RANKS
 from etude.inference.vllm.snapshots import ADAPTER, Snapshot, SnapshotDirectory, open_snapshot
 from etude.kit.leftovers import ScratchDirectory, sweep
+from etude.model import LanguageModel
 from etude.model.adapted_ops import Pair
 from etude.model.loading import AnyModel, save_any_model
 from etude.model.lora import Adapters, pairs_of, sum_of
@@ -69,15 +71,20 @@ class ModelSnapshots:
         def write(directory: Path) -> None:
             save_any_model(shell, directory)
             if adapters is not None:
-                save_peft(adapters, shell, directory / ADAPTER)
+                dtype = next(shell.parameters()).dtype
+                save_peft(adapters, shell, directory / ADAPTER, dtype=dtype)
 
         with torch.no_grad():
             return self._directory.publish(version, write, Probe.of(shell))
 
     def _is_beside(self, pairs: Mapping[str, Pair]) -> bool:
-        """Whether vLLM gets these factors beside their base."""
-        factors = ((name, left, right) for name, (left, right) in pairs.items())
-        return bool(pairs) and self._adapter is not None and are_plain(factors, self._shell)
+        """Whether vLLM gets these factors beside their base: of models without experts, in linear modules of
+        its architectures that take adapters and have been tried."""
+        if not pairs or self._adapter is None or self._adapter.rank > ADAPTER_RANKS[-1]:
+            return False
+        shell, factors = self._shell, ((name, left, right) for name, (left, right) in pairs.items())
+        is_served = isinstance(shell, LanguageModel) and shell.num_experts == 0
+        return is_served and are_plain(factors, shell)
 
     def _apply(self, pairs: Mapping[str, Pair]) -> Adapters:
         """The shell's adapters, with these factors."""
@@ -87,8 +94,10 @@ class ModelSnapshots:
             config = self._adapter.model_copy(update={"alpha": float(self._adapter.rank)})
             self._adapters = Adapters(self._shell, config)
         for name, left, right in self._adapters.factors():
-            left.copy_(pairs[name][0])
-            right.copy_(pairs[name][1])
+            # In the format of the base, to which vLLM rounds them.
+            dtype = self._shell.get_parameter(name).dtype
+            left.copy_(pairs[name][0].to(dtype))
+            right.copy_(pairs[name][1].to(dtype))
         return self._adapters
 
 

@@ -169,7 +169,7 @@ class Replica:
         """vLLM's own log-probabilities of `tokens`; the request is called `name`. Raises SamplerError."""
         client = await self.client()
         assert self.abilities is not None
-        return await score_tokens(client, tokens, name, self.abilities.model, self._load_timeout_s)
+        return await score_tokens(client, tokens, name, self.abilities.adapters, self._load_timeout_s)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -277,8 +277,8 @@ class Replica:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
         assert snapshot.probe is not None and self.abilities is not None
         began = time.perf_counter()
-        model = self.abilities.model
-        part = await score_tokens(client, snapshot.probe.tokens, "", model, self._load_timeout_s)
+        adapters = self.abilities.adapters
+        part = await score_tokens(client, snapshot.probe.tokens, "", adapters, self._load_timeout_s)
         self.times.probe_s = time.perf_counter() - began
         if self.requests:
             gap = await client.call_workers("etude_gap") or {}

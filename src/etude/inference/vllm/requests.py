@@ -44,9 +44,9 @@ class Running:
     """That came with the answer."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def body(self, model: str, max_tokens: int, *, alone: bool) -> dict[str, Any]:
-        """For `/inference/v1/generate`. `model`: see Abilities; `max_tokens`: its window; `alone`: see
-        `_salt`."""
+    def body(self, adapters: str | None, max_tokens: int, *, alone: bool) -> dict[str, Any]:
+        """For `/inference/v1/generate`. `adapters`: see Abilities; `max_tokens`: the model's window; `alone`:
+        see `_salt`."""
         request, params = self.request, self.request.params
         sampling: dict[str, Any] = {
             "max_tokens": min(params.max_tokens, max_tokens - self.num_prompt),
@@ -63,7 +63,7 @@ class Running:
         if request.stop_texts:
             sampling |= {"stop": list(request.stop_texts), "include_stop_str_in_output": True}
         return {
-            "model": model,
+            "model": adapters,
             "request_id": self.name,
             "token_ids": self.session.tokens.tolist(),
             "sampling_params": sampling,

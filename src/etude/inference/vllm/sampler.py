@@ -263,7 +263,7 @@ class VllmSampler:
     async def _parts(
         self, running: Running, client: VllmClient, abilities: Abilities
     ) -> AsyncGenerator[Part]:
-        body = running.body(abilities.model, abilities.max_tokens, alone=abilities.captures)
+        body = running.body(abilities.adapters, abilities.max_tokens, alone=abilities.captures)
         count = running.request.params.top_logprobs
         if not running.request.streaming:
             part = read_part(await running.unless_stuck(client.generate(body)), count)

@@ -25,9 +25,9 @@ from etude.kit.leftovers import ScratchDirectory, sweep
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 """What vLLM's interpreter finds beside its own packages."""
-MODEL, ADAPTER_MODEL = "etude", "etude-adapter"
-"""What requests name as their model."""
-_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+ADAPTERS = "etude-adapter"
+"""The name of the adapters of a server that has some."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That vLLM makes room for."""
 _LAUNCHER = WORKER_FOLDER / "etude_vllm_launch.py"
 _POLL_S = 0.25
@@ -247,7 +247,7 @@ def _kill_group(leader: asyncio.subprocess.Process) -> None:
 def server_arguments(directory: Path, port: int) -> list[str]:
     """What vLLM's OpenAI server must be started with to be used from here."""
     return [
-        *("--model", str(directory), "--served-model-name", MODEL),
+        *("--model", str(directory), "--served-model-name", "etude"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--enable-scale-out", "--enable-prompt-tokens-details"),
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "128"),
@@ -264,12 +264,12 @@ def _adapter_arguments(directory: Path) -> list[str]:
     if not directory.is_dir():
         return []
     config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-    room = next((most for most in _ADAPTER_RANKS if most >= config["r"]), config["r"])
+    room = next(most for most in ADAPTER_RANKS if most >= config["r"])
     return [
         *("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)),
         # Of the head vLLM would otherwise fail when it scores a prompt beside other requests.
         *("--lora-target-modules", *config["target_modules"]),
-        *("--lora-modules", f"{ADAPTER_MODEL}={directory}"),
+        *("--lora-modules", f"{ADAPTERS}={directory}"),
     ]
 
 
