@@ -148,10 +148,10 @@ def test_a_row_becomes_a_task_directory(tmp_path: Path, rows: list[dict[str, Any
         ({"instance_id": "../x"}, "instance_id: string should match"),
         ({"instance_id": "a" * 300}, "instance_id: string should have at most"),
         ({"instance_id": "\ud800"}, "instance_id: input should be a valid string"),
-        ({"instance_id": "report.json"}, "directory: exists already"),
+        ({"instance_id": "report.json"}, "directory: its name is taken"),
         ({"repo": f"acme/{'a' * 300}"}, "repo: string should have at most"),
-        ({"FAIL_TO_PASS": "[" * 100_000}, ""),
-        ({"test_patch": NON_UTF8}, ""),
+        ({"FAIL_TO_PASS": "[" * 100_000}, "row: maximum recursion"),
+        ({"test_patch": NON_UTF8}, "row: "),
         ({"docker_image": "nowhere:1"}, "image: "),
         ({"docker_image": "base\nRUN true"}, "docker_image: string should match"),
     ],
@@ -192,7 +192,9 @@ def test_a_row_without_an_image_and_a_task_that_is_there_are_rejects(
         run_import(tmp_path, rows, None).rejects[0]["reason"].startswith("image: the row has no docker_image")
     )
     run_import(tmp_path, rows)
-    assert [one["reason"] for one in run_import(tmp_path, rows).rejects] == ["directory: exists already"] * 2
+    assert [one["reason"] for one in run_import(tmp_path, rows).rejects] == [
+        "directory: its name is taken"
+    ] * 2
     with pytest.raises(ConfigError, match="ROWS: cannot be read"):
         asyncio.run(import_rows(tmp_path / "no", tmp_path, tmp_path, ImageStore(tmp_path), {}, None))
 

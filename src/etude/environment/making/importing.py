@@ -93,13 +93,14 @@ async def import_rows(
         try:
             row = _parse(raw)
             if row.instance_id == _REPORT or await asyncio.to_thread((out / row.instance_id).exists):
-                raise RejectedRowError("directory: exists already")
+                raise RejectedRowError("directory: its name is taken")
             base = await _find_image(row.docker_image or image, store, bases)
             files = await _files_of(row, base, repositories)
             await asyncio.to_thread(write_files, files, out / row.instance_id)
         except (RejectedRowError, OSError, UnicodeError, RecursionError) as error:
             name = named[:_MOST_CHARS] if named and isinstance(named, str) else place
-            report.rejects.append({"row": _printable(name), "reason": _printable(str(error))})
+            reason = f"{error}" if isinstance(error, RejectedRowError) else f"row: {error}"
+            report.rejects.append({"row": _printable(name), "reason": _printable(reason)})
         else:
             report.written.append(row.instance_id)
     await asyncio.to_thread(_write_report, report, out)
