@@ -359,6 +359,17 @@ def test_facts_count_commands_questions_to_dos_errors_and_comments():
     assert facts.errors_by_class == {"timeout": 2}
 
 
+@pytest.mark.parametrize("by_person", [True, False])
+def test_words_after_the_last_message_that_is_allowed_end_a_run_at_its_limit(by_person):
+    session = new_session(SessionLimits(max_turns=1))
+    say(session, FINISH)
+    session.on_results([ToolResult("ok", finished=True)])
+    assert session.next_action() == Finished(Status.DONE)
+    session.on_user("and now the other one", by_person=by_person)
+    action = session.next_action()
+    assert isinstance(action, Sample) if by_person else action == Finished(Status.LIMIT, "turns")
+
+
 def test_plain_words_end_a_session_that_a_person_reads():
     limits = SessionLimits(max_idle_turns=2, words_end=True)
     session = new_session(limits)

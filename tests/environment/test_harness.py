@@ -6,16 +6,32 @@ import asyncio
 import shlex
 import textwrap
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from etude.config import RunConfig
 from etude.controller.harness import open_environment
+from etude.environment import harness
 from etude.environment.episodes import EpisodeLimits
+from etude.environment.harness import HarnessEnvironment
 from etude.environment.recording import Serving, live
-from etude.records import SampleChunk, SampleRequest, SamplingParams, Status, Task, Trajectory, TrajectoryId
+from etude.records import (
+    SampleChunk,
+    SampleRequest,
+    SamplingParams,
+    Status,
+    Task,
+    TaskStep,
+    TestScript,
+    Trajectory,
+    TrajectoryId,
+)
 from etude.sandbox.machine_backend import MachineBackend
+from etude.sandbox.types import CommandResult
 from etude.store.blobs import MemoryBlobs
 from tests.environment.playing import TASK
 from tests.environment.recording.recording_builders import TellingSampler, qwen_tokenizer, replies
@@ -99,6 +115,40 @@ def test_a_foreign_agent_begins_anew_with_each_step_of_its_task(tmp_path: Path) 
     words = [step.instruction for step in task.steps]
     texts = [qwen_tokenizer().decode(segment.tokens) for segment in trajectory.segments]
     assert [[word in text for word in words] for text in texts] == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("results", "num_run", "status", "cause"),
+    [
+        (((0, False), (0, False)), 2, Status.DONE, ""),
+        (((0, True), (0, False)), 1, Status.LIMIT, "time"),
+        (((3, False), (0, False)), 2, Status.DONE, "exit 3: no"),
+        (((3, False), (0, True)), 2, Status.LIMIT, "time"),
+    ],
+)
+def test_a_limit_ends_all_steps_and_a_failure_in_one_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+    results: Sequence[tuple[int, bool]],
+    num_run: int,
+    status: Status,
+    cause: str,
+) -> None:
+    given = iter([CommandResult(code, "", "no", timed_out, 0.0, False) for code, timed_out in results])
+
+    async def run_command(*_: object) -> object:
+        return harness._ending_of(next(given))
+
+    async def next_step() -> str:
+        return "go on"
+
+    step = TaskStep("one", "", TestScript(b""))
+    task = Task("t", "", {}, steps=(step, replace(step, name="two")))
+    monkeypatch.setattr(HarnessEnvironment, "_run_command", run_command)
+    environment = HarnessEnvironment.__new__(HarnessEnvironment)
+    world: Any = SimpleNamespace(next_step=next_step)
+    ending = asyncio.run(environment._play(task, cast("Any", None), world))
+    assert (ending.status, ending.cause, ending.is_own) == (status, cause, not cause)
+    assert len(list(given)) == 2 - num_run
 
 
 def test_an_agent_that_ends_with_an_error_is_graded_all_the_same(tmp_path: Path) -> None:

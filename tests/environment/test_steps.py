@@ -13,10 +13,15 @@ from etude.agent import ScriptedSampler, SessionLimits
 from etude.environment.checking import check_tasks, judge_nothing, judge_solution
 from etude.environment.fork_groups import ForkPlan, Place
 from etude.environment.grading import Verdict
+from etude.environment.history import SessionTurn, StepEnded
+from etude.environment.origins import Origin
 from etude.environment.replay import Replayer, tell
-from etude.environment.sessions import EnvironmentSession
+from etude.environment.server.creating import find_task
+from etude.environment.sessions import EnvironmentSession, close_all
 from etude.environment.steps import StepRun, combine
 from etude.environment.verdicts import Grader
+from etude.environment.wire import task_document
+from etude.errors import UserError
 from etude.records import (
     SamplingParams,
     Status,
@@ -32,6 +37,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 from etude.tasks.harbor import read_harbor
 from tests.environment.playing import FINISH, Turn, new_environment, renderer, script_of
+from tests.environment.server.serving import new_host, new_site
 from tests.sandbox.backends import with_backend
 from tests.tasks.harbor_tasks import Files, write_task
 
@@ -154,7 +160,8 @@ def test_a_check_solves_step_by_step_and_doing_nothing_earns_0(tmp_path: Path) -
         nothing = await judge_nothing(task, grader, backend, limits)
         half = replace(task, steps=(task.steps[0], replace(task.steps[1], solution=task.steps[0].solution)))
         none = replace(task, steps=(task.steps[0], replace(task.steps[1], solution=None)))
-        reports = await check_tasks([task, half, none], backend)
+        vacuous = replace(task, steps=(task.steps[0], replace(task.steps[0], name="again")))
+        reports = await check_tasks([task, half, none, vacuous], backend)
         assert len(reports[0].forgeable) == 1
         return solved, nothing, [report.reason for report in reports]
 
@@ -165,6 +172,7 @@ def test_a_check_solves_step_by_step_and_doing_nothing_earns_0(tmp_path: Path) -
         None,
         "its reference solution fails: step part: tests/test.sh gave 0",
         "has no reference solution to be checked by",
+        "step again: doing nothing in it passes, after the solutions of those before",
     ]
 
 
@@ -215,6 +223,35 @@ def test_siblings_that_leave_in_a_later_step_go_on_in_it(tmp_path: Path, wrong: 
     assert len(episode.siblings) == 1 and episode.siblings[0].facts["forked_at"] == 2
 
 
+def test_the_time_of_a_step_is_taken_over_by_forks_in_the_same_step_only() -> None:
+    async def scenario() -> list[float]:
+        site = new_site()
+        origin = Origin()
+        session = EnvironmentSession(site, origin, await site.backend.create(), TASK)
+        session.history.add(SessionTurn((), ()))
+        session.history.steps.append(StepEnded(1, given(reward=1)))
+        session.tool_time.spent_s = 5.0
+        made = [
+            session.branch(
+                await site.backend.create(), session.history.until(turn), session.context.state, None, []
+            )
+            for turn in (0, 1)
+        ]
+        await close_all([session, *made])
+        return [one.tool_time.spent_s for one in made]
+
+    assert asyncio.run(scenario()) == [0.0, 5.0]
+
+
+def test_clients_of_a_server_play_no_tasks_with_steps() -> None:
+    host = new_host(tasks={"steps": TASK, "plain": replace(TASK, steps=())})
+    assert list(host.tasks) == ["plain"]
+    with pytest.raises(UserError, match="no such task"):
+        find_task(host, "steps")
+    with pytest.raises(UserError, match="played by its name only"):
+        find_task(host, task_document(TASK))
+
+
 STEPS = tuple(TaskStep(name, "", TestScript(b"")) for name in ("a", "b", "c"))
 TASK = Task("t", "", {}, steps=STEPS)
 
@@ -229,21 +266,45 @@ def given(**rewards: float) -> Verdict:
     [
         ("mean", [given(reward=1), given(reward=0.5), given(reward=0)], {"reward": 0.5}),
         ("final", [given(reward=1), given(reward=0.5), given(reward=0)], {"reward": 0}),
-        ("mean", [given(reward=1), given(reward=0.5)], {"reward": 0.75}),
-        ("final", [given(reward=1), given(reward=0.5)], {"reward": 0.5}),
-        ("mean", [given(reward=1, style=1), given(reward=1)], {"reward": 1, "style": 0.5}),
-        ("mean", [given(reward=1), given()], {"reward": 0.5}),
-        ("final", [given(reward=1), given()], None),
+        ("mean", [given(reward=1), given(reward=0.5)], {"reward": 0.5}),
+        ("final", [given(reward=1), given(reward=0.5)], {"reward": 0}),
+        ("mean", [given(reward=1, a=1), given(reward=1), given(reward=1)], {"reward": 1, "a": 1 / 3}),
+        ("mean", [given(reward=1), given(reward=1), given()], {"reward": 2 / 3}),
+        ("final", [given(reward=1), given(reward=1), given()], {"reward": 0}),
         ("mean", [given()], None),
     ],
 )
-def test_rewards_of_steps_become_one_as_harbor_has_it(
+def test_rewards_of_steps_become_one_and_those_that_lack_count_as_0(
     strategy: str, verdicts: list[Verdict], rewards: dict[str, float] | None
 ) -> None:
     whole = combine(replace(TASK, step_rewards=strategy), verdicts)
     assert whole.rewards == rewards
     assert whole.reward == (None if rewards is None else rewards["reward"])
     assert whole.num_passed + whole.num_failed == 3
+
+
+@pytest.mark.parametrize("strategy", ["mean", "final"])
+def test_a_task_is_passed_only_if_all_of_its_steps_are(strategy: str) -> None:
+    gated = replace(STEPS[0], name="gated", min_reward={"quality": 0.8})
+    tasks = [replace(TASK, step_rewards=strategy, steps=steps) for steps in ((gated, *STEPS[1:]), (gated,))]
+    missed = given(reward=1, quality=0)
+    for task in tasks:
+        whole = combine(task, [missed])
+        assert (whole.passed, whole.num_passed) == (False, 0)
+        assert whole.cause == "step gated: gave less than its min_reward"
+    met = [given(reward=1, quality=1), given(reward=1), given(reward=1)]
+    assert combine(tasks[0], met).passed
+    failing = combine(tasks[0], [met[0], given(reward=0), given(reward=2)])
+    assert (failing.passed, failing.num_passed) == (False, 2)
+
+
+def test_steps_that_were_not_reached_pay_no_more_than_failed_ones() -> None:
+    solved, failed, dead = given(reward=1), given(reward=0), replace(given(), num_passed=0, num_failed=0)
+    for strategy in ("mean", "final"):
+        task = replace(TASK, step_rewards=strategy)
+        honest = combine(task, [solved, failed, failed])
+        for verdicts in ([solved, dead], [solved, failed, dead], [solved, failed]):
+            assert combine(task, verdicts).reward == honest.reward
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,15 @@ def test_a_steps_tests_lie_over_its_tasks_and_its_solution_in_their_place(tmp_pa
     assert second.solution is not None and contents(second.solution.archive) == {"solve.sh": "own\n"}
 
 
+def test_what_a_step_has_as_a_file_replaces_the_tasks_directory_of_that_name(tmp_path: Path) -> None:
+    files = {"tests/data/a.txt": "a\n", "tests/data/b/c.txt": "c\n", "tests/database": "d\n"}
+    first, second = read_steps(tmp_path, **files, **{"steps/second/tests/data": "one\n"}).steps
+    assert contents(first.verifier.archive)["data/b/c.txt"] == "c\n"
+    with tarfile.open(fileobj=io.BytesIO(second.verifier.archive)) as tar:
+        assert tar.getnames() == ["data", "database", "lib.sh", "test.sh"]
+    assert contents(second.verifier.archive)["data"] == "one\n"
+
+
 def test_a_step_may_have_a_verifier_of_its_own(tmp_path: Path) -> None:
     separate = """artifacts = ["/app/all"]
 [[steps]]

@@ -133,8 +133,9 @@ class JournaledSession:
         """See Session."""
         self._tell(ArchivedIn(error))
 
-    def on_user(self, text: str) -> None:
+    def on_user(self, text: str, by_person: bool = True) -> None:
         """See Session."""
+        assert by_person, "a journal is of a person's session"
         self._tell(UserIn(text))
         self._flush()
 

@@ -145,7 +145,7 @@ class _Driver:
                     words = await self.next_words()
                     if words is None:
                         return
-                    self.session.on_user(words)
+                    self.session.on_user(words, by_person=False)
                 case RunCalls():
                     await self._run_calls(action)
                     self.timings.tools_s += time.perf_counter() - start_s

@@ -214,13 +214,17 @@ class AgentSession:
         self._open(words, Relation.SUMMARY, parent)
         self.on_prefix_miss()
 
-    def on_user(self, text: str) -> None:
-        """More words of the user, after the session has ended: it goes on, with its limits as they are."""
+    def on_user(self, text: str, by_person: bool = True) -> None:
+        """More words of the user, after the session has ended: it goes on, with its limits as they are. A
+        person's may ask for one more turn where there is none left."""
         progress = self.progress
         assert progress.status is not None, "the session goes on"
         progress.status, progress.cause, progress.idle_turns = None, "", 0
         self.facts.finished = False
         self._action = None
+        if not by_person and self._num_messages >= self.limits.max_turns:
+            self._end(Status.LIMIT, "turns")
+            return
         self._said.append(text)
         if progress.summarising or progress.summary is not None:
             return  # the context is full: the next one begins with all that was said

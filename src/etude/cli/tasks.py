@@ -215,8 +215,9 @@ def import_command(
 ) -> None:
     """Turn rows of solved issues, as SWE-bench has them, into Harbor task directories.
 
-    Nothing is fetched and nothing runs: `etude tasks check` then tries the tasks. A row of which no task can
-    be made is in report.json with its reason. Exits with 1 if no task was made.
+    Nothing of a repository is fetched or run: `etude tasks check` then tries the tasks. An image that is one
+    of Debian's bases (`etude sandbox image list`) and not there yet is made of Debian's packages. A row of
+    which no task can be made is in report.json with its reason. Exits with 1 if no task was made.
     """
     from etude.config import load_config
     from etude.controller.task_making import import_task_set

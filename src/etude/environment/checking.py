@@ -91,7 +91,10 @@ async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limit
 async def judge_solution(
     task: Task, grader: Grader, backend: SandboxBackend, limits: Resources
 ) -> Verdict | str:
-    """What a task's own solution earns, or why it could not be run. Raises SandboxError, TaskError."""
+    """What a task's own solution earns, or why it could not be run, or that a later step needs none.
+
+    Raises SandboxError, TaskError.
+    """
     if task.solution is None:
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
         return await grader.judge(task, allowed_changes(task, files))
@@ -100,7 +103,9 @@ async def judge_solution(
     run = StepRun(task, sandbox, grader, [])
     try:
         failure = await run_solution(task, sandbox)
-        while failure is None and task.steps and await run.end_step() is not None:
+        while failure is None and task.steps and (step := await run.end_step()) is not None:
+            if (await run.verify(keep=True)).passed:
+                return f"step {step.name}: doing nothing in it passes, after the solutions of those before"
             failure = await run_solution(task.at_step(len(run.verdicts)), sandbox)
         if failure is not None:
             return failure

@@ -119,12 +119,16 @@ class HarnessEnvironment(Environment):
             await asyncio.shield(world.close())
 
     async def _play(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
-        """Runs the command to its end, for each step anew. Raises SandboxError if our machinery failed."""
+        """Runs the command to its end, for each step anew, up to a limit; one that fails is how all ended.
+
+        Raises SandboxError if our machinery failed.
+        """
         ending = await self._run_command(task.at_step(0), session, world)
         for number in range(1, len(task.steps)):
-            if ending.status is Status.AGENT_ERROR or await world.next_step() is None:
+            if ending.status is not Status.DONE or await world.next_step() is None:
                 break
-            ending = await self._run_command(task.at_step(number), session, world)
+            latest = await self._run_command(task.at_step(number), session, world)
+            ending = ending if latest.is_own else latest
         return ending
 
     async def _run_command(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:

@@ -391,7 +391,8 @@ class EnvironmentSession:
             tool_state=ToolState.from_dict(copy.deepcopy(tool_state.to_dict())),
         )
         made.parent, made.parent_turn = self.id, len(history.turns)
-        made.tool_time.spent_s = self.tool_time.spent_s
+        if len(history.steps) == len(self.history.steps):
+            made.tool_time.spent_s = self.tool_time.spent_s
         made.snapshots.adopt(kept)
         return made
 

@@ -4,9 +4,9 @@
                             ^ from a copy of this one        the user's next words
 
 A task ends with its last step, or after one that gave no reward or less than its `min_reward`. Rewards become
-one as in Harbor (`MultiStepTrial`), but for a step without a reward: there it is left out of the mean, here
-it counts as 0, as the agent's own files may have brought it about. A copy is verified, so that what the agent
-has running lives on; in the copy nothing runs.
+one as in Harbor (`MultiStepTrial`), but for steps without a reward, and those that were not reached: there
+they are left out, here they count as 0, as the agent may have brought it about. A copy is verified, so that
+what the agent has running lives on; in the copy nothing runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepRun:
 
         What the agent did wrong is a verdict. Raises SandboxError, TaskError as `Grader.grade`.
         """
-        self.verdicts.append(await self._verify())
+        self.verdicts.append(await self.verify(keep=not self.is_last))
         if self.step is None:
             return None
         began = time.perf_counter()
@@ -67,9 +67,10 @@ class StepRun:
             await self.end_step()
         return combine(self.task, self.verdicts)
 
-    async def _verify(self) -> Verdict:
+    async def verify(self, *, keep: bool) -> Verdict:
+        """The verdict on the present step, as it is. `keep`: the sandbox goes on. Raises as `end_step`."""
         task = self.task.at_step(len(self.verdicts))
-        if self.is_last:
+        if not keep:
             return await self.grader.grade(task, self.sandbox)
         began = time.perf_counter()
         try:
@@ -87,20 +88,27 @@ class StepRun:
 
 
 def combine(task: Task, verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a task by those on its steps, as far as they were begun."""
+    """The verdict on a task by those on its steps, as far as they were begun; passed if all steps are."""
     duration_s = sum(verdict.duration_s for verdict in verdicts)
-    chosen = verdicts[-1:] if task.step_rewards == "final" else verdicts
-    given = [verdict.rewards or {} for verdict in chosen]
+    given = [verdict.rewards or {} for verdict in verdicts]
+    given += [{} for _ in task.steps[len(verdicts) :]]
+    if task.step_rewards == "final":
+        given = [given[-1] or {"reward": 0}]
     rewards = {name: sum(one.get(name, 0) for one in given) / len(given) for one in given for name in one}
     whole = verdict_on(rewards, duration_s) if rewards else Verdict(False, 0, 0, None, duration_s)
-    num_passed = sum(verdict.passed for verdict in verdicts)
-    failed = next((number for number, verdict in enumerate(verdicts) if not verdict.passed), None)
-    cause = whole.cause
-    if not whole.passed and failed is not None:
-        cause = f"step {task.steps[failed].name}: {verdicts[failed].cause}"
+    is_passed = [
+        verdict.passed and _goes_on(step, verdict)
+        for step, verdict in zip(task.steps, verdicts, strict=False)
+    ]
+    num_passed, cause = sum(is_passed), whole.cause
+    if False in is_passed:
+        failed = is_passed.index(False)
+        why = "gave less than its min_reward" if verdicts[failed].passed else verdicts[failed].cause
+        cause = f"step {task.steps[failed].name}: {why}"
     last = verdicts[-1]
     return replace(
         whole,
+        passed=whole.passed and num_passed == len(task.steps),
         num_passed=num_passed,
         num_failed=len(task.steps) - num_passed,
         cause=cause,

@@ -78,8 +78,9 @@ class Session(Protocol):
         """The context last asked for has been kept, or could not be: why not, in words for the agent."""
         ...
 
-    def on_user(self, text: str) -> None:
-        """More words of the user: a session that has ended goes on."""
+    def on_user(self, text: str, by_person: bool = True) -> None:
+        """More words of the user: a session that has ended goes on. Not `by_person`: unless it has no turn
+        left."""
         ...
 
     def stop(self, status: Status, cause: str) -> None:

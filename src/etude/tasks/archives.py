@@ -24,7 +24,12 @@ def pack_directories(
     Raises TaskError without the script, where it is needed, for what is neither file, directory nor a link
     within its top, and for more than MAX_ARCHIVE_BYTES.
     """
-    found = {path.relative_to(top).as_posix(): (path, top) for top in tops for path in sorted(top.rglob("*"))}
+    found: dict[str, tuple[Path, Path]] = {}
+    for top in tops:
+        here = {path.relative_to(top): (path, top) for path in sorted(top.rglob("*"))}
+        ends = {relative for relative, (path, _) in here.items() if path.is_symlink() or not path.is_dir()}
+        found = {name: row for name, row in found.items() if ends.isdisjoint(Path(name).parents)}
+        found |= {relative.as_posix(): row for relative, row in here.items()}
     name = tops[-1].name
     if needs_script and not (script in found and found[script][0].is_file()):
         raise TaskError(

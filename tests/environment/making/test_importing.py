@@ -44,6 +44,7 @@ BEFORE = {
 }
 FIXED = {"src/shop/prices.py": "def total(xs):\n    return sum(xs)\n", "src/shop/old.py": None}
 TESTED = {"tests/test_prices.py": NEW_TEST}
+NON_UTF8 = '--- /dev/null\n+++ "b/\\377.py"\n@@ -0,0 +1 @@\n+x = 1\n'
 SECOND = {"src/shop/__init__.py": "name = 'shop'\n"}
 SECOND_TESTED = {"tests/test_name.py": "import shop\n\n\ndef test_name():\n    assert shop.name == 'shop'\n"}
 
@@ -119,7 +120,7 @@ def test_a_row_becomes_a_task_directory(tmp_path: Path, rows: list[dict[str, Any
     found = {path.relative_to(workspace).as_posix() for path in workspace.rglob("*") if path.is_file()}
     assert found == set(BEFORE), "as at the commit: no history, and nothing of the patches"
     assert (first / "solution/files/src/shop/prices.py").read_text() == FIXED["src/shop/prices.py"]
-    assert "rm -f -- src/shop/old.py" in (first / "solution/solve.sh").read_text()
+    assert "rm -f -- /workspace/src/shop/old.py" in (first / "solution/solve.sh").read_text()
     assert (first / "tests/hidden/tests/test_prices.py").read_text() == TESTED["tests/test_prices.py"]
     expected = json.loads((first / "tests/expected.json").read_text())
     assert expected["ids"] == sorted(rows[0]["FAIL_TO_PASS"] + rows[0]["PASS_TO_PASS"])
@@ -145,7 +146,14 @@ def test_a_row_becomes_a_task_directory(tmp_path: Path, rows: list[dict[str, Any
         ({"repo": "acme/../shop"}, "repo: string should match"),
         ({"repo": "acme/none"}, "repository: there is no acme/none"),
         ({"instance_id": "../x"}, "instance_id: string should match"),
+        ({"instance_id": "a" * 300}, "instance_id: string should have at most"),
+        ({"instance_id": "\ud800"}, "instance_id: input should be a valid string"),
+        ({"instance_id": "report.json"}, "directory: its name is taken"),
+        ({"repo": f"acme/{'a' * 300}"}, "repo: string should have at most"),
+        ({"FAIL_TO_PASS": "[" * 100_000}, "row: maximum recursion"),
+        ({"test_patch": NON_UTF8}, "row: "),
         ({"docker_image": "nowhere:1"}, "image: "),
+        ({"docker_image": "base\nRUN true"}, "docker_image: string should match"),
     ],
 )
 def test_a_row_that_lacks_something_is_a_reject_with_its_reason(
@@ -155,7 +163,26 @@ def test_a_row_that_lacks_something_is_a_reject_with_its_reason(
     assert report.written == ["acme__shop-2"]
     line, row = report.rejects
     assert line["row"] == "line 1"
-    assert row["row"] == {**rows[0], **changes}["instance_id"] and row["reason"].startswith(reason)
+    named = {**rows[0], **changes}["instance_id"][:200].replace("\ud800", "\\ud800")
+    assert row["row"] == named and row["reason"].startswith(reason)
+    assert f"{report.to_document()}".encode(), "can be printed"
+
+
+def test_every_test_file_that_is_named_is_laid_and_what_is_gone_goes_first(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    clone = tmp_path / "clones/acme/shop"
+    patch = diff_of(clone, {"src/shop/old.py": None, "src/shop/old.py/new.py": "x = 1\n"})
+    row = {**rows[1], "patch": patch, "PASS_TO_PASS": ["tests/test_prices.py::test_empty"]}
+    assert run_import(tmp_path, [row]).written == ["acme__shop-2"]
+    task = tmp_path / "out/acme__shop-2"
+    assert (task / "tests/hidden/tests/test_prices.py").read_text() == OLD_TEST
+    assert "rm -rf -- tests/test_name.py tests/test_prices.py\n" in (task / "tests/test.sh").read_text()
+    lines = (task / "solution/solve.sh").read_text().splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["rm", "cp"]
+    gone = diff_of(clone, {"tests/test_prices.py": None, **SECOND_TESTED})
+    report = run_import(tmp_path, [{**row, "instance_id": "gone", "test_patch": gone}])
+    assert report.rejects[0]["reason"].startswith("tests: no file of pytest's")
 
 
 def test_a_row_without_an_image_and_a_task_that_is_there_are_rejects(
@@ -165,7 +192,9 @@ def test_a_row_without_an_image_and_a_task_that_is_there_are_rejects(
         run_import(tmp_path, rows, None).rejects[0]["reason"].startswith("image: the row has no docker_image")
     )
     run_import(tmp_path, rows)
-    assert [one["reason"] for one in run_import(tmp_path, rows).rejects] == ["directory: exists already"] * 2
+    assert [one["reason"] for one in run_import(tmp_path, rows).rejects] == [
+        "directory: its name is taken"
+    ] * 2
     with pytest.raises(ConfigError, match="ROWS: cannot be read"):
         asyncio.run(import_rows(tmp_path / "no", tmp_path, tmp_path, ImageStore(tmp_path), {}, None))
 

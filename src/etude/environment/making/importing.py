@@ -5,7 +5,7 @@
         ── test_patch, applied; FAIL_TO_PASS and PASS_TO_PASS ─────> tests/
         ── problem_statement ──────────────────────────────────────> instruction.md
 
-Nothing of the repository runs here and nothing is fetched: `etude tasks check` says whether a task holds.
+Nothing of the repository runs here or is fetched: `etude tasks check` says whether a task holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from etude.sandbox.images.image_store import ImageStore
 
 _GIT_S = 60.0
 _SAID_CHARS = 200
+_MOST_CHARS = 200
+"""Of a name that becomes a path."""
 _VERIFIER_S = 1800.0
+_REPORT = "report.json"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 
 Files = Mapping[str, bytes]
@@ -45,15 +48,17 @@ TestIds = Annotated[list[str], BeforeValidator(lambda ids: json.loads(ids) if is
 class Row(BaseModel):
     """One solved issue; further columns mean nothing here."""
 
-    instance_id: str = Field(pattern=_NAME)
-    repo: str = Field(pattern=r"^[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*$")
+    instance_id: str = Field(pattern=_NAME, max_length=_MOST_CHARS)
+    repo: str = Field(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=_MOST_CHARS
+    )
     base_commit: str = Field(pattern="^[0-9a-f]{7,64}$")
     problem_statement: str = Field(min_length=1)
     patch: str = Field(min_length=1)
     test_patch: str = Field(min_length=1)
     fail_to_pass: TestIds = Field(alias="FAIL_TO_PASS", min_length=1)
     pass_to_pass: TestIds = Field(alias="PASS_TO_PASS")
-    docker_image: str | None = None
+    docker_image: str | None = Field(default=None, pattern="^[!-~]+$", max_length=_MOST_CHARS)
     """The base of its image, in place of the one for all rows."""
 
 
@@ -87,13 +92,15 @@ async def import_rows(
         named = raw.get("instance_id") if isinstance(raw, dict) else None
         try:
             row = _parse(raw)
-            if await asyncio.to_thread((out / row.instance_id).exists):
-                raise RejectedRowError("directory: exists already")
+            if row.instance_id == _REPORT or await asyncio.to_thread((out / row.instance_id).exists):
+                raise RejectedRowError("directory: its name is taken")
             base = await _find_image(row.docker_image or image, store, bases)
             files = await _files_of(row, base, repositories)
             await asyncio.to_thread(write_files, files, out / row.instance_id)
-        except RejectedRowError as error:
-            report.rejects.append({"row": str(named or place), "reason": str(error)})
+        except (RejectedRowError, OSError, UnicodeError, RecursionError) as error:
+            name = named[:_MOST_CHARS] if named and isinstance(named, str) else place
+            reason = f"{error}" if isinstance(error, RejectedRowError) else f"row: {error}"
+            report.rejects.append({"row": _printable(name), "reason": _printable(reason)})
         else:
             report.written.append(row.instance_id)
     await asyncio.to_thread(_write_report, report, out)
@@ -102,7 +109,11 @@ async def import_rows(
 
 def _write_report(report: ImportReport, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "report.json").write_text(json.dumps(report.to_document(), indent=1) + "\n")
+    (out / _REPORT).write_text(json.dumps(report.to_document(), indent=1) + "\n")
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
@@ -162,8 +173,9 @@ async def _files_of(row: Row, base: str, repositories: Path) -> dict[str, bytes]
     tests = await asyncio.to_thread(_apply, row.test_patch, before, "test_patch")
     ids = sorted({*row.fail_to_pass, *row.pass_to_pass})
     paths = sorted({test.partition("::")[0] for test in ids})
+    tests = {path: before[path] for path in paths if path in before} | tests
     for path in paths:
-        if not path.endswith(".py") or (tests.get(path) or before.get(path)) is None:
+        if not path.endswith(".py") or tests.get(path) is None:
             raise RejectedRowError(f"tests: no file of pytest's is named by {path}")
     roots = [f"{WORKSPACE}/src"] if any(path.startswith("src/") for path in before) else []
     env = f"PYTHONPATH={':'.join([*roots, WORKSPACE])} PYTHONDONTWRITEBYTECODE=1"
@@ -214,9 +226,9 @@ def _apply(patch: str, before: Files, name: str) -> dict[str, bytes | None]:
 
 def _solve(solution: Mapping[str, bytes | None]) -> str:
     lines = ["#!/bin/sh", "set -e"]
+    gone = sorted(f"{WORKSPACE}/{path}" for path, data in solution.items() if data is None)
+    if gone:
+        lines.append(f"rm -f -- {shlex.join(gone)}")
     if any(data is not None for data in solution.values()):
         lines.append(f'cp -R "$(dirname "$0")/files/." {WORKSPACE}/')
-    gone = sorted(path for path, data in solution.items() if data is None)
-    if gone:
-        lines.append(f"cd {WORKSPACE} && rm -f -- {shlex.join(gone)}")
     return "\n".join(lines) + "\n"

@@ -87,12 +87,13 @@ class SessionHost:
         tasks: Mapping[str, Task] | None = None,
         roots: Sequence[Path] = (),
     ) -> None:
-        """`tasks`: by the name under which clients ask for them. `roots`: directories of this host below
-        which clients may name files to work on. Takes the site's backend over.
+        """`tasks`: by the name under which clients ask for them, without those with steps: a client is asked
+        for one thing only. `roots`: directories of this host below which clients may name files to work on.
+        Takes the site's backend over.
         """
         self.site = site
         self.limits = limits or HostLimits()
-        self.tasks = dict(tasks or {})
+        self.tasks = {name: task for name, task in (tasks or {}).items() if not task.steps}
         self.roots = tuple(root.resolve() for root in roots)
         self.metrics = Metrics("etude_environment")
         self.metrics.count("etude_environment_background_failures", 0)
