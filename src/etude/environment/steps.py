@@ -88,7 +88,8 @@ class StepRun:
 
 
 def combine(task: Task, verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a task by those on its steps, as far as they were begun; passed if all steps are."""
+    """The verdict on a task by those on its steps, as far as they were begun; passed if all steps are, or
+    where the last one's reward counts alone, if all were done and that one is."""
     duration_s = sum(verdict.duration_s for verdict in verdicts)
     given = [verdict.rewards or {} for verdict in verdicts]
     given += [{} for _ in task.steps[len(verdicts) :]]
@@ -105,13 +106,15 @@ def combine(task: Task, verdicts: Sequence[Verdict]) -> Verdict:
         failed = is_passed.index(False)
         why = "gave less than its min_reward" if verdicts[failed].passed else verdicts[failed].cause
         cause = f"step {task.steps[failed].name}: {why}"
-    last = verdicts[-1]
+    last, are_done = verdicts[-1], len(verdicts) == len(task.steps)
+    is_enough = is_passed[-1] if task.step_rewards == "final" else num_passed == len(task.steps)
+    passed = whole.passed and are_done and is_enough
     return replace(
         whole,
-        passed=whole.passed and num_passed == len(task.steps),
+        passed=passed,
         num_passed=num_passed,
         num_failed=len(task.steps) - num_passed,
-        cause=cause,
+        cause=None if passed else cause,
         lints=last.lints,
         style=last.style,
     )
