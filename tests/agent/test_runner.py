@@ -17,7 +17,7 @@ from agent_builders import (
     script_of,
 )
 
-from etude.agent import LocalWorkspace, ScriptedSampler, Serving, describe_tools, play, run_session
+from etude.agent import LocalWorkspace, ScriptedSampler, Serving, play, run_session
 from etude.agent.events import Sampled
 from etude.agent.scripted import SCRIPTED_VERSION
 from etude.errors import PrefixMissError, SamplerError, SandboxError
@@ -245,10 +245,3 @@ def test_a_scripted_policy_is_certain():
 def test_a_script_that_ran_out_is_an_error():
     with pytest.raises(SamplerError, match="no more messages"):
         run_script([], sampler=ScriptedSampler(play([])))
-
-
-def test_tools_are_described_in_the_words_of_the_grammar():
-    grammar = renderer().grammar
-    text = describe_tools(grammar.tools, grammar)  # pyright: ignore[reportAttributeAccessIssue]
-    assert "<read_file><path>{path}</path><offset>{offset}</offset>" in text
-    assert "- path: directory, default the whole workspace (optional)" in text

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.agent import AgentSession, agent_format, core_registry, describe_tools
+from etude.agent import AgentSession, agent_format, core_registry
 from etude.cli.served_model import open_checkpoint
 from etude.config import AgentConfig, ModelConfig, RunConfig
 from etude.controller.agent.models import ModelChoice, open_policy
@@ -29,6 +29,7 @@ from etude.store.trajectories import TrajectoryLog
 from etude.tokens import Tokenizer
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.grammar import HermesGrammar
+from etude.tokens.pieces import spell
 from etude.training.checkpoints.exchange import convert_model
 from etude_quickstart.corpus import load_sessions
 from tests.controller.running import run_here, tiny_config
@@ -51,7 +52,7 @@ AGENT = {"tools": "core", "max_turns": 2, "max_tokens": 2400, "max_message_token
 
 def small_tokenizer(template: str = TOLD) -> Tokenizer:
     """One that tells the tools in few tokens."""
-    texts = (describe_tools(CORE, HermesGrammar(CORE)) * 4, "def tally(xs):\n    return sum(xs)\n" * 50)
+    texts = (spell(HermesGrammar(CORE).announce(CORE) or ()) * 4, "def tally(xs):\n    return sum(xs)\n" * 50)
     marks = ("<|begin|>", "<|start|>", "<|header|>", "<|eot|>")
     return chat_tokenizer(template, marks=marks, vocab_size=900, texts=texts)
 

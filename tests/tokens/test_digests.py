@@ -2,10 +2,11 @@
 
 from blake3 import blake3
 
-from etude.agent import core_registry, describe_tools
+from etude.agent import core_registry
 from etude.records import ToolCall
 from etude.tokens import CHATML_TEMPLATE, ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import Parameter, XmlGrammar
+from etude.tokens.pieces import spell
 
 TOOLS = [
     "list_dir",
@@ -38,7 +39,7 @@ def test_the_core_tools_have_the_tags_and_the_digest_that_they_always_had():
 
 def test_the_core_tools_are_explained_and_called_in_the_words_that_they_always_were():
     renderer = core_renderer()
-    words = describe_tools(core_registry().schemas, renderer.grammar)
+    words = spell(renderer.describe("", core_registry().schemas))
     assert (
         blake3(words.encode()).hexdigest()
         == "552224127dc37018c6669c6defc54cc4d72b401c33a2c31ee62dc3d1ce35738c"

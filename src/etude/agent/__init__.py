@@ -3,7 +3,7 @@
 from etude.agent.execution import LocalWorkspace, execute_calls
 from etude.agent.facts import SessionFacts
 from etude.agent.journal import JournaledSession
-from etude.agent.prompts import agent_format, describe_tools, open_renderer
+from etude.agent.prompts import agent_format, open_renderer
 from etude.agent.runner import NextWords, Patience, Serving, Timings, run_session
 from etude.agent.scripted import ScriptedSampler, play
 from etude.agent.session import AgentSession, SessionLimits
@@ -37,7 +37,6 @@ __all__ = [
     "agent_format",
     "agent_registry",
     "core_registry",
-    "describe_tools",
     "execute_calls",
     "full_registry",
     "open_renderer",

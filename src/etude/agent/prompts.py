@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from etude.agent.tools.registries import agent_registry, core_registry
 from etude.config import AgentConfig
 from etude.tokens.chat_format import ChatFormat, choose_format
-from etude.tokens.grammar import Grammar, ToolSchema, XmlGrammar
-from etude.tokens.pieces import spell
+from etude.tokens.grammar import ToolSchema, XmlGrammar
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import ETUDE_TEMPLATE
 from etude.tokens.tokenizer import Tokenizer
@@ -55,8 +53,3 @@ def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:
 def own_control_tokens() -> list[str]:
     """What a tokenizer of our own holds as single tokens: the frame's marks and the core tools' tags."""
     return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(core_registry().schemas).control_tokens()]
-
-
-def describe_tools(schemas: Sequence[ToolSchema], grammar: Grammar) -> str:
-    """How to call the tools, in the words of `grammar`."""
-    return spell(grammar.announce(schemas) or ())

@@ -21,7 +21,7 @@ from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
 from etude.tokens.grammar.native import TOLD_GRAMMARS
-from etude.tokens.renderer import Renderer
+from etude.tokens.renderer import Renderer, announcing_template
 from etude.tokens.template import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, TEMPLATES, Template
 from etude.tokens.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class ChatFormat:
     def digest(self) -> str:
         """BLAKE3 hex digest: formats with equal digests render equal tokens."""
         described = (self.tokenizer.digest, self.template, self.grammar, self.tools, self.system)
-        native = (self.tokenizer.chat_template,) if self.grammar in TOLD_GRAMMARS else ()
+        native = announcing_template(self.tokenizer, _GRAMMARS[self.grammar](()))
         return blake3(repr((*described, *native)).encode()).hexdigest()
 
     def renderer(self) -> Renderer:

@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Const, Node, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -90,18 +90,29 @@ class _Generation(Extension):
 class ChatTemplate:
     """One template, compiled. Raises ConfigError for text that is no template."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """`variables`: what it may name besides the conversation, such as `bos_token`."""
+    def __init__(
+        self, source: str, variables: Mapping[str, str], marks: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables`: what it may name besides the conversation, such as `bos_token`. `marks`: what stands
+        for the words that these are in its own text and in `variables`, and nowhere else."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
+        names = "|".join(map(re.escape, sorted(marks or (), key=len, reverse=True)))
+        put = partial(re.compile(names).sub, lambda found: marks[found[0]]) if marks else str
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        self._variables: dict[str, Any] = dict(variables)
+        self._variables: dict[str, Any] = {name: put(text) for name, text in variables.items()}
         self.names_a_day = False
         """Whether it asked for the time without a look whether it can."""
         try:
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            for node in tree.find_all((Const, TemplateData)):
+                if isinstance(node, TemplateData):
+                    node.data = put(node.data)
+                elif isinstance(node.value, str):
+                    node.value = put(node.value)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"is not a Jinja template: {error.message}, in line {error.lineno}",
@@ -137,8 +148,10 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str, variables: tuple[tuple[str, str], ...]) -> ChatTemplate:
-    return ChatTemplate(source, dict(variables))
+def _marked(
+    source: str, variables: tuple[tuple[str, str], ...], marks: tuple[tuple[str, str], ...]
+) -> ChatTemplate:
+    return ChatTemplate(source, dict(variables), dict(marks))
 
 
 def open_with_tools(
@@ -146,32 +159,25 @@ def open_with_tools(
 ) -> list[Piece]:
     """What the tokenizer's chat template shows before the user's first words where tools are offered.
 
-    What comes from outside (the system's words, names and descriptions) is rendered with other characters in
-    place of those that mark control tokens, and so never becomes one. Raises ConfigError where it fails.
+    Control tokens are those in the template's own text alone, where each is rendered as a character that
+    nothing else holds: what comes from outside (the system's words, names and descriptions) never becomes
+    one, whatever the template writes around it. Raises ConfigError where it fails.
     """
     functions = [schema.function_schema() for schema in schemas]
-    names = sorted(tokenizer.added_tokens, key=len, reverse=True)
-    given = words + json.dumps(functions, ensure_ascii=False)
-    free = (one for one in map(chr, range(0xE000, 0xF900)) if one not in given)
-    marks = {next((one for one in name if not one.isalnum()), name[0]) for name in names}
-    hidden = dict(zip(map(ord, sorted(marks)), free, strict=False))
-    shown = {ord(one): chr(first) for first, one in hidden.items()}
-    messages = [{"role": "system", "content": words.translate(hidden)}] if words else []
-    jinja = _compiled(tokenizer.chat_template, tuple(tokenizer.template_variables.items()))
-    text = jinja.render([*messages, {"role": "user", "content": _USER}], _hide(functions, hidden))
-    before, found, _ = text.partition(spell(template.user) + _USER)
+    given = set(words + json.dumps(functions, ensure_ascii=False) + tokenizer.chat_template)
+    free = (one for one in map(chr, range(0xF0000, 0x110000)) if one not in given)
+    marks = dict(zip(tokenizer.added_tokens, free, strict=False))
+    variables = tuple(tokenizer.template_variables.items())
+    jinja = _marked(tokenizer.chat_template, variables, tuple(marks.items()))
+    messages = [{"role": "system", "content": words}] if words else []
+    text = jinja.render([*messages, {"role": "user", "content": _USER}], functions)
+    user = "".join(one if isinstance(one, str) else marks[one.name] for one in template.user)
+    before, found, _ = text.partition(user + _USER)
     if not found:
         raise ConfigError("does not show the user's words behind the tools", field="chat_template")
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", before)
-    return join_text(Control(one) if one in names else one.translate(shown) for one in parts)
-
-
-def _hide(value: Any, hidden: Mapping[int, str]) -> Any:
-    if isinstance(value, str):
-        return value.translate(hidden)
-    if isinstance(value, Mapping):
-        return {_hide(name, hidden): _hide(entry, hidden) for name, entry in value.items()}
-    return [_hide(entry, hidden) for entry in value] if isinstance(value, list | tuple) else value
+    names = {mark: name for name, mark in marks.items()}
+    parts = re.split(f"([{''.join(names)}])", before)
+    return join_text(Control(names[one]) if one in names else one for one in parts)
 
 
 def write_chat_template(template: Template) -> str:

@@ -92,7 +92,8 @@ def derive_template(tokenizer: Tokenizer, source: str, in_any_form: bool = True)
         told = tokenizer.with_chat_template(source)
         others = TOLD_GRAMMARS.values() if in_any_form else ()
         for grammar in (HermesGrammar(_TOOLS), *(make(_TOOLS) for make in others)):
-            if _writes_calls(jinja, template, grammar) and _tells_tools(jinja, told, template, grammar):
+            renderer = Renderer(told, grammar, template)
+            if _writes_calls(jinja, template, grammar) and _tells_tools(jinja, renderer, reader.pieces):
                 return Derived(template, source, grammar.name)
     return Derived(template, write_chat_template(template), "hermes")
 
@@ -128,9 +129,9 @@ class _Reader:
             template = self._unended(opened, to_user, to_answer, after_said.removesuffix(to_user))
         else:
             template = self._alike(opened, after_said, to_answer, bare)
-            close = self._pieces(to_user.removesuffix(after_said))
+            close = self.pieces(to_user.removesuffix(after_said))
             template = replace(template, system_close=tuple(close))
-        template = replace(template, thinking=tuple(self._pieces(thinking)), shown=tuple(self._pieces(shown)))
+        template = replace(template, thinking=tuple(self.pieces(thinking)), shown=tuple(self.pieces(shown)))
         if not shown:
             return template
         _, last = self._between([user, answer], _ANSWER, prompts=False)
@@ -145,18 +146,18 @@ class _Reader:
             (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
         )
         after_end, user_pieces = user_pieces[:num_plain], user_pieces[num_plain:]
-        answer_pieces, system = answer_pieces[num_plain:], self._pieces(opened)
+        answer_pieces, system = answer_pieces[num_plain:], self.pieces(opened)
         if not (user_pieces and answer_pieces and system):
             raise _unstable("messages do not begin with control tokens")
         has_default = bare.startswith(opened) and bare.endswith(to_user)
         before = bare.removesuffix(spell(user_pieces))
         if opened.startswith(before):
-            begin, system = self._pieces(before), self._pieces(opened.removeprefix(before))
+            begin, system = self.pieces(before), self.pieces(opened.removeprefix(before))
         elif user_pieces[0] in system:
             start = system.index(user_pieces[0])
             begin, system = system[:start], system[start:]
         else:  # where there is always a system message, what stands before it counts as its opening
-            begin = [] if has_default else self._pieces(before)
+            begin = [] if has_default else self.pieces(before)
             system = system[len(begin) :]
         assert isinstance(end, Control), "see _ended"
         default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
@@ -187,7 +188,7 @@ class _Reader:
             result_open=(),
             result_close=(),
             end=end,
-            begin=tuple(self._pieces(opened)),
+            begin=tuple(self.pieces(opened)),
             only_answers_end=True,
         )
 
@@ -209,9 +210,9 @@ class _Reader:
             return None
         return replace(
             template,
-            tool=tuple(self._pieces(opened.removeprefix(lead))),
-            result_close=tuple(self._pieces(close)),
-            result_between=tuple(self._pieces(between.removeprefix(close))),
+            tool=tuple(self.pieces(opened.removeprefix(lead))),
+            result_close=tuple(self.pieces(close)),
+            result_between=tuple(self.pieces(between.removeprefix(close))),
         )
 
     def _between(self, messages: Sequence[Message], *words: str, prompts: bool = True) -> list[str]:
@@ -226,7 +227,7 @@ class _Reader:
         return [*found, text]
 
     def _ended(self, text: str) -> list[Piece]:
-        pieces = self._pieces(text)
+        pieces = self.pieces(text)
         if not pieces or not isinstance(pieces[0], Control):
             raise ConfigError(
                 "ends messages with what is no control token of the tokenizer",
@@ -236,7 +237,8 @@ class _Reader:
             )
         return pieces
 
-    def _pieces(self, text: str) -> list[Piece]:
+    def pieces(self, text: str) -> list[Piece]:
+        """Rendered text, its control tokens as such."""
         return join_text(Control(one) if one in self._names else one for one in self._split(text))
 
 
@@ -312,12 +314,16 @@ def _framed(template: Template, messages: Sequence[Message]) -> str:
     return "".join([spell(template.begin), *texts, spell(template.prompt)])
 
 
-def _tells_tools(jinja: ChatTemplate, told: Tokenizer, template: Template, grammar: Grammar) -> bool:
-    """Whether the template announces tools as sessions do, before words of the system's and without any."""
+def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], list[Piece]]) -> bool:
+    """Whether the template announces tools as sessions do, before words of the system's and without any, and
+    with all control tokens that it then shows written out in its own text."""
+    template, is_native = renderer.template, renderer.grammar.announce(()) is None
     try:
         for words in ("", _SYSTEM):
-            renderer = Renderer(told, grammar, template)
-            opening = renderer.tokenizer.decode(renderer.opening(renderer.describe(words, _TOOLS)))
+            told = renderer.describe(words, _TOOLS)
+            opening = renderer.tokenizer.decode(renderer.opening(told))
+            if is_native and list(told) != split(opening):
+                return False
             if not all(tool.description in opening for tool in _TOOLS):
                 return False
             talk = [*([_said("system", words)] if words else []), _said("user", _USER)]

@@ -78,9 +78,11 @@ class Renderer:
 
     @property
     def template_digest(self) -> str:
-        """BLAKE3 hex digest of template, grammar and mode: equal digests render equal tokens."""
+        """BLAKE3 hex digest of template, grammar and mode, and of the chat template where that announces the
+        tools: equal digests render equal tokens."""
         described = (self.template, self.grammar.name, self.grammar.control_tokens(), self.text_mode)
-        return blake3(repr(described).encode()).hexdigest()
+        native = announcing_template(self.tokenizer, self.grammar)
+        return blake3(repr((*described, *native)).encode()).hexdigest()
 
     def encode(self, pieces: Iterable[Piece]) -> Tokens:
         """Token ids of pieces. A tag that the tokenizer does not hold is spelled out (text mode)."""
@@ -197,6 +199,11 @@ class Renderer:
         if len(message) and message[-1] == self.end_token:
             message = message[:-1]
         return self.tokenizer.pieces(message, self.tags)
+
+
+def announcing_template(tokenizer: Tokenizer, grammar: Grammar) -> tuple[str, ...]:
+    """For digests: the model's own chat template where it announces the tools, else nothing."""
+    return (tokenizer.chat_template,) if grammar.announce(()) is None else ()
 
 
 def _has_words(pieces: Sequence[Piece]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, cast, get_args
 
 from etude.errors import ConfigError, ToolArgumentError
@@ -109,14 +110,16 @@ def _value(parameter: Parameter | None, text: str) -> Any:
         return text
 
 
-def told_call(name: str, arguments: Any) -> ToolCall:
-    """A call that a client tells, for a grammar to write. Raises ConfigError for arguments of no object."""
+def told_call(name: str, arguments: Any, writes_python: bool = False) -> ToolCall:
+    """A call that a client tells, for a grammar to write, which may write booleans and null as Python does.
+    Raises ConfigError for arguments of no object."""
     if not isinstance(arguments, dict):
         raise ConfigError("arguments must be an object", field="arguments", received=type(arguments).__name__)
+    plain = (str, bool, NoneType) if writes_python else str
     return ToolCall(
         name,
         {
-            str(key): value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            str(key): str(value) if isinstance(value, plain) else json.dumps(value, ensure_ascii=False)
             for key, value in arguments.items()
         },
     )

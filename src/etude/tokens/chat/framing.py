@@ -7,16 +7,19 @@ Each message is `after_end` (unless it is the first), its frame, its words, its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import ConfigError
+from etude.records import ToolCall
 from etude.tokens.chat.client_tools import told_call
 from etude.tokens.chat.errors import BadRequestError
-from etude.tokens.chat.messages import Answer, Message, Opening, Results, SystemWords, UserWords
+from etude.tokens.chat.messages import Answer, Call, Message, Opening, Results, SystemWords, UserWords
 from etude.tokens.grammar.channels import ChannelMarks
 from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
+from etude.tokens.grammar.native import NativeGrammar
 from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
 
@@ -124,15 +127,25 @@ class Framing:
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
-        grammar = self.renderer.grammar
         reasoning = self.renderer.reasoned(answer.reasoning) if self.has_reasoning(answer) else []
         pieces: list[Piece] = [answer.text] if answer.text else []
-        try:
-            calls = [told_call(call.name, call.arguments) for call in answer.calls]
-            pieces += grammar.render_calls(calls, bool(pieces)) if calls else []
-        except ConfigError:  # a call of which a client kept no arguments: all are shown as they are told
-            pieces += [f"\n{call.name} {call.arguments}" for call in answer.calls]
+        for is_call, run in groupby(map(self._told, answer.calls), lambda told: isinstance(told, ToolCall)):
+            if is_call:
+                calls = [told for told in run if isinstance(told, ToolCall)]
+                pieces += self.renderer.grammar.render_calls(calls, bool(pieces))
+            else:
+                words = "\n".join(map(str, run))
+                pieces.append(f"\n{words}" if pieces else words)
         return [*reasoning, *pieces]
+
+    def _told(self, call: Call) -> ToolCall | str:
+        """A call that a client tells; one of which it kept no arguments as it tells it."""
+        grammar = self.renderer.grammar
+        writes_python = isinstance(grammar, NativeGrammar) and grammar.form.python_words
+        try:
+            return told_call(call.name, call.arguments, writes_python)
+        except ConfigError:
+            return f"{call.name} {call.arguments}"
 
 
 def check_answerable(messages: Sequence[Message]) -> None:

@@ -11,7 +11,7 @@ from etude.errors import ConfigError
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Opening, canonical
 from etude.tokens.grammar.interface import Grammar, ToolSchema
-from etude.tokens.renderer import Renderer
+from etude.tokens.renderer import Renderer, announcing_template
 from etude.tokens.template import Template
 from etude.tokens.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class RendererShelf:
     def digest(self) -> str:
         """Names tokenizer, grammar and template: tokens of another digest mean something else."""
         grammar = self._make_grammar(())
-        native = (self.tokenizer.chat_template,) if grammar.announce(()) is None else ()
+        native = announcing_template(self.tokenizer, grammar)
         described = (self.tokenizer.digest, grammar.name, self._template, *native)
         return blake3(repr(described).encode()).hexdigest()
 

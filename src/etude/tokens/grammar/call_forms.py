@@ -28,8 +28,8 @@ class CallForm:
     """Stands between two calls that have a section each."""
     lead: tuple[str, str] = ("\n", "\n")
     """Stands before the first call: of an answer without words, and behind words."""
-    capital_booleans: bool = False
-    """Whether booleans are written as Python writes them."""
+    python_words: bool = False
+    """Whether booleans and null are written as Python writes them."""
 
 
 QWEN_XML = CallForm(
@@ -42,7 +42,7 @@ QWEN_XML = CallForm(
     key=("<parameter=", ">"),
     value=("\n", "\n</parameter>\n"),
     lead=("", "\n\n"),
-    capital_booleans=True,
+    python_words=True,
 )
 """Qwen3-Coder and Qwen3.5."""
 

@@ -186,7 +186,8 @@ class Grammar(Protocol):
 
 
 def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
-    """Raises ConfigError for names that are empty, too long, unprintable, given twice, or hold a mark."""
+    """Raises ConfigError for names that are empty, too long, unprintable, given twice, hold a mark, or have
+    blanks at an end, which are no part of a name where calls are read."""
     names = [tool.name for tool in tools]
     wrong = [name for name in names if names.count(name) > 1]
     for tool in tools:
@@ -195,7 +196,8 @@ def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
         wrong += [name for name in [tool.name, *parameters] if not _can_be_named(name, marks)]
     if wrong:
         raise ConfigError(
-            f"names must be distinct, printable and at most {MAX_NAME_CHARACTERS} characters",
+            f"names must be distinct, printable, without blanks at an end, and at most {MAX_NAME_CHARACTERS} "
+            "characters",
             field="tools",
             received=sorted(set(wrong)),
             fix="rename the tool or the parameter",
@@ -203,9 +205,8 @@ def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
 
 
 def _can_be_named(name: str, marks: Sequence[str]) -> bool:
-    return (
-        0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and not any(one in name for one in marks)
-    )
+    is_clean = name.isprintable() and name == name.strip()
+    return is_clean and 0 < len(name) <= MAX_NAME_CHARACTERS and not any(one in name for one in marks)
 
 
 def parse_calls(parser: CallParser, pieces: Sequence[Piece]) -> list[ToolCall]:

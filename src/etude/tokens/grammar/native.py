@@ -21,6 +21,8 @@ from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split
 from etude.tokens.grammar.native_reader import FormTags, NativeReader
 from etude.tokens.pieces import Piece, join_text
 
+_PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
+
 
 class NativeGrammar:
     """One form for a fixed set of tools. Raises ConfigError for names that cannot be written."""
@@ -57,8 +59,8 @@ class NativeGrammar:
         kinds = {name: parameter.kind for name, parameter in self._table.get(call.name, {}).items()}
         pieces: list[Piece] = [*self.split(form.call[0]), call.name, *self.split(form.name_end)]
         for name, text in call.arguments.items():
-            if form.capital_booleans and kinds.get(name) == "boolean" and text in ("true", "false"):
-                text = text.capitalize()
+            if form.python_words and kinds.get(name, "string") != "string":
+                text = _PYTHON_WORDS.get(text, text)
             pieces += [*self.split(form.key[0]), name, *self.split(form.key[1] + form.value[0])]
             pieces += [text, *self.split(form.value[1])]
         return [*pieces, *self.split(form.call[1])]

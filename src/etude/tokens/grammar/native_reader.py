@@ -14,10 +14,13 @@ from etude.records import ToolCall
 from etude.tokens.grammar.call_forms import CallForm
 from etude.tokens.grammar.events import CallFinished, CallStarted, ParseEvent, TextDelta
 from etude.tokens.grammar.hermes_reader import ToolTable
-from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS
+from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Parameter
 from etude.tokens.grammar.json_reader import printable
 from etude.tokens.grammar.message_parser import ParserMode, TagSet
 from etude.tokens.grammar.xml_reader import OpenCall
+
+_NULLS = ("null", "None")
+"""Values by which an optional parameter that is no string is left out."""
 
 
 class _Place(Enum):
@@ -189,17 +192,26 @@ class NativeReader:
 
     def _is_boolean(self) -> bool:
         """Whether the open value is a boolean with a capital."""
-        assert self._call is not None and self._call.parameter is not None
-        parameter = self._tools.get(self._call.name, {}).get(self._call.parameter)
-        return self._tags.form.capital_booleans and parameter is not None and parameter.kind == "boolean"
+        parameter = self._parameter()
+        return self._tags.form.python_words and parameter is not None and parameter.kind == "boolean"
 
     def _end_value(self, out: list[ParseEvent]) -> None:
-        assert self._call is not None
+        call, parameter = self._call, self._parameter()
+        assert call is not None
         if self._is_boolean():
             word = self._word.strip()
-            self._call.add_text(word.lower() if word in ("True", "False") else word, out)
-        self._call.close_body()
+            call.add_text(word.lower() if word in ("True", "False") else word, out)
+        call.close_body()
         self._place = _Place.CALL
+        if parameter is None or parameter.required or parameter.kind == "string":
+            return
+        if call.arguments.get(parameter.name, "").strip() in _NULLS:
+            del call.arguments[parameter.name]
+
+    def _parameter(self) -> Parameter | None:
+        """What the tool says of the parameter whose value is open."""
+        assert self._call is not None
+        return self._tools.get(self._call.name, {}).get(self._call.parameter or "")
 
     def _end_unfinished(self, out: list[ParseEvent]) -> None:
         """Ends what another word, or the message's end, cut short: a name or a parameter."""
