@@ -38,13 +38,9 @@ def test_two_ranks_publish_the_gathered_model_bit_for_bit(sizes: dict[str, int],
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"ranks": 4, "fsdp": 4},
         {"ranks": 4, "fsdp": 2, "expert": 2},
-        {"ranks": 4, "fsdp": 2, "context": 2},
-        {"ranks": 4, "expert": 2},
         {"ranks": 4, "fsdp": 2, "tensor": 2},
         {"ranks": 3, "fsdp": 3},
-        {"ranks": 2},
     ],
 )
 def test_any_mesh_publishes_the_gathered_model_bit_for_bit(sizes: dict[str, int], tmp_path: Path) -> None:
@@ -52,7 +48,7 @@ def test_any_mesh_publishes_the_gathered_model_bit_for_bit(sizes: dict[str, int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2])
 def test_a_rank_that_dies_in_a_publication_leaves_the_version_before_it(
     num_ranks: int, tmp_path: Path
 ) -> None:

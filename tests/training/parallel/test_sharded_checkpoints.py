@@ -60,17 +60,10 @@ def _assert_close(ours: Values, theirs: Values, start: Values) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (TWO, {"ranks": 1}),
         ({"ranks": 1}, TWO),
-        ({"ranks": 2, "expert": 2}, {"ranks": 2}),
-        ({"ranks": 2}, {"ranks": 2, "expert": 2}),
         (FOUR, {"ranks": 1}),
-        (FOUR, TWO),
         ({"ranks": 4, "fsdp": 4}, {"ranks": 2, "expert": 2}),
         ({"ranks": 4, "expert": 2, "context": 2}, {"ranks": 4, "fsdp": 4}),
-        ({"ranks": 2, "expert": 2}, FOUR),
-        (TWO, {"ranks": 4, "fsdp": 2, "context": 2}),
-        (TENSOR, {"ranks": 1}),
         (FOUR, TENSOR),
         ({"ranks": 4, "expert": 2, "tensor": 2}, {"ranks": 2, "tensor": 2}),
     ],
@@ -87,7 +80,7 @@ def test_weights_and_states_are_the_same_bits_on_other_ranks_and_learn_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [TWO, FOUR, TENSOR], ids=str)
+@pytest.mark.parametrize("sizes", [FOUR, TENSOR], ids=str)
 def test_going_on_with_the_same_ranks_gives_the_bits_of_never_having_stopped(
     tmp_path: Path, sizes: dict[str, int]
 ) -> None:

@@ -66,11 +66,9 @@ def test_two_ranks_find_what_one_process_does_for_every_architecture() -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"tensor": 2},
         {"tensor": 2, "fsdp": 2},
         {"tensor": 2, "expert": 2},
         {"tensor": 2, "context": 2},
-        {"tensor": 4},
     ],
     ids=str,
 )
