@@ -225,9 +225,10 @@ def test_each_function_is_changed_in_some_exams_and_not_in_all_and_tests_without
     changer, path = changer_of(tmp_path, TESTS), "tests/test_prices.py"
     rows = [f"{path}::test_rows[{row}]" for row in ("1-two", "five")]
     other = f"{path}::TestPrices::test_equal"
-    twin = Twin(1, TwinKind.VALUE, (rows[1],), (f"{path}::test_rows[1-twp]",), (rows[0],))
+    third, changed_row = f"{path}::test_rows[4-a]", f"{path}::test_rows[1-twp]"
+    twin = Twin(1, TwinKind.VALUE, (rows[1],), (changed_row,), (rows[0],), (third,))
     twins = ProjectTwins(
-        {f"{path}::test_rows": tuple(rows), f"{path}::TestPrices.test_equal": (other,)},
+        {f"{path}::test_rows": (*rows, third), f"{path}::TestPrices.test_equal": (other,)},
         {f"{path}::test_rows": (twin,)},
         (path,),
     )
@@ -238,6 +239,7 @@ def test_each_function_is_changed_in_some_exams_and_not_in_all_and_tests_without
         changed = tuple(exam.failing == twin.failing for exam in found.exams[1:])
         assert changed == tuple(not set(rows) <= set(exam.passing) for exam in found.exams[1:])
         assert all(next(iter(found.files_of(exam))) == f"hidden/{path}" for exam in found.exams)
+        assert all(len(json.loads(exam.files["expected.json"])["ids"]) == 3 for exam in found.exams[1:])
         assert list(found.open_tests) == [rows[1]]
         patterns.add(changed)
     assert len(patterns) == 14 and {(True,) * 4, (False,) * 4}.isdisjoint(patterns)

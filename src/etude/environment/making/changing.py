@@ -125,7 +125,7 @@ def _sites_of_round(function: Function, find_values: _Finder, number: int, rng: 
     in each row of its parametrization."""
     rows = [row for decorator in function.decorator_list for row in _rows(decorator)]
     if rows and number % 2:
-        lists = [_in_turn(find_values(row), rng) for row in rows]
+        lists = [list(find_values(row))[::-1] for row in rows]  # what is expected stands last, mostly
     else:
         sites = (chain(find_values(node), _opposites(node)) for node in _judging(function))
         lists = [_in_turn(chain(*sites), rng)]

@@ -50,6 +50,9 @@ class Twin:
     """As they are called in the changed file: parameters are part of their names."""
     turned: tuple[str, ...]
     """The failing ones, as they are called in the project's own file."""
+    others: tuple[str, ...] = ()
+    """Those that end otherwise, by an error on the way: asked for all the same, so that their number tells
+    nothing, and not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +94,14 @@ class ProjectTwins:
     def _exam(self, used: Sequence[str], chosen: Mapping[str, Twin], changer: TestChanger) -> Exam:
         passing: list[str] = []
         failing: list[str] = []
+        others: list[str] = []
         for function in used:
             twin = chosen.get(function)
             passing += self.tests[function] if twin is None else twin.passing
             failing += () if twin is None else twin.failing
+            others += () if twin is None else twin.others
         files = changer.change({function: twin.number for function, twin in chosen.items()})
-        ids = sorted([*passing, *failing])
+        ids = sorted([*passing, *failing, *others])
         asked = {
             "ids": ids,
             "paths": sorted({test.partition("::")[0] for test in ids}),
@@ -174,15 +179,11 @@ async def find_project_twins(
 def _find_twin(
     number: int, kind: TwinKind, tests: Sequence[tuple[str, str]], run: SuiteRun, project: Project
 ) -> Twin | None:
-    """The twin that a round's change of one function made, if any. `tests`: as they were called, and are.
-
-    There is none where a test ends otherwise than it should: exams could not ask for all of the function's
-    tests then, and whoever counts them would know."""
+    """The twin that a round's change of one function made, if any. `tests`: as they were called, and are."""
     turned = {test: before for before, test in tests if _fails_by_itself(run, test, kind, project)}
     passing = tuple(test for _, test in tests if run.outcomes[test] == "passed")
-    if not turned or len(passing) + len(turned) < len(tests):
-        return None
-    return Twin(number, kind, passing, tuple(turned), tuple(turned.values()))
+    others = tuple(test for _, test in tests if test not in turned and test not in passing)
+    return Twin(number, kind, passing, tuple(turned), tuple(turned.values()), others) if turned else None
 
 
 def _fails_by_itself(run: SuiteRun, test: str, kind: TwinKind, project: Project) -> bool:
