@@ -160,6 +160,8 @@ def test_a_round_changes_what_tests_judge_by_or_the_rows_of_a_parametrization(tm
             "with pytest.raises(ValueError): total(a)",
             {"with pytest.raises(KeyError):"},
         ),
+        ("with pytest.raises(total.Error, match=b): total(a)", {"with pytest.raises(ValueError, match=b):"}),
+        ("with pytest.raises(Wrong): total(a)", {"with pytest.raises(ValueError):"}),
         ("total(a).check(7)", set[str]()),
     ],
 )

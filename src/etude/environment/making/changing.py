@@ -198,6 +198,14 @@ def _values(
     for kind, changes in find_places(node, names, others):
         if kind is Kind.CONSTANT:
             yield from ((TwinKind.VALUE, change) for change in changes)
+    match node:
+        case ast.Call(func=ast.Attribute(attr="raises" | "assertRaises"), args=[expected, *_] as arguments):
+            if isinstance(expected, ast.Attribute) or (
+                isinstance(expected, ast.Name) and exception_named(expected.id) is None
+            ):
+                yield TwinKind.EXCEPTION, partial(arguments.__setitem__, 0, ast.Name("ValueError"))
+        case _:
+            pass
     for name in ast.walk(node):
         if isinstance(name, ast.Name) and (found := exception_named(name.id)) is not None:
             yield TwinKind.EXCEPTION, partial(setattr, name, "id", _other_exception(found))
