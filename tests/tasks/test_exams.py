@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from etude.environment.making.baseline import Baseline
+from etude.environment.making.changing import TestChanger, TwinKind
+from etude.environment.making.pipeline import seed_exams
 from etude.environment.making.projects import read_project
-from etude.environment.making.twinning import ProjectTwins, TestChanger, Twin
+from etude.environment.making.suites import Coverage, Suite, SuiteRun
+from etude.environment.making.twinning import ProjectTwins, Twin, find_project_twins
 from etude.environment.wire import task_document, task_of
 from etude.errors import TaskError
 from etude.tasks.exams import EXAMS, Exam, ExamSet, read_exams, read_outcomes
 from etude.tasks.harbor import read_harbor
+from etude.tasks.making.changes import Change, Place
 from tests.sandbox.images.image_builders import write_tree
 
 TASK_TOML = """\
@@ -117,11 +124,14 @@ def changed_lines(changer: TestChanger, number: int) -> set[str]:
     return set(after[path].splitlines()) - set(before[path].splitlines())
 
 
-def test_a_round_changes_what_tests_judge_by_or_the_rows_of_a_parametrization(tmp_path: Path) -> None:
-    files = {"pyproject.toml": "", "prices.py": "total = str\n", "tests/test_prices.py": TESTS}
+def changer_of(tmp_path: Path, tests: str) -> TestChanger:
+    files = {"pyproject.toml": "", "prices.py": "total = str\n", "tests/test_prices.py": tests}
     files["tests/__init__.py"] = ""
-    project = read_project(write_tree(tmp_path, files))
-    changer = TestChanger(project, seed=0)
+    return TestChanger(read_project(write_tree(tmp_path, files)), seed=0)
+
+
+def test_a_round_changes_what_tests_judge_by_or_the_rows_of_a_parametrization(tmp_path: Path) -> None:
+    changer = changer_of(tmp_path, TESTS)
     rounds = [changed_lines(changer, number) for number in range(8)]
     assert all(rounds) and set(changer.change_all(0)[0]) == {"tests/test_prices.py"}
     text = "\n".join(line for lines in rounds for line in lines)
@@ -131,22 +141,108 @@ def test_a_round_changes_what_tests_judge_by_or_the_rows_of_a_parametrization(tm
         assert any("parametrize(('rate', 'wanted')" in line for line in lines)
 
 
-def test_each_function_is_changed_in_two_exams_of_four_and_tests_without_a_change_are_open(
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("assert total(a) == b", {"assert total(a) != b"}),
+        ("assert a not in total(b)", {"assert a in total(b)"}),
+        ("assert not total(a)", {"assert total(a)"}),
+        ("assert isinstance(total(a), str)", {"assert not isinstance(total(a), str)"}),
+        ("assert total(a) < b", {"assert total(a) >= b"}),
+        ("assert total(a) is None", {f"assert total(a) is {end}" for end in ("not None", "True", "False")}),
+        ("assert total(a) < b < a", set[str]()),
+        ("assert total(a) or b", set[str]()),
+        (
+            "assert total(a) == 'red tea'",
+            {f"assert total(a) {end}" for end in ("!= 'red tea'", "== 'red red'")},
+        ),
+        (
+            "with pytest.raises(ValueError): total(a)",
+            {"with pytest.raises(KeyError):"},
+        ),
+        ("with pytest.raises(total.Error, match=b): total(a)", {"with pytest.raises(ValueError, match=b):"}),
+        ("with pytest.raises(Wrong): total(a)", {"with pytest.raises(ValueError):"}),
+        ("total(a).check(7)", set[str]()),
+    ],
+)
+def test_a_changed_line_is_one_that_people_write(tmp_path: Path, line: str, changed: set[str]) -> None:
+    changer = changer_of(
+        tmp_path, f"import pytest\nfrom prices import total\n\ndef test_a(a, b):\n    {line}\n"
+    )
+    found = set[str]().union(*(changed_lines(changer, number) for number in range(8)))
+    assert {one.strip() for one in found} == changed
+
+
+def test_a_test_that_only_an_opposite_turns_is_open(tmp_path: Path) -> None:
+    changer, name = changer_of(tmp_path, TESTS), "tests/test_prices.py::TestPrices.test_equal"
+    test = "tests/test_prices.py::TestPrices::test_equal"
+    opposite, value = (
+        Twin(n, kind, (), (test,), (test,)) for n, kind in enumerate((TwinKind.OPPOSITE, TwinKind.VALUE))
+    )
+    for twins, guarded in (((opposite,), False), ((opposite, value), True)):
+        known = ProjectTwins({name: (test,)}, {name: twins}, ())
+        assert known.turned == ({test} if guarded else set())
+        for seed in range(20):
+            assert bool(known.write_exams([test], [], changer, str(seed)).open_tests) is not guarded
+
+
+def test_exams_are_drawn_by_what_the_workspace_lacks(tmp_path: Path) -> None:
+    broken = {"prices.py": "total = int\n"}
+    change = Change("planted_bug", "a", broken, (Place("prices.py", "", 1, 1),), {"tests/test_prices.py": ""})
+    seeds: set[str] = set()
+    for number, (source, tests) in enumerate([("str", TESTS), ("bool", TESTS), ("str", f"{TESTS}\n")]):
+        files = {"pyproject.toml": "", "prices.py": f"total = {source}\n", "tests/test_prices.py": tests}
+        seeds.add(seed_exams(read_project(write_tree(tmp_path / str(number), files)), change))
+    assert len(seeds) == 3
+
+
+class Hanging:
+    """A suite whose runs give no result, or all but the first."""
+
+    def __init__(self, *runs: SuiteRun) -> None:
+        self._runs = list(runs)
+
+    def within(self, timeout_s: float) -> Hanging:
+        return self
+
+    async def run(self, files: dict[str, str]) -> SuiteRun:
+        return self._runs.pop(0) if self._runs else SuiteRun({}, problem="hangs: 20 s")
+
+
+@pytest.mark.parametrize("runs", [(), (SuiteRun({}),)])
+def test_a_project_whose_tests_hang_as_they_are_changed_is_an_error(
+    tmp_path: Path, runs: tuple[SuiteRun, ...]
+) -> None:
+    baseline = Baseline((), {}, Coverage((), {}), 1.0)
+    looking = find_project_twins(
+        cast(Suite, Hanging(*runs)), baseline, changer_of(tmp_path, TESTS), at_once=1
+    )
+    with pytest.raises(TaskError, match="hangs: 20 s"):
+        asyncio.run(looking)
+
+
+def test_each_function_is_changed_in_some_exams_and_not_in_all_and_tests_without_a_change_are_open(
     tmp_path: Path,
 ) -> None:
-    files = {"pyproject.toml": "", "prices.py": "total = str\n", "tests/test_prices.py": TESTS}
-    changer = TestChanger(read_project(write_tree(tmp_path, files)), seed=0)
-    path = "tests/test_prices.py"
+    changer, path = changer_of(tmp_path, TESTS), "tests/test_prices.py"
     rows = [f"{path}::test_rows[{row}]" for row in ("1-two", "five")]
     other = f"{path}::TestPrices::test_equal"
-    twin = Twin(1, 0, (rows[1],), (f"{path}::test_rows[1-twp]",), (rows[0],))
+    third, changed_row = f"{path}::test_rows[4-a]", f"{path}::test_rows[1-twp]"
+    twin = Twin(1, TwinKind.VALUE, (rows[1],), (changed_row,), (rows[0],), (third,))
     twins = ProjectTwins(
-        {f"{path}::test_rows": tuple(rows), f"{path}::TestPrices.test_equal": (other,)},
+        {f"{path}::test_rows": (*rows, third), f"{path}::TestPrices.test_equal": (other,)},
         {f"{path}::test_rows": (twin,)},
+        (path,),
     )
-    found = twins.write_exams(rows, [other], changer, "seed")
-    assert set(found.exams[0].passing) == {*rows, other} and not found.exams[0].failing
-    assert [exam.failing for exam in found.exams[1:]].count(twin.failing) == 2
-    assert sum(set(rows) <= set(exam.passing) for exam in found.exams[1:]) == 2
-    assert list(found.open_tests) == [rows[1]]
+    patterns: set[tuple[bool, ...]] = set()
+    for seed in range(200):
+        found = twins.write_exams(rows, [other], changer, str(seed))
+        assert set(found.exams[0].passing) == {*rows, other} and not found.exams[0].failing
+        changed = tuple(exam.failing == twin.failing for exam in found.exams[1:])
+        assert changed == tuple(not set(rows) <= set(exam.passing) for exam in found.exams[1:])
+        assert all(next(iter(found.files_of(exam))) == f"hidden/{path}" for exam in found.exams)
+        assert all(len(json.loads(exam.files["expected.json"])["ids"]) == 3 for exam in found.exams[1:])
+        assert list(found.open_tests) == [rows[1]]
+        patterns.add(changed)
+    assert len(patterns) == 14 and {(True,) * 4, (False,) * 4}.isdisjoint(patterns)
     assert ProjectTwins.from_document(json.loads(json.dumps(twins.to_document()))) == twins

@@ -193,8 +193,8 @@ def open_executor(settings: ClusterConfig) -> Any:
 
 def _import_ray(settings: ClusterConfig) -> Any:
     # All are read when Ray is imported or started. It reports nothing to anybody. A Ray that is started here
-    # takes the loopback address for this machine's own, and so listens there alone; and its workers, trainer and
-    # engines, get as much of busy cores as sandboxes do: Ray would give them the least (niceness 15).
+    # takes the loopback address for this machine's own, and so listens there alone; and its workers, trainer
+    # and engines, get as much of busy cores as sandboxes do: Ray would give them the least (niceness 15).
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not settings.address:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

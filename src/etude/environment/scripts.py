@@ -153,8 +153,10 @@ async def _sit_exams(
     run: Callable[[bytes, Callable[[Sandbox, CommandResult], Awaitable[bytes]]], Awaitable[bytes]],
 ) -> str | None:
     """Why one of a task's exams is not passed; None if all are. Raises RewardError without a result."""
-    for exam in read_exams(script.exams).exams:
-        outcomes = read_outcomes(await run(pack_texts(exam.files) if exam.files else b"", _read_outcomes))
+    found = read_exams(script.exams)
+    for exam in found.exams:
+        files = found.files_of(exam)
+        outcomes = read_outcomes(await run(pack_texts(files) if files else b"", _read_outcomes))
         failure = f"{OUTCOMES} is not what it should be" if outcomes is None else exam.judge(outcomes)
         if failure is not None:
             return failure

@@ -52,9 +52,12 @@ def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[Kind,
         return []  # what imports it fails, with or without a change
 
 
-def find_places(node: ast.AST, names: Collection[str]) -> list[Place]:
-    """The places at and below a part of a test, which their changes change. `names`: as of `find_sites`."""
-    return list(_sites(node, names, names))
+def find_places(
+    node: ast.AST, names: Collection[str], others: Callable[[object], list[object]]
+) -> list[Place]:
+    """The places at and below a part of a test, which their changes change. `names`: as of `find_sites`;
+    `others`: what a constant becomes."""
+    return list(_sites(node, names, names, others))
 
 
 def change_sites(path: str, text: str, names: Collection[str], numbers: Collection[int]) -> str:
@@ -62,7 +65,7 @@ def change_sites(path: str, text: str, names: Collection[str], numbers: Collecti
     if not path.endswith(".py"):
         words = list(islice(_WORD.finditer(text), _MOST_WORDS))
         for word in reversed([words[number] for number in sorted(numbers)]):
-            text = text[: word.start()] + str(_others(word[0])[0]) + text[word.end() :]
+            text = text[: word.start()] + str(other_values(word[0])[0]) + text[word.end() :]
         return text
     tree = parse_python(text)
     sites = _sites_of(tree, names)
@@ -75,13 +78,16 @@ def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
     answers = {*names, *spread_names(tree.body, names)}
     return [
         (kind, place, change)
-        for place, (kind, changes) in enumerate(_sites(tree, names, answers))
+        for place, (kind, changes) in enumerate(_sites(tree, names, answers, other_values))
         for change in changes
     ]
 
 
-def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> Iterator[Place]:
-    """The places at and below a node, in order. `answers`: names that may stand for answers."""
+def _sites(
+    node: ast.AST, names: Collection[str], answers: Collection[str], others: Callable[[object], list[object]]
+) -> Iterator[Place]:
+    """The places at and below a node, in order. `answers`: names that may stand for answers; `others`: what a
+    constant becomes."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Raise():
             return
@@ -94,11 +100,11 @@ def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> I
                     yield Kind.JUDGEMENT, [partial(arguments.__setitem__, 1, opposite)]
                 case _:
                     pass
-            yield from _sites(value, names, answers)
+            yield from _sites(value, names, answers, others)
             return
         case ast.Assert(test=test):
             yield Kind.JUDGEMENT, [partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))]
-            yield from _sites(test, names, answers)
+            yield from _sites(test, names, answers, others)
             return
         case ast.Compare(left=left, comparators=sides) if _bounds(node, answers):
             puts = [
@@ -107,17 +113,23 @@ def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> I
             ]
             for side, put in zip((left, *sides), puts, strict=True):
                 if _holds(side, answers):
-                    yield from _sites(side, names, answers)
+                    yield from _sites(side, names, answers, others)
                 else:
                     yield Kind.JUDGEMENT, [partial(put, ast.Constant(None))]
+            return
+        case ast.Compare(
+            left=left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None) as right]
+        ):
+            yield from _sites(left, names, answers, others)
+            yield Kind.CONSTANT, [partial(setattr, right, "value", other) for other in (True, False)]
             return
         case ast.Compare(left=left, comparators=[right] as sides) if not any(map(_is_known, (left, right))):
             yield from operand_places(sides, 0)
         case ast.Constant(value=value):
-            yield Kind.CONSTANT, [partial(setattr, node, "value", other) for other in _others(value)]
+            yield Kind.CONSTANT, [partial(setattr, node, "value", other) for other in others(value)]
         case ast.List(elts=[] as elements, ctx=ast.Load()) | ast.Tuple(elts=[] as elements):
             yield Kind.CONSTANT, [partial(elements.append, ast.Constant(0))]
-        case ast.Name(id=name, ctx=ast.Load()) if _is_exception(name):
+        case ast.Name(id=name, ctx=ast.Load()) if exception_named(name) is not None:
             other = "ValueError" if name == "KeyError" else "KeyError"
             yield Kind.JUDGEMENT, [partial(setattr, node, "id", other)]
         case ast.expr() if is_answer(node, names):
@@ -125,7 +137,7 @@ def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> I
         case _:
             pass
     for child in ast.iter_child_nodes(node):
-        yield from _sites(child, names, answers)
+        yield from _sites(child, names, answers, others)
 
 
 def _bounds(node: ast.Compare, answers: Collection[str]) -> bool:
@@ -157,12 +169,13 @@ def operand_places(places: list[ast.expr], number: int) -> Iterator[Place]:
     yield Kind.JUDGEMENT, [partial(put, ast.List([node]))]
 
 
-def _is_exception(name: str) -> bool:
+def exception_named(name: str) -> type[BaseException] | None:
+    """The built-in exception of that name."""
     found = getattr(builtins, name, None)
-    return isinstance(found, type) and issubclass(found, BaseException)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
 
-def _others(value: object) -> list[object]:
+def other_values(value: object) -> list[object]:
     """Constants that could stand in the place of one: of its kind and sign, near and far."""
     match value:
         case bool():

@@ -2,7 +2,7 @@
 
 Code of the agent's that test.sh runs can write whatever it likes about how the tests ended, but not know
 what would be right: in the first exam the tests are as they are and must pass; in the others some expect
-something else and must fail, and nothing in the sandbox says which. Who judges holds the lists.
+something else and must fail. Who judges holds the lists of which; the sandbox has the changed tests alone.
 
     tests/exams.json      the exams; never enters a sandbox
     OUTCOMES              what test.sh writes: test -> passed, failed, skipped
@@ -29,7 +29,7 @@ class Exam:
     """One run of test.sh."""
 
     files: Mapping[str, str]
-    """Path below `/tests` -> text, in place of what the archive has there."""
+    """Path below `/tests` -> text, in place of what the archive or the set's `files` have there."""
     passing: tuple[str, ...]
     """Tests that must pass."""
     failing: tuple[str, ...] = ()
@@ -54,7 +54,14 @@ class ExamSet:
     exams: tuple[Exam, ...]
     """In order; a run after one that does not do is spared."""
     open_tests: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Test that must fail before a solution and pass after it, and is changed in no exam -> why."""
+    """Test that must fail before a solution and pass after it, and that no exam guards -> why."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Path below `/tests` -> text in all exams, but for those that have another: so that what is laid there
+    does not tell what is changed."""
+
+    def files_of(self, exam: Exam) -> dict[str, str]:
+        """What is laid over `/tests` in one of them."""
+        return {**self.files, **exam.files}
 
     def to_text(self) -> str:
         """What `read_exams` reads."""

@@ -13,10 +13,11 @@ import pytest
 from etude.environment.grading import Verdict
 from etude.environment.making import twinning
 from etude.environment.making.baseline import Baseline
+from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import ProjectImage
 from etude.environment.making.projects import read_project
 from etude.environment.making.suites import Coverage, Suite
-from etude.environment.making.twinning import TestChanger, find_project_twins
+from etude.environment.making.twinning import find_project_twins
 from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
 from etude.environment.verdicts import Grader
 from etude.records import Task, TaskImage
@@ -44,7 +45,9 @@ def label(name):
 BROKEN = PRICES.replace("result + amount", "result + amount + amount")
 TESTS = """\
 import pytest
-from prices import label, total
+from prices import total
+
+# Amounts without a currency.
 
 
 @pytest.fixture
@@ -65,10 +68,16 @@ class TestRates:
 def test_wrong_rate():
     with pytest.raises(ValueError, match="rate"):
         total([], 2)
+"""
+LABELS = """\
+from prices import label
+
+# In capitals.
 
 
 def test_label():
     assert label("tea") == "TEA"
+    assert label("") == ""
 """
 PATH = "tests/test_prices.py"
 FAILING = [
@@ -76,7 +85,7 @@ FAILING = [
     f"{PATH}::TestRates::test_discount[0.5-3.0]",
     f"{PATH}::TestRates::test_discount[0.25-4.5]",
 ]
-PASSING = [f"{PATH}::test_wrong_rate", f"{PATH}::test_label"]
+PASSING = [f"{PATH}::test_wrong_rate", "tests/test_labels.py::test_label"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """The task, with exams from three rounds of changed tests."""
+    """The task, with exams from four rounds of changed tests."""
     folder = tmp_path_factory.mktemp("exams")
     with asyncio.Runner() as runner:
         backend = LocalBackend(folder / "state")
@@ -109,12 +118,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 async def make_task(folder: Path, backend: SandboxBackend) -> Task:
     files = {"pyproject.toml": '[project]\nname = "prices"\n', "prices.py": PRICES, PATH: TESTS}
+    files["tests/test_labels.py"] = LABELS
     project = read_project(write_tree(folder / "repo", {**files, "tests/conftest.py": "import prices\n"}))
     suite = Suite(project, TaskImage("host"), backend, 60.0, Template(project.files, project.name))
     changer = TestChanger(project, seed=0)
     baseline = Baseline((*FAILING, *PASSING), {}, Coverage((), {}), 1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(twinning, "ROUNDS", 3)
+        patch.setattr(twinning, "ROUNDS", 4)
         twins = await find_project_twins(suite, baseline, changer, at_once=2)
     exams = twins.write_exams(FAILING, PASSING, changer, "seed")
     change = Change("planted_bug", "operator", {"prices.py": BROKEN}, (Place("prices.py", "total", 6, 6),))
@@ -130,14 +140,17 @@ async def make_task(folder: Path, backend: SandboxBackend) -> Task:
 
 
 @pytest.mark.slow
-def test_every_test_that_must_fail_before_the_solution_is_changed_in_two_exams_of_four(scene: Scene) -> None:
+def test_every_test_that_must_fail_before_the_solution_is_changed_in_some_exams_and_not_in_all(
+    scene: Scene,
+) -> None:
     assert scene.task.verifier is not None
     exams = read_exams(scene.task.verifier.exams)
     assert (len(exams.exams), exams.open_tests) == (5, {})
     assert set(exams.exams[0].passing) == {*FAILING, *PASSING}
     for name in ("test_total", "test_discount[0."):
-        assert sum(any(name in test for test in exam.failing) for exam in exams.exams[1:]) == 2
-        assert sum(any(name in test for test in exam.passing) for exam in exams.exams[1:]) >= 2
+        assert 1 <= sum(any(name in test for test in exam.failing) for exam in exams.exams[1:]) <= 3
+    laid = [{path for path in exams.files_of(exam) if "hidden" in path} for exam in exams.exams]
+    assert laid == [{f"hidden/{PATH}", "hidden/tests/test_labels.py"}] * 5
 
 
 @pytest.mark.slow

@@ -25,13 +25,14 @@ from xxhash import xxh3_64_hexdigest
 from etude.config.images import ImagesConfig
 from etude.environment.checking import check_tasks
 from etude.environment.making.baseline import LOAD, Baseline, measure_baseline
+from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import ProjectImage, build_project_image, find_project_image
 from etude.environment.making.planning import Found, Planner
 from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.scanning import scan_layers, scan_workspace
 from etude.environment.making.suites import Suite
-from etude.environment.making.twinning import ROUNDS, ProjectTwins, TestChanger, find_project_twins
+from etude.environment.making.twinning import ROUNDS, ProjectTwins, find_project_twins
 from etude.environment.making.verifying import differing, noticed_of, verify_change
 from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
 from etude.errors import TaskError
@@ -51,7 +52,7 @@ from etude.tasks.making.instructions import find_refusal
 STATE = ".making"
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
-VERSION = 3
+VERSION = 4
 """Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
 _VERIFIER_S = 60.0
 _SINGLES = 0.7
@@ -222,7 +223,7 @@ class _Maker:
     def _made(self, found: Found, image: ProjectImage, twins: ProjectTwins, limit_s: float) -> MadeTask:
         failing = tuple(one.test for one in found.noticed.failures)
         passing, change = found.noticed.passing, found.change
-        exams = twins.write_exams(failing, passing, self._changer, change.id)
+        exams = twins.write_exams(failing, passing, self._changer, seed_exams(self._project, change))
         split = split_of(change.places[0].path)
         return MadeTask(self._project, image, found.verified, failing, passing, limit_s, split, exams)
 
@@ -285,6 +286,16 @@ class _Maker:
             if found.reason is None:
                 publish_directory(draft, target)
             report.count_check(made, found.reason)
+
+
+def seed_exams(project: Project, change: Change) -> str:
+    """What a task's exams are drawn by: its solution and the tests that are taken out, which the workspace
+    lacks, so that nothing there could draw them again."""
+    digest = blake2b(digest_size=32)
+    for path in sorted({*change.files, *change.removed_tests}):
+        data = project.files[path]
+        digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
+    return digest.hexdigest()
 
 
 class _Search:

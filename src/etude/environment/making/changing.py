@@ -1,0 +1,245 @@
+"""Test files with changed tests, which expect something else and look like what people write.
+
+What a test judges by is changed in one place: a constant, the exception that it expects, or the assertion
+into its opposite. All files are written from their syntax trees, whether or not something in them is changed,
+so that neither comments nor layout tell.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import IntEnum
+from functools import cached_property, partial
+from itertools import chain
+from random import Random
+
+from etude.environment.hidden_tests import solution_names
+from etude.environment.making.projects import Project
+from etude.environment.twin_sites import Kind, exception_named, find_places, other_values
+from etude.tasks.making.source import Function, Source
+
+_NEGATIONS = {
+    "assertTrue": "assertFalse",
+    "assertEqual": "assertNotEqual",
+    "assertIs": "assertIsNot",
+    "assertIn": "assertNotIn",
+    "assertIsNone": "assertIsNotNone",
+    "assertIsInstance": "assertNotIsInstance",
+}
+_OPPOSITES = {**_NEGATIONS, **{other: one for one, other in _NEGATIONS.items()}}
+_OPERATORS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq,
+    ast.In: ast.NotIn,
+    ast.Is: ast.IsNot,
+    ast.Lt: ast.GtE,
+    ast.Gt: ast.LtE,
+}
+_OPERATORS |= {other: one for one, other in _OPERATORS.items()}
+
+
+class TwinKind(IntEnum):
+    """What a round changes of a test. The smallest tell most about a submission that passes them changed."""
+
+    VALUE = 0
+    """A constant."""
+    EXCEPTION = 1
+    """The exception that is expected."""
+    OPPOSITE = 2
+    """The assertion, into its opposite: fails what equals everything too."""
+
+
+_Site = tuple[TwinKind, Callable[[], None]]
+_Finder = Callable[[ast.AST], Iterator[_Site]]
+_WORD = re.compile(r"\b(?:[A-Z]?[a-z]{2,}|[A-Z]{3,})\b")
+
+
+class TestChanger:
+    """The test files of a project, with changed test functions. A function is called `PATH::NAME`."""
+
+    __test__ = False
+
+    def __init__(self, project: Project, seed: int) -> None:
+        self._texts = {
+            path: text
+            for path, text in project.test_texts.items()
+            if path.endswith(".py") and "def test" in text
+        }
+        self._tests = project.tests
+        self._seed, self.options = seed, project.options
+        prefix = f"{project.source_root}/" if project.source_root else ""
+        self._tops = frozenset(
+            path.removeprefix(prefix).partition("/")[0].removesuffix(".py") for path in project.sources
+        )
+
+    @cached_property
+    def unchanged(self) -> dict[str, str]:
+        """All test files that can be changed, as they are, but written from their syntax trees."""
+        found = {path: self._change(path, lambda function: None)[0] for path in sorted(self._texts)}
+        return {path: text for path, text in found.items() if text is not None}
+
+    def change_all(self, number: int | None) -> tuple[dict[str, str], dict[str, TwinKind]]:
+        """All test files as a round changes them, or unchanged; the functions that are changed, and how."""
+        if number is None:
+            return self.unchanged, {}
+        files: dict[str, str] = {}
+        kinds: dict[str, TwinKind] = {}
+        for path in self.unchanged:
+            text, found = self._change(path, lambda function: number)
+            if text is not None:
+                files[path], kinds = text, kinds | found
+        return files, kinds
+
+    def change(self, functions: Mapping[str, int]) -> dict[str, str]:
+        """Test files in which some functions are as a round changes them."""
+        paths = {function.partition("::")[0] for function in functions}
+        found = {path: self._change(path, functions.get)[0] for path in sorted(paths)}
+        return {path: text for path, text in found.items() if text is not None}
+
+    def _change(
+        self, path: str, number_of: Callable[[str], int | None]
+    ) -> tuple[str | None, dict[str, TwinKind]]:
+        source = Source.parse(path, self._texts[path])
+        if source is None:
+            return None, {}
+        names = solution_names(source.tree, self._tops, self._tests)
+        find_values = partial(_values, names=names, others=_others_in(source.tree))
+        kinds: dict[str, TwinKind] = {}
+        chosen: list[_Site] = []
+        for scope, name in source.scopes.items():
+            number = number_of(f"{path}::{name}")
+            if number is not None and isinstance(scope, Function) and scope.name.startswith("test"):
+                rng = Random(f"{self._seed} {path} {name}")
+                sites = _sites_of_round(scope, find_values, number, rng)
+                chosen += sites
+                if sites:
+                    kinds[f"{path}::{name}"] = max(kind for kind, _ in sites)
+        for _, change in chosen:
+            change()
+        return ast.unparse(ast.fix_missing_locations(source.tree)), kinds
+
+
+def _sites_of_round(function: Function, find_values: _Finder, number: int, rng: Random) -> list[_Site]:
+    """What a round changes in a test function: a place of what it judges by; in every second round, a place
+    in each row of its parametrization."""
+    rows = [row for decorator in function.decorator_list for row in _rows(decorator)]
+    if rows and number % 2:
+        lists = [list(find_values(row))[::-1] for row in rows]  # what is expected stands last, mostly
+    else:
+        sites = (chain(find_values(node), _opposites(node)) for node in _judging(function))
+        lists = [_in_turn(chain(*sites), rng)]
+    number = number // 2 if rows else number
+    return [sites[number % len(sites)] for sites in lists if sites]
+
+
+def _in_turn(found: Iterable[_Site], rng: Random) -> list[_Site]:
+    """Ways to change places, in random order, but opposites last."""
+    sites = list(found)
+    rng.shuffle(sites)
+    return sorted(sites, key=lambda site: site[0] is TwinKind.OPPOSITE)
+
+
+def _rows(decorator: ast.expr) -> list[ast.expr]:
+    """The values of a parametrization, without what names them."""
+    match decorator:
+        case ast.Call(
+            func=ast.Attribute(attr="parametrize"), args=[_, ast.List() | ast.Tuple() as values, *_]
+        ):
+            params = [row for row in values.elts if isinstance(row, ast.Call)]
+            plain = [row for row in values.elts if not isinstance(row, ast.Call)]
+            return plain + [ast.Tuple(row.args) for row in params if row.args]
+        case _:
+            return []
+
+
+def _judging(function: Function) -> list[ast.Assert | ast.Call]:
+    """What in a test says what it expects: assertions, methods named assert..., expected exceptions."""
+    found: list[ast.Assert | ast.Call] = []
+    for node in ast.walk(function):
+        match node:
+            case ast.Assert() | ast.Call(func=ast.Attribute(attr="raises" | "warns")):
+                found.append(node)
+            case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("assert"):
+                found.append(node)
+            case _:
+                pass
+    return found
+
+
+def _others_in(tree: ast.Module) -> Callable[[object], list[object]]:
+    """What constants of a file can become: of a text the last word becomes another one of the file's."""
+    texts = (_decode(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    words = sorted({word.lower() for text in texts for word in _WORD.findall(text)})
+
+    def others(value: object) -> list[object]:
+        found = list(_WORD.finditer(text := _decode(value)))
+        if not found or len(words) < 2:
+            return other_values(value)
+        start, end = found[-1].span()
+        last = text[start:end]
+        near = sorted((abs(len(word) - len(last)), word) for word in words if word != last.lower())[:2]
+        case = str.lower if last.islower() else str.upper if last.isupper() else str.capitalize
+        changed = [f"{text[:start]}{case(word)}{text[end:]}" for _, word in near]
+        return [one.encode("latin-1") if isinstance(value, bytes) else one for one in changed]
+
+    return others
+
+
+def _decode(value: object) -> str:
+    """The text of a constant; none of what is no text."""
+    return value.decode("latin-1") if isinstance(value, bytes) else value if isinstance(value, str) else ""
+
+
+def _values(
+    node: ast.AST, names: frozenset[str], others: Callable[[object], list[object]]
+) -> Iterator[_Site]:
+    """Ways to change the constants and exceptions of a part of a test."""
+    for kind, changes in find_places(node, names, others):
+        if kind is Kind.CONSTANT:
+            yield from ((TwinKind.VALUE, change) for change in changes)
+    match node:
+        case ast.Call(func=ast.Attribute(attr="raises" | "assertRaises"), args=[expected, *_] as arguments):
+            if isinstance(expected, ast.Attribute) or (
+                isinstance(expected, ast.Name) and exception_named(expected.id) is None
+            ):
+                yield TwinKind.EXCEPTION, partial(arguments.__setitem__, 0, ast.Name("ValueError"))
+        case _:
+            pass
+    for name in ast.walk(node):
+        if isinstance(name, ast.Name) and (found := exception_named(name.id)) is not None:
+            yield TwinKind.EXCEPTION, partial(setattr, name, "id", _other_exception(found))
+
+
+def _other_exception(found: type[BaseException]) -> str:
+    """One that a test could expect as well, and that is none of the other's kind."""
+    if issubclass(found, Warning):
+        return "DeprecationWarning" if found is UserWarning else "UserWarning"
+    return "KeyError" if issubclass(found, ValueError) else "ValueError"
+
+
+def _opposites(node: ast.Assert | ast.Call) -> Iterator[_Site]:
+    """Ways to turn an assertion round as a person would write it."""
+    match node:
+        case ast.Assert(test=test):
+            changes = _turns(test, partial(setattr, node, "test"))
+        case ast.Call(func=ast.Attribute(attr=name) as method) if name in _OPPOSITES:
+            changes = iter([partial(setattr, method, "attr", _OPPOSITES[name])])
+        case _:
+            return
+    yield from ((TwinKind.OPPOSITE, change) for change in changes)
+
+
+def _turns(node: ast.expr, put: Callable[[ast.expr], None]) -> Iterator[Callable[[], None]]:
+    match node:
+        case ast.Compare(ops=[operator] as operators):
+            yield partial(operators.__setitem__, 0, _OPERATORS[type(operator)]())
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield partial(put, operand)
+        case ast.Name() | ast.Call() | ast.Attribute() | ast.Subscript():
+            yield partial(put, ast.UnaryOp(ast.Not(), node))
+        case ast.BoolOp(op=ast.And(), values=values):
+            for place, value in enumerate(values):
+                yield from _turns(value, partial(values.__setitem__, place))
+        case _:
+            return
