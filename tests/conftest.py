@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, settings
 # Before torch is imported: two spinning compute threads on two busy cores are far slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Before Ray is imported, whichever test does so first: it listens on loopback alone.
+# Before Ray is imported, whichever test does so first: it listens on loopback alone, and its workers have as
+# much of busy cores as the tests beside them.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A property holds however long a busy machine takes over one example. A few examples of each in `make test`;
 # many in `.ci/run`, by --hypothesis-profile=thorough.
