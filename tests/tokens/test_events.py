@@ -312,7 +312,12 @@ def test_a_session_reads_as_qwen3s_template_says():
     "unit", ["<", "<think></think>", "</thin", "<tool_call>", '{"a":', "[1],", "\\n", "\\ud83d"]
 )
 def test_time_is_linear_by_character(grammar, unit):
-    heads = {"xml": "<edit><text>", "hermes": '<tool_call>{"name": "plan", "arguments": {"todos": ["'}
+    heads = {
+        "xml": "<edit><text>",
+        "hermes": '<tool_call>{"name": "plan", "arguments": {"todos": ["',
+        "qwen_xml": "<tool_call>\n<function=edit>\n<parameter=text>\n",
+        "minimax_xml": '<minimax:tool_call>\n<invoke name="edit">\n<parameter name="text">',
+    }
 
     def seconds(count):
         start_s = time.process_time()
