@@ -16,3 +16,9 @@ def parse_python(text: str, path: str = "<unknown>") -> ast.Module:
     """
     with _PARSING:
         return ast.parse(text, path)
+
+
+def parse_expression(text: str) -> ast.expr:
+    """The tree of one expression, as `parse_python` makes it; raises what that does."""
+    with _PARSING:
+        return ast.parse(text, mode="eval").body

@@ -9,7 +9,6 @@ Nothing of the project runs here, and it is installed nowhere: `PYTHONPATH` lead
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from etude.environment.making.requirements import Metadata, find_requirements
 from etude.errors import TaskError
+from etude.kit.syntax import parse_python
 
 MAX_BYTES = 32 << 20
 _NOT_OURS = re.compile(
@@ -213,7 +213,7 @@ def _options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) -> tuple[
 
 def _parses(text: str) -> bool:
     try:
-        ast.parse(text)
+        parse_python(text)
     except (SyntaxError, ValueError):
         return False
     return True

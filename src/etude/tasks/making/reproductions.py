@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from etude.kit.syntax import parse_expression
 from etude.tasks.making.changes import TestFailure
 from etude.tasks.making.slicing import bound_names, is_raises, loaded_names, slice_before
 from etude.tasks.making.source import Function, read_tree
@@ -125,7 +126,7 @@ def _inline(before: Sequence[ast.stmt], piece: ast.AST) -> Text | None:
         return None
     expression: ast.expr = piece
     for _ in range(4):
-        expression = _Substitution(values).visit(ast.parse(ast.unparse(expression), mode="eval").body)
+        expression = _Substitution(values).visit(parse_expression(ast.unparse(expression)))
     text = ast.unparse(expression)
     return ("", text) if len(text) <= _MOST_CALL and "`" not in text and "\n" not in text else None
 
@@ -182,7 +183,7 @@ class _Script:
     def _bind_argument(self, name: str, path: str, function: ast.FunctionDef) -> None:
         failure = self._failure
         if name in failure.values:
-            value = ast.parse(failure.values[name], mode="eval").body
+            value = parse_expression(failure.values[name])
         else:
             value = _parametrized(function.decorator_list, name, failure.indices.get(name))
         if value is not None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from etude.kit.syntax import parse_expression, parse_python
 from etude.tasks.making.changes import TestFailure
 from etude.tasks.making.reproductions import Failing, find_failing, write_alone
 from etude.tasks.making.slicing import is_raises
@@ -40,7 +41,7 @@ class Symptom:
     def is_statement(self) -> bool:
         """Whether `call` is no expression."""
         try:
-            ast.parse(self.call, mode="eval")
+            parse_expression(self.call)
         except SyntaxError:
             return True
         return "\n" in self.call
@@ -48,7 +49,7 @@ class Symptom:
 
 def find_calls(symptom: Symptom) -> frozenset[Call]:
     """The calls by which a test fails, whatever it expects of them."""
-    return frozenset((symptom.script, call) for call in _told_calls(ast.parse(symptom.call)))
+    return frozenset((symptom.script, call) for call in _told_calls(parse_python(symptom.call)))
 
 
 def _told_calls(node: ast.AST) -> list[str]:
@@ -101,7 +102,7 @@ def as_assert(statement: ast.stmt) -> ast.Assert | None:
     if form is None or ast.unparse(call.func.value) != "self" or len(call.args) < form.count("{}"):
         return None
     text = form.format(*(f"({ast.unparse(one)})" for one in call.args))
-    return ast.Assert(ast.parse(text, mode="eval").body)
+    return ast.Assert(parse_expression(text))
 
 
 _UNITTEST = {
