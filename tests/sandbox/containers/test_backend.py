@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import SandboxError
+from etude.kit.leftovers import owner_tag
 from etude.sandbox.backends import open_backend
 from etude.sandbox.containers.arguments import HOST_LABEL, OWNER_LABEL, Setup
 from etude.sandbox.containers.backend import ContainerBackend
@@ -55,12 +56,17 @@ def play(state: Path, scenario: Scenario, setup: Setup | None = None) -> None:
     assert containers() == [] and snapshot_images() == []
 
 
-def containers() -> list[str]:
-    return podman("ps", "--all", "--filter", f"label={OWNER_LABEL}", "--format", "{{.Names}}").split()
+def containers(owner: str | None = None) -> list[str]:
+    """Names of the containers of a process, this one by default: other tests use the same podman."""
+    return podman("ps", "--all", *_label(owner or owner_tag()), "--format", "{{.Names}}").split()
 
 
 def snapshot_images() -> list[str]:
-    return podman("images", "--quiet", "--filter", "reference=etude-snapshot").split()
+    return podman("images", "--quiet", *_label(owner_tag())).split()
+
+
+def _label(owner: str) -> tuple[str, str]:
+    return "--filter", f"label={OWNER_LABEL}={owner}"
 
 
 def test_the_contract_holds(tmp_path: Path) -> None:
@@ -125,6 +131,7 @@ def test_snapshots_are_restored_exported_and_deleted(tmp_path: Path) -> None:
         assert (info.kind, [row.id for row in await backend.list_snapshots()]) == ("filesystem", [info.id])
         await backend.export_snapshot(info.id, tmp_path / "export.tar")
         await s.kill()
+        assert len(snapshot_images()) == 1
         await backend.delete_snapshot(info.id)
         assert snapshot_images() == []
         assert (await backend.import_snapshot(tmp_path / "export.tar")).id == info.id
@@ -182,33 +189,35 @@ def test_a_container_that_dies_is_lost_until_killed(tmp_path: Path) -> None:
 
 def test_an_owner_that_is_killed_takes_its_container_along(tmp_path: Path) -> None:
     program = (
-        "import asyncio, sys\nfrom pathlib import Path\n"
+        "import asyncio, sys\nfrom pathlib import Path\nfrom etude.kit.leftovers import owner_tag\n"
         "from etude.sandbox.containers.arguments import Setup\n"
         "from etude.sandbox.containers.backend import ContainerBackend\n"
         "async def run():\n"
         f"    backend = ContainerBackend('podman', Setup({IMAGE!r}), Path({str(tmp_path)!r}))\n"
-        "    await backend.create()\n    print('ready', flush=True)\n    await asyncio.sleep(600)\n"
+        "    await backend.create()\n    print(owner_tag(), flush=True)\n    await asyncio.sleep(600)\n"
         "asyncio.run(run())\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None and owner.stdout.readline() == "ready\n" and len(containers()) == 1
+    assert owner.stdout is not None
+    tag = owner.stdout.readline().strip()
+    assert len(containers(tag)) == 1
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     end_s = time.monotonic() + 60.0
-    while containers():
+    while containers(tag):
         assert time.monotonic() < end_s
         time.sleep(0.2)
 
 
 def test_containers_of_dead_owners_are_swept_on_this_boot_only(tmp_path: Path) -> None:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot, dead = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "4194305-1"
     for name, host in (("dead", boot), ("elsewhere", "other-boot")):
-        labels = ("--label", f"{HOST_LABEL}={host}", "--label", f"{OWNER_LABEL}=4194305-1")
+        labels = ("--label", f"{HOST_LABEL}={host}", "--label", f"{OWNER_LABEL}={dead}")
         podman("create", "--name", name, "--network=none", *labels, IMAGE, "true")
 
     async def scenario(backend: ContainerBackend) -> None:
         s = await backend.create(Template(FILES))
-        assert sorted(containers()) == sorted(["elsewhere", f"etude-{s.id}"])
+        assert (containers(dead), containers()) == (["elsewhere"], [f"etude-{s.id}"])
         podman("rm", "--force", "elsewhere")
 
     play(tmp_path, scenario)
