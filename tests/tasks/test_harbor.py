@@ -64,7 +64,8 @@ def run_verifier(directory: Path, workspace: Path, logs: Path) -> str:
     script = script.replace("/workspace", str(workspace)).replace("/logs", str(logs))
     script = script.replace("python -m pytest", f"{sys.executable} -m pytest")
     script = script.replace('"$(dirname "$0")', f'"{directory / "tests"}')
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # The solution may change a file within the second in which its bytecode was written.
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run(["sh", "-c", script], check=True, capture_output=True, env=environment)
     return (logs / "verifier/reward.txt").read_text().strip()
 

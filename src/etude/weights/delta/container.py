@@ -51,9 +51,12 @@ class UpdateManifest:
     """One a tensor, in the same order."""
 
 
-def hash_frame(frame: bytes | memoryview) -> str:
+def hash_frame(*parts: bytes | memoryview) -> str:
     """See Frame.digest."""
-    return xxh3_64(frame).hexdigest()
+    digest = xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def pack_end(manifest: UpdateManifest) -> bytes:

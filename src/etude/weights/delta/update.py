@@ -78,7 +78,7 @@ def write_update(
     chosen = choose_kernels(kernels)
     held = base or {}
 
-    def encode(name: str) -> tuple[TensorEntry, TensorEntry | None, bytes]:
+    def encode(name: str) -> tuple[TensorEntry, TensorEntry | None, list[bytes]]:
         tensor, before = target[name].detach().cpu().contiguous(), held.get(name)
         entry = describe_tensor(name, tensor)
         # The base's hashes name it; whoever knows its digest has them already.
@@ -90,10 +90,10 @@ def write_update(
     bases: list[TensorEntry] = []
     frames: list[Frame] = []
     for entry, known, frame in _in_parallel(encode, sorted(target), workers):
-        stream.write(frame)
+        stream.writelines(frame)
         entries.append(entry)
         bases += [known] if known else []
-        frames.append(Frame(len(frame), hash_frame(frame)))
+        frames.append(Frame(sum(map(len, frame)), hash_frame(*frame)))
     if base is not None and not base_version.digest:
         bases += [describe_tensor(name, base[name]) for name in base if name not in target]
         bases.sort(key=lambda entry: entry.name)
@@ -144,7 +144,10 @@ def apply_update(
     return {entry.name: tensor for entry, tensor in zip(manifest.tensors, decoded, strict=True)}
 
 
-def _encode_tensor(base: Tensor | None, target: Tensor, kernels: DeltaKernels, *, overwrite: bool) -> bytes:
+def _encode_tensor(
+    base: Tensor | None, target: Tensor, kernels: DeltaKernels, *, overwrite: bool
+) -> list[bytes]:
+    """The parts of its frame."""
     if base is not None and (base.dtype != target.dtype or base.shape != target.shape):
         base = None
     layout, after = layout_of(target.dtype), _words(target)
@@ -154,7 +157,7 @@ def _encode_tensor(base: Tensor | None, target: Tensor, kernels: DeltaKernels, *
         own = None if before is None else before[part]
         chunk = encode_chunk(own, after[part], layout, kernels, overwrite=overwrite)
         chunks += [pack_number(len(chunk)), chunk]
-    return b"".join(chunks)
+    return chunks
 
 
 def _decode_tensor(frame: memoryview, base: Tensor | None, target: Tensor, kernels: DeltaKernels) -> None:
