@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from etude.errors import StoreError, WeightUpdateError
 from etude.records import ADAPTER_PREFIX, PolicyVersion, WeightManifest
@@ -117,6 +118,24 @@ def test_a_failed_upload_leaves_no_third_version_on_disk(
         folder.refuse_writes = set()
         _publish(publisher, range(3, 5))
     assert max(counts) == 2
+
+
+def test_a_version_on_disk_is_read_once_for_its_snapshot_and_twice_for_deltas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    class Counted(DiskTensors):
+        def __getitem__(self, name: str) -> Tensor:
+            read.append(name)
+            return super().__getitem__(name)
+
+    monkeypatch.setattr("etude.weights.publisher.DiskTensors", Counted)
+    store = WeightStore.open(str(tmp_path / "store"))
+    with StoreWeights(store, FAST, scratch=tmp_path / "scratch") as publisher:
+        _publish(publisher, range(2))
+    names = sorted(tensors_at(0))
+    assert sorted(read) == sorted(3 * names)  # the first whole, the second and what it is compared with
 
 
 def test_a_version_is_waited_for_while_it_is_uploaded(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ class DiskTensors(Mapping[str, Tensor]):
             done += count
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # else the tensor would be read
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -82,6 +85,9 @@ class ChosenTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
