@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,9 +39,14 @@ class Scenario:
     shape: WorkloadShape
     seconds_per_turn: float
     """How long a peer may take for a turn of the whole workload before it counts as too slow."""
+    checkpoint: Path | None = None
+    """Whose weights are taken; None: random ones of seed 0."""
 
     def write_checkpoint(self, directory: Path) -> None:
-        """Random weights of seed 0, as Hugging Face's library reads them."""
+        """The weights, as Hugging Face's library reads them."""
+        if self.checkpoint is not None:
+            shutil.copytree(self.checkpoint, directory)
+            return
         model = build_model(self.config, self.vocab_size)
         model.initialise(0)
         save_model(model, directory)

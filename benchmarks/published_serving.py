@@ -1,0 +1,57 @@
+"""How fast a published model is sampled from, beside peers with the same float32 weights and as many threads:
+the part `serving` of `your_model.py`. The workload, its rounds and the peers are those of `inference.py`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import Figures
+from inference_work import Scenario
+
+from etude.inference.load import LogNormal, WorkloadShape
+from etude.model.huggingface import read_fields
+from etude.training.checkpoints.importing import import_model
+from inference import Contest, standings
+
+_PEERS = {1: "llama_cpp", 16: "vllm"}
+"""By the number of sessions at once."""
+_CHOICES = {
+    "ours": "2 threads, on a schedule",
+    "llama_cpp": "2 threads, one cache",
+    "vllm": "2 threads, compiled",
+}
+_SECONDS_PER_TURN = 300.0
+
+
+def measure_serving(gguf: Path, rounds: int) -> tuple[Figures, dict[str, Any]]:
+    """How many times as many tokens our engine samples in a second, for each peer; and all rounds.
+
+    Sessions of three turns: a prompt of 200 to 600 tokens, answers of 48 and results of 20 to 200.
+    """
+    figures: Figures = {}
+    contests: dict[str, Contest] = {}
+    with tempfile.TemporaryDirectory(prefix="etude-serving-") as folder:
+        model = Path(folder) / "model"
+        import_model(gguf, model)
+        fields = read_fields(model / "config.json")
+        for num_sessions, peer in _PEERS.items():
+            shape = WorkloadShape(
+                num_sessions=num_sessions,
+                turns=LogNormal(3, 3),
+                prompt_tokens=(200, 600),
+                output_tokens=LogNormal(48, 48),
+            )
+            name = f"smollm2_{num_sessions}"
+            scenario = Scenario(
+                name, fields.config, fields.vocab_size, shape, _SECONDS_PER_TURN, checkpoint=model
+            )
+            place = Path(folder) / name
+            place.mkdir()
+            contest = contests[name] = Contest(scenario, place, rounds, None)
+            contest.run(["ours", peer], _CHOICES)
+            ratios = contest.ratios(peer)
+            if ratios is not None:
+                figures[f"serve_vs_{peer}_{num_sessions}"] = ratios[0]
+    return figures, standings(contests)
