@@ -26,7 +26,7 @@ TEST = "from lib import a\n\n" + "".join(
 
 def test_candidates_come_with_their_share_of_combinations_and_no_function_has_too_many() -> None:
     past = PastChange({"lib/a.py": MODULE.replace("a < b and b", "a < b")}, {"lib/a.py": MODULE})
-    quotas = Quotas(16)
+    quotas = Quotas(16, most_per_operator=0.3)
     planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, quotas, [past])
     failures: dict[str, tuple[TestFailure, ...]] = {}
     while (change := planner.next_change()) is not None:

@@ -56,8 +56,8 @@ class Planner:
         self._quotas = quotas
         self._given: dict[str, None] = {}
         """Ids of changes, in the order in which they were planned."""
-        plans = [plan_undone(sources, past), plan_bugs(sources, seed), plan_deletions(sources, seed)]
-        self._singles = in_turn(plans)
+        bugs = plan_bugs(sources, seed)
+        self._singles = in_turn([plan_undone(sources, past), bugs, plan_deletions(sources, seed), bugs])
         self._pairs: Iterator[Change] = iter(())
         self._num_paired = 0
         """Bugs of which combinations were planned."""
@@ -87,12 +87,13 @@ class Planner:
         return next((one for one in self._singles if self._is_new(one) and self._has_room(one)), None)
 
     def _next_pair(self) -> Change | None:
-        """The next combination of two bugs or three that were noticed; planned anew when there are more."""
+        """The next combination of bugs and hunks that were noticed; planned anew when there are more."""
         while True:
             for change in self._pairs:
                 if self._is_new(change) and self._has_room(change):
                     return change
-            bugs = [one.change for one in self._found.values() if one.change.kind == "planted_bug"]
+            found = [one.change for one in self._found.values() if len(one.change.places) == 1]
+            bugs = [change for change in found if change.kind in ("planted_bug", "past_change")]
             if len(bugs) == self._num_paired:
                 return None
             self._num_paired = len(bugs)
