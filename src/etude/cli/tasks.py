@@ -179,10 +179,10 @@ def make_command(
 ) -> None:
     """Make verified tasks from a Python project that has tests.
 
-    Its tests run many times, so that flaky ones decide nothing. Then its code is changed in many ways: past
-    commits or releases are undone, bugs planted, features deleted. A
-    change that the tests notice becomes a task, if its solution earns 1 and doing nothing 0. Killed at any
-    time, the same command goes on. Exits with 1 if no task was made.
+    Its tests run many times, so that flaky ones decide nothing. Then its code is changed: past commits or
+    releases are undone, bugs planted, features deleted. A change that the tests notice becomes a task, if its
+    solution earns 1 and doing nothing 0. Killed at any time, the same command goes on. Exits with 1 if no
+    task was made.
     """
     from etude.config import load_config
     from etude.controller.task_making import make_task_set

@@ -78,10 +78,9 @@ class Planner:
         if usable >= _SPARE * self._quotas.most_tasks:
             return None
         wanted = _COMPOUND_SPARE * self._quotas.least_compound * self.num_found
-        plans = [self._next_pair, self._next_single]
-        return next(
-            filter(None, (plan() for plan in plans[:: 1 if self._num_compound < wanted else -1])), None
-        )
+        if self._num_compound < wanted:
+            return self._next_pair() or self._next_single()
+        return self._next_single() or self._next_pair()
 
     def _next_single(self) -> Change | None:
         return next((one for one in self._singles if self._is_new(one) and self._has_room(one)), None)

@@ -116,9 +116,7 @@ def write_instruction(
     told = _Told(failures, tests)
     for group in [*groups] or [[failure.test for failure in failures]]:
         mine = [failure for failure in failures if failure.test in group]
-        most = (
-            max(_MOST_SYMPTOMS, len(change.places)) if is_past else 1 if groups or deleted else _MOST_SYMPTOMS
-        )
+        most = 1 if groups or (deleted and not is_past) else max(_MOST_SYMPTOMS, len(change.places))
         said = _describe_failures(mine, told, sentences, reference, rng, most, not deleted)
         if not said and not deleted:
             return Rejection("underspecified: no failing test shows a symptom that may be described")
@@ -265,7 +263,7 @@ def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -
         return Rejection("underspecified: no function is gone")
     gone = [entry for entry in gone if not re.search(r"(^|\.)_[^_]", entry[0])]
     if change.kind == "past_change":
-        gone = [(name, doc, arguments) for name, doc, arguments in gone if doc and arguments is not None]
+        gone = [one for one in gone if one[1] and one[2] is not None and not one[0].endswith("__")]
         if not gone:
             return ""
     special = [name for name, _, _ in gone if name.endswith("__")]
