@@ -317,13 +317,15 @@ class _Search:
         self._journal, self._known, self._report = journal, known, report
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
-        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up.
+        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up; what
+        an earlier call tested is taken whatever the time.
 
         The planner hears of results in the order in which it gave the changes, so that a change follows from
         the results before it, and not from which tests ended first.
         """
         places = asyncio.Semaphore(at_once)
         under_way: deque[tuple[Change, asyncio.Task[dict[str, Any]]]] = deque()
+        is_late = False
 
         async def test(change: Change) -> dict[str, Any]:
             async with places:
@@ -331,9 +333,10 @@ class _Search:
 
         try:
             while True:
-                while len(under_way) < _AHEAD * at_once and time.monotonic() < until:
-                    change = self._planner.next_change()
-                    if change is None:
+                while not is_late and len(under_way) < _AHEAD * at_once:
+                    if (change := self._planner.next_change()) is None:
+                        break
+                    if is_late := change.id not in self._known and time.monotonic() >= until:
                         break
                     under_way.append((change, asyncio.create_task(test(change))))
                 if not under_way:
