@@ -152,6 +152,14 @@ def check_command(
 def make_command(
     repo: Annotated[Path, typer.Argument(help="Checkout, or unpacked source distribution, of a project.")],
     out: Annotated[Path, typer.Option(help="Directory of the tasks; one that was begun is gone on with.")],
+    releases: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--release",
+            help="Earlier release, a directory or an sdist, instead of git's history. Repeatable, "
+            "oldest first.",
+        ),
+    ] = None,
     num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="Number of tasks.")] = 200,
     runs: Annotated[int, typer.Option(min=2, help="Runs of the tests, by which flaky ones are found.")] = 20,
     minutes: Annotated[float, typer.Option(min=0.1, help="No change is tested after so long.")] = 45.0,
@@ -171,9 +179,10 @@ def make_command(
 ) -> None:
     """Make verified tasks from a Python project that has tests.
 
-    Its tests run many times, so that flaky ones decide nothing. Then its code is changed in many ways, and a
-    change that the tests notice becomes a task, if its solution earns 1 and doing nothing 0. Killed at any
-    time, the same command goes on. Exits with 1 if no task was made.
+    Its tests run many times, so that flaky ones decide nothing. Then its code is changed: past commits or
+    releases are undone, bugs planted, features deleted. A change that the tests notice becomes a task, if its
+    solution earns 1 and doing nothing 0. Killed at any time, the same command goes on. Exits with 1 if no
+    task was made.
     """
     from etude.config import load_config
     from etude.controller.task_making import make_task_set
@@ -190,7 +199,7 @@ def make_command(
         at_once=at_once or os.cpu_count() or 1,
         budget_s=60 * minutes,
     )
-    report = make_task_set(repo, out, how, run_config, open_observer())
+    report = make_task_set(repo, out, how, run_config, open_observer(), releases or [])
     if as_json:
         print_json(report.to_document())
     else:

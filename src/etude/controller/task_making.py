@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.task_sets import run_interruptibly
+from etude.environment.making.history import find_past
 from etude.environment.making.importing import ImportReport, import_rows
 from etude.environment.making.pipeline import MakeSettings, make_tasks
 from etude.environment.making.projects import read_project
@@ -26,16 +28,22 @@ def import_task_set(
 
 
 def make_task_set(
-    repo: Path, out: Path, settings: MakeSettings, config: RunConfig, observer: Observer
+    repo: Path,
+    out: Path,
+    settings: MakeSettings,
+    config: RunConfig,
+    observer: Observer,
+    releases: Sequence[Path] = (),
 ) -> MakeReport:
-    """Makes the tasks of one project. Raises as `make_tasks`, and as `read_project`."""
+    """Makes the tasks of one project. Raises as `make_tasks`, `read_project` and `find_past`."""
     project = read_project(repo)
+    past = find_past(repo, releases, project)
 
     async def make() -> MakeReport:
         store = ImageStore(default_state_directory() / IMAGES)
         backend = open_run_backend(config.sandbox)
         try:
-            return await make_tasks(project, out, settings, backend, store, config.images, observer)
+            return await make_tasks(project, out, settings, backend, store, config.images, observer, past)
         finally:
             await backend.close()
 

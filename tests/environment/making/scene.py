@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from etude.observe import SilentObserver
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.local.backend import LocalBackend
 from etude.tasks.making.changes import Quotas
+from etude.tasks.making.undoing import PastChange
 from tests.environment.making.python_image import save_python_image
 from tests.sandbox.images.image_builders import write_tree
 
@@ -65,7 +66,7 @@ class Making:
         self.store = ImageStore(folder / "state/images")
         self.image = save_python_image(self.store)
 
-    def make(self, **settings: Any) -> MakeReport:
+    def make(self, past: Sequence[PastChange] = (), **settings: Any) -> MakeReport:
         """Raises as `make_tasks`."""
         how = MakeSettings(**{"quotas": QUOTAS, "num_runs": 4, "image": self.image, **settings})
 
@@ -74,7 +75,7 @@ class Making:
             try:
                 project = read_project(self.repo)
                 images, observer = ImagesConfig(), SilentObserver()
-                return await make_tasks(project, self.out, how, backend, self.store, images, observer)
+                return await make_tasks(project, self.out, how, backend, self.store, images, observer, past)
             finally:
                 await backend.close()
 

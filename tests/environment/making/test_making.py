@@ -27,9 +27,18 @@ from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.local.backend import LocalBackend
 from etude.tasks.harbor import find_directories, read_harbor
 from etude.tasks.making.changes import Change, Place, Rejection
+from etude.tasks.making.undoing import PastChange
 from tests.environment.making.python_image import save_python_image
 from tests.environment.making.scene import PROJECT, QUOTAS, Making
 from tests.sandbox.images.image_builders import write_tree
+
+_TOTALS = "src/prices/totals.py"
+PAST = [
+    PastChange(
+        {_TOTALS: PROJECT[_TOTALS].replace("        if amount > 0:\n    ", "")}, {_TOTALS: PROJECT[_TOTALS]}
+    )
+]
+"""The project once added what is below nothing, too."""
 
 
 @pytest.mark.slow
@@ -44,7 +53,7 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "verify_change", verify_unevenly)
-        report = making.make()
+        report = making.make(PAST)
     assert report.baseline.stable == (
         "tests/test_prices.py::test_discount[0.25]",
         "tests/test_prices.py::test_discount[0.5]",
@@ -60,6 +69,7 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
     assert (len(report.written), report.reverified) == (2, 1.0), "\n".join(
         row["reason"] for row in report.rejects if row["stage"] == "check"
     )
+    assert report.kinds["past_change"] == 1
     assert report.num_tested == report.num_noticed + sum(row["stage"] == "changes" for row in report.rejects)
     found = find_directories(making.out, "out")
     assert sorted(path.name for path in found) == sorted(report.written)
@@ -85,11 +95,11 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
     naming = ["names_every_call = true\n" in (path / "task.toml").read_text() for path in found]
     assert report_file["tasks_naming_every_call"] == sum(naming)
 
-    # Called again it goes on from its journal: nothing is tested twice, and the tasks stay.
+    # Called again it goes on from its journal: nothing is tested twice, and the tasks stay, without time too.
     before = (making.out / STATE / "journal").read_bytes()
     for path in found[:1]:
         shutil.rmtree(path)
-    again = making.make()
+    again = making.make(PAST, budget_s=0.0)
     assert sorted(again.written) == sorted(report.written)
     assert (making.out / STATE / "journal").read_bytes() == before
     with pytest.raises(TaskError, match="was begun from another project"):

@@ -246,3 +246,14 @@ def test_an_emptied_class_names_its_public_methods_alone() -> None:
         {"lib/a.py": own}, tests, [LOW], 0,
     )  # fmt: skip
     assert found == Rejection("underspecified: nothing public is gone")
+
+
+def test_of_a_past_change_the_symptoms_are_told_and_what_is_missing_is_described() -> None:
+    text = said(BROKEN, LOW, kind="past_change")
+    assert "`clamp(1, 3, 5)`" in text and "implement" not in text.lower()
+    gone = said(
+        "LIMITS = ()\n", failure("test_low", 7, "ImportError: cannot import name"), kind="past_change"
+    )
+    assert "`clamp` takes value and low and high: Keep a value within limits." in gone
+    silent = failure("test_low", 7, "")
+    assert isinstance(write(BROKEN, silent, kind="past_change"), Rejection)

@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -48,15 +48,14 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Network
 from etude.tasks.making.changes import Change, Quotas, Rejection, split_of
 from etude.tasks.making.instructions import find_refusal
+from etude.tasks.making.undoing import PastChange
 
 STATE = ".making"
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
-VERSION = 4
+VERSION = 5
 """Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
 _VERIFIER_S = 60.0
-_SINGLES = 0.7
-"""Share of the time for changes that are no combinations of others."""
 _AHEAD = 2
 """Changes that are planned before their predecessors' results are known, for each sandbox."""
 
@@ -87,16 +86,18 @@ async def make_tasks(
     store: ImageStore,
     images: ImagesConfig,
     observer: Observer,
+    past: Iterable[PastChange] = (),
 ) -> MakeReport:
     """Makes the tasks of one project in `out`, one directory each, with `report.json`.
 
-    Raises TaskError for a project whose tests cannot be used, and where `out` holds what was made from
-    another project or by other settings; SandboxError, ResourceError, OSError.
+    `past`: changes of its past, newest first. Raises TaskError for a project whose tests cannot be used, and
+    where `out` holds what was made from another project or by other settings; SandboxError, ResourceError,
+    OSError.
     """
     began = time.monotonic()
     make_directory(out / STATE)
     _check_same(project, out, settings)
-    maker = _Maker(project, out, settings, backend, store, observer)
+    maker = _Maker(project, out, settings, backend, store, observer, past)
     image = await maker.prepare(images)
     baseline = await maker.find_baseline(image)
     twins = await maker.find_twins(image, baseline)
@@ -135,7 +136,9 @@ class _Maker:
         backend: SandboxBackend,
         store: ImageStore,
         observer: Observer,
+        past: Iterable[PastChange],
     ) -> None:
+        self._past = past
         self._project, self._out, self._settings = project, out, settings
         self._backend, self._store, self._observer = backend, store, observer
         self._changer = TestChanger(project, settings.seed)
@@ -197,9 +200,8 @@ class _Maker:
     ) -> MakeReport:
         """Tests changes, selects, looks for leaks, checks and writes."""
         report = MakeReport(self._project, baseline, len(twins.turned))
-        planner = Planner(
-            self._project.sources, self._project.test_texts, self._settings.seed, self._settings.quotas
-        )
+        project, settings = self._project, self._settings
+        planner = Planner(project.sources, project.test_texts, settings.seed, settings.quotas, self._past)
         suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
         path = self._out / STATE / "journal"
         journal, lines = _open_journal(path)
@@ -315,14 +317,15 @@ class _Search:
         self._journal, self._known, self._report = journal, known, report
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
-        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up.
+        """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up; what
+        an earlier call tested is taken whatever the time.
 
         The planner hears of results in the order in which it gave the changes, so that a change follows from
         the results before it, and not from which tests ended first.
         """
-        singles_until = time.monotonic() + _SINGLES * (until - time.monotonic())
         places = asyncio.Semaphore(at_once)
         under_way: deque[tuple[Change, asyncio.Task[dict[str, Any]]]] = deque()
+        is_late = False
 
         async def test(change: Change) -> dict[str, Any]:
             async with places:
@@ -330,9 +333,10 @@ class _Search:
 
         try:
             while True:
-                while len(under_way) < _AHEAD * at_once and (now := time.monotonic()) < until:
-                    change = self._planner.next_change(now > singles_until)
-                    if change is None:
+                while not is_late and len(under_way) < _AHEAD * at_once:
+                    if (change := self._planner.next_change()) is None:
+                        break
+                    if is_late := change.id not in self._known and time.monotonic() >= until:
                         break
                     under_way.append((change, asyncio.create_task(test(change))))
                 if not under_way:

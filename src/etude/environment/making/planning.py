@@ -1,14 +1,14 @@
 """Which changes are tested, in which order, and which of those that tests notice become tasks.
 
-bugs, deletions ──in turn──> singles, until there are enough ──> combinations of those that were noticed
-                                         └────────────────────────────┴──> selection by quotas
+past changes, bugs, deletions ──in turn──> singles ──noticed──> combinations of bugs, a share of all
+                                              └───────────────────────┴──> selection by quotas
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,13 +20,13 @@ from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
 from etude.tasks.making.hiding import hide_tests
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import names_edited_line, select
+from etude.tasks.making.selection import is_compound, names_edited_line, select
+from etude.tasks.making.undoing import PastChange, plan_undone
 
-_COMPOUND = 0.4
-"""Combinations that are looked for, for each task that is wanted: more than the quota asks, of which some are
-rejected."""
-
-
+_SPARE = 1.1
+"""Candidates that are looked for, for each task that is wanted: more, as selection rejects some."""
+_COMPOUND_SPARE = 1.4
+"""The same of tasks with two files or bugs."""
 T = TypeVar("T")
 _FEW = 10
 """Candidates from which on shares are looked at."""
@@ -45,14 +45,22 @@ class Planner:
     """Gives changes one after another; their order depends on the seed, and on what tests noticed."""
 
     def __init__(
-        self, sources: Mapping[str, str], tests: Mapping[str, str], seed: int, quotas: Quotas
+        self,
+        sources: Mapping[str, str],
+        tests: Mapping[str, str],
+        seed: int,
+        quotas: Quotas,
+        past: Iterable[PastChange] = (),
     ) -> None:
         self._sources, self._tests, self._seed = sources, tests, seed
-        self._quotas, self._num_tasks = quotas, quotas.most_tasks
+        self._quotas = quotas
         self._given: dict[str, None] = {}
         """Ids of changes, in the order in which they were planned."""
-        self._singles = in_turn([plan_bugs(sources, seed), plan_deletions(sources, seed)])
-        self._pairs: Iterator[Change] | None = None
+        bugs = plan_bugs(sources, seed)
+        self._singles = in_turn([plan_undone(sources, past), bugs, plan_deletions(sources, seed), bugs])
+        self._pairs: Iterator[Change] = iter(())
+        self._num_paired = 0
+        """Bugs of which combinations were planned."""
         self._functions: Counter[tuple[str, str]] = Counter()
         self._operators: Counter[str] = Counter()
         self._found: dict[str, Found] = {}
@@ -63,19 +71,33 @@ class Planner:
         """Changes that became candidates."""
         return len(self._found)
 
-    def next_change(self, is_late: bool = False) -> Change | None:
-        """The next change to be tested; None if there are enough, or no more. `is_late`: no more singles."""
-        if not is_late and self.num_found - self._num_compound < self._num_tasks:
-            for change in self._singles:
+    def next_change(self) -> Change | None:
+        """The next change to be tested; None if there are enough, or no more."""
+        most_named = self._quotas.most_named_lines
+        usable = min(self.num_found, (self.num_found - self._num_named) / max(1e-9, 1 - most_named))
+        if usable >= _SPARE * self._quotas.most_tasks:
+            return None
+        wanted = _COMPOUND_SPARE * self._quotas.least_compound * self.num_found
+        if self._num_compound < wanted:
+            return self._next_pair() or self._next_single()
+        return self._next_single() or self._next_pair()
+
+    def _next_single(self) -> Change | None:
+        return next((one for one in self._singles if self._is_new(one) and self._has_room(one)), None)
+
+    def _next_pair(self) -> Change | None:
+        """The next combination of bugs and hunks that were noticed; planned anew when there are more."""
+        while True:
+            for change in self._pairs:
                 if self._is_new(change) and self._has_room(change):
                     return change
-        if self._num_compound >= _COMPOUND * self._num_tasks:
-            return None
-        if self._pairs is None:
-            bugs = [one.change for one in self._found.values() if one.change.kind == "planted_bug"]
-            bugs.sort(key=lambda change: change.id)
+            found = [one.change for one in self._found.values() if len(one.change.places) == 1]
+            bugs = [change for change in found if change.kind in ("planted_bug", "past_change")]
+            if len(bugs) == self._num_paired:
+                return None
+            self._num_paired = len(bugs)
+            bugs = sorted(filter(self._has_room, bugs), key=lambda change: change.id)
             self._pairs = combine(bugs, self._sources, self._seed) if len(bugs) > 1 else iter(())
-        return next(filter(self._is_new, self._pairs), None)
 
     def take(self, change: Change, noticed: Noticed) -> str | None:
         """Takes a change that tests notice; why it becomes no candidate, or None."""
@@ -95,11 +117,9 @@ class Planner:
         )  # fmt: skip
         self._found[change.id] = Found(change, noticed, verified)
         self._num_named += names_edited_line(verified)
-        if change.parts:
-            self._num_compound += 1
-            return None
+        self._num_compound += is_compound(verified)
         self._functions.update({(place.path, place.name) for place in change.places})
-        self._operators[change.operator] += 1
+        self._operators.update(change.operators)
         return None
 
     def select(self, report: MakeReport) -> list[Found]:
@@ -126,9 +146,9 @@ class Planner:
         named = self._quotas.most_named_lines * max(_FEW, self.num_found)
         if change.kind == "deleted_feature" and self._num_named >= named:
             return False
-        most = math.ceil(self._quotas.most_per_operator * self._num_tasks)
+        most = math.ceil(self._quotas.most_per_operator * self._quotas.most_tasks)
         functions = {(place.path, place.name) for place in change.places}
-        return self._operators[change.operator] < most and all(
+        return all(self._operators[one] < most for one in change.operators) and all(
             self._functions[one] < self._quotas.most_per_function for one in functions
         )
 

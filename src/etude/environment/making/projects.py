@@ -84,7 +84,7 @@ def read_project(root: Path) -> Project:
     files = _read_files(root)
     pyproject = _pyproject(files)
     metadata = _metadata(files, pyproject, root)
-    tests = frozenset(path for path in files if _is_test(path))
+    tests = frozenset(path for path in files if is_test_file(path))
     test_files = tuple(sorted(path for path in tests if _TEST_FILE.fullmatch(PurePosixPath(path).name)))
     if not test_files:
         raise TaskError(
@@ -183,7 +183,8 @@ def _test_root(path: str) -> str:
     return ""
 
 
-def _is_test(path: str) -> bool:
+def is_test_file(path: str) -> bool:
+    """Whether a path of a project is a test file, or lies beside some."""
     name = PurePosixPath(path).name
     folder = _test_root(path)
     if folder:

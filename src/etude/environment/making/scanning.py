@@ -14,8 +14,11 @@ from etude.environment.making.writing import MadeTask
 from etude.tasks.making.changes import Change, Leak
 from etude.tasks.making.leaks import find_leaks
 
-_OF_PYTHON = ("lib/python*", "usr/lib/python*", "usr/local/lib/python*", "opt/*/lib/python*")
-"""Directories of a layer with the interpreter's library and with installed distributions."""
+_OF_PYTHON = (
+    *("lib/python*", "usr/lib/python*", "usr/local/lib/python*", "opt/*/lib/python*"),
+    "usr/share/python-wheels",
+)
+"""Directories of a layer with the interpreter's library, and with distributions: installed, or as wheels."""
 
 
 def scan_layers(

@@ -65,7 +65,7 @@ class MadeTask:
         files = dict(self.project.files)
         for path, text in {**change.files, **change.removed_tests}.items():
             files[path] = text.encode()
-        return files
+        return {path: data for path, data in files.items() if data or path not in change.files}
 
 
 def write_made_task(made: MadeTask, directory: Path) -> None:

@@ -1,6 +1,6 @@
 """What a made task changes in a project, and what its tests then say.
 
-plan_bugs, plan_deletions, combine      a project's text -> Change
+plan_bugs, plan_deletions, plan_undone, combine     a project's text -> Change
 (the pipeline runs the tests of each)   Change -> TestFailure
 write_instruction                       -> text | Rejection
 find_leaks                              the image's files -> Leak
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ChangeKind = Literal["planted_bug", "deleted_feature", "combined"]
+ChangeKind = Literal["planted_bug", "deleted_feature", "past_change", "combined"]
 Split = Literal["train", "validation", "heldout"]
 
 OPERATOR_JOIN = " + "
@@ -40,7 +40,7 @@ class Change:
     operator: str
     """What was done, such as `inverted condition`; of each part, joined by ` + `, where it is combined."""
     files: Mapping[str, str]
-    """Path -> text in the task's workspace."""
+    """Path -> text in the task's workspace; an empty one is missing there."""
     places: tuple[Place, ...]
     """Where the solution edits: lines of the project's *own* text, by which coverage knows them."""
     removed_tests: Mapping[str, str] = field(default_factory=dict[str, str])

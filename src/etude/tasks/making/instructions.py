@@ -108,14 +108,15 @@ def write_instruction(
     if len(needed) > _MOST_NEEDED or any(len(text) > _MOST_TEXT for text in needed):
         return Rejection(f"underspecified: tests need {len(needed)} names and texts that the workspace lacks")
     reference = _reference_runs(change, sources)
-    deleted = _describe_deleted(change, sources, rng) if change.kind == "deleted_feature" else ""
+    is_past = change.kind == "past_change"
+    deleted = _describe_deleted(change, sources, rng) if is_past or change.kind == "deleted_feature" else ""
     if isinstance(deleted, Rejection):
         return deleted
     sentences = [deleted] if deleted else []
     told = _Told(failures, tests)
     for group in [*groups] or [[failure.test for failure in failures]]:
         mine = [failure for failure in failures if failure.test in group]
-        most = 1 if groups or deleted else _MOST_SYMPTOMS
+        most = 1 if groups or (deleted and not is_past) else max(_MOST_SYMPTOMS, len(change.places))
         said = _describe_failures(mine, told, sentences, reference, rng, most, not deleted)
         if not said and not deleted:
             return Rejection("underspecified: no failing test shows a symptom that may be described")
@@ -258,9 +259,13 @@ def _say(symptom: Symptom, rng: Random) -> str:
 def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -> str | Rejection:
     """Names what is gone and what its docstring says; a rejection where nothing says what it has to do."""
     gone = [found for path, text in change.files.items() for found in _deleted(text, sources[path])]
-    if not gone:
+    if not gone and change.kind != "past_change":
         return Rejection("underspecified: no function is gone")
     gone = [entry for entry in gone if not re.search(r"(^|\.)_[^_]", entry[0])]
+    if change.kind == "past_change":
+        gone = [one for one in gone if one[1] and one[2] is not None and not one[0].endswith("__")]
+        if not gone:
+            return ""
     special = [name for name, _, _ in gone if name.endswith("__")]
     if len(special) == len(gone):
         return Rejection("underspecified: nothing public is gone")

@@ -1,0 +1,46 @@
+"""The order of changes follows the quotas, so that few candidates are in vain."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from etude.environment.making.baseline import Baseline
+from etude.environment.making.planning import Planner
+from etude.environment.making.projects import Project
+from etude.environment.making.reports import MakeReport
+from etude.environment.making.suites import Coverage
+from etude.environment.making.verifying import Noticed
+from etude.tasks.making.changes import Quotas, TestFailure
+from etude.tasks.making.selection import is_compound
+from etude.tasks.making.undoing import PastChange
+
+FUNCTIONS = 12
+MODULE = "".join(
+    f"def f{at}(a, b):\n    'Adds.'\n    if a < b and b:\n        a = a + b * {at}\n    return a - {at}\n\n\n"
+    for at in range(FUNCTIONS)
+)
+TEST = "from lib import a\n\n" + "".join(
+    f"def test_{at}():\n    assert a.g{at}(1) == 2\n\n" for at in range(60)
+)
+
+
+def test_candidates_come_with_their_share_of_combinations_and_no_function_has_too_many() -> None:
+    past = PastChange({"lib/a.py": MODULE.replace("a < b and b", "a < b")}, {"lib/a.py": MODULE})
+    quotas = Quotas(16, most_per_operator=0.3)
+    planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, quotas, [past])
+    failures: dict[str, tuple[TestFailure, ...]] = {}
+    while (change := planner.next_change()) is not None:
+        at = len(failures)
+        message = f"assert 1 == 2\n +  where 1 = a.g{at}(1)"
+        own = (TestFailure(f"tests/test_a.py::test_{at}", message, 3 * at + 4),)
+        failures[change.id] = sum((failures[part] for part in change.parts), ()) or own
+        assert planner.take(change, Noticed(failures[change.id], (), 1)) is None
+    assert 16 <= planner.num_found <= 22
+    baseline = Baseline((), {}, Coverage((), {}), 1.0)
+    report = MakeReport(Project("a", "1", {}, {}, frozenset(), (), "", ()), baseline)
+    kept = planner.select(report)
+    assert len(kept) >= 14 and not report.missed
+    assert sum(is_compound(one.verified) for one in kept) * 4 >= len(kept)
+    functions = Counter((place.path, place.name) for one in kept for place in one.change.places)
+    assert max(functions.values()) <= quotas.most_per_function
+    assert {"planted_bug", "past_change", "combined"} <= {one.change.kind for one in kept}
