@@ -60,6 +60,11 @@ class Template:
         return () if self.only_answers_end else (self.shown_end or self.end,)
 
     @property
+    def before(self) -> Piece:
+        """The last piece before a message that is not the first."""
+        return (self.end, *self.after_end)[-1]
+
+    @property
     def prompt(self) -> tuple[Piece, ...]:
         """Opens an answer that is to be sampled: the last thing before sampling begins."""
         return (*self.assistant, *self.thinking)

@@ -56,7 +56,8 @@ class Framing:
                 return renderer.results(outputs)
             case Answer():
                 shown = not self.has_reasoning(message)
-                words = renderer.encode(self._answer_pieces(message))
+                before = (*template.assistant, *template.shown) if shown else template.prompt
+                words = renderer.encode(self._answer_pieces(message), before[-1])
                 frame, end = self.answer_frame(first, shown=shown), self.shown_end if shown else self.end
                 return np.concatenate([frame, words, end])
 
@@ -65,15 +66,13 @@ class Framing:
         renderer, template = self.renderer, self.template
         begin = renderer.reasoned("") if template.thinking else template.shown
         pieces = [*(() if self.has_reasoning(answer) else begin), *self._answer_pieces(answer), template.end]
-        return np.concatenate([self.answer_frame(first), renderer.encode(pieces)])
+        return np.concatenate([self.answer_frame(first), renderer.encode(pieces, template.prompt[-1])])
 
     def answer_frame(self, first: bool = False, *, shown: bool = False) -> Tokens:
         """What stands before an answer: the last tokens before sampling begins, or with `shown` those before
         an answer without reasoning that was not sampled."""
         template = self.template
-        lead = self.renderer.opening() if first else self.renderer.encode(template.after_end)
-        opened = (*template.assistant, *template.shown) if shown else template.prompt
-        return np.concatenate([lead, self.renderer.encode(opened)])
+        return self._follow((*template.assistant, *template.shown) if shown else template.prompt, first)
 
     def has_reasoning(self, answer: Answer) -> bool:
         """Whether the answer's reasoning is shown."""
@@ -86,7 +85,7 @@ class Framing:
         The rest is encoded anew: it is given, not sampled.
         """
         renderer = self.renderer
-        pieces = renderer.tokenizer.pieces(sampled, renderer.tags)
+        pieces = renderer.pieces(sampled)
         has_channels = self.template.has_channels
         if has_channels:
             marks = ChannelMarks()
@@ -109,12 +108,19 @@ class Framing:
                 kept.append(piece)
         if kept and isinstance(kept[0], str):
             kept[0] = kept[0].lstrip("\n")
-        return renderer.encode(kept)
+        return renderer.encode(kept, self.template.prompt[-1])
 
     def _framed(self, frame: Sequence[Piece], words: Sequence[Piece], first: bool) -> Tokens:
         """One message of somebody else's words."""
-        lead = self.renderer.opening() if first else self.renderer.encode(self.template.after_end)
-        return np.concatenate([lead, self.renderer.encode((*frame, *words, *self.template.closing))])
+        return self._follow((*frame, *words, *self.template.closing), first)
+
+    def _follow(self, pieces: Sequence[Piece], first: bool) -> Tokens:
+        """What follows the message before, or `first` the opening that every conversation has."""
+        if not first:
+            return self.renderer.encode((*self.template.after_end, *pieces), self.template.end)
+        lead = self.renderer.opening()
+        before = self.template.before if len(lead) else None
+        return np.concatenate([lead, self.renderer.encode(pieces, before)])
 
     def _opening(self, opening: Opening) -> Tokens:
         renderer, template = self.renderer, self.template
@@ -123,7 +129,7 @@ class Framing:
         if not (tools or opening.system):
             return self.end[:0]
         opened = renderer.opening(renderer.describe(opening.system, tools) if tools else opening.system)
-        return opened[: len(opened) - len(renderer.encode(template.after_end))]
+        return opened[: len(opened) - len(renderer.encode(template.after_end, template.end))]
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
