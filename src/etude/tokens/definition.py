@@ -22,8 +22,8 @@ _LEFT_OUT = ("NFC", "NFD", "NFKC", "NFKD", "Precompiled")
 """Normalisations that change text: a file is encoded as it is."""
 _FLAGS = ("special", "lstrip", "rstrip", "single_word")
 _WORDS = re.compile(
-    rf"[ {SPACE}\n\t]+|</?(?:a|b|bbox|blockquote|body|caption|code|div|em|footer|h[1-6]|html|i|iframe|img|li|s|span"
-    r"|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
+    rf"[ {SPACE}\n\t]+|</?(?:a|b|bbox|blockquote|body|caption|code|div|em|footer|h[1-6]|html|i|iframe|img|li"
+    r"|s|span|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
 )
 """Runs of blanks and tags of HTML, which Gemma's vocabulary holds as words that are always cut off whole."""
 _MARKS_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}

@@ -15,7 +15,7 @@ from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 """Types of tokens; others stand for no text that can be written."""
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -99,10 +99,9 @@ def _build_sentencepiece(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
         if token[:cut] in scores and token[cut:] in scores
     ]
     pairs.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0]), ids[pair[0]], ids[pair[1]]))
-    unknown = next((token for token, kind in _kinds(given) if kind == _UNKNOWN), None)
-    built = tokenizers.Tokenizer(models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    marks_spaces, decoded = normalizers.Replace(" ", SPACE), [decoders.Replace(SPACE, " ")]
-    decoded += [decoders.ByteFallback(), decoders.Fuse()]
+    built = tokenizers.Tokenizer(models.BPE(ids, pairs, fuse_unk=True, byte_fallback=True))
+    marks_spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
+    decoded: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if given.get("add_space_prefix", True):
         marks_spaces = normalizers.Sequence([normalizers.Prepend(SPACE), marks_spaces])
         decoded.append(decoders.Strip(" ", 1, 0))
@@ -124,7 +123,7 @@ def _build_byte_level(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 def _add_marks(built: tokenizers.Tokenizer, given: Mapping[str, Any], begins: str | None) -> None:
     """`begins`: the token with which an encoded text begins, if any."""
-    marked = [(token, kind) for token, kind in _kinds(given) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    marked = [(token, kind) for token, kind in _kinds(given) if kind in (_CONTROL, _USER_DEFINED)]
     marked = [(token, kind) for token, kind in marked if built.token_to_id(token) is not None]
     built.add_tokens([AddedToken(t, special=kind != _USER_DEFINED, normalized=False) for t, kind in marked])
     if begins is not None:

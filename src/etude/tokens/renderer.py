@@ -117,7 +117,8 @@ class Renderer:
 
     def system_message(self, words: Sequence[Piece]) -> tuple[Piece, ...]:
         """The system's words in their frame."""
-        return (*self.template.system, *words, *self.template.system_close, *self._end)
+        end = () if self.template.joins_system else self._end
+        return (*self.template.system, *words, *self.template.system_close, *end)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
         """The words of a system message that offers tools, as pieces; or where the model's own chat template
@@ -132,12 +133,18 @@ class Renderer:
         """The start of a session, up to where the agent's first message begins. Without `system` it has the
         renderer's own."""
         opening = self.opening(self.system if system is None else system)
-        return np.concatenate([opening, self.request(instruction, begins=not len(opening))])
+        return np.concatenate([opening, self.request(instruction, opening)])
 
-    def request(self, text: str, begins: bool = False) -> Tokens:
-        """A user's first message, following what `opening` gives, or where that `begins` nothing."""
-        asked = (*self.template.user, text, *self._end, *self.template.prompt)
-        return self.encode(asked, None if begins else self.template.before)
+    def request(self, text: str, opening: Tokens) -> Tokens:
+        """A user's first message, following what `opening` gave."""
+        return self.encode_first((*self.template.user, text, *self._end, *self.template.prompt), opening)
+
+    def encode_first(self, message: Sequence[Piece], opening: Tokens) -> Tokens:
+        """The first message behind an opening, without its own opener where the opening has begun it."""
+        template = self.template
+        if template.joins_system and len(opening) > len(self.encode(template.begin, None)):
+            return self.encode(message[len(template.user) :])
+        return self.encode(message, template.before if len(opening) else None)
 
     def user_message(self, text: str) -> Tokens:
         """A later message of the user, following an agent's message that has ended."""

@@ -67,7 +67,14 @@ class Tokenizer:
         self._added = read.marks
         added = parsed.get("added_tokens") or []
         self._control = {int(token["id"]): Control(token["content"]) for token in added if token["special"]}
-        self.strips = {token["content"] for token in added if token.get("lstrip") or token.get("rstrip")}
+        names = [
+            r"\s*" * token.get("lstrip", False)
+            + re.escape(token["content"])
+            + r"\s*" * token.get("rstrip", False)
+            for token in added
+            if token.get("lstrip") or token.get("rstrip")
+        ]
+        self._swallows = re.compile("|".join(names)) if names else None
         self._plain = _build(json.dumps(read.plain))
         self._bytes = read.bytes_of(self._plain.get_vocab(with_added_tokens=False))
         self._byte_ids = {piece[0]: index for index, piece in enumerate(self._bytes) if len(piece) == 1}
@@ -129,6 +136,10 @@ class Tokenizer:
         other = copy(self)
         other._config, other._companions = config, companions
         return other
+
+    def swallow_blanks(self, text: str) -> str:
+        """Rendered text without the blanks that control tokens swallow around them, as Phi-3's do."""
+        return text if self._swallows is None else self._swallows.sub(lambda found: found[0].strip(), text)
 
     def has_control(self, name: str) -> bool:
         """Whether `control_id(name)` would succeed."""

@@ -27,11 +27,17 @@ Tokens = NDArray[np.int32]
 
 
 class Framing:
-    """Renders the messages of conversations with one opening's tools."""
+    """Renders the messages of conversations with one opening."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, opening: Opening) -> None:
         self.renderer = renderer
         self.template = renderer.template
+        tools = (
+            () if knows_tools(renderer) else [one for one in opening.tools if one in renderer.grammar.tools]
+        )
+        system = renderer.describe(opening.system, tools) if tools else opening.system
+        self._has_system = bool(tools or opening.system)
+        self._opened = renderer.opening(system if self._has_system else None)
         self.end = np.array([renderer.end_token], dtype=np.int32)
         self.shown_end = renderer.encode([self.template.shown_end or self.template.end])
 
@@ -43,7 +49,7 @@ class Framing:
         renderer, template = self.renderer, self.template
         match message:
             case Opening():
-                return self._opening(message)
+                return self._opening()
             case SystemWords(text):
                 return self._framed(template.system or template.user, (text, *template.system_close), first)
             case UserWords(text):
@@ -118,18 +124,14 @@ class Framing:
         """What follows the message before, or `first` the opening that every conversation has."""
         if not first:
             return self.renderer.encode((*self.template.after_end, *pieces), self.template.end)
-        lead = self.renderer.opening()
-        before = self.template.before if len(lead) else None
-        return np.concatenate([lead, self.renderer.encode(pieces, before)])
+        return np.concatenate([self._opened, self.renderer.encode_first(pieces, self._opened)])
 
-    def _opening(self, opening: Opening) -> Tokens:
-        renderer, template = self.renderer, self.template
-        known = renderer.grammar.tools
-        tools = () if knows_tools(renderer) else [one for one in opening.tools if one in known]
-        if not (tools or opening.system):
+    def _opening(self) -> Tokens:
+        """The opening's own tokens: none where the first message has them."""
+        template = self.template
+        if not self._has_system or template.joins_system:
             return self.end[:0]
-        opened = renderer.opening(renderer.describe(opening.system, tools) if tools else opening.system)
-        return opened[: len(opened) - len(renderer.encode(template.after_end, template.end))]
+        return self._opened[: len(self._opened) - len(self.renderer.encode(template.after_end, template.end))]
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
