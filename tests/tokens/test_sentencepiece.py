@@ -145,7 +145,7 @@ def test_sessions_with_tools_are_what_the_kept_template_renders_and_parse_alike_
     chosen = replace(choose_format(make(), **options), tools=TYPED_TOOLS, system="Be brief.")
     renderer, theirs = chosen.renderer(), _judge(chosen.tokenizer, tmp_path)
     call = ToolCall("read_file", {"path": "lib/tally.py", "offset": "3"})
-    answer = renderer.message(["I look.", "\n", call])
+    answer = renderer.message(["I look.", call])
     tokens = [renderer.prompt("Fix it"), answer, renderer.observations(["x = 1", ""])]
     told = {"name": "read_file", "arguments": {"path": "lib/tally.py", "offset": 3}}
     talk = [
@@ -158,7 +158,7 @@ def test_sessions_with_tools_are_what_the_kept_template_renders_and_parse_alike_
     tools = [tool.function_schema() for tool in TYPED_TOOLS]
     rendered = theirs.apply_chat_template(talk, tools=tools, add_generation_prompt=True, return_dict=False)
     assert np.concatenate(tokens).tolist() == rendered
-    assert renderer.read(answer).calls == [call] and renderer.read(answer).text.startswith("I look.")
+    assert renderer.read(answer).calls == (call,) and renderer.read(answer).text.startswith("I look.")
     for size in (1, 2, 5):
         stream, events = MessageStream(renderer), []
         for start in range(0, len(answer), size):

@@ -18,6 +18,7 @@ from etude.tokens.chat.client_tools import told_call
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Message, Opening, Results, SystemWords, UserWords
 from etude.tokens.grammar.channels import ChannelMarks
+from etude.tokens.grammar.interface import ToolSchema
 from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.grammar.native import NativeGrammar
 from etude.tokens.pieces import Piece
@@ -29,15 +30,10 @@ Tokens = NDArray[np.int32]
 class Framing:
     """Renders the messages of conversations with one opening."""
 
-    def __init__(self, renderer: Renderer, opening: Opening) -> None:
+    def __init__(self, renderer: Renderer, opening: Opening | None = None) -> None:
         self.renderer = renderer
         self.template = renderer.template
-        tools = (
-            () if knows_tools(renderer) else [one for one in opening.tools if one in renderer.grammar.tools]
-        )
-        system = renderer.describe(opening.system, tools) if tools else opening.system
-        self._has_system = bool(tools or opening.system)
-        self._opened = renderer.opening(system if self._has_system else None)
+        self._opened = self._open(opening)
         self.end = np.array([renderer.end_token], dtype=np.int32)
         self.shown_end = renderer.encode([self.template.shown_end or self.template.end])
 
@@ -49,7 +45,7 @@ class Framing:
         renderer, template = self.renderer, self.template
         match message:
             case Opening():
-                return self._opening()
+                return self._opening(message)
             case SystemWords(text):
                 return self._framed(template.system or template.user, (text, *template.system_close), first)
             case UserWords(text):
@@ -126,12 +122,26 @@ class Framing:
             return self.renderer.encode((*self.template.after_end, *pieces), self.template.end)
         return np.concatenate([self._opened, self.renderer.encode_first(pieces, self._opened)])
 
-    def _opening(self) -> Tokens:
+    def _open(self, opening: Opening | None) -> Tokens:
+        """All that stands before the first message."""
+        renderer = self.renderer
+        if opening is None or not (opening.system or self._tools(opening)):
+            return renderer.opening()
+        tools = self._tools(opening)
+        return renderer.opening(renderer.describe(opening.system, tools) if tools else opening.system)
+
+    def _tools(self, opening: Opening) -> list[ToolSchema]:
+        """Those that are announced."""
+        known = () if knows_tools(self.renderer) else self.renderer.grammar.tools
+        return [one for one in opening.tools if one in known]
+
+    def _opening(self, opening: Opening) -> Tokens:
         """The opening's own tokens: none where the first message has them."""
         template = self.template
-        if not self._has_system or template.joins_system:
+        if template.joins_system or not (opening.system or self._tools(opening)):
             return self.end[:0]
-        return self._opened[: len(self._opened) - len(self.renderer.encode(template.after_end, template.end))]
+        opened = self._open(opening)
+        return opened[: len(opened) - len(self.renderer.encode(template.after_end, template.end))]
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
