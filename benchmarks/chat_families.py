@@ -170,6 +170,8 @@ def families(find_gguf: Callable[[], Path]) -> list[Family]:
             partial(_published, "gptoss"),
             clock="{%- macro strftime_now(format) -%}2026-01-01{%- endmacro -%}",
         ),
+        Family("gemma-3", "", partial(_published, "gemma3")),
+        Family("mistral-nemo", "mistralai-Mistral-Nemo-Instruct-2407", partial(_published, "mistral_nemo")),
         Family("smollm2", "", partial(_from_gguf, find_gguf)),
     ]  # fmt: skip
 

@@ -141,7 +141,11 @@ class ChatTemplate:
             if self.names_a_day or _CLOCK not in str(error):
                 raise ConfigError(f"fails: {error}", field="chat_template") from error
         except Exception as error:  # whatever somebody else's program raises
-            raise ConfigError(f"fails: {error}", field="chat_template") from error
+            raise ConfigError(
+                f"fails: {error}",
+                field="chat_template",
+                fix='agent.template = "plain" does without it; the model learns that frame by fine-tuning',
+            ) from error
         self.names_a_day = True
         self._variables[_CLOCK] = _DAY.strftime
         return self.render(messages, tools, prompts)
