@@ -60,7 +60,7 @@ _TEXTS = (
     "def tally(xs):\n\ttotal = 1\n\n    return   total",
     "naïve ß 🙂 漢字 عربى",
     '{"a": [true, false, null], "b": 1.5}',
-    "<b>1 < 2</b> {{ braces }} {% if %} </s> <|nothing|>",
+    "<b>1 < 2</b> {{ braces }} {% if %} </q> <|nothing|>",
     "x",
     "FAIL test_tally: 4 != 3\n2 failed, 3 passed\n\n\nerror: no call",
     "don't; it's 'S and 1984/2001...",
