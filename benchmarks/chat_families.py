@@ -60,7 +60,7 @@ _TEXTS = (
     "def tally(xs):\n\ttotal = 1\n\n    return   total",
     "naïve ß 🙂 漢字 عربى",
     '{"a": [true, false, null], "b": 1.5}',
-    "<b>1 < 2</b> {{ braces }} {% if %} </s> <|nothing|>",
+    "<b>1 < 2</b> {{ braces }} {% if %} </q> <|nothing|>",
     "x",
     "FAIL test_tally: 4 != 3\n2 failed, 3 passed\n\n\nerror: no call",
     "don't; it's 'S and 1984/2001...",
@@ -170,6 +170,8 @@ def families(find_gguf: Callable[[], Path]) -> list[Family]:
             partial(_published, "gptoss"),
             clock="{%- macro strftime_now(format) -%}2026-01-01{%- endmacro -%}",
         ),
+        Family("gemma-3", "", partial(_published, "gemma3")),
+        Family("mistral-nemo", "mistralai-Mistral-Nemo-Instruct-2407", partial(_published, "mistral_nemo")),
         Family("smollm2", "", partial(_from_gguf, find_gguf)),
     ]  # fmt: skip
 

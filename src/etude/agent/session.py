@@ -300,7 +300,7 @@ class AgentSession:
         opening = self.renderer.opening(self.system)
         if len(opening):
             context.recording.give(opening, "system")
-        context.recording.give(self.renderer.request(words), "user")
+        context.recording.give(self.renderer.request(words, opening), "user")
         self.contexts.append(context)
 
     def _continuation(self, summary: str, error: str) -> str | None:

@@ -27,7 +27,7 @@ from etude.config.reinforcement import RlConfig
 from etude.config.sandbox import SandboxConfig
 from etude.config.weights import WeightsConfig
 
-TemplateName = Literal["auto", "model", "etude", "chatml", "qwen3"]
+TemplateName = Literal["auto", "model", "etude", "chatml", "qwen3", "plain"]
 GrammarName = Literal["auto", "hermes", "xml"]
 IndexName = Literal["none", "grep", "words", "meaning"]
 SEARCHING = ("words", "meaning")
@@ -41,7 +41,9 @@ class AgentConfig(Section):
     template: TemplateName = "auto"
     """Frame of a conversation. `auto`: Étude's own where the tokenizer has its control tokens, else the one
     that the model's chat template describes; without a chat template ChatML, if the tokenizer has its tokens.
-    `model`: that of the chat template, whatever the tokenizer has. The others by name."""
+    `model`: that of the chat template, whatever the tokenizer has. `plain`: words open messages, and the
+    token that ends texts ends them; for models whose own template no frame describes, which learn it by
+    fine-tuning. The others by name."""
     grammar: GrammarName = "auto"
     """How calls are written. `xml`: as tags. `hermes`: as JSON between `<tool_call>` tags, as Hermes and Qwen
     models write them. `auto`: `xml` in Étude's own frame; else as the model's chat template writes them, if

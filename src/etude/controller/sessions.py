@@ -152,7 +152,7 @@ class SessionReader:
         try:
             system, rest = read_messages(messages)
             opening = Opening(system, read_tools(list(tools)))
-            framing = Framing(self.open_shelf().find(opening))
+            framing = Framing(self.open_shelf().find(opening), opening)
             parts: list[NDArray[np.int32]] = []
             for message in (opening, *rest):
                 first = not any(map(len, parts))

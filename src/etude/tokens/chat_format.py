@@ -22,7 +22,14 @@ from etude.tokens.derived import derive_template
 from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
 from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.renderer import Renderer, announcing_template
-from etude.tokens.template import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, TEMPLATES, Template
+from etude.tokens.template import (
+    CHATML_TEMPLATE,
+    ETUDE_TEMPLATE,
+    QWEN3_TEMPLATE,
+    TEMPLATES,
+    Template,
+    plain_template,
+)
 from etude.tokens.tokenizer import Tokenizer
 
 _GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
@@ -117,10 +124,14 @@ def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tupl
                 "the model has no chat template, and its tokenizer none of the control tokens of a known one",
                 field="agent.template",
                 received=", ".join(tokenizer.control_tokens[:8]) or "no control tokens",
-                fix="put the chat_template.jinja of the model beside its tokenizer.json",
+                fix="put the chat_template.jinja of the model beside its tokenizer.json; or "
+                'agent.template = "plain", which the model learns by fine-tuning',
             )
         derived = derive_template(tokenizer, tokenizer.chat_template, in_any_form)
         return derived.template, tokenizer.with_chat_template(derived.exported), derived.grammar
+    if name == "plain":
+        template = _plain(tokenizer)
+        return template, tokenizer.with_chat_template(write_chat_template(template)), "hermes"
     template = TEMPLATES[name]
     if missing := _missing(tokenizer, template):
         raise ConfigError(
@@ -130,6 +141,21 @@ def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tupl
             fix="name the template that the model was trained with",
         )
     return template, tokenizer, "hermes"
+
+
+def _plain(tokenizer: Tokenizer) -> Template:
+    """Raises ConfigError for a tokenizer that does not say which token ends a text."""
+    named = tokenizer.template_variables
+    end = named.get("eos_token", "")
+    if not tokenizer.has_control(end):
+        raise ConfigError(
+            "the tokenizer names no token that ends a text",
+            field="tokenizer_config.json: eos_token",
+            received=end,
+            fix="name it there",
+        )
+    begin = named.get("bos_token", end)
+    return plain_template(begin if tokenizer.has_control(begin) else end, end)
 
 
 def _missing(tokenizer: Tokenizer, template: Template) -> list[str]:

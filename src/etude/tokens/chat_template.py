@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -37,6 +37,7 @@ _WRITTEN = """\
 {{- BEGIN }}
 {%- set start = 1 if messages and messages[0].role == 'system' else 0 %}
 {%- set words = messages[0].content if start else DEFAULT %}
+{%- set begun = JOINS and (tools or words is not none) %}
 {%- if tools %}
     {{- SYSTEM + (words + '\\n\\n' if words else '') + BEFORE }}
     {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
@@ -70,7 +71,8 @@ _WRITTEN = """\
         {{- end }}
     {%- else %}
         {%- set system = message.role == 'system' %}
-        {{- (SYSTEM if system else USER) + message.content + (SYSTEM_CLOSED if system else CLOSED) }}
+        {{- SYSTEM if system else '' if begun and loop.first else USER }}
+        {{- message.content + (SYSTEM_CLOSED if system else CLOSED) }}
     {%- endif %}
 {%- endfor %}
 {{- PROMPT if add_generation_prompt else '' }}"""
@@ -91,10 +93,15 @@ class ChatTemplate:
     """One template, compiled. Raises ConfigError for text that is no template."""
 
     def __init__(
-        self, source: str, variables: Mapping[str, str], marks: Mapping[str, str] | None = None
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        marks: Mapping[str, str] | None = None,
+        read: Callable[[str], str] = str,
     ) -> None:
         """`variables`: what it may name besides the conversation, such as `bos_token`. `marks`: what stands
-        for the words that these are in its own text and in `variables`, and nowhere else."""
+        for the words that these are in its own text and in `variables`, and nowhere else. `read`: how the
+        tokenizer reads what is rendered."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -102,6 +109,7 @@ class ChatTemplate:
         put = partial(re.compile(names).sub, lambda found: marks[found[0]]) if marks else str
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
+        self._read = read
         self._variables: dict[str, Any] = {name: put(text) for name, text in variables.items()}
         self.names_a_day = False
         """Whether it asked for the time without a look whether it can."""
@@ -133,18 +141,23 @@ class ChatTemplate:
             if self.names_a_day or _CLOCK not in str(error):
                 raise ConfigError(f"fails: {error}", field="chat_template") from error
         except Exception as error:  # whatever somebody else's program raises
-            raise ConfigError(f"fails: {error}", field="chat_template") from error
+            raise ConfigError(
+                f"fails: {error}",
+                field="chat_template",
+                fix='agent.template = "plain" does without it; the model learns that frame by fine-tuning',
+            ) from error
         self.names_a_day = True
         self._variables[_CLOCK] = _DAY.strftime
         return self.render(messages, tools, prompts)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompts: bool) -> str:
-        return self._template.render(
+        text = self._template.render(
             messages=[dict(message) for message in messages],
             tools=list(tools) or None,
             add_generation_prompt=prompts,
             **self._variables,
         )
+        return self._read(text)
 
 
 @lru_cache(maxsize=8)
@@ -182,6 +195,7 @@ def open_with_tools(
 
 def write_chat_template(template: Template) -> str:
     """A Jinja template that renders conversations in this frame, with tools and calls as Hermes has them."""
+    closed = spell((*template.closing, *template.after_end))
     strings = {
         "BEGIN": spell(template.begin),
         "SYSTEM": spell(template.system),
@@ -197,8 +211,8 @@ def write_chat_template(template: Template) -> str:
         "SHOWN": spell(template.shown),
         "END": spell((template.shown_end or template.end, *template.after_end)),
         "LAST": spell((template.end, *template.after_end)),
-        "CLOSED": spell((*template.closing, *template.after_end)),
-        "SYSTEM_CLOSED": spell((*template.system_close, *template.closing, *template.after_end)),
+        "CLOSED": closed,
+        "SYSTEM_CLOSED": spell(template.system_close) + closed * (not template.joins_system),
         "BEFORE": BEFORE_TOOLS,
         "AFTER": AFTER_TOOLS,
     }
@@ -206,6 +220,7 @@ def write_chat_template(template: Template) -> str:
     lines = [f"{{%- set {name} = {_literal(text)} %}}" for name, text in strings.items()]
     lines.append(f"{{%- set DEFAULT = {default} %}}")
     lines.append(f"{{%- set THINKS = {str(bool(template.thinking)).lower()} %}}")
+    lines.append(f"{{%- set JOINS = {str(template.joins_system).lower()} %}}")
     return "\n".join([*lines, _WRITTEN]) + "\n"
 
 

@@ -73,7 +73,7 @@ def derive_template(tokenizer: Tokenizer, source: str, in_any_form: bool = True)
 
     Raises ConfigError for one that no frame describes, or whose control tokens the tokenizer lacks.
     """
-    jinja = ChatTemplate(source, tokenizer.template_variables)
+    jinja = ChatTemplate(source, tokenizer.template_variables, read=tokenizer.swallow_blanks)
     reader = _Reader(jinja, tokenizer)
     template = reader.frame()
     with_results = reader.results(template)
@@ -85,7 +85,9 @@ def derive_template(tokenizer: Tokenizer, source: str, in_any_form: bool = True)
         result_between=("\n<tool_response>\n",),
     )
     for messages in _probes():
-        _check_alike(jinja, template, messages)
+        # Some put the system's words into the user's last message: here they stay in the first.
+        if not (template.joins_system and messages[0]["role"] == "system" and len(messages) > 2):
+            _check_alike(jinja, template, messages)
     known = (one for one in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(one) == _layout(template))
     template = next(known, template)
     if with_results is not None and not jinja.names_a_day:
@@ -119,13 +121,16 @@ class _Reader:
         shown = to_said[len(prompt) :] if to_said.startswith(prompt) else ""
         is_alike = prompt == to_said or thinking == f"{THINK_OPEN}\n" or CHANNEL.name in shown
         is_alike = is_alike and prompt == to_answer == again
-        if not (is_alike and (after_said.endswith(to_user) or to_user.endswith(after_said))):
+        joins = opened == bare and self._is_text(to_user)
+        if not (is_alike and (joins or after_said.endswith(to_user) or to_user.endswith(after_said))):
             raise _unstable(
                 f"prompts open an answer with {prompt!r}; an earlier one stands between {to_said!r} and "
                 f"{after_said!r}, where words of the system stand before {to_user!r}"
             )
         to_answer = prompt.removesuffix(thinking)
-        if len(after_said) > len(to_user):
+        if joins:
+            template = self._joined(after_said, to_answer, bare, to_user)
+        elif len(after_said) > len(to_user):
             template = self._unended(opened, to_user, to_answer, after_said.removesuffix(to_user))
         else:
             template = self._alike(opened, after_said, to_answer, bare)
@@ -139,6 +144,22 @@ class _Reader:
         assert isinstance(end, Control), "see _ended"
         return replace(template, end=end, shown_end=template.end)
 
+    def _joined(self, to_user: str, to_answer: str, bare: str, between: str) -> Template:
+        """The frame where the system's words begin the user's first message."""
+        ended = self._ended(to_user)
+        if self.pieces(to_answer)[:1] == ended[:1]:
+            template = self._alike(bare, to_user, to_answer, bare)
+        else:
+            user = self.pieces(bare)[-1:]
+            begin = bare.removesuffix(spell(user))
+            template = self._unended(begin, spell(user), to_answer, to_user.removesuffix(spell(user)))
+        return replace(
+            template, system=template.user, system_close=tuple(self.pieces(between)), joins_system=True
+        )
+
+    def _is_text(self, frame: str) -> bool:
+        return all(isinstance(piece, str) for piece in self.pieces(frame))
+
     def _alike(self, opened: str, to_user: str, to_answer: str, bare: str) -> Template:
         """The frame where all messages end with one token."""
         (end, *user_pieces), (_, *answer_pieces) = self._ended(to_user), self._ended(to_answer)
@@ -146,9 +167,16 @@ class _Reader:
             (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
         )
         after_end, user_pieces = user_pieces[:num_plain], user_pieces[num_plain:]
-        answer_pieces, system = answer_pieces[num_plain:], self.pieces(opened)
+        if not user_pieces:  # words open messages, and the first one shows which of them
+            words = spell(after_end)
+            lead = words[: next(n for n in range(len(words) + 1) if bare.endswith(words[n:]))]
+            after_end, user_pieces = self.pieces(lead), self.pieces(words.removeprefix(lead))
+            answer_pieces = self.pieces(spell(answer_pieces).removeprefix(lead))
+        else:
+            answer_pieces = answer_pieces[num_plain:]
+        system = self.pieces(opened)
         if not (user_pieces and answer_pieces and system):
-            raise _unstable("messages do not begin with control tokens")
+            raise _unstable("messages do not begin with control tokens, or with words of their own")
         has_default = bare.startswith(opened) and bare.endswith(to_user)
         before = bare.removesuffix(spell(user_pieces))
         if opened.startswith(before):
@@ -233,7 +261,8 @@ class _Reader:
                 "ends messages with what is no control token of the tokenizer",
                 field="chat_template",
                 received=text[:40],
-                fix="use the tokenizer of the model that the template belongs to, with its special tokens",
+                fix="use the tokenizer of the model that the template belongs to, with its special tokens; "
+                'or agent.template = "plain", which opens messages with words',
             )
         return pieces
 
@@ -246,7 +275,8 @@ def _unstable(why: str) -> ConfigError:
     return ConfigError(
         f"does not lay conversations out message by message: {why}",
         field="chat_template",
-        fix='name a frame with agent.template, such as "chatml", if the model knows it',
+        fix='agent.template = "plain" opens messages with words, which the model learns by fine-tuning; or '
+        'name the frame that it was trained with, such as "chatml"',
     )
 
 
@@ -304,13 +334,13 @@ def _framed(template: Template, messages: Sequence[Message]) -> str:
     frames = {"user": template.user, "assistant": answer, "system": template.system}
     if messages[0]["role"] != "system" and template.default_system is not None:
         messages = [_said("system", template.default_system), *messages]
-    texts = [
-        spell(frames[one["role"]])
-        + one["content"]
-        + spell(template.system_close) * (one["role"] == "system")
-        + (end if one["role"] == "assistant" else closed)
-        for one in messages
-    ]
+    closes = {"user": closed, "assistant": end}
+    closes["system"] = spell(template.system_close) + closed * (not template.joins_system)
+    if template.joins_system and messages[0]["role"] == "system":
+        words, first, *messages = messages
+        joined = words["content"] + closes["system"] + first["content"]
+        messages = [_said("user", joined), *messages]
+    texts = [spell(frames[one["role"]]) + one["content"] + closes[one["role"]] for one in messages]
     return "".join([spell(template.begin), *texts, spell(template.prompt)])
 
 

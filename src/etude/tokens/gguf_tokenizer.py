@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from etude.errors import ConfigError
+from etude.tokens.definition import SPACE
 from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -25,24 +26,28 @@ _PATTERNS = {"llama-bpe": _PIECES % r"\p{N}{1,3}", "qwen2": _PIECES % r"\p{N}"}
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 """Those that cut as GPT-2 does, and each digit by itself."""
 _PLAIN = ("gpt-2",)
+_LEARNED = {"gpt2": "merges", "llama": "scores"}
+"""By `tokenizer.ggml.model`, what a tokenizer learned beside its tokens."""
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text: the tokenizer, its chat template if there is one, and which tokens end an answer.
 
-    Raises ConfigError for a tokenizer that is not byte-level, or that cuts text in a way not known here.
+    Raises ConfigError for a tokenizer of another kind than byte-level BPE and SentencePiece's, or that cuts
+    text in a way not known here.
     """
     given = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in metadata.items()
         if name.startswith("tokenizer.ggml.")
     }
-    if given.get("model") != "gpt2" or "tokens" not in given or "merges" not in given:
+    kind = str(given.get("model"))
+    if not given.keys() >= {"tokens", _LEARNED.get(kind, "")}:
         raise ConfigError(
-            "only byte-level BPE tokenizers are lossless",
+            "only tokenizers of these kinds, with what they learned, are known here",
             field="tokenizer.ggml.model",
-            received=given.get("model"),
-            fix="use a model whose tokenizer is byte-level, such as Llama 3, Qwen or SmolLM2",
+            received=kind,
+            fix="; ".join(f"{name} with tokenizer.ggml.{learned}" for name, learned in _LEARNED.items()),
         )
     names = {
         kind: given["tokens"][given[f"{field}_token_id"]]
@@ -58,9 +63,11 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         "pad_token_id": given.get("padding_token_id"),
     }
     generation = {name: value for name, value in generation.items() if value is not None}
-    begins = names.get("bos") if given.get("add_bos_token") else None
+    begins = names.get("bos") if given.get("add_bos_token", kind == "llama") else None
+    built = _build_byte_level(given) if kind == "gpt2" else _build_sentencepiece(given)
+    _add_marks(built, given, begins)
     files = {
-        TOKENIZER_FILE: _build(given, begins).to_str(),
+        TOKENIZER_FILE: built.to_str(),
         CONFIG_FILE: json.dumps(config, ensure_ascii=False, indent=2) + "\n",
         GENERATION_FILE: json.dumps(generation, indent=2) + "\n",
     }
@@ -69,10 +76,41 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     return files
 
 
-def _build(given: Mapping[str, Any], begins: str | None) -> tokenizers.Tokenizer:
-    """`begins`: the token with which an encoded text begins, if any."""
-    tokens, kinds = given["tokens"], given.get("token_type") or [_NORMAL] * len(given["tokens"])
-    written = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if _is_text(kind)}
+def _kinds(given: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Each token with its type."""
+    return list(
+        zip(given["tokens"], given.get("token_type") or [_NORMAL] * len(given["tokens"]), strict=True)
+    )
+
+
+def _build_sentencepiece(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """SentencePiece merges the neighbours first whose piece has the best score: as a list of merges, those of
+    the best piece first. llama.cpp puts a space before text at the start and behind control tokens."""
+    ids = {token: index for index, token in enumerate(given["tokens"])}
+    scores = {
+        token: score
+        for (token, kind), score in zip(_kinds(given), given["scores"], strict=True)
+        if kind == _NORMAL
+    }
+    pairs = [
+        (token[:cut], token[cut:])
+        for token in scores
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    pairs.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0]), ids[pair[0]], ids[pair[1]]))
+    built = tokenizers.Tokenizer(models.BPE(ids, pairs, fuse_unk=True, byte_fallback=True))
+    marks_spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
+    decoded: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if given.get("add_space_prefix", True):
+        marks_spaces = normalizers.Sequence([normalizers.Prepend(SPACE), marks_spaces])
+        decoded.append(decoders.Strip(" ", 1, 0))
+    built.normalizer, built.decoder = marks_spaces, decoders.Sequence(decoded)
+    return built
+
+
+def _build_byte_level(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    written = {token: index for index, (token, kind) in enumerate(_kinds(given)) if _is_text(kind)}
     merges = [tuple(pair.split(" ")) for pair in given["merges"]]
     cut = str(given.get("pre"))
     built = tokenizers.Tokenizer(models.BPE(written, merges, ignore_merges=cut == "llama-bpe"))
@@ -80,14 +118,19 @@ def _build(given: Mapping[str, Any], begins: str | None) -> tokenizers.Tokenizer
     built.decoder = decoders.ByteLevel()
     if cut == "qwen2":
         built.normalizer = normalizers.NFC()
-    marked = [(t, kind) for t, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
-    built.add_tokens([AddedToken(t, special=kind == _CONTROL, normalized=False) for t, kind in marked])
+    return built
+
+
+def _add_marks(built: tokenizers.Tokenizer, given: Mapping[str, Any], begins: str | None) -> None:
+    """`begins`: the token with which an encoded text begins, if any."""
+    marked = [(token, kind) for token, kind in _kinds(given) if kind in (_CONTROL, _USER_DEFINED)]
+    marked = [(token, kind) for token, kind in marked if built.token_to_id(token) is not None]
+    built.add_tokens([AddedToken(t, special=kind != _USER_DEFINED, normalized=False) for t, kind in marked])
     if begins is not None:
-        marks = [(begins, written[begins])]
+        marks = [(begins, given["tokens"].index(begins))]
         built.post_processor = processors.TemplateProcessing(
             f"{begins} $A", f"{begins} $A {begins} $B", marks
         )
-    return built
 
 
 def _is_text(kind: int) -> bool:

@@ -84,18 +84,20 @@ class Renderer:
         native = announcing_template(self.tokenizer, self.grammar)
         return blake3(repr((*described, *native)).encode()).hexdigest()
 
-    def encode(self, pieces: Iterable[Piece]) -> Tokens:
-        """Token ids of pieces. A tag that the tokenizer does not hold is spelled out (text mode)."""
+    def encode(self, pieces: Iterable[Piece], after: Piece | None = "") -> Tokens:
+        """Token ids of pieces that follow `after`, a control token or text, or nothing (None). A tag that the
+        tokenizer does not hold is spelled out (text mode)."""
         tokenizer = self.tokenizer
         spelled = (
             piece.name if isinstance(piece, Control) and not tokenizer.has_control(piece.name) else piece
             for piece in pieces
         )
+        joined = join_text(spelled)
         parts = [
-            tokenizer.encode(piece)
+            tokenizer.encode(tokenizer.lead(piece, before))
             if isinstance(piece, str)
             else np.array([tokenizer.control_id(piece.name)], dtype=np.int32)
-            for piece in join_text(spelled)
+            for before, piece in zip((after, *joined), joined, strict=False)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
@@ -106,16 +108,17 @@ class Renderer:
         template's own stand there, if it has some.
         """
         if system is not None and not isinstance(system, str) and self._is_told_by_template:
-            return self.encode(system)
+            return self.encode(system, None)
         words = (system,) if isinstance(system, str) else system
         if words is None and self.template.default_system is not None:
             words = (self.template.default_system,)
         message = () if words is None else self.system_message(words)
-        return self.encode((*self.template.begin, *message))
+        return self.encode((*self.template.begin, *message), None)
 
     def system_message(self, words: Sequence[Piece]) -> tuple[Piece, ...]:
         """The system's words in their frame."""
-        return (*self.template.system, *words, *self.template.system_close, *self._end)
+        end = () if self.template.joins_system else self._end
+        return (*self.template.system, *words, *self.template.system_close, *end)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
         """The words of a system message that offers tools, as pieces; or where the model's own chat template
@@ -130,23 +133,31 @@ class Renderer:
         """The start of a session, up to where the agent's first message begins. Without `system` it has the
         renderer's own."""
         opening = self.opening(self.system if system is None else system)
-        return np.concatenate([opening, self.request(instruction)])
+        return np.concatenate([opening, self.request(instruction, opening)])
 
-    def request(self, text: str) -> Tokens:
-        """A user's first message, following what `opening` gives."""
-        return self.encode((*self.template.user, text, *self._end, *self.template.prompt))
+    def request(self, text: str, opening: Tokens) -> Tokens:
+        """A user's first message, following what `opening` gave."""
+        return self.encode_first((*self.template.user, text, *self._end, *self.template.prompt), opening)
+
+    def encode_first(self, message: Sequence[Piece], opening: Tokens) -> Tokens:
+        """The first message behind an opening, without its own opener where the opening has begun it."""
+        template = self.template
+        if template.joins_system and len(opening) > len(self.encode(template.begin, None)):
+            return self.encode(message[len(template.user) :])
+        return self.encode(message, template.before if len(opening) else None)
 
     def user_message(self, text: str) -> Tokens:
         """A later message of the user, following an agent's message that has ended."""
-        return np.concatenate([self.encode(self.template.after_end), self.request(text)])
+        asked = (*self.template.after_end, *self.template.user, text, *self._end, *self.template.prompt)
+        return self.encode(asked, self.template.end)
 
     def observations(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order, up to where the agent's next message begins."""
-        return self.encode((*self._results(outputs), *self._end, *self.template.prompt))
+        return self.encode((*self._results(outputs), *self._end, *self.template.prompt), self.template.end)
 
     def results(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order; `user_message` may follow."""
-        return self.encode((*self._results(outputs), *self.template.closing))
+        return self.encode((*self._results(outputs), *self.template.closing), self.template.end)
 
     def _results(self, outputs: Sequence[str]) -> list[Piece]:
         template = self.template
@@ -171,7 +182,7 @@ class Renderer:
                 pieces += [piece for part in run for piece in self.grammar.split(str(part))]
         is_open = self.template.thinking and Control(THINK_CLOSE) not in pieces
         begin = self.template.reasoning_close if is_open else self.template.shown
-        return self.encode([*begin, *pieces, self.template.end])
+        return self.encode([*begin, *pieces, self.template.end], self.template.prompt[-1])
 
     def reasoned(self, reasoning: str) -> list[Piece]:
         """Reasoning with its marks, as a message begins with it behind a prompt; its words follow."""
@@ -185,20 +196,21 @@ class Renderer:
 
     def parse(self, message: Tokens) -> list[ToolCall]:
         """The calls of one sampled message, with or without its end token. Never raises."""
-        return parse_calls(self.parser(), self._pieces(message))
+        return parse_calls(self.parser(), self.pieces(message))
 
     def parse_events(self, message: Tokens) -> list[ParseEvent]:
         """Everything that one sampled message says, in order. Never raises."""
-        return parse_events(self.parser(), self._pieces(message))
+        return parse_events(self.parser(), self.pieces(message))
 
     def read(self, message: Tokens) -> ParsedMessage:
         """One sampled message taken apart: the words, the reasoning, the calls. Never raises."""
         return collect(self.parse_events(message))
 
-    def _pieces(self, message: Tokens) -> list[Piece]:
+    def pieces(self, message: Tokens) -> list[Piece]:
+        """One sampled message as text and control tokens, without its end token."""
         if len(message) and message[-1] == self.end_token:
             message = message[:-1]
-        return self.tokenizer.pieces(message, self.tags)
+        return self.tokenizer.pieces(message, self.tags, self.template.prompt[-1])
 
 
 def announcing_template(tokenizer: Tokenizer, grammar: Grammar) -> tuple[str, ...]:

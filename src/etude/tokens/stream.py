@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from etude.records import ToolCall
 from etude.tokens.grammar.events import CallFinished, CallStarted, ParseEvent
+from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
 
 
@@ -27,6 +28,7 @@ class MessageStream:
         self._parser = renderer.parser()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end_held = False
+        self._last: bytes | Piece = renderer.template.prompt[-1]
 
     def feed(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[ParseEvent]:
         """What these tokens add. A last end token is held back: the message ends with it, or goes on."""
@@ -39,7 +41,8 @@ class MessageStream:
         if self._end_held:
             listed.pop()
         events: list[ParseEvent] = []
-        for piece in self._tokenizer.byte_pieces(listed, self._tags):
+        for piece in self._tokenizer.byte_pieces(listed, self._tags, self._last):
+            self._last = piece
             if isinstance(piece, bytes):
                 if text := self._decoder.decode(piece):
                     events += self._parser.feed_events(text)

@@ -46,6 +46,8 @@ class Template:
     """Ends every message but a sampled one, where that ends with another token."""
     system_close: tuple[Piece, ...] = ()
     """Stands behind the words of a system message."""
+    joins_system: bool = False
+    """Whether the system's words, as `system` opens them, are the beginning of the user's first message."""
 
     def __repr__(self) -> str:
         """Names the last fields only where they are set: digests of older templates stay the same."""
@@ -58,6 +60,11 @@ class Template:
     def closing(self) -> tuple[Piece, ...]:
         """Ends messages that are not the agent's; `after_end` follows."""
         return () if self.only_answers_end else (self.shown_end or self.end,)
+
+    @property
+    def before(self) -> Piece:
+        """The last piece before a message that is not the first."""
+        return (self.end, *self.after_end)[-1]
 
     @property
     def prompt(self) -> tuple[Piece, ...]:
@@ -125,6 +132,23 @@ QWEN3_TEMPLATE = replace(
     result_close=("\n", Control("</tool_response>")),
 )
 """The same, for tokenizers that hold `<tool_response>` as one token: Qwen3's."""
+
+
+def plain_template(begin: str, end: str) -> Template:
+    """A frame in words, for tokenizers that have only the tokens at the ends of texts."""
+    return Template(
+        name="plain",
+        system=("### System:\n",),
+        user=("### User:\n",),
+        assistant=("### Assistant:\n",),
+        tool=("### User:\n<tool_response>\n",),
+        result_open=(),
+        result_close=("\n</tool_response>",),
+        result_between=("\n<tool_response>\n",),
+        end=Control(end),
+        begin=(Control(begin),),
+    )
+
 
 TEMPLATES: Mapping[str, Template] = {
     template.name: template for template in (ETUDE_TEMPLATE, CHATML_TEMPLATE, QWEN3_TEMPLATE)

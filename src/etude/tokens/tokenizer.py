@@ -1,8 +1,9 @@
-"""The tokenizer: a Hugging Face byte-level BPE that keeps control tokens out of ordinary text.
+"""The tokenizer: a Hugging Face BPE, byte-level or SentencePiece's, that keeps control tokens out of ordinary
+text.
 
-Two Rust tokenizers are built from one `tokenizer.json`: the whole one, and a plain one without any
-added token. Text is only ever encoded by the plain one, so no text can become a control token.
-Decoding goes through a table of bytes per token: it is exact, and needs no Rust call.
+Text is encoded by a plain tokenizer, without the control tokens of the `tokenizer.json` that it is made from,
+so no text can become one. Decoding goes through a table of bytes per token: it is exact, and needs no Rust
+call.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,7 @@ from tokenizers import AddedToken
 
 from etude.errors import CheckpointError, ConfigError
 from etude.kit.durable import write_text
+from etude.tokens.definition import SPACE, read_definition
 from etude.tokens.pieces import Control, Piece
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -30,6 +33,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 _COMPANIONS = (TEMPLATE_FILE, GENERATION_FILE, "special_tokens_map.json")
 """Texts beside a tokenizer without which a model is not spoken to as it was trained."""
+_PROBE = "a  b\n\n\tc\r\n    d <h1> ß🙂漢字 e\u0301 \n "
 _CACHED_CHARACTERS = 1024
 _CACHE_ENTRIES = 4096
 
@@ -37,9 +41,10 @@ _CACHE_ENTRIES = 4096
 class Tokenizer:
     """Text to token ids and back. Immutable; may be shared by all sessions of one event loop.
 
-    Only byte-level tokenizers are taken (GPT-2, Llama 3, Qwen, DeepSeek and our own): their tokens are byte
-    strings that can be decoded one by one. Unicode normalisation, if the definition asks for any, is left
-    out: a file is encoded as it is.
+    Tokens are byte strings that can be decoded one by one: those of byte-level tokenizers (GPT-2, Llama 3,
+    Qwen, DeepSeek and our own), and of SentencePiece's with a token for every byte (Llama 2, Mistral, Gemma,
+    Phi-3). Unicode normalisation, if the definition asks for any, is left out: a file is encoded as it is.
+    The space that some of the latter put before text is none of the text's own: see `lead`.
     """
 
     def __init__(
@@ -52,18 +57,29 @@ class Tokenizer:
         `companions`: by name, the texts of other files that are kept with it: chat template, generation
         settings.
 
-        Raises ConfigError if the definition is not byte-level or its plain text yields control tokens.
+        Raises ConfigError if the definition does not give text back, or its plain text yields control tokens.
         """
-        parsed = _parse(definition)
+        parsed = _parse_json(definition, TOKENIZER_FILE)
         self._definition = json.dumps(parsed, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         self._config = dict(config or {})
         self._companions = dict(companions or {})
+        read = self._read = read_definition(parsed)
+        self._added = read.marks
         added = parsed.get("added_tokens") or []
-        self._added = {token["content"]: int(token["id"]) for token in added}
         self._control = {int(token["id"]): Control(token["content"]) for token in added if token["special"]}
-        self._plain = _build(json.dumps(_without_added_tokens(parsed)))
-        self._bytes = _byte_table(self._plain.get_vocab(with_added_tokens=False), self._added)
+        names = [
+            r"\s*" * token.get("lstrip", False)
+            + re.escape(token["content"])
+            + r"\s*" * token.get("rstrip", False)
+            for token in added
+            if token.get("lstrip") or token.get("rstrip")
+        ]
+        self._swallows = re.compile("|".join(names)) if names else None
+        self._plain = _build(json.dumps(read.plain))
+        self._bytes = read.bytes_of(self._plain.get_vocab(with_added_tokens=False))
         self._byte_ids = {piece[0]: index for index, piece in enumerate(self._bytes) if len(piece) == 1}
+        spelled_out = f"([{SPACE}\udc80-\udcff])" if read.is_sentencepiece else "([\udc80-\udcff])"
+        self._spelled_out = re.compile(spelled_out)
         self._cache: dict[str, NDArray[np.int32]] = {}
         self._check_plain_text()
 
@@ -113,7 +129,17 @@ class Tokenizer:
         if source == self.chat_template:
             return self
         config = {name: value for name, value in self._config.items() if name != "chat_template"}
-        return Tokenizer(self._definition, config, {**self._companions, TEMPLATE_FILE: source})
+        return self._beside(config, {**self._companions, TEMPLATE_FILE: source})
+
+    def _beside(self, config: dict[str, Any], companions: dict[str, str]) -> Tokenizer:
+        """The same tokenizer with other files beside it."""
+        other = copy(self)
+        other._config, other._companions = config, companions
+        return other
+
+    def swallow_blanks(self, text: str) -> str:
+        """Rendered text without the blanks that control tokens swallow around them, as Phi-3's do."""
+        return text if self._swallows is None else self._swallows.sub(lambda found: found[0].strip(), text)
 
     def has_control(self, name: str) -> bool:
         """Whether `control_id(name)` would succeed."""
@@ -135,7 +161,7 @@ class Tokenizer:
         if end in ends:
             return self
         text = json.dumps({**kept, "eos_token_id": [end, *ends]}, indent=2) + "\n"
-        return Tokenizer(self._definition, self._config, {**self._companions, GENERATION_FILE: text})
+        return self._beside(self._config, {**self._companions, GENERATION_FILE: text})
 
     def control_id(self, name: str) -> int:
         """Id of the control token called `name`. Raises ConfigError if there is none."""
@@ -152,7 +178,8 @@ class Tokenizer:
     def encode(self, text: str | bytes) -> NDArray[np.int32]:
         """Token ids [n] of ordinary text; never a control token. The array is shared: do not write to it.
 
-        Bytes that are not UTF-8 (in `bytes`, or as surrogate escapes in `str`) become one token each.
+        Bytes that are not UTF-8 (in `bytes`, or as surrogate escapes in `str`) become one token each. So do
+        those of the character with which SentencePiece marks spaces, which it would take for one.
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
@@ -160,9 +187,12 @@ class Tokenizer:
         if known is not None:
             return known
         try:
-            ids = np.asarray(self._plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+            if self._read.is_sentencepiece and SPACE in text:
+                ids = self._encode_parts(text)
+            else:
+                ids = np.asarray(self._plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
         except TypeError:  # how the Rust side refuses lone surrogates
-            ids = self._encode_escaped(text)
+            ids = self._encode_parts(text)
         ids.flags.writeable = False
         if len(text) <= _CACHED_CHARACTERS:
             if len(self._cache) >= _CACHE_ENTRIES:
@@ -172,8 +202,18 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """`encode` of many texts at once, on all cores. The texts must be valid Unicode."""
+        if self._read.is_sentencepiece and any(SPACE in text for text in texts):
+            return [self.encode(text) for text in texts]
         encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def lead(self, text: str, after: Piece | None = None) -> str:
+        """The text with the space that the tokenizer puts before it, if it does so behind `after`: behind a
+        control token, at the start of everything (None), or where text goes on."""
+        if isinstance(after, str) or not text or (text[0] == " " and not self._read.doubles_space):
+            return text
+        where = self._read.space_before
+        return f" {text}" if where == "always" or (where == "first" and after is None) else text
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[np.int32], skip_control: bool = False) -> bytes:
         """The exact bytes that the tokens stand for; a control token stands for its name."""
@@ -189,23 +229,32 @@ class Tokenizer:
         return self.decode_bytes(ids, skip_control).decode("utf-8", "replace")
 
     def pieces(
-        self, ids: Sequence[int] | NDArray[np.int32], tags: Mapping[int, Control] | None = None
+        self,
+        ids: Sequence[int] | NDArray[np.int32],
+        tags: Mapping[int, Control] | None = None,
+        after: Piece = "",
     ) -> list[Piece]:
-        """The tokens as alternating text and control tokens; for `tags` see `byte_pieces`."""
+        """The tokens as alternating text and control tokens; for `tags` and `after` see `byte_pieces`."""
         return [
             piece.decode("utf-8", "replace") if isinstance(piece, bytes) else piece
-            for piece in self.byte_pieces(ids, tags)
+            for piece in self.byte_pieces(ids, tags, after)
+            if piece
         ]
 
     def byte_pieces(
-        self, ids: Sequence[int] | NDArray[np.int32], tags: Mapping[int, Control] | None = None
+        self,
+        ids: Sequence[int] | NDArray[np.int32],
+        tags: Mapping[int, Control] | None = None,
+        after: bytes | Piece = b"",
     ) -> list[bytes | Control]:
         """The tokens as alternating bytes and control tokens, so that characters may be cut anywhere.
 
         `tags` (see `tag_ids`) are taken for control tokens even where the tokenizer does not call them
-        special, as Qwen's `<tool_call>`.
+        special, as Qwen's `<tool_call>`. Of a text that follows a control token, here or as `after`, the
+        space is left out that the tokenizer puts there; nothing may be left of it.
         """
         control, table = self._control, self._bytes
+        leads = self._read.space_before == "always"
         pieces: list[bytes | Control] = []
         run: list[bytes] = []
         for index in self._known(ids):
@@ -221,6 +270,12 @@ class Tokenizer:
             pieces.append(name)
         if run:
             pieces.append(b"".join(run))
+        if leads:
+            before = (after, *pieces)
+            pieces = [
+                one.removeprefix(b" ") if isinstance(one, bytes) and isinstance(last, Control) else one
+                for last, one in zip(before, pieces, strict=False)
+            ]
         return pieces
 
     def tag_ids(self, names: Iterable[str]) -> dict[int, Control]:
@@ -241,7 +296,9 @@ class Tokenizer:
         Atomically, and `tokenizer.json` last: where that is, the whole tokenizer is.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(self._config, ensure_ascii=False, indent=2)
+        # Classes of one family build a tokenizer of their own, which cuts text otherwise than this one says.
+        reads = {"tokenizer_class": "PreTrainedTokenizerFast"} if self._read.is_sentencepiece else {}
+        config = json.dumps({**self._config, **reads}, ensure_ascii=False, indent=2)
         for name, text in self._companions.items():
             write_text(directory / name, text)
         write_text(directory / CONFIG_FILE, config + "\n")
@@ -272,18 +329,25 @@ class Tokenizer:
         size = len(self._bytes)
         return [index for index in (ids.tolist() if isinstance(ids, np.ndarray) else ids) if index < size]
 
-    def _encode_escaped(self, text: str) -> NDArray[np.int32]:
+    def _encode_parts(self, text: str) -> NDArray[np.int32]:
         """Encodes text with lone surrogates: escaped bytes one token each, what else is invalid as `?`."""
         ids: list[int] = []
-        for part in re.split("([\udc80-\udcff])", text):
-            if len(part) == 1 and "\udc80" <= part <= "\udcff":
-                ids.append(self._byte_ids[ord(part) - 0xDC00])
+        for part in self._spelled_out.split(text):
+            if self._spelled_out.fullmatch(part):
+                ids.extend(self._byte_ids[byte] for byte in part.encode("utf-8", "surrogateescape"))
             elif part:
                 valid = part.encode("utf-8", "replace").decode("utf-8")
                 ids.extend(self._plain.encode(valid, add_special_tokens=False).ids)
         return np.asarray(ids, dtype=np.int32)
 
     def _check_plain_text(self) -> None:
+        if self._read.is_sentencepiece and self.decode(self.encode(_PROBE)) != _PROBE:
+            raise ConfigError(
+                "does not give text back as it was",
+                field="tokenizer.json: pre_tokenizer",
+                received=self.decode(self.encode(_PROBE)),
+                fix="use a model whose tokenizer keeps all characters",
+            )
         for index, control in self._control.items():
             if index in self._plain.encode(control.name, add_special_tokens=False).ids:
                 raise ConfigError(
@@ -314,19 +378,6 @@ def _parse_json(text: str, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], parsed)
 
 
-def _parse(definition: str) -> dict[str, Any]:
-    parsed = _parse_json(definition, TOKENIZER_FILE)
-    decoder = parsed.get("decoder") or {}
-    if decoder.get("type") != "ByteLevel" or (parsed.get("model") or {}).get("type") != "BPE":
-        raise ConfigError(
-            "only byte-level BPE tokenizers are lossless",
-            field="tokenizer.decoder",
-            received=decoder.get("type"),
-            fix="use a model whose tokenizer.json has a ByteLevel decoder",
-        )
-    return parsed
-
-
 def _build(definition: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(definition)
@@ -336,32 +387,3 @@ def _build(definition: str) -> tokenizers.Tokenizer:
             field="tokenizer",
             fix=f"use a {TOKENIZER_FILE} that tokenizers {tokenizers.__version__} reads",
         ) from error
-
-
-def _without_added_tokens(parsed: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = dict.fromkeys(("normalizer", "post_processor", "truncation", "padding"))
-    return {**parsed, **left_out, "added_tokens": []}
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's printable character for each byte, inverted."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    characters = {chr(byte): byte for byte in printable}
-    rest = (byte for byte in range(256) if byte not in set(printable))
-    characters.update({chr(256 + offset): byte for offset, byte in enumerate(rest)})
-    return characters
-
-
-def _byte_table(vocabulary: Mapping[str, int], added: Mapping[str, int]) -> list[bytes]:
-    """The bytes of every token id; ids that nothing uses stand for no bytes."""
-    size = max([*vocabulary.values(), *added.values()], default=-1) + 1
-    table = [b""] * size
-    characters = _byte_characters()
-    for token, index in vocabulary.items():
-        if all(character in characters for character in token):
-            table[index] = bytes(characters[character] for character in token)
-        else:  # a marker that stands in the vocabulary under its own name
-            table[index] = token.encode()
-    for name, index in added.items():
-        table[index] = name.encode()
-    return table

@@ -132,7 +132,7 @@ class Feedback:
     def __init__(self, source: HintSource, renderer: Renderer, config: FeedbackConfig) -> None:
         self._source, self._renderer, self._config = source, renderer, config
         template = renderer.template
-        self._opening = renderer.encode((*template.after_end, *template.prompt))
+        self._opening = renderer.encode((*template.after_end, *template.prompt), template.end)
 
     @property
     def weight(self) -> float:

@@ -33,7 +33,7 @@ def test_a_model_with_tags_of_its_own_answers_an_agent_that_offers_all_tools() -
     request = SampleRequest(
         id="1",
         session_id="s",
-        suffix=np.concatenate([renderer.opening(MANNERS), renderer.request("Fix lib/tally.py.")]),
+        suffix=renderer.prompt("Fix lib/tally.py.", MANNERS),
         params=SamplingParams(max_tokens=4096),
         stop_tokens=frozenset((renderer.end_token,)),
         rng_key=(0,),

@@ -203,7 +203,7 @@ class Planner:
         if framing is None:
             if len(self._framings) >= _MAX_FRAMINGS:
                 self._framings.clear()
-            framing = self._framings[key] = Framing(self.renderer_for(opening))
+            framing = self._framings[key] = Framing(self.renderer_for(opening), opening)
         return framing
 
 

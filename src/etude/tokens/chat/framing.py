@@ -18,6 +18,7 @@ from etude.tokens.chat.client_tools import told_call
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Message, Opening, Results, SystemWords, UserWords
 from etude.tokens.grammar.channels import ChannelMarks
+from etude.tokens.grammar.interface import ToolSchema
 from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.grammar.native import NativeGrammar
 from etude.tokens.pieces import Piece
@@ -27,11 +28,12 @@ Tokens = NDArray[np.int32]
 
 
 class Framing:
-    """Renders the messages of conversations with one opening's tools."""
+    """Renders the messages of conversations with one opening."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, opening: Opening | None = None) -> None:
         self.renderer = renderer
         self.template = renderer.template
+        self._opened = self._open(opening)
         self.end = np.array([renderer.end_token], dtype=np.int32)
         self.shown_end = renderer.encode([self.template.shown_end or self.template.end])
 
@@ -56,7 +58,8 @@ class Framing:
                 return renderer.results(outputs)
             case Answer():
                 shown = not self.has_reasoning(message)
-                words = renderer.encode(self._answer_pieces(message))
+                before = (*template.assistant, *template.shown) if shown else template.prompt
+                words = renderer.encode(self._answer_pieces(message), before[-1])
                 frame, end = self.answer_frame(first, shown=shown), self.shown_end if shown else self.end
                 return np.concatenate([frame, words, end])
 
@@ -65,15 +68,13 @@ class Framing:
         renderer, template = self.renderer, self.template
         begin = renderer.reasoned("") if template.thinking else template.shown
         pieces = [*(() if self.has_reasoning(answer) else begin), *self._answer_pieces(answer), template.end]
-        return np.concatenate([self.answer_frame(first), renderer.encode(pieces)])
+        return np.concatenate([self.answer_frame(first), renderer.encode(pieces, template.prompt[-1])])
 
     def answer_frame(self, first: bool = False, *, shown: bool = False) -> Tokens:
         """What stands before an answer: the last tokens before sampling begins, or with `shown` those before
         an answer without reasoning that was not sampled."""
         template = self.template
-        lead = self.renderer.opening() if first else self.renderer.encode(template.after_end)
-        opened = (*template.assistant, *template.shown) if shown else template.prompt
-        return np.concatenate([lead, self.renderer.encode(opened)])
+        return self._follow((*template.assistant, *template.shown) if shown else template.prompt, first)
 
     def has_reasoning(self, answer: Answer) -> bool:
         """Whether the answer's reasoning is shown."""
@@ -86,7 +87,7 @@ class Framing:
         The rest is encoded anew: it is given, not sampled.
         """
         renderer = self.renderer
-        pieces = renderer.tokenizer.pieces(sampled, renderer.tags)
+        pieces = renderer.pieces(sampled)
         has_channels = self.template.has_channels
         if has_channels:
             marks = ChannelMarks()
@@ -109,21 +110,38 @@ class Framing:
                 kept.append(piece)
         if kept and isinstance(kept[0], str):
             kept[0] = kept[0].lstrip("\n")
-        return renderer.encode(kept)
+        return renderer.encode(kept, self.template.prompt[-1])
 
     def _framed(self, frame: Sequence[Piece], words: Sequence[Piece], first: bool) -> Tokens:
         """One message of somebody else's words."""
-        lead = self.renderer.opening() if first else self.renderer.encode(self.template.after_end)
-        return np.concatenate([lead, self.renderer.encode((*frame, *words, *self.template.closing))])
+        return self._follow((*frame, *words, *self.template.closing), first)
+
+    def _follow(self, pieces: Sequence[Piece], first: bool) -> Tokens:
+        """What follows the message before, or `first` the opening that every conversation has."""
+        if not first:
+            return self.renderer.encode((*self.template.after_end, *pieces), self.template.end)
+        return np.concatenate([self._opened, self.renderer.encode_first(pieces, self._opened)])
+
+    def _open(self, opening: Opening | None) -> Tokens:
+        """All that stands before the first message."""
+        renderer = self.renderer
+        if opening is None or not (opening.system or self._tools(opening)):
+            return renderer.opening()
+        tools = self._tools(opening)
+        return renderer.opening(renderer.describe(opening.system, tools) if tools else opening.system)
+
+    def _tools(self, opening: Opening) -> list[ToolSchema]:
+        """Those that are announced."""
+        known = () if knows_tools(self.renderer) else self.renderer.grammar.tools
+        return [one for one in opening.tools if one in known]
 
     def _opening(self, opening: Opening) -> Tokens:
-        renderer, template = self.renderer, self.template
-        known = renderer.grammar.tools
-        tools = () if knows_tools(renderer) else [one for one in opening.tools if one in known]
-        if not (tools or opening.system):
+        """The opening's own tokens: none where the first message has them."""
+        template = self.template
+        if template.joins_system or not (opening.system or self._tools(opening)):
             return self.end[:0]
-        opened = renderer.opening(renderer.describe(opening.system, tools) if tools else opening.system)
-        return opened[: len(opened) - len(renderer.encode(template.after_end))]
+        opened = self._open(opening)
+        return opened[: len(opened) - len(self.renderer.encode(template.after_end, template.end))]
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""

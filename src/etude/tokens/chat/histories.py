@@ -89,7 +89,7 @@ class ChatFrames:
         assert isinstance(opening, Opening), "a conversation begins with its opening"
         with self._lock:
             renderer = self.shelf.find(opening)
-        framing = Framing(renderer)
+        framing = Framing(renderer, opening)
         if open_answer:
             check_answerable(messages)
         parts: list[Tokens] = []
