@@ -55,7 +55,7 @@ _VARIANTS = 6
 _NUM_TESTED = 3
 _NUM_HITS = "2"
 _CHUNK = 200
-_TOKENIZER_SESSIONS = 300
+_TOKENIZER_SESSIONS = 100
 _WORDS = {
     "start at": "begin with", "above": "greater than", "below": "less than", "at least": "no less than",
     "at most": "no more than", "equal to": "the same as", "other than": "different from",
