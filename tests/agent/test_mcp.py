@@ -302,6 +302,13 @@ def test_a_server_that_does_not_start_is_named(command):
         asyncio.run(describe_servers({"bad": McpConfig(command=command, where="host")}))
 
 
+def test_a_server_that_does_not_start_says_why(capfd):
+    command = shlex.join([sys.executable, "-c", "import sys; sys.exit('no token for the issues')"])
+    with pytest.raises(InfrastructureError, match="it says: no token for the issues"):
+        asyncio.run(describe_servers({"bad": McpConfig(command=command, where="host")}))
+    assert "no token" not in capfd.readouterr().err
+
+
 def test_servers_are_trusted_only_where_told():
     hints = types.ToolAnnotations(read_only_hint=True)
     tool = types.Tool(name="look", input_schema={"type": "object"}, annotations=hints)

@@ -16,6 +16,7 @@ from etude.config import AgentConfig, ModelConfig, RunConfig
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.evaluation import EvaluationRequest, evaluate
 from etude.controller.expert_chats import write_chats
+from etude.controller.models import check_format
 from etude.controller.sft import check_sft, fine_tune
 from etude.controller.starting import check_start
 from etude.errors import ConfigError
@@ -204,6 +205,10 @@ def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_pa
         check_start(tiny_config(tmp_path / "runs", agent={"template": "chatml"}))
     with pytest.raises(ConfigError, match=r"agent\.system: mid-training"):
         check_start(tiny_config(tmp_path / "runs", agent={"system": "Be careful."}))
+    own_family = {"family": "mine:Family"}
+    check_format(
+        tiny_config(tmp_path / "runs", agent={"system": "Look.", "index": "words"}, tasks=own_family)
+    )
 
 
 def test_an_experts_chats_have_the_words_and_call_the_tools_of_the_section_agent(

@@ -35,6 +35,7 @@ from etude.agent import (
     open_renderer,
     registry_named,
 )
+from etude.agent.prompts import own_control_tokens
 from etude.config import AgentConfig
 from etude.errors import ConfigError
 from etude.records import ToolCall
@@ -89,6 +90,17 @@ def test_a_model_of_our_own_keeps_its_frame_its_tags_and_its_eight_tools() -> No
     assert (chosen.template, chosen.grammar, chosen.system) == (ETUDE_TEMPLATE, "xml", None)
     assert chosen.tools == core_registry().schemas
     assert chosen.renderer().system is None
+
+
+def test_a_tokenizer_of_our_own_has_the_tags_of_every_tool_that_is_offered() -> None:
+    assert set(own_control_tokens()) == set(etude_tokenizer().control_tokens)
+    agent = AgentConfig(index="meaning")
+    with pytest.raises(ConfigError, match="lacks others"):
+        agent_format(etude_tokenizer(), agent).renderer()
+    tokenizer = train_tokenizer([], 400, own_control_tokens(agent))
+    for one in (agent, AgentConfig()):
+        renderer = agent_format(tokenizer, one).renderer()
+        assert not renderer.text_mode and renderer.system is None
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class BugFixes:
         sessions = corpus.load_sessions(min(midtrain.num_sessions, corpus.TOKENIZER_SESSIONS), observer)
         num_observed = min(midtrain.num_observed_sessions, corpus.TOKENIZER_OBSERVED)
         sessions += corpus.load_sessions(num_observed, observer, corpus.OBSERVED_SESSIONS)
-        return corpus.train_corpus_tokenizer(sessions, self.config.tokenizer.vocab_size)
+        return corpus.train_corpus_tokenizer(sessions, self.config.tokenizer.vocab_size, self.config.agent)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
         """See TaskFamily."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.agent.prompts import own_control_tokens
-from etude.config import MidtrainConfig
+from etude.config import AgentConfig, MidtrainConfig
 from etude.controller.expert_chats import ScriptedSession
 from etude.observe import Observer
 from etude.observe.machine import available_cores
@@ -86,11 +86,13 @@ def load_fixes(num_documents: int, observer: Observer) -> list[str]:
     return fixes
 
 
-def train_corpus_tokenizer(sessions: Sequence[ScriptedSession], vocab_size: int) -> Tokenizer:
+def train_corpus_tokenizer(
+    sessions: Sequence[ScriptedSession], vocab_size: int, agent: AgentConfig | None = None
+) -> Tokenizer:
     """A tokenizer for sessions and code, with the template's and the tools' tags as single tokens."""
-    texts = [text for session in sessions for text in _texts(session)]
+    texts = [text for session in sessions for text in session_texts(session)]
     texts += code_documents(CORPUS_SEED, _TOKENIZER_DOCUMENTS)
-    return train_tokenizer(texts, vocab_size, own_control_tokens())
+    return train_tokenizer(texts, vocab_size, own_control_tokens(agent))
 
 
 def make_documents(
@@ -140,7 +142,8 @@ def _session_document(session: ScriptedSession, renderer: Renderer, config: Midt
     return Document(np.concatenate(parts), weights, agent)
 
 
-def _texts(session: ScriptedSession) -> list[str]:
+def session_texts(session: ScriptedSession) -> list[str]:
+    """All that was said in it."""
     texts = [session.instruction]
     for turn in session.turns:
         for part in turn.parts:

@@ -7,7 +7,16 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from etude.agent import AgentSession, LocalWorkspace, SessionLimits, SummaryPolicy, ToolContext, core_registry
+from etude.agent import (
+    AgentSession,
+    LocalWorkspace,
+    SessionLimits,
+    SummaryPolicy,
+    ToolContext,
+    agent_registry,
+)
+from etude.agent.index.templates import TemplateIndexes
+from etude.config import AgentConfig
 from etude.protocols import Archive, Finished, RunCalls
 from etude.records import PolicyVersion, SampleChunk, Task, ToolCall, ToolResult, TrajectoryId
 from etude.sandbox.fake import MemoryBackend
@@ -43,10 +52,17 @@ async def play(
     renderer: Renderer,
     limits: SessionLimits,
     summary: SummaryPolicy | None = None,
+    *,
+    agent: AgentConfig | None = None,
+    indexes: TemplateIndexes | None = None,
 ) -> tuple[AgentSession, list[Parts]]:
-    """One session of the author's on a sandbox in memory; and its messages, summaries left out."""
-    sandbox = await MemoryBackend().create(Template(task.files, task.id))
-    workspace = LocalWorkspace(ToolContext(sandbox, core_registry(), task.test_paths))
+    """One session of the author's on a sandbox in memory, with the tools of `agent` (by default the core
+    ones) and an index, where there is one; and its messages, summaries left out."""
+    template = Template(task.files, task.id)
+    sandbox = await MemoryBackend().create(template)
+    search = None if indexes is None else indexes.search(template, sandbox)
+    tools = agent_registry(agent or AgentConfig(), "core")
+    workspace = LocalWorkspace(ToolContext(sandbox, tools, task.test_paths, search=search))
     identity = TrajectoryId("scripted", task.id, 0, 0, 0)
     session = AgentSession(task.instruction, renderer, identity, limits, summary=summary)
     results: list[ToolResult] | None = None
@@ -69,6 +85,8 @@ async def play(
                 tokens = renderer.message(parts)
                 logprobs = np.zeros(len(tokens), dtype=np.float32)
                 session.on_chunk(SampleChunk(tokens, logprobs, _VERSION, _VERSION, finish="stop"))
+    if search is not None:
+        search.close()
     return session, messages
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import zstandard
 
 from etude.agent import SessionLimits, open_renderer
+from etude.agent.index.templates import TemplateIndexes
 from etude.agent.prompts import own_control_tokens
 from etude.config import AgentConfig, RunConfig
 from etude.controller.expert_chats import ScriptedSession, ScriptedTurn
@@ -135,10 +136,17 @@ def _play_chunk(script: Script, seed: int, numbers: Sequence[int]) -> list[Scrip
     return asyncio.run(play_all())
 
 
-async def play_script(task: Task, author: Author, renderer: Renderer) -> ScriptedSession:
-    """One session: a scripted author in place of a sampler, the rest as in a rollout."""
+async def play_script(
+    task: Task,
+    author: Author,
+    renderer: Renderer,
+    agent: AgentConfig | None = None,
+    indexes: TemplateIndexes | None = None,
+) -> ScriptedSession:
+    """One session: a scripted author in place of a sampler, the rest as in a rollout. `agent`, `indexes`: as
+    `play`."""
     limits = SessionLimits(max_tokens=_UNBOUNDED, max_message_tokens=_UNBOUNDED)
-    session, messages = await play(task, author, renderer, limits)
+    session, messages = await play(task, author, renderer, limits, agent=agent, indexes=indexes)
     turns = [
         ScriptedTurn(parts, tuple(result.output for result in turn.results))
         for parts, turn in zip(messages, session.turns, strict=True)

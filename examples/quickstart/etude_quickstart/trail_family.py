@@ -104,7 +104,7 @@ def train_trail_tokenizer(config: RunConfig) -> Tokenizer:
         task = source.task(number)
         texts += [task.instruction, *task.files.values(), *task.solution_files.values(), *task.files]
     texts += [config.agent.summary_request, "[context 2; earlier ones in full: .etude/history/]"] * 20
-    return train_tokenizer(texts, config.tokenizer.vocab_size, own_control_tokens())
+    return train_tokenizer(texts, config.tokenizer.vocab_size, own_control_tokens(config.agent))
 
 
 def trail_documents(config: RunConfig, renderer: Renderer) -> list[Document]:

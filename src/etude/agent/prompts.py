@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from etude.agent.tools.registries import agent_registry, core_registry
+from etude.agent.tools.registries import agent_registry
 from etude.config import AgentConfig
 from etude.tokens.chat_format import ChatFormat, choose_format
 from etude.tokens.grammar import ToolSchema, XmlGrammar
@@ -50,6 +50,8 @@ def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:
     return agent_format(tokenizer, agent).renderer()
 
 
-def own_control_tokens() -> list[str]:
-    """What a tokenizer of our own holds as single tokens: the frame's marks and the core tools' tags."""
-    return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(core_registry().schemas).control_tokens()]
+def own_control_tokens(agent: AgentConfig | None = None) -> list[str]:
+    """What a tokenizer of our own holds as single tokens: the frame's marks and the tags of the tools that
+    the section `agent` offers, by default the core ones. Raises ConfigError for a tool that there is not."""
+    tools = agent_registry(agent or AgentConfig(), "core").schemas
+    return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(tools).control_tokens()]

@@ -72,7 +72,10 @@ def pretrain_command(
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.pretraining import check_pretraining, pretrain
+    from etude.controller.starting import settle_run_servers
 
+    if not resume:  # the tokenizer gets the tags of their tools
+        run_config = settle_run_servers(run_config)
     asked = Asked(run_config, config, settings, resume, drop or [], as_json)
     train_stage("pretrain", check_pretraining, pretrain, asked)
 

@@ -164,6 +164,11 @@ class TasksConfig(Section):
     """Loss weight of summaries and of the answer in mid-training, relative to the agent's other messages: a
     key is copied once where names of files are copied twenty times."""
 
+    @property
+    def has_shipped_family(self) -> bool:
+        """Whether what mid-training reads comes with Étude."""
+        return self.family in ("directory", *_FAMILIES.values())
+
     @field_validator("family")
     @classmethod
     def _with_its_module(cls, name: str) -> str:
@@ -174,7 +179,7 @@ class TasksConfig(Section):
 
     @model_validator(mode="after")
     def _directory_is_named(self) -> TasksConfig:
-        if self.options and self.family in ("directory", *_FAMILIES.values()):
+        if self.options and self.has_shipped_family:
             raise ValueError(f"options: are for families of your own, received some with {self.family!r}")
         if (self.family == "directory") != bool(self.directory):
             raise ValueError(

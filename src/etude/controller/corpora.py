@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from etude.agent.prompts import own_control_tokens
-from etude.config import PretrainConfig, RunConfig, SourceConfig
+from etude.config import AgentConfig, PretrainConfig, RunConfig, SourceConfig
 from etude.errors import ConfigError
 from etude.observe import Observer
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -25,9 +25,9 @@ TOKENIZER_CHARACTERS = 20_000_000
 """Characters of all sources together that a tokenizer is trained on."""
 
 
-def session_control_tokens() -> list[str]:
+def session_control_tokens(agent: AgentConfig | None = None) -> list[str]:
     """What a tokenizer of our own holds as single tokens: framing, the tools' tags, and filling in."""
-    return [*own_control_tokens(), *OWN_SENTINELS]
+    return [*own_control_tokens(agent), *OWN_SENTINELS]
 
 
 def find_sources(sources: Mapping[str, SourceConfig]) -> list[SourceFiles]:
@@ -39,14 +39,16 @@ def find_sources(sources: Mapping[str, SourceConfig]) -> list[SourceFiles]:
     return [find_files(name, source) for name, source in sources.items()]
 
 
-def train_source_tokenizer(files: Sequence[SourceFiles], vocab_size: int) -> Tokenizer:
-    """A tokenizer for texts of these sources, as many characters from each. Raises ConfigError where there
-    are no texts."""
+def train_source_tokenizer(
+    files: Sequence[SourceFiles], vocab_size: int, agent: AgentConfig | None = None
+) -> Tokenizer:
+    """A tokenizer for texts of these sources, as many characters from each, and for sessions with the tools
+    of `agent`. Raises ConfigError where there are no texts."""
     each = TOKENIZER_CHARACTERS // len(files)
-    tokenizer = train_tokenizer(
-        (text for source in files for text in _texts(source, each)), vocab_size, session_control_tokens()
-    )
-    if tokenizer.vocab_size <= 256 + len(session_control_tokens()):
+    controls = session_control_tokens(agent)
+    texts = (text for source in files for text in _texts(source, each))
+    tokenizer = train_tokenizer(texts, vocab_size, controls)
+    if tokenizer.vocab_size <= 256 + len(controls):
         raise ConfigError(
             "the sources hold no texts to learn a tokenizer from",
             field="pretrain.sources",
@@ -76,7 +78,7 @@ def open_tokenizer(
         return Tokenizer.load(Path(config.initial_checkpoint))
     if not (own / TOKENIZER_FILE).exists():
         observer.say("training a tokenizer")
-        train_source_tokenizer(files, config.tokenizer.vocab_size).save(own)
+        train_source_tokenizer(files, config.tokenizer.vocab_size, config.agent).save(own)
     return Tokenizer.load(own)
 
 

@@ -73,20 +73,22 @@ def check_format(config: RunConfig) -> None:
     ConfigError."""
     agent = config.agent
     if config.initial_checkpoint is None:
-        for field, received, taught in (
-            ("template", agent.template, "etude"),
-            ("grammar", agent.grammar, "xml"),
+        frame = (("template", agent.template, "etude"), ("grammar", agent.grammar, "xml"))
+        tools = (
             ("tools", agent.tools, "core"),
             ("system", agent.system, "no system words"),
             ("index", agent.index if agent.index in SEARCHING else "auto", "no semantic_search"),
             ("mcp", ", ".join(agent.mcp) or "auto", "no tools of servers"),
-        ):
+        )
+        # A family of the user's own teaches what it likes: the tokenizer has the tags of what is offered.
+        for field, received, taught in (*frame, *(tools if config.tasks.has_shipped_family else ())):
             if received not in ("auto", taught):
                 raise ConfigError(
                     f"mid-training teaches {taught!r} and nothing else",
                     field=f"agent.{field}",
                     received=received,
-                    fix="leave it out, or begin with another model: initial_checkpoint",
+                    fix="leave it out, or begin with another model (initial_checkpoint), or teach it by a "
+                    "family of your own",
                 )
         return
     directory = Path(config.initial_checkpoint)

@@ -237,8 +237,9 @@ def _needs_text_mode(tokenizer: Tokenizer, grammar: Grammar) -> bool:
     if missing and len(missing) < len(tags):
         raise ConfigError(
             "the tokenizer has some of the tools' tags and lacks others",
-            field="tokenizer",
+            field="agent.tools, agent.index, agent.mcp",
             received=missing,
-            fix="add them with Tokenizer.with_control_tokens, or leave these tools out",
+            fix="offer the tools that the model was trained with; one that is trained from nothing gets the "
+            "tags of all that its [agent] offers",
         )
     return bool(missing)

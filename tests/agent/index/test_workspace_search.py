@@ -354,6 +354,30 @@ def test_a_run_waits_for_its_index_and_leaves_nothing_on_disk():
     assert [hit.path for hit in hits][:1] == ["lib/tally.py"] and not folder.exists()
 
 
+def test_a_run_that_ends_in_the_middle_of_a_build_leaves_nothing_on_disk(monkeypatch):
+    may_go_on = threading.Event()
+
+    def slow(template, directory):
+        may_go_on.wait()
+        return lay_out(template, directory)
+
+    async def use():
+        indexes = run_indexes("grep")
+        assert indexes is not None
+        template = Template(FILES)
+        indexes.search(template, await MemoryBackend().create(template)).close()
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(indexes.close())
+        await asyncio.sleep(0.05)
+        may_go_on.set()
+        await closing
+        return indexes.state
+
+    monkeypatch.setattr(templates, "lay_out", slow)
+    state = asyncio.run(use())
+    assert not state.exists()
+
+
 def test_a_run_whose_index_cannot_be_built_fails_its_searches_until_one_can(monkeypatch):
     async def use():
         indexes = run_indexes("words")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import mcp_types as types
-from mcp import Client, StdioServerParameters
+from mcp import Client, StdioServerParameters, stdio_client
 from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
@@ -31,6 +32,7 @@ START_S = 30.0
 """For a server to start and to say which tools it has."""
 NUM_TOOLS = 256
 _ERROR_CHARACTERS = 400
+_SHOWN_CHARACTERS = 300
 _THE_CALLERS_FAULT = frozenset({types.INVALID_PARAMS, types.METHOD_NOT_FOUND, types.INVALID_REQUEST})
 _BROKEN = (ValidationError, RuntimeError, OSError)
 _Answer = TypeVar("_Answer")
@@ -217,18 +219,30 @@ def _environment(name: str, config: McpConfig) -> dict[str, str]:
 @asynccontextmanager
 async def _connected(name: str, config: McpConfig, sandbox: Sandbox | None) -> AsyncIterator[Client]:
     """A client's own context; a failing start is ours to name, what happens in the block is not."""
-    transport = _transport(name, config, sandbox)
-    client = Client(transport)
-    try:
-        await _started(name, client.__aenter__())
-    except InfrastructureError as error:
-        if isinstance(transport, SandboxTransport) and transport.complaint:
-            error.message += f"; it says: {transport.complaint}"
-        raise
-    try:
-        yield client
-    finally:
-        await client.__aexit__(None, None, None)
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        transport = _transport(name, config, sandbox)
+        is_program = isinstance(transport, StdioServerParameters)
+        client = Client(stdio_client(transport, log) if is_program else transport)
+        try:
+            await _started(name, client.__aenter__())
+        except InfrastructureError as error:
+            said = transport.complaint if isinstance(transport, SandboxTransport) else _end_of(log)
+            error.message += f"; it says: {said}" if said else ""
+            if config.is_in_sandbox:
+                error.fix = (
+                    "run its command by hand in a sandbox, which lacks programs of this machine; "
+                    f'agent.mcp.{name}.where = "host" starts it here'
+                )
+            raise
+        try:
+            yield client
+        finally:
+            await client.__aexit__(None, None, None)
+
+
+def _end_of(log: TextIO) -> str:
+    log.seek(0)
+    return log.read()[-_SHOWN_CHARACTERS:].strip()
 
 
 async def _offered(name: str, config: McpConfig, client: Client) -> list[ServedTool]:

