@@ -10,6 +10,18 @@ has the base image under the name that the tasks use.
 
     harbor_verdicts_equal     share of the verdicts whose rewards are equal, or missing on both sides
 
+    python benchmarks/your_repository.py --made DIR/NAME --harbor-python VENV/bin/python --json FILE
+
+does the same with the tasks that the last command made from a project in DIR: their solutions and nothing.
+Ours are verdicts by exams, Harbor's are by `tests/test.sh`. `--made` again takes another project with it.
+
+    made_tasks                     tasks that were made and played
+    made_harbor_verdicts_equal     as above, of two verdicts on each
+
+    python benchmarks/your_repository.py --overhead --backend local --json FILE
+
+measures what grading and a step cost beside the bare command (`your_repository_overhead`).
+
     python benchmarks/your_repository.py --project NAME --work DIR --json FILE
 
 makes tasks from a published project (`your_repository_projects`: name and version) by `etude tasks make`, and
@@ -26,13 +38,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common import merge_result, print_table, write_result
-from your_repository_projects import PROJECTS, Budget, measure_project
+from common import merge_result, print_table
+from your_repository_overhead import measure_overhead
+from your_repository_projects import PROJECTS, Budget, images_of, measure_project
 
 from etude.config import load_config
+from etude.config.images import ImagesConfig
 from etude.controller.backends import open_run_backend
 from etude.environment.checking import judge_nothing, judge_solution
 from etude.environment.task_images import TaskImages
@@ -60,7 +75,20 @@ def main() -> None:
     parser.add_argument("--num-tasks", type=int, default=12, help="Tasks to make from a project.")
     parser.add_argument("--runs", type=int, default=10, help="Runs of its tests, to find flaky ones.")
     parser.add_argument("--minutes", type=float, default=15.0, help="No change is tested after so long.")
+    parser.add_argument(
+        "--made", type=Path, action="append", help="A project's directory below --work: judge its tasks."
+    )
+    parser.add_argument("--overhead", action="store_true", help="Measure steps and grading instead.")
     options = parser.parse_args()
+    if options.overhead:
+        figures, found = asyncio.run(measure_overhead())
+        print_table("overhead", figures)
+        if options.json:
+            merge_result(options.json, ["overhead"], figures, {"overhead": found})
+        return
+    if options.made:
+        compare_made(options.made, options)
+        return
     if options.project:
         budget = Budget(options.num_tasks, options.runs, options.minutes)
         work = options.work or Path(tempfile.mkdtemp(prefix="your-repository-"))
@@ -84,7 +112,26 @@ def main() -> None:
         figures["harbor_verdicts_equal"] = sum(ours[name] == theirs[name] for name in ours) / len(ours)
     print_table("your repository", figures)
     if options.json:
-        write_result(options.json, figures, {"harbor": theirs, "etude": ours})
+        merge_result(options.json, ["harbor"], figures, {"harbor": theirs, "etude": ours})
+
+
+def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> None:
+    """The tasks that were made from projects, by their solutions and by nothing."""
+    ours, theirs = Rewards(), Rewards()
+    for folder in folders:
+        tasks, images = folder / "tasks", images_of(folder)
+        ours |= asyncio.run(judge_by_etude(tasks, None, options.backend, images))
+        if options.harbor_python:
+            theirs |= judge_by_harbor(tasks, None, options.harbor_python, images)
+    kinds = len(_KINDS) - 1
+    figures = {"made_tasks": len(ours) / kinds, "made_verdicts": float(len(ours))}
+    if theirs:
+        differing = {name: [ours[name], theirs.get(name)] for name in ours if ours[name] != theirs.get(name)}
+        figures["made_harbor_verdicts_equal"] = 1 - len(differing) / len(ours)
+        print(f"differing: {differing}", file=sys.stderr)
+    print_table("made tasks", figures)
+    if options.json:
+        merge_result(options.json, ["made"], figures, {"made_harbor": theirs, "made_etude": ours})
 
 
 def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
@@ -94,10 +141,12 @@ def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
         script.rename(script.with_name("solve.sh"))
 
 
-async def judge_by_etude(tasks: Path, wrong: Path, backend_name: str) -> Rewards:
-    """Rewards by our grading."""
+async def judge_by_etude(
+    tasks: Path, wrong: Path | None, backend_name: str, settings: ImagesConfig | None = None
+) -> Rewards:
+    """Rewards by our grading. `wrong`: the same tasks with wrong solutions, if there are any."""
     config = load_config(None, [f"sandbox.backend={backend_name}"])
-    images, rewards = TaskImages(backend_name), Rewards()
+    images, rewards = TaskImages(backend_name, settings), Rewards()
     backend = open_run_backend(config.sandbox)
     grader = Grader(backend)
     try:
@@ -106,6 +155,8 @@ async def judge_by_etude(tasks: Path, wrong: Path, backend_name: str) -> Rewards
             nothing = await judge_nothing(task, grader, backend, Resources())
             rewards[f"{directory.name} nothing"] = nothing.reward
             for kind, place in (("solution", tasks), ("wrong", wrong)):
+                if place is None:
+                    continue
                 asked = with_solutions_of(read_harbor(place / directory.name), task)
                 verdict = await judge_solution(asked, grader, backend, Resources())
                 if isinstance(verdict, str):
@@ -125,13 +176,18 @@ def with_solutions_of(other: Task, task: Task) -> Task:
     return replace(task, solution=other.solution, steps=steps)
 
 
-def judge_by_harbor(tasks: Path, wrong: Path, python: Path) -> Rewards:
+def judge_by_harbor(
+    tasks: Path, wrong: Path | None, python: Path, settings: ImagesConfig | None = None
+) -> Rewards:
     """Rewards by Harbor's own code. Raises CalledProcessError if that fails as a whole."""
     names = [directory.name for directory in find_directories(tasks, "--tasks")]
-    agents = {"solution": (tasks, "oracle"), "nothing": (tasks, "nop"), "wrong": (wrong, "oracle")}
-    keys = [(name, kind) for name in names for kind in _KINDS]
+    agents = {"solution": (tasks, "oracle"), "nothing": (tasks, "nop")}
+    agents |= {"wrong": (wrong, "oracle")} if wrong is not None else {}
+    keys = [(name, kind) for name in names for kind in agents]
     wanted = [f"{agents[kind][0] / name}:{agents[kind][1]}" for name, kind in keys]
     program = Path(__file__).with_name("harbor_judge.py")
+    volumes = settings.volumes.items() if settings is not None else ()
+    wanted += [f"--volume={source}:{target}:ro" for target, source in volumes]
     ran = subprocess.run([python, program, *wanted], check=True, stdout=subprocess.PIPE, text=True)
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     found: Rewards = {}
