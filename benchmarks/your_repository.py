@@ -33,11 +33,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +59,8 @@ from etude.sandbox.types import Resources
 from etude.tasks.harbor import find_directories, read_harbor
 
 TASKS = Path(__file__).parent / "harbor_tasks"
-_KINDS = ("solution", "nothing", "wrong")
+_AT_ONCE = 3
+"""Made tasks that are judged at once."""
 Rewards = dict[str, float | None]
 """Reward by task and kind; None: the verifier gave none."""
 
@@ -74,7 +77,12 @@ def main() -> None:
     )
     parser.add_argument("--num-tasks", type=int, default=12, help="Tasks to make from a project.")
     parser.add_argument("--runs", type=int, default=10, help="Runs of its tests, to find flaky ones.")
-    parser.add_argument("--minutes", type=float, default=15.0, help="No change is tested after so long.")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=15.0,
+        help="No change is tested, and no made task begun, after so long.",
+    )
     parser.add_argument(
         "--made", type=Path, action="append", help="A project's directory below --work: judge its tasks."
     )
@@ -87,7 +95,9 @@ def main() -> None:
             merge_result(options.json, ["overhead"], figures, {"overhead": found})
         return
     if options.made:
-        compare_made(options.made, options)
+        if not options.harbor_python:
+            parser.error("--made needs --harbor-python")
+        asyncio.run(compare_made(options.made, options))
         return
     if options.project:
         budget = Budget(options.num_tasks, options.runs, options.minutes)
@@ -101,10 +111,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         wrong = Path(folder) / "wrong"
         copy_with_wrong_solutions(options.tasks, wrong)
-        ours = asyncio.run(judge_by_etude(options.tasks, wrong, options.backend))
+        directories = find_directories(options.tasks, "--tasks")
+        ours = asyncio.run(judge_by_etude(directories, wrong, options.backend))
         theirs: Rewards = {}
         if options.harbor_python:
-            theirs = judge_by_harbor(options.tasks, wrong, options.harbor_python)
+            theirs = judge_by_harbor(directories, wrong, options.harbor_python)
     for name, reward in sorted(ours.items()):
         print(f"{name:32s} ours {reward}   Harbor {theirs.get(name, 'not run')}", file=sys.stderr)
     figures = {"verdicts": float(len(ours))}
@@ -115,20 +126,32 @@ def main() -> None:
         merge_result(options.json, ["harbor"], figures, {"harbor": theirs, "etude": ours})
 
 
-def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> None:
-    """The tasks that were made from projects, by their solutions and by nothing."""
+async def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> None:
+    """The tasks that were made from projects, by their solutions and by nothing, in turns between projects;
+    none is begun after `options.minutes`."""
     ours, theirs = Rewards(), Rewards()
-    for folder in folders:
-        tasks, images = folder / "tasks", images_of(folder)
-        ours |= asyncio.run(judge_by_etude(tasks, None, options.backend, images))
-        if options.harbor_python:
-            theirs |= judge_by_harbor(tasks, None, options.harbor_python, images)
-    kinds = len(_KINDS) - 1
-    figures = {"made_tasks": len(ours) / kinds, "made_verdicts": float(len(ours))}
-    if theirs:
-        differing = {name: [ours[name], theirs.get(name)] for name in ours if ours[name] != theirs.get(name)}
-        figures["made_harbor_verdicts_equal"] = 1 - len(differing) / len(ours)
-        print(f"differing: {differing}", file=sys.stderr)
+    places, until = asyncio.Semaphore(_AT_ONCE), time.monotonic() + 60 * options.minutes
+
+    async def play(directory: Path, images: ImagesConfig) -> None:
+        async with places:
+            if time.monotonic() < until:
+                mine = judge_by_etude([directory], None, options.backend, images)
+                other = asyncio.to_thread(judge_by_harbor, [directory], None, options.harbor_python, images)
+                for rewards, found in zip((ours, theirs), await asyncio.gather(mine, other), strict=True):
+                    rewards.update(found)
+
+    listed = [find_directories(folder / "tasks", "--made") for folder in folders]
+    settings = [images_of(folder) for folder in folders]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*listed))
+    pairs = zip(turns, itertools.cycle(settings), strict=False)
+    await asyncio.gather(*(play(directory, images) for directory, images in pairs if directory is not None))
+    differing = {name: [ours[name], theirs[name]] for name in ours if ours[name] != theirs[name]}
+    print(f"differing: {differing}", file=sys.stderr)
+    figures = {
+        "made_tasks": len(ours) / 2,
+        "made_verdicts": float(len(ours)),
+        "made_harbor_verdicts_equal": 1 - len(differing) / len(ours),
+    }
     print_table("made tasks", figures)
     if options.json:
         merge_result(options.json, ["made"], figures, {"made_harbor": theirs, "made_etude": ours})
@@ -142,7 +165,10 @@ def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
 
 
 async def judge_by_etude(
-    tasks: Path, wrong: Path | None, backend_name: str, settings: ImagesConfig | None = None
+    directories: Sequence[Path],
+    wrong: Path | None,
+    backend_name: str,
+    settings: ImagesConfig | None = None,
 ) -> Rewards:
     """Rewards by our grading. `wrong`: the same tasks with wrong solutions, if there are any."""
     config = load_config(None, [f"sandbox.backend={backend_name}"])
@@ -150,11 +176,11 @@ async def judge_by_etude(
     backend = open_run_backend(config.sandbox)
     grader = Grader(backend)
     try:
-        for directory in find_directories(tasks, "--tasks"):
+        for directory in directories:
             task = await images.find(read_harbor(directory))
             nothing = await judge_nothing(task, grader, backend, Resources())
             rewards[f"{directory.name} nothing"] = nothing.reward
-            for kind, place in (("solution", tasks), ("wrong", wrong)):
+            for kind, place in (("solution", directory.parent), ("wrong", wrong)):
                 if place is None:
                     continue
                 asked = with_solutions_of(read_harbor(place / directory.name), task)
@@ -177,14 +203,16 @@ def with_solutions_of(other: Task, task: Task) -> Task:
 
 
 def judge_by_harbor(
-    tasks: Path, wrong: Path | None, python: Path, settings: ImagesConfig | None = None
+    directories: Sequence[Path], wrong: Path | None, python: Path, settings: ImagesConfig | None = None
 ) -> Rewards:
     """Rewards by Harbor's own code. Raises CalledProcessError if that fails as a whole."""
-    names = [directory.name for directory in find_directories(tasks, "--tasks")]
-    agents = {"solution": (tasks, "oracle"), "nothing": (tasks, "nop")}
-    agents |= {"wrong": (wrong, "oracle")} if wrong is not None else {}
-    keys = [(name, kind) for name in names for kind in agents]
-    wanted = [f"{agents[kind][0] / name}:{agents[kind][1]}" for name, kind in keys]
+    keys: list[tuple[str, str]] = []
+    wanted: list[str] = []
+    for directory in directories:
+        kinds = {"solution": (directory, "oracle"), "nothing": (directory, "nop")}
+        kinds |= {"wrong": (wrong / directory.name, "oracle")} if wrong is not None else {}
+        keys += [(directory.name, kind) for kind in kinds]
+        wanted += [f"{place}:{agent}" for place, agent in kinds.values()]
     program = Path(__file__).with_name("harbor_judge.py")
     volumes = settings.volumes.items() if settings is not None else ()
     wanted += [f"--volume={source}:{target}:ro" for target, source in volumes]

@@ -37,7 +37,7 @@ from etude.records import Status, Task, ToolCall
 from etude.tasks.harbor import read_harbor
 
 IMAGE = "docker.io/library/python:3.11-slim"
-_ROUNDS, _CALLS, _AT_ONCE, _SESSIONS = 15, 3, 2, 8
+_ROUNDS, _CALLS, _AT_ONCE, _SESSIONS = 9, 3, 2, 4
 _TEST = """#!/bin/sh
 if grep -qx hello greeting.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
