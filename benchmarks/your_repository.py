@@ -59,6 +59,7 @@ from etude.sandbox.types import Resources
 from etude.tasks.harbor import find_directories, read_harbor
 
 TASKS = Path(__file__).parent / "harbor_tasks"
+_BASE = "python:3.11-slim"
 _AT_ONCE = 3
 """Made tasks that are judged at once."""
 Rewards = dict[str, float | None]
@@ -129,14 +130,16 @@ def main() -> None:
 async def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> None:
     """The tasks that were made from projects, by their solutions and by nothing, in turns between projects;
     none is begun after `options.minutes`."""
-    ours, theirs = Rewards(), Rewards()
+    ours, theirs, base = Rewards(), Rewards(), await load_base(folders[0])
     places, until = asyncio.Semaphore(_AT_ONCE), time.monotonic() + 60 * options.minutes
 
     async def play(directory: Path, images: ImagesConfig) -> None:
         async with places:
             if time.monotonic() < until:
                 mine = judge_by_etude([directory], None, options.backend, images)
-                other = asyncio.to_thread(judge_by_harbor, [directory], None, options.harbor_python, images)
+                volumes = [f"--volume={source}:{target}:ro" for target, source in images.volumes.items()]
+                words = [f"--from={base}", *volumes]
+                other = asyncio.to_thread(judge_by_harbor, [directory], None, options.harbor_python, words)
                 for rewards, found in zip((ours, theirs), await asyncio.gather(mine, other), strict=True):
                     rewards.update(found)
 
@@ -155,6 +158,16 @@ async def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> 
     print_table("made tasks", figures)
     if options.json:
         merge_result(options.json, ["made"], figures, {"made_harbor": theirs, "made_etude": ours})
+
+
+async def load_base(folder: Path) -> str:
+    """The name in podman of what the images of made tasks are built from, as ours are."""
+    task = read_harbor(find_directories(folder / "tasks", "--made")[0])
+    assert task.machine is not None, "it has a Dockerfile"
+    task = replace(task, machine=replace(task.machine, docker_image=_BASE))
+    found = await TaskImages("podman").find(task)
+    assert found.machine is not None and found.machine.image is not None
+    return found.machine.image.name
 
 
 def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
@@ -203,9 +216,9 @@ def with_solutions_of(other: Task, task: Task) -> Task:
 
 
 def judge_by_harbor(
-    directories: Sequence[Path], wrong: Path | None, python: Path, settings: ImagesConfig | None = None
+    directories: Sequence[Path], wrong: Path | None, python: Path, build: Sequence[str] = ()
 ) -> Rewards:
-    """Rewards by Harbor's own code. Raises CalledProcessError if that fails as a whole."""
+    """Rewards by Harbor's own code. `build`: options of podman's for it. Raises CalledProcessError if that fails as a whole."""
     keys: list[tuple[str, str]] = []
     wanted: list[str] = []
     for directory in directories:
@@ -214,9 +227,7 @@ def judge_by_harbor(
         keys += [(directory.name, kind) for kind in kinds]
         wanted += [f"{place}:{agent}" for place, agent in kinds.values()]
     program = Path(__file__).with_name("harbor_judge.py")
-    volumes = settings.volumes.items() if settings is not None else ()
-    wanted += [f"--volume={source}:{target}:ro" for target, source in volumes]
-    ran = subprocess.run([python, program, *wanted], check=True, stdout=subprocess.PIPE, text=True)
+    ran = subprocess.run([python, program, *wanted, *build], check=True, stdout=subprocess.PIPE, text=True)
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     found: Rewards = {}
     for (name, kind), row in zip(keys, rows, strict=True):
