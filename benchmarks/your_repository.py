@@ -218,7 +218,10 @@ def with_solutions_of(other: Task, task: Task) -> Task:
 def judge_by_harbor(
     directories: Sequence[Path], wrong: Path | None, python: Path, build: Sequence[str] = ()
 ) -> Rewards:
-    """Rewards by Harbor's own code. `build`: options of podman's for it. Raises CalledProcessError if that fails as a whole."""
+    """Rewards by Harbor's own code. `build`: options of `podman build`.
+
+    Raises CalledProcessError if it fails as a whole.
+    """
     keys: list[tuple[str, str]] = []
     wanted: list[str] = []
     for directory in directories:

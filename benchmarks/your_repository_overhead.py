@@ -2,8 +2,8 @@
 
 A session is one sandbox from a warm image, three commands in it, and grading by `tests/test.sh` in a fresh
 one. The bare command is the same text run by `sh` on this machine. Each round does the same on both sides,
-one after the other, so that a busy minute strikes both; figures are medians over the rounds, and ratios are
-medians of the ratios of each round.
+one after the other, so that a busy minute strikes both; figures are medians, and ratios are medians of the
+ratios of each round.
 
     start_overhead_vs_podman    wall time of a session less its bare commands', podman's over ours
     test_sh_overhead_ms         wall time of grading by test.sh on `local` less that of the bare test.sh
@@ -16,12 +16,14 @@ Podman does no more than a session needs, as Harbor's own trials do: `run`, `exe
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,31 @@ from etude.records import Status, Task, ToolCall
 from etude.tasks.harbor import read_harbor
 
 IMAGE = "docker.io/library/python:3.11-slim"
-_ROUNDS, _CALLS, _AT_ONCE, _SESSIONS = 9, 3, 2, 4
+_ROUNDS, _PAIRS, _CALLS = 7, 10, 3
+_RATES, _AT_ONCE, _SESSIONS = 3, 2, 4
 _TEST = """#!/bin/sh
 if grep -qx hello greeting.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
 _LIMITS = ("--ulimit=nofile=1024:4096", "--ulimit=nproc=1024:4096")
 Times = dict[str, float]
 """Seconds of the parts of one session: start, call (each), grading, all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What was measured one after the other."""
+
+    pairs: list[tuple[Times, Times]]
+    """(the bare commands, a session on `local`): many, as a session of podman's takes as long."""
+    podman: Times
+
+    def local_over(self, part: str) -> float:
+        """Seconds beyond the bare commands."""
+        return statistics.median(local[part] - bare[part] for bare, local in self.pairs)
+
+    def podman_over(self, part: str) -> float:
+        """Likewise."""
+        return self.podman[part] - statistics.median(bare[part] for bare, _ in self.pairs)
 
 
 async def measure_overhead() -> tuple[Figures, dict[str, Any]]:
@@ -55,22 +75,21 @@ async def measure_overhead() -> tuple[Figures, dict[str, Any]]:
             backend = open_run_backend(load_config(None, ["sandbox.backend=local"]).sandbox)
             stack.push_async_callback(backend.close)
             site = Site(backend, Grader(backend), registry_named("full"))
-            bare, ours, theirs = list[Times](), list[Times](), list[Times]()
-            for number in range(-2, _ROUNDS):  # two that warm up
-                row = (run_bare(Path(folder), number), await run_local(site, task, number))
-                both = (*row, await run_podman(directory, number))
-                if number >= 0:
-                    for rows, found in zip((bare, ours, theirs), both, strict=True):
-                        rows.append(found)
-            numbers = iter(range(_ROUNDS, 10 * _ROUNDS * _SESSIONS))
+            numbers, rounds = itertools.count(), list[Round]()
+            for _ in range(_ROUNDS + 1):  # one that warms up
+                pairs = [
+                    (run_bare(Path(folder), next(numbers)), await run_local(site, task, next(numbers)))
+                    for _ in range(_PAIRS)
+                ]
+                rounds.append(Round(pairs, await run_podman(directory, next(numbers))))
             rates = {"local": list[float](), "podman": list[float]()}
-            for _ in range(3):
+            for _ in range(_RATES):
                 rates["local"].append(await _rate(lambda: run_local(site, task, next(numbers))))
                 rates["podman"].append(await _rate(lambda: run_podman(directory, next(numbers))))
-    figures = _figures(bare, ours, theirs)
+    figures = _figures(rounds[1:])
     for name, found in rates.items():
         figures[f"tasks_per_minute_{name}"] = statistics.median(found)
-    return figures, {"bare_s": bare, "local_s": ours, "podman_s": theirs, "tasks_per_minute": rates}
+    return figures, {"rounds_s": [asdict(one) for one in rounds[1:]], "tasks_per_minute": rates}
 
 
 def write_task(directory: Path) -> Path:
@@ -183,17 +202,16 @@ async def _rate(run: Callable[[], Awaitable[Times]]) -> float:
     return 60 * _SESSIONS / (time.perf_counter() - began)
 
 
-def _figures(bare: list[Times], ours: list[Times], theirs: list[Times]) -> Figures:
-    def over(rows: list[Times], part: str) -> list[float]:
-        return [row[part] - alone[part] for row, alone in zip(rows, bare, strict=True)]
-
-    figures: Figures = {
-        "start_overhead_vs_podman": median_ratio(over(theirs, "all"), over(ours, "all")),
-        "tool_call_overhead_vs_podman": median_ratio(over(theirs, "call"), over(ours, "call")),
-        "test_sh_overhead_vs_podman": median_ratio(over(theirs, "grading"), over(ours, "grading")),
-    }
-    for name, part in (("test_sh", "grading"), ("tool_call", "call"), ("session", "all")):
-        figures[f"{name}_overhead_ms"] = 1e3 * statistics.median(over(ours, part))
-        figures[f"{name}_overhead_podman_ms"] = 1e3 * statistics.median(over(theirs, part))
-    figures["bare_test_sh_ms"] = 1e3 * statistics.median(row["grading"] for row in bare)
+def _figures(rounds: list[Round]) -> Figures:
+    figures: Figures = {}
+    for name, part in (("session", "all"), ("tool_call", "call"), ("test_sh", "grading")):
+        ours = [one.local_over(part) for one in rounds]
+        theirs = [one.podman_over(part) for one in rounds]
+        ratio = "start_overhead" if part == "all" else f"{name}_overhead"
+        figures[f"{ratio}_vs_podman"] = median_ratio(theirs, ours)
+        every = [local[part] - bare[part] for one in rounds for bare, local in one.pairs]
+        figures[f"{name}_overhead_ms"] = 1e3 * statistics.median(every)
+        figures[f"{name}_overhead_podman_ms"] = 1e3 * statistics.median(theirs)
+    alone = [bare["grading"] for one in rounds for bare, _ in one.pairs]
+    figures["test_sh_bare_ms"] = 1e3 * statistics.median(alone)
     return figures
