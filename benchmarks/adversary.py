@@ -35,6 +35,7 @@ _RESULTS = _ROOT / "benchmarks" / "results" / "adversary.json"
 _WITH_SLOW = ("-m", "slow or not slow")
 _CAUSE_OF = {name: cause for cause, names in CAUSES.items() for name in names}
 _HACKS_OF_PLAIN = "test_a_hack_is_paid_nowhere_by_a_plain_users_sandboxes"
+_SCRIPT_CHEATS = "test_a_cheat_on_a_script_is_paid_nowhere"
 _FAULTS = {
     "stalls_over_1s": re.compile(r"no answer for|longest_s"),
     "server_errors_5xx": re.compile(r": 5\d\d "),
@@ -109,6 +110,20 @@ def count_hacks(cases: list[Case]) -> Figures:
     return _with_bound(figures, "reward_hacks_paid", len(tries))
 
 
+def count_script_cheats(cases: list[Case]) -> Figures:
+    """Ways to be paid by `tests/test.sh` without solving, and what shows that they are ways at all."""
+    tries = [case for case in cases if case.outcome != "skipped"]
+    cheats = [case for case in tries if case.function == _SCRIPT_CHEATS]
+    others = [case for case in tries if case.function != _SCRIPT_CHEATS]
+    figures: Figures = {
+        "script_cheat_kinds": len(_kinds(cheats)),
+        "script_cheats_paid": len(_kinds(_through(cheats))),
+        "script_controls": len(others),
+        "script_controls_failed": len(_through(others)),
+    }
+    return _with_bound(figures, "script_cheats_paid", len(cheats))
+
+
 def count_dodges(cases: list[Case]) -> Figures:
     """Failures that an agent would have counted as the infrastructure's, and what became of solved tasks."""
     tries = [case for case in cases if case.outcome != "skipped"]
@@ -172,6 +187,17 @@ GROUPS: dict[str, Group] = {
         ("test_a_hack_is_paid_nowhere", _HACKS_OF_PLAIN),
         count_hacks,
         ("reward_hacks_paid",),
+    ),
+    "scripts": Group(
+        ("test_script_hacks.py",),
+        (
+            _SCRIPT_CHEATS,
+            "test_the_same_acts_beside_a_solution_are_paid",
+            "test_a_cheat_fools_a_grader_that_runs_the_script_in_place",
+            "test_a_solution_is_paid_by_the_script_and_nothing_is_not",
+        ),
+        count_script_cheats,
+        ("script_cheats_paid", "script_controls_failed"),
     ),
     "dodges": Group(
         ("test_dodges.py",),

@@ -2,6 +2,8 @@
 
     PYTHON_OF_HARBOR benchmarks/harbor_judge.py DIRECTORY/TASK:oracle DIRECTORY/TASK:nop ...
 
+Words that begin with `--` are options of `podman build`, such as `--volume=FROM:TO:ro` and `--from=IMAGE`.
+
 Runs in an environment that has Harbor, and imports nothing of Étude. Trial, agents (`oracle` and `nop`),
 verifier and the reading of rewards are Harbor's. Only the container is started here, by podman's command
 line: Harbor's own use of podman refuses tasks that must not reach a network, and needs a compose program.
@@ -22,6 +24,9 @@ from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfi
 from harbor.trial.trial import Trial
 
 _LIMITS = ("--ulimit=nofile=1024:4096", "--ulimit=nproc=1024:4096")
+
+_build: list[str] = []
+"""Options of each build."""
 
 
 class PodmanCommand(BaseEnvironment):
@@ -46,7 +51,7 @@ class PodmanCommand(BaseEnvironment):
         image = self.task_env_config.docker_image
         if not image:
             image = f"localhost/harbor-judge:{self.environment_name.rsplit('/')[-1]}"
-            build = ("build", "--isolation=chroot", *_LIMITS, "--quiet", "--tag", image)
+            build = ("build", "--isolation=chroot", *_LIMITS, *_build, "--quiet", "--tag", image)
             await _podman(*build, str(self.environment_dir))
         run = ("run", "--detach", "--runtime=runc", *_LIMITS, "--network=none", "--user=root")
         self._id = (await _podman(*run, image, "sleep", "infinity")).strip()
@@ -128,7 +133,8 @@ async def judge(directory: Path, agent: str, trials: Path) -> dict[str, object]:
 async def main(wanted: list[str]) -> None:
     trials = Path(tempfile.mkdtemp(prefix="harbor-trials-"))
     try:
-        for words in wanted:
+        _build.extend(words for words in wanted if words.startswith("--"))
+        for words in (words for words in wanted if words not in _build):
             directory, _, agent = words.rpartition(":")
             print(json.dumps(await judge(Path(directory), agent, trials)), flush=True)
     finally:

@@ -10,6 +10,18 @@ has the base image under the name that the tasks use.
 
     harbor_verdicts_equal     share of the verdicts whose rewards are equal, or missing on both sides
 
+    python benchmarks/your_repository.py --made DIR/NAME --harbor-python VENV/bin/python --json FILE
+
+does the same with the tasks that the last command made from a project in DIR: their solutions and nothing.
+Ours are verdicts by exams, Harbor's are by `tests/test.sh`. `--made` again takes another project with it.
+
+    made_tasks                     tasks that were made and played
+    made_harbor_verdicts_equal     as above, of two verdicts on each
+
+    python benchmarks/your_repository.py --overhead --backend local --json FILE
+
+measures what grading and a step cost beside the bare command (`your_repository_overhead`).
+
     python benchmarks/your_repository.py --project NAME --work DIR --json FILE
 
 makes tasks from a published project (`your_repository_projects`: name and version) by `etude tasks make`, and
@@ -21,18 +33,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common import merge_result, print_table, write_result
-from your_repository_projects import PROJECTS, Budget, measure_project
+from common import merge_result, print_table
+from your_repository_overhead import measure_overhead
+from your_repository_projects import PROJECTS, Budget, images_of, measure_project
 
 from etude.config import load_config
+from etude.config.images import ImagesConfig
 from etude.controller.backends import open_run_backend
 from etude.environment.checking import judge_nothing, judge_solution
 from etude.environment.task_images import TaskImages
@@ -42,7 +59,9 @@ from etude.sandbox.types import Resources
 from etude.tasks.harbor import find_directories, read_harbor
 
 TASKS = Path(__file__).parent / "harbor_tasks"
-_KINDS = ("solution", "nothing", "wrong")
+_BASE = "python:3.11-slim"
+_AT_ONCE = 3
+"""Made tasks that are judged at once."""
 Rewards = dict[str, float | None]
 """Reward by task and kind; None: the verifier gave none."""
 
@@ -59,8 +78,28 @@ def main() -> None:
     )
     parser.add_argument("--num-tasks", type=int, default=12, help="Tasks to make from a project.")
     parser.add_argument("--runs", type=int, default=10, help="Runs of its tests, to find flaky ones.")
-    parser.add_argument("--minutes", type=float, default=15.0, help="No change is tested after so long.")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=15.0,
+        help="No change is tested, and no made task begun, after so long.",
+    )
+    parser.add_argument(
+        "--made", type=Path, action="append", help="A project's directory below --work: judge its tasks."
+    )
+    parser.add_argument("--overhead", action="store_true", help="Measure steps and grading instead.")
     options = parser.parse_args()
+    if options.overhead:
+        figures, found = asyncio.run(measure_overhead())
+        print_table("overhead", figures)
+        if options.json:
+            merge_result(options.json, ["overhead"], figures, {"overhead": found})
+        return
+    if options.made:
+        if not options.harbor_python:
+            parser.error("--made needs --harbor-python")
+        asyncio.run(compare_made(options.made, options))
+        return
     if options.project:
         budget = Budget(options.num_tasks, options.runs, options.minutes)
         work = options.work or Path(tempfile.mkdtemp(prefix="your-repository-"))
@@ -73,10 +112,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         wrong = Path(folder) / "wrong"
         copy_with_wrong_solutions(options.tasks, wrong)
-        ours = asyncio.run(judge_by_etude(options.tasks, wrong, options.backend))
+        directories = find_directories(options.tasks, "--tasks")
+        ours = asyncio.run(judge_by_etude(directories, wrong, options.backend))
         theirs: Rewards = {}
         if options.harbor_python:
-            theirs = judge_by_harbor(options.tasks, wrong, options.harbor_python)
+            theirs = judge_by_harbor(directories, wrong, options.harbor_python)
     for name, reward in sorted(ours.items()):
         print(f"{name:32s} ours {reward}   Harbor {theirs.get(name, 'not run')}", file=sys.stderr)
     figures = {"verdicts": float(len(ours))}
@@ -84,7 +124,50 @@ def main() -> None:
         figures["harbor_verdicts_equal"] = sum(ours[name] == theirs[name] for name in ours) / len(ours)
     print_table("your repository", figures)
     if options.json:
-        write_result(options.json, figures, {"harbor": theirs, "etude": ours})
+        merge_result(options.json, ["harbor"], figures, {"harbor": theirs, "etude": ours})
+
+
+async def compare_made(folders: Sequence[Path], options: argparse.Namespace) -> None:
+    """The tasks that were made from projects, by their solutions and by nothing, in turns between projects;
+    none is begun after `options.minutes`."""
+    ours, theirs, base = Rewards(), Rewards(), await load_base(folders[0])
+    places, until = asyncio.Semaphore(_AT_ONCE), time.monotonic() + 60 * options.minutes
+
+    async def play(directory: Path, images: ImagesConfig) -> None:
+        async with places:
+            if time.monotonic() < until:
+                mine = judge_by_etude([directory], None, options.backend, images)
+                volumes = [f"--volume={source}:{target}:ro" for target, source in images.volumes.items()]
+                words = [f"--from={base}", *volumes]
+                other = asyncio.to_thread(judge_by_harbor, [directory], None, options.harbor_python, words)
+                for rewards, found in zip((ours, theirs), await asyncio.gather(mine, other), strict=True):
+                    rewards.update(found)
+
+    listed = [find_directories(folder / "tasks", "--made") for folder in folders]
+    settings = [images_of(folder) for folder in folders]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*listed))
+    pairs = zip(turns, itertools.cycle(settings), strict=False)
+    await asyncio.gather(*(play(directory, images) for directory, images in pairs if directory is not None))
+    differing = {name: [ours[name], theirs[name]] for name in ours if ours[name] != theirs[name]}
+    print(f"differing: {differing}", file=sys.stderr)
+    figures = {
+        "made_tasks": len(ours) / 2,
+        "made_verdicts": float(len(ours)),
+        "made_harbor_verdicts_equal": 1 - len(differing) / len(ours),
+    }
+    print_table("made tasks", figures)
+    if options.json:
+        merge_result(options.json, ["made"], figures, {"made_harbor": theirs, "made_etude": ours})
+
+
+async def load_base(folder: Path) -> str:
+    """The name in podman of what the images of made tasks are built from, as ours are."""
+    task = read_harbor(find_directories(folder / "tasks", "--made")[0])
+    assert task.machine is not None, "it has a Dockerfile"
+    task = replace(task, machine=replace(task.machine, docker_image=_BASE))
+    found = await TaskImages("podman").find(task)
+    assert found.machine is not None and found.machine.image is not None
+    return found.machine.image.name
 
 
 def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
@@ -94,18 +177,25 @@ def copy_with_wrong_solutions(tasks: Path, target: Path) -> None:
         script.rename(script.with_name("solve.sh"))
 
 
-async def judge_by_etude(tasks: Path, wrong: Path, backend_name: str) -> Rewards:
-    """Rewards by our grading."""
+async def judge_by_etude(
+    directories: Sequence[Path],
+    wrong: Path | None,
+    backend_name: str,
+    settings: ImagesConfig | None = None,
+) -> Rewards:
+    """Rewards by our grading. `wrong`: the same tasks with wrong solutions, if there are any."""
     config = load_config(None, [f"sandbox.backend={backend_name}"])
-    images, rewards = TaskImages(backend_name), Rewards()
+    images, rewards = TaskImages(backend_name, settings), Rewards()
     backend = open_run_backend(config.sandbox)
     grader = Grader(backend)
     try:
-        for directory in find_directories(tasks, "--tasks"):
+        for directory in directories:
             task = await images.find(read_harbor(directory))
             nothing = await judge_nothing(task, grader, backend, Resources())
             rewards[f"{directory.name} nothing"] = nothing.reward
-            for kind, place in (("solution", tasks), ("wrong", wrong)):
+            for kind, place in (("solution", directory.parent), ("wrong", wrong)):
+                if place is None:
+                    continue
                 asked = with_solutions_of(read_harbor(place / directory.name), task)
                 verdict = await judge_solution(asked, grader, backend, Resources())
                 if isinstance(verdict, str):
@@ -125,14 +215,22 @@ def with_solutions_of(other: Task, task: Task) -> Task:
     return replace(task, solution=other.solution, steps=steps)
 
 
-def judge_by_harbor(tasks: Path, wrong: Path, python: Path) -> Rewards:
-    """Rewards by Harbor's own code. Raises CalledProcessError if that fails as a whole."""
-    names = [directory.name for directory in find_directories(tasks, "--tasks")]
-    agents = {"solution": (tasks, "oracle"), "nothing": (tasks, "nop"), "wrong": (wrong, "oracle")}
-    keys = [(name, kind) for name in names for kind in _KINDS]
-    wanted = [f"{agents[kind][0] / name}:{agents[kind][1]}" for name, kind in keys]
+def judge_by_harbor(
+    directories: Sequence[Path], wrong: Path | None, python: Path, build: Sequence[str] = ()
+) -> Rewards:
+    """Rewards by Harbor's own code. `build`: options of `podman build`.
+
+    Raises CalledProcessError if it fails as a whole.
+    """
+    keys: list[tuple[str, str]] = []
+    wanted: list[str] = []
+    for directory in directories:
+        kinds = {"solution": (directory, "oracle"), "nothing": (directory, "nop")}
+        kinds |= {"wrong": (wrong / directory.name, "oracle")} if wrong is not None else {}
+        keys += [(directory.name, kind) for kind in kinds]
+        wanted += [f"{place}:{agent}" for place, agent in kinds.values()]
     program = Path(__file__).with_name("harbor_judge.py")
-    ran = subprocess.run([python, program, *wanted], check=True, stdout=subprocess.PIPE, text=True)
+    ran = subprocess.run([python, program, *wanted, *build], check=True, stdout=subprocess.PIPE, text=True)
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     found: Rewards = {}
     for (name, kind), row in zip(keys, rows, strict=True):

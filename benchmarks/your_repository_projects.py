@@ -96,7 +96,13 @@ def fetch_packages(project: Project, folder: Path) -> ImagesConfig:
     words = ["--python-version", "3.11", "--only-binary=:all:", "-d", str(wheels), *project.requirements]
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", *words], check=True)
     settings.write_text(_PIP_CONF)
-    return ImagesConfig(volumes={"/wheels": wheels.resolve(), "/etc/pip.conf": settings.resolve()})
+    return images_of(folder)
+
+
+def images_of(folder: Path) -> ImagesConfig:
+    """How the images of a project's tasks are built, from the packages in its directory."""
+    places = {"/wheels": folder / "wheels", "/etc/pip.conf": folder / "pip.conf"}
+    return ImagesConfig(volumes={target: place.resolve() for target, place in places.items()})
 
 
 async def _steal_all(tasks: Sequence[Task], project: Project, config: RunConfig) -> list[str]:

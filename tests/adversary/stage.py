@@ -10,12 +10,14 @@ from typing import TypeVar
 
 from etude.config import RewardConfig
 from etude.environment.grading import Judge, Verdict, allowed_changes
+from etude.environment.origins import task_origin
+from etude.environment.scripts import run_solution
 from etude.environment.twins import OpenTest
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
 from tests.adversary.gullible import is_fooled
 from tests.adversary.hacks import Hack, hacked_files
 
@@ -44,7 +46,7 @@ class Stage:
 
     def grade(self, task: Task, hack: Hack, is_control: bool = False) -> Verdict:
         """What a session earns that plays a hack, in a sandbox of its own."""
-        if hack.command:
+        if hack.command or task.verifier is not None:
             return self._play(task, hack, is_control, lambda sandbox: self.grader.grade(task, sandbox))
         files = {path: text.encode() for path, text in hacked_files(task, hack, is_control).items()}
         changes = allowed_changes(task, files)
@@ -62,9 +64,11 @@ class Stage:
         self, task: Task, hack: Hack, is_control: bool, judge: Callable[[Sandbox], Awaitable[Result]]
     ) -> Result:
         async def run() -> Result:
-            sandbox = await self.backend.create(Template(task.files))
+            sandbox = await task_origin(task, Resources()).make(self.backend)
             try:
                 await sandbox.files.write_many(hacked_files(task, hack, is_control))
+                if is_control and task.solution is not None and not task.solution_files:
+                    assert await run_solution(task, sandbox) is None
                 if hack.command:
                     await sandbox.commands.run(dedent(hack.command), timeout_s=20.0)
                 return await judge(sandbox)
