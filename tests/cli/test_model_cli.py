@@ -98,7 +98,7 @@ def test_what_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path, mista
     named = {
         "exists": "target: exists already",
         "absent": "SOURCE: does not exist",
-        "tokenizer": "only byte-level BPE",
+        "tokenizer": "is neither a byte-level BPE",
         "tokens": "vocab_size: the tokenizer has",
         "head": "must have shape",
         "memory": "memory: the weights take 4,398",
