@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
 from random import Random
@@ -46,6 +45,7 @@ from etude_quickstart.generator import (
     Split,
     TaskGenerator,
 )
+from etude_quickstart.playing import play_in_processes
 from etude_quickstart.sessions import play_script
 
 NUM_FILES = 24
@@ -206,8 +206,8 @@ def _plain_tokenizer(agent: AgentConfig) -> Tokenizer:
 
 def _play(count: int, agent: AgentConfig, num_files: int) -> list[ScriptedSession]:
     chunks = [range(start, min(count, start + _CHUNK)) for start in range(0, count, _CHUNK)]
-    with ProcessPoolExecutor(min(available_cores(), len(chunks))) as pool:
-        parts = list(pool.map(partial(_play_chunk, agent, num_files), chunks))
+    num_processes = min(available_cores(), len(chunks))
+    parts = play_in_processes(partial(_play_chunk, agent, num_files), chunks, num_processes)
     return [session for part in parts for session in part]
 
 

@@ -1,11 +1,15 @@
 import asyncio
+import os
+import signal
 from random import Random
+
+import pytest
 
 from etude.agent import SessionLimits, SummaryPolicy, core_registry
 from etude.records import Relation, Status
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
-from etude_quickstart.playing import play
+from etude_quickstart.playing import play, play_in_processes
 from etude_quickstart.trails import TrailAuthor, TrailGenerator
 
 LIMITS = SessionLimits(max_turns=1000, max_tokens=800, max_message_tokens=100)
@@ -55,3 +59,20 @@ def test_an_author_who_slips_is_told_so_and_looks_again():
     assert len(failed) > 10 and len(messages) == 122 + len(failed)
     assert session.status is Status.DONE
     assert edits[-1] == next(iter(task.solution_files.values())).strip()
+
+
+def _hear_of_stops(number: int) -> int:
+    if number < 0:
+        raise ValueError("a chunk that fails")
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return number
+
+
+def test_processes_that_play_go_on_when_a_run_is_asked_to_stop():
+    assert play_in_processes(_hear_of_stops, [1, 2, 3], 2) == [1, 2, 3]
+
+
+def test_a_chunk_that_fails_ends_the_others():
+    with pytest.raises(ValueError, match="a chunk that fails"):
+        play_in_processes(_hear_of_stops, [-1, *range(100)], 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import ctypes
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -26,7 +29,11 @@ from etude.tokens.renderer import Renderer
 Parts = tuple[ToolCall | str, ...]
 """One message: calls, and raw text for whatever is none."""
 
+Chunk = TypeVar("Chunk")
+Played = TypeVar("Played")
+
 _VERSION = PolicyVersion("scripted", 0)
+_PR_SET_PDEATHSIG = 1
 
 
 class Author(Protocol):
@@ -88,6 +95,25 @@ async def play(
     if search is not None:
         search.close()
     return session, messages
+
+
+def play_in_processes(
+    play_chunk: Callable[[Chunk], Played], chunks: Iterable[Chunk], num_processes: int
+) -> list[Played]:
+    """What `play_chunk` makes of each chunk, in order. Only this process hears signals that stop a run; when
+    it gives up, the chunks under way are the last."""
+    with ProcessPoolExecutor(num_processes, initializer=_ignore_stopping) as pool:
+        try:
+            return list(pool.map(play_chunk, chunks))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _ignore_stopping() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent all the same
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _ignore(*event: object) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -35,7 +34,7 @@ from etude_quickstart.generator import TaskGenerator
 from etude_quickstart.observed import ObservedGenerator
 from etude_quickstart.observed_expert import ObservedExpert
 from etude_quickstart.part_expert import PartExpert
-from etude_quickstart.playing import Author, play
+from etude_quickstart.playing import Author, play, play_in_processes
 
 _CHUNK = 250
 """Sessions that one worker makes at a time."""
@@ -76,8 +75,7 @@ def generate_corpus(
     if num_workers <= 1 or len(chunks) == 1:
         parts = [_play_chunk(script, seed, chunk) for chunk in chunks]
     else:
-        with ProcessPoolExecutor(num_workers) as pool:
-            parts = list(pool.map(partial(_play_chunk, script, seed), chunks))
+        parts = play_in_processes(partial(_play_chunk, script, seed), chunks, num_workers)
     return [session for part in parts for session in part]
 
 

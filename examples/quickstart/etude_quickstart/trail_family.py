@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from etude.rollout.collect import TaskSource
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
-from etude_quickstart.playing import play
+from etude_quickstart.playing import play, play_in_processes
 from etude_quickstart.sessions import played_messages
 from etude_quickstart.trails import TrailAuthor, TrailGenerator, check_lengths
 
@@ -111,9 +111,8 @@ def trail_documents(config: RunConfig, renderer: Renderer) -> list[Document]:
     """Every context of the author's sessions as one document. A function of the configuration alone."""
     numbers = range(config.midtrain.num_sessions)
     chunks = [numbers[start : start + _CHUNK] for start in range(0, len(numbers), _CHUNK)]
-    definition = renderer.tokenizer
-    with ProcessPoolExecutor(min(available_cores(), len(chunks))) as pool:
-        parts = list(pool.map(_play_chunk, [config] * len(chunks), [definition] * len(chunks), chunks))
+    num_processes = min(available_cores(), len(chunks))
+    parts = play_in_processes(partial(_play_chunk, config, renderer.tokenizer), chunks, num_processes)
     return [document for part in parts for document in part]
 
 
