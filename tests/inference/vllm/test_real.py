@@ -95,7 +95,7 @@ async def test_sessions_go_on_through_updates_with_true_versions_logprobs_and_ro
             )
             for n, reader in enumerate(readers)
         ]
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(900):
             # Those that stream tell of it.
             while not all(any(reader.sampled) for reader in readers[::4]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -156,7 +156,7 @@ async def test_adapters_change_under_their_requests_and_are_never_summed(
         asked = asyncio.create_task(
             reader.ask(sampler, tokens(40, 1).tolist(), max_tokens=_LONG, streaming=True)
         )
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(900):
             while not any(reader.sampled):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await sampler.stage(manifests[1])
