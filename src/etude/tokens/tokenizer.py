@@ -330,7 +330,8 @@ class Tokenizer:
         return [index for index in (ids.tolist() if isinstance(ids, np.ndarray) else ids) if index < size]
 
     def _encode_parts(self, text: str) -> NDArray[np.int32]:
-        """Encodes text with lone surrogates: escaped bytes one token each, what else is invalid as `?`."""
+        """Encodes text with lone surrogates or SentencePiece's mark of a space: escaped bytes and those of
+        the mark become one token each, what else is invalid `?`."""
         ids: list[int] = []
         for part in self._spelled_out.split(text):
             if self._spelled_out.fullmatch(part):

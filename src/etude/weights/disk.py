@@ -81,7 +81,7 @@ class ChosenTensors(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
         self._tensors = tensors
-        self._names = [name for name in names if name in tensors]
+        self._names = dict.fromkeys(name for name in names if name in tensors)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
