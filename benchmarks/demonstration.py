@@ -25,6 +25,8 @@ from etude.observe import RunDirectory, read_metrics
 
 CONFIG = Path(__file__).parents[1] / "configs" / "smollm2.toml"
 CHATS = "expert.jsonl"
+ROUND_STEPS = 120
+"""Steps of SFT in a round: with fewer the pass rate rises by less than 100 tasks can tell."""
 PATIENCE = 2
 """Rounds of SFT that do not raise the pass rate on `validation` before it ends."""
 
@@ -91,7 +93,7 @@ class Demonstration:
         best, ended = 0, False
         while not ended:
             start = _final(rounds[-1]) if rounds else base
-            rounds.append(self._train("sft", f"sft-{len(rounds) + 1}", start))
+            rounds.append(self._train("sft", f"sft-{len(rounds) + 1}", start, f"sft.num_steps={ROUND_STEPS}"))
             rates.append(_pass_rate(self._judge(rounds[-1], "validation", self.num_validation_tasks)))
             best, ended = find_best(rates)
             print(f"SFT round {len(rates)}: {rates[-1]:.1%} of validation", flush=True)
