@@ -65,6 +65,9 @@ class SandboxConfig(Section):
     servers_file: str = ""
     """TOML file that lists them instead, in sections `[servers.NAME]`. It is read again whenever it changes,
     so that servers can join, drain and leave during the run."""
+    allow_private: list[str] = Field(default_factory=list[str])
+    """`IP:PORT` of servers with private addresses that sandboxes may reach where their tasks allow the host;
+    no task can allow that itself. Sandboxes of a server have that server's own, `--allow-private`."""
     patience_s: float = Field(default=60.0, ge=0)
     """Seconds that a session waits for a server that does not answer, or for room on any of several, before
     its attempt fails."""

@@ -38,7 +38,7 @@ class TaskImages:
         self._engine = backend.partition(":")[0]
         self._bases = settings.bases
         self._options = BuildOptions(
-            settings.bases, network=Network(tuple(settings.allow)), volumes=settings.volumes
+            settings.bases, Network(tuple(settings.allow)), tuple(settings.allow_private), settings.volumes
         )
         self._found: dict[str, TaskImage] = {}
 
