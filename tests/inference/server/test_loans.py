@@ -18,11 +18,10 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
 from etude.errors import PartLostError, SamplerError, WeightUpdateError
-from etude.inference import Answer, Engine
+from etude.inference import Answer, Engine, EngineService
 from etude.inference.exchange import Event
 from etude.inference.loan_client import LoanEndedError, LoanHandle
 from etude.inference.server.checkpoints import checkpoint_manifest
-from etude.inference.server.engine_thread import EngineThread
 from etude.inference.server.loans import fetch_from_store
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
@@ -82,8 +81,8 @@ def chunks_of(events: list[Event], request: str) -> list[SampleChunk]:
 
 
 def num_decoded(served: Served) -> int:
-    assert isinstance(served.state.sampler, EngineThread)
-    return served.state.sampler.service.counters.decode_tokens
+    assert isinstance(served.state.sampler, EngineService)
+    return served.state.sampler.counters.decode_tokens
 
 
 def test_a_lent_replica_samples_with_the_runs_weights_bit_for_bit_and_comes_home(

@@ -132,7 +132,7 @@ async def activate(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     body = await body_of(request)
     version = read_version(body.get("version"))
     await desk.activate_rollout(loan, version, kv_policy(body.get("kv", "recompute")))
-    return JSONResponse(await _usage(request))
+    return JSONResponse(_usage(request))
 
 
 @_lent(status_code=204, openapi_extra=described(body=BYTES))
@@ -167,7 +167,7 @@ async def score(request: Request, desk: LoanDesk, loan: Loan) -> Response:
 async def pulse(request: Request, desk: LoanDesk, loan: Loan) -> Response:
     """Renews the lease."""
     desk.renew(loan)
-    return JSONResponse(await _usage(request))
+    return JSONResponse(_usage(request))
 
 
 @_lent()
@@ -192,5 +192,5 @@ def _client_of(request: Request) -> str:
     return name
 
 
-async def _usage(request: Request) -> dict[str, float]:
-    return dict(await state_of(request).engine.usage())
+def _usage(request: Request) -> dict[str, float]:
+    return dict(state_of(request).engine.usage())

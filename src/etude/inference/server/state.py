@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,19 +61,15 @@ class Asked:
             )
 
 
-async def _nothing() -> Mapping[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """What the engine behind the sampler can tell of itself."""
 
-    gauges: Callable[[], Awaitable[Mapping[str, float]]] = _nothing
+    gauges: Callable[[], Mapping[str, float]] = dict
     """By metric name, for `/metrics`."""
     failure: Callable[[], BaseException | None] = lambda: None
     """Why it will never answer again; None while it works."""
-    usage: Callable[[], Awaitable[Mapping[str, float]]] = _nothing
+    usage: Callable[[], Mapping[str, float]] = dict
     """What it has done so far, for a run that it is lent to: counters and seconds, by their names in
     EngineCounters and ServiceTimes."""
 
