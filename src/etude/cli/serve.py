@@ -202,14 +202,17 @@ class _Serving:
             "tokenizer": self.opened.served.tokenizer.digest,
             "max_context_tokens": self.opened.served.max_context_tokens,
         }
-        return LoanDesk(engine.service, engine.service, engine.weights, engine.manifest, about)
+        service = engine.service
+        return LoanDesk(
+            service, service, engine.weights, engine.manifest, about, usage=lambda: _usage(service)
+        )
 
 
 def _view(service: EngineService) -> EngineView:
     """What the engine tells `/metrics` and `/health`."""
     from etude.inference.server import EngineView
 
-    return EngineView(lambda: _gauges(service), lambda: service.failure, lambda: _usage(service))
+    return EngineView(lambda: _gauges(service), lambda: service.failure)
 
 
 def _usage(service: EngineService) -> dict[str, float]:

@@ -57,8 +57,10 @@ def lendable_app(
         "tokenizer": tokenizer.digest,
         "max_context_tokens": CONTEXT,
     }
-    desk = LoanDesk(service, service, weights, manifest, about, open_store)
-    view = EngineView(failure=lambda: service.failure, usage=lambda: asdict(service.counters))
+    desk = LoanDesk(
+        service, service, weights, manifest, about, open_store, usage=lambda: asdict(service.counters)
+    )
+    view = EngineView(failure=lambda: service.failure)
     state = ServerState(qwen_model(CONTEXT), service, desk.home, admin_token=ADMIN, engine=view, loans=desk)
     app = build_app(state)
     inner = app.router.lifespan_context

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -137,25 +138,14 @@ class HomeWeights:
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """What `work` gives, in a thread that nobody need wait for: reading a store may take long."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = work()
-        except BaseException as error:  # handed to whoever waits
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_result(work())
+        except BaseException as error:  # handed to the code that waits
+            future.set_exception(error)
 
     threading.Thread(target=run, name="loan-weights", daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)

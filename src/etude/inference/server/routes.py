@@ -195,7 +195,7 @@ def _model_row(state: ServerState) -> dict[str, Any]:
 
 @router.get(SIDE_CHANNEL_PATH + "/{answer_id}", tags=["side_channel"], response_class=Binary)
 async def side_channel(request: Request, answer_id: str) -> Response:
-    """The tokens of an answer as binary frames."""
+    """The tokens of an answer as a binary message."""
     state = state_of(request)
     body = state.channel.get(answer_id, key_of(request).name)
     state.metrics.count("etude_serve_requests", endpoint="side_channel", status="200")

@@ -69,9 +69,6 @@ class EngineView:
     """By metric name, for `/metrics`."""
     failure: Callable[[], BaseException | None] = lambda: None
     """Why it will never answer again; None while it works."""
-    usage: Callable[[], Mapping[str, float]] = dict
-    """What it has done so far, for a run that it is lent to: counters and seconds, by their names in
-    EngineCounters and ServiceTimes."""
 
 
 class ServerState:
