@@ -180,9 +180,9 @@ def test_options_win_over_the_file_and_the_file_over_defaults(
     (plain, first, options), (changed, second, others) = started
     assert (first, second) == (["http://h:1,None"], ["http://h:2,serve"])
     assert (options["port"], others["port"]) == (7000, 7001)
-    assert [one.config.answer_s for one in (plain, changed)] == [50.0, 60.0]
+    assert [one.config.limits.answer_s for one in (plain, changed)] == [50.0, 60.0]
     for proxy in (plain, changed):
-        assert (proxy.config.pool, proxy.config.hedge_after_s) == ("rollout", 2.0)
+        assert (proxy.config.pool, proxy.config.limits.hedge_after_s) == ("rollout", 2.0)
         assert proxy.members.config.eject_after == 5
         assert proxy.router.arms == {"run@7": 0.25}
     idle = [Replica("x", "a", "a"), Replica("y", "a", "a"), Replica("z", "b", "b", work=10)]

@@ -57,21 +57,6 @@ class RoutingConfig:
     max_sessions: int = 100_000
     """Sessions that are remembered; the oldest are forgotten first."""
 
-    def __post_init__(self) -> None:
-        checks = (
-            ("prefill_weight", self.prefill_weight >= 0.0, ">= 0"),
-            ("spill_factor", self.spill_factor >= 1.0, ">= 1"),
-            ("spill_floor_tokens", self.spill_floor_tokens >= 0.0, ">= 0"),
-            ("resident_weight", self.resident_weight >= 0.0, ">= 0"),
-            ("expected_output_tokens", self.expected_output_tokens > 0.0, "> 0"),
-            ("expected_session_tokens", self.expected_session_tokens > 0.0, "> 0"),
-            ("session_idle_s", self.session_idle_s > 0.0, "> 0"),
-            ("max_sessions", self.max_sessions >= 1, ">= 1"),
-        )
-        for name, holds, bound in checks:
-            if not holds:
-                raise ValueError(f"RoutingConfig.{name}: must be {bound}, received {getattr(self, name)}")
-
 
 @dataclass(slots=True, eq=False)
 class Replica:
