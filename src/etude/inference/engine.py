@@ -251,10 +251,6 @@ class Engine:
             self._cache.hold()
             self._weights.load_cache()
 
-    def check(self) -> None:
-        """Asserts the invariants of sessions and pages."""
-        self._scheduler.check()
-
     def _check(self, request: SampleRequest) -> None:
         version, wanted = self.current(), request.version
         found = version if wanted is None else self._weights.served.get(wanted.adapter)
