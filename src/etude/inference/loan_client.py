@@ -14,8 +14,7 @@ from typing import Any
 
 from etude.errors import EtudeError, InfrastructureError, PartLostError, SamplerError
 from etude.inference import wire
-from etude.inference.waiting import ended_by_others
-from etude.kit.tasks import Tasks
+from etude.kit.tasks import Tasks, ended_by_others
 from etude.serving.client import Answer, Client, NoAnswerError, error_in
 from etude.serving.errors import decode_error
 

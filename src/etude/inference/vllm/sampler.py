@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from etude.errors import EtudeError, SamplerError
 from etude.inference.counters import EngineCounters
 from etude.inference.times import ServiceTimes
+from etude.inference.versions import serves
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
 from etude.inference.vllm.asking import Abilities
 from etude.inference.vllm.client import VllmClient
@@ -301,12 +302,7 @@ class VllmSampler:
 
     def _check_version(self, wanted: PolicyVersion, *, is_minimum: bool) -> None:
         current = self.current()
-        serves = current is not None and current.lineage == wanted.lineage
-        if current is not None and serves and current.step == wanted.step:
-            serves = wanted.digest in ("", current.digest)
-        elif current is not None:
-            serves = serves and is_minimum and current.step > wanted.step
-        if not serves:
+        if not serves(current, wanted, is_minimum):
             raise SamplerError(
                 "version is not served", field="version", received=f"{wanted}; serving {current}"
             )

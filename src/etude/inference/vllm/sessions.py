@@ -64,10 +64,6 @@ class Sessions:
         """Forgets a session and returns it; unknown ids are ignored."""
         return self._sessions.pop(session_id, None)
 
-    def find(self, request_id: str) -> Session | None:
-        """The session with this request in flight."""
-        return next((found for found in self._sessions.values() if found.request_id == request_id), None)
-
     def begin(self, request: SampleRequest, vocab_size: int, max_tokens: int) -> Session:
         """Takes a request's tokens in. Raises SamplerError or PrefixMissError, and then changes nothing."""
         session = self._sessions.get(request.session_id)
