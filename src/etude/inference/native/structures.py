@@ -1,4 +1,4 @@
-"""The structures that `forward.h`, `sampling.h`, `drafting.h` and `decode.c` declare, field by field."""
+"""The structures that `forward.h`, `sampling.h` and `drafting.h` declare, field by field."""
 
 from __future__ import annotations
 
@@ -80,15 +80,6 @@ class Draw(ctypes.Structure):
     _fields_: ClassVar = [
         *_counts("rows vocabulary"),
         *_pointers("hidden temperatures top_p min_p top_k draws logits tokens logprobs raw_logprobs"),
-    ]
-
-
-class DecodeRun(ctypes.Structure):
-    """`DecodeRun` of decode.c."""
-
-    _fields_: ClassVar = [
-        *_counts("steps"),
-        *_pointers("first_stops stops"),
     ]
 
 
