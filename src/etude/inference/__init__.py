@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from etude.inference.cache import page_bytes, pages_for
-    from etude.inference.counters import EngineCounters
     from etude.inference.engine import Engine
     from etude.inference.mtp import MtpDrafts, choose_drafts
     from etude.inference.sequences import Answer
     from etude.inference.service import EngineService
     from etude.inference.speculation import NgramLookup
-    from etude.inference.times import EngineLoad, ServiceTimes, StepSums
+    from etude.inference.times import EngineCounters, EngineLoad, ServiceTimes, StepSums
 
 _MODULES = {
     "Answer": "sequences",
     "Engine": "engine",
-    "EngineCounters": "counters",
+    "EngineCounters": "times",
     "EngineLoad": "times",
     "EngineService": "service",
     "MtpDrafts": "mtp",

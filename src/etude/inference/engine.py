@@ -18,19 +18,18 @@ from torch import Tensor
 from etude.config import ModelConfig
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type, count_pages
-from etude.inference.counters import EngineCounters
 from etude.inference.draft_gauge import DraftGauge, PayingDrafts, StepCost, step_cost
 from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
 from etude.inference.mtp import MtpDrafter, MtpDrafts
 from etude.inference.native import NativeForward
-from etude.inference.requests import check_length, check_tokens
+from etude.inference.requests import check_length, check_tokens, serves
 from etude.inference.scheduler import Scheduler
 from etude.inference.scoring import Scoring
 from etude.inference.sequences import Answer, TokenBytes
 from etude.inference.speculation import NgramLookup
 from etude.inference.stepping import Stepper
-from etude.inference.versions import serves
+from etude.inference.times import EngineCounters
 from etude.inference.weights import DoubleWeights
 from etude.model import DraftLayers, LanguageModel
 from etude.model.kernels.native.matrices import WeightType

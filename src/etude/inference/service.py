@@ -29,12 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.counters import EngineCounters
 from etude.inference.engine import Engine
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
 from etude.inference.tickets import Reply, Ticket, TicketLine
-from etude.inference.times import EngineLoad, ServiceTimes
+from etude.inference.times import EngineCounters, EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
 from etude.kit.tasks import to_the_end
 from etude.protocols import KvPolicy, Pace

@@ -1,8 +1,15 @@
-"""What one step computes of what the scheduler has planned: hidden states, draws, answers."""
+"""What one step computes of what the scheduler has planned: hidden states, draws, answers.
+
+A decoding row computes its last token and perhaps drafts behind it. At every one of these places the token
+is drawn that would be drawn without drafts: from the same distribution, with the noise of (key, position).
+The first is right in any case; each following one is right if the draft before it is what was drawn. So
+drafts save steps and change no token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,18 +17,62 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.inference.cache import PAGE_TOKENS, PagedCache
-from etude.inference.counters import EngineCounters
 from etude.inference.draft_gauge import DraftGauge
-from etude.inference.drawing import Draws
 from etude.inference.mtp import MtpDrafter
 from etude.inference.native import NativeForward
 from etude.inference.native.drafting import DecodingSteps
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
-from etude.inference.sequences import Answer, TokenBytes
+from etude.inference.sequences import Answer, Sequences, TokenBytes
 from etude.inference.speculation import CarriedStates, NgramLookup
+from etude.inference.times import EngineCounters
 from etude.inference.weights import DoubleWeights
 from etude.records import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """N draws, those of one session consecutive, for S sessions."""
+
+    sessions: NDArray[np.int64]
+    """[S] rows of `Sequences`."""
+    counts: NDArray[np.int64]
+    """[S] draws of each, at least 1."""
+    owners: NDArray[np.int64]
+    """[N] rows of `Sequences`."""
+    places: NDArray[np.int64]
+    """[N] position of each token that is drawn."""
+    hidden_rows: NDArray[np.int64]
+    """[N] rows of the step from which they are drawn."""
+
+    @staticmethod
+    def of(plan: StepPlan, sequences: Sequences) -> Draws:
+        """All of the decoding members' rows, and the last of each prompt that is complete now."""
+        counts = plan.rows.counts
+        ends = plan.rows.starts + counts
+        drawn = (ends == sequences.length[plan.members]).astype(np.int64)
+        drawn[: plan.num_decode] = counts[: plan.num_decode]
+        back = np.repeat(np.cumsum(drawn), drawn) - 1 - np.arange(int(drawn.sum()))
+        last_rows = np.cumsum(counts) - 1
+        some = drawn > 0
+        return Draws(
+            plan.members[some],
+            drawn[some],
+            np.repeat(plan.members, drawn),
+            np.repeat(ends, drawn) - back,
+            np.repeat(last_rows, drawn) - back,
+        )
+
+    def standing(self, tokens: NDArray[np.int64], sequences: Sequences) -> NDArray[np.int64]:
+        """[S] how many of each session's draws stand, given the tokens [N] that were drawn."""
+        if len(self.owners) == len(self.sessions):
+            return self.counts
+        wrong = tokens != sequences.tokens[self.owners, self.places]
+        wrong[np.cumsum(self.counts) - 1] = True  # whatever lies behind the last draft was not computed
+        wrong_places = np.flatnonzero(wrong)
+        firsts = np.cumsum(self.counts) - self.counts
+        return wrong_places[np.searchsorted(wrong_places, firsts)] - firsts + 1
+
 
 _TRIAL_STEPS = 4
 """Most steps of a run with drafts of which nobody knows yet whether they pay."""

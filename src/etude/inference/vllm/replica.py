@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from etude.errors import EtudeError, ResourceError, SamplerError, WeightUpdateError
 from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part
-from etude.inference.vllm.asking import Abilities, greet, score_tokens
-from etude.inference.vllm.client import VllmClient
+from etude.inference.vllm.client import Abilities, VllmClient, greet, score_tokens
 from etude.inference.vllm.probes import Deviation, Probe, check_probe
 from etude.inference.vllm.servers import VllmServer
 from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot

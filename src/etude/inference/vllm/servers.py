@@ -19,15 +19,13 @@ from typing import Protocol
 
 from etude.errors import ConfigError, ResourceError, SamplerError
 from etude.inference.ports import free_port
-from etude.inference.vllm.client import VllmClient
+from etude.inference.vllm.client import ADAPTERS, VllmClient
 from etude.inference.vllm.snapshots import ADAPTER
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.kit.tasks import to_the_end
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 """What vLLM's interpreter finds beside its own packages."""
-ADAPTERS = "etude-adapter"
-"""The name of the adapters of a server that has some."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That vLLM makes room for."""
 _LAUNCHER = WORKER_FOLDER / "etude_vllm_launch.py"
