@@ -60,7 +60,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._prefill_tokens = prefill_tokens
         self._drafter = drafter
-        self._gauge = gauge or DraftGauge(max_tokens)
+        self._gauge = gauge or DraftGauge(num_sessions, max_tokens, None)
         self._drafts_in_runs = drafts_in_runs
 
     # ---- sessions -------------------------------------------------------------------------------

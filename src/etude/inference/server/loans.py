@@ -134,27 +134,23 @@ class LoanDesk:
     async def lend(self, borrower: str, lease_s: float) -> Loan:
         """Takes nothing new of users from now on. Raises LoanConflictError where it is lent already, and
         WeightUpdateError where what it serves cannot be kept; then nothing has changed."""
-        self._check_not_lent()
+        if self.loan is not None:
+            raise LoanConflictError(
+                "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
+            )
         await self.home.leave()
         self.loan = Loan(borrower, lease_s, self._clock())
         self.state = LoanState.LENT
         self._watching = asyncio.create_task(self._watch(self.loan))
         return self.loan
 
-    async def recall(self, cause: str) -> PolicyVersion | None:
-        """Brings the replica home; returns the version that it then serves. Idempotent."""
+    async def recall(self, cause: str) -> None:
+        """Brings the replica home. Idempotent."""
         if self.loan is not None and self._returning is None:
             _log.info("the replica comes home: %s", cause)
             self._returning = asyncio.create_task(self._return(self.loan))
         if self._returning is not None:
             await asyncio.shield(self._returning)
-        return self._sink.current()
-
-    def _check_not_lent(self) -> None:
-        if self.loan is not None:
-            raise LoanConflictError(
-                "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
-            )
 
     async def _watch(self, loan: Loan) -> None:
         while (left_s := loan.renewed_s + loan.lease_s - self._clock()) > 0:  # noqa: ASYNC110 (a clock's time)

@@ -25,7 +25,7 @@ from etude.errors import EtudeError, ResourceError, SamplerError, WeightUpdateEr
 from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part
 from etude.inference.vllm.client import Abilities, VllmClient, greet, score_tokens
-from etude.inference.vllm.probes import Deviation, Probe, check_probe
+from etude.inference.vllm.probes import Probe, check_probe
 from etude.inference.vllm.servers import VllmServer
 from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot
 from etude.kit.tasks import to_the_end
@@ -102,8 +102,6 @@ class Replica:
         self.abilities: Abilities | None = None
         self.times = UpdateTimes()
         """Of the last update."""
-        self.deviation: Deviation | None = None
-        """Of the last probe."""
         self.restarts = 0
 
     # ---- weights --------------------------------------------------------------------------------
@@ -288,7 +286,7 @@ class Replica:
         assert part.prompt_logprobs is not None
         previous = self._served.probe if self._served is not None else None
         same = self._served is not None and self._served.version == snapshot.version
-        self.deviation = check_probe(
+        check_probe(
             part.prompt_logprobs,
             snapshot.probe,
             None if same else previous,
