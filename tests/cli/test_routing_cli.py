@@ -18,7 +18,7 @@ import pytest
 
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.inference.router import Replica
 from etude.inference.router.server import Proxy, ReplicaAddress, admin
 from etude.records import Segment

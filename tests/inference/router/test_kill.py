@@ -16,9 +16,9 @@ import pytest
 from etude.config.routing import HealthCheckConfig, RouterConfig
 from etude.inference.load import LogNormal, WorkloadShape, run_load, summarise, synthetic_sessions
 from etude.inference.load.http_target import HttpTarget
-from etude.inference.ports import free_port
 from etude.inference.router import MemberState
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
+from etude.kit.ports import free_port
 from tests.fakes.replica import running_server
 from tests.inference.server.checkpoint import write_checkpoint
 

@@ -11,11 +11,10 @@ from fastapi.responses import JSONResponse, Response
 
 from etude.errors import EtudeError, UserError
 from etude.inference.headers import SIDE_CHANNEL_HEADER
-from etude.inference.server.chat import ServedAnswer, answer_chat, lay_out
+from etude.inference.server.chat import ServedAnswer, answer_chat, check_model, lay_out
 from etude.inference.server.completions import answer_completion, read_completion, read_token_ids
 from etude.inference.server.errors import ERRORS, NoSuchModelError
 from etude.inference.server.limits import Key
-from etude.inference.server.model import check_model
 from etude.inference.server.requests import (
     conversation_of,
     key_of,

@@ -10,12 +10,11 @@ from typing import Any
 
 from etude.inference.headers import VERSION_HEADER
 from etude.inference.server.answering import Answering
-from etude.inference.server.chat import ServedAnswer
+from etude.inference.server.chat import ServedAnswer, ServedModel
 from etude.inference.server.errors import UnavailableError, VersionNotServedError
 from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
 from etude.inference.server.loans import LoanDesk
-from etude.inference.server.model import ServedModel
 from etude.inference.server.side_channel import ChoiceRecorder, SideChannel, encode
 from etude.protocols import Sampler, WeightSink
 from etude.records import PolicyVersion

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Protocol
 
 from etude.errors import ConfigError, ResourceError, SamplerError
-from etude.inference.ports import free_port
 from etude.inference.vllm.client import ADAPTERS, VllmClient
 from etude.inference.vllm.snapshots import ADAPTER
 from etude.kit.leftovers import ScratchDirectory, sweep
+from etude.kit.ports import free_port
 from etude.kit.tasks import to_the_end
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
