@@ -337,10 +337,7 @@ class ResidualMean:
 
     def __init__(self, prior: float, first_age: float = 1.0, num_buckets: int = 24) -> None:
         """`prior`: mean length expected at the start; it counts for four samples, not more."""
-        if prior <= 0.0 or first_age <= 0.0 or num_buckets < 1:
-            raise ValueError(
-                f"ResidualMean: all must be positive, received {(prior, first_age, num_buckets)}"
-            )
+        assert prior > 0.0 and first_age > 0.0 and num_buckets > 0, "all must be positive"
         self._ages = [0.0, *(first_age * 2.0**n for n in range(num_buckets - 1))]
         self._buckets = [_Bucket(max(prior, age), 4.0) for age in self._ages]
 

@@ -56,31 +56,19 @@ class ChoiceTokens:
     routes_start: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class ChoiceRecorder:
-    """Collects one answer's chunks."""
-
-    prompt: NDArray[np.int32]
-    _chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
-
-    def take(self, chunk: SampleChunk) -> None:
-        """Takes a chunk in."""
-        self._chunks.append(chunk)
-
-    def result(self) -> ChoiceTokens:
-        """The chunks together. Later routes of a position replace earlier ones."""
-        chunks = self._chunks
-        raw = [chunk.raw_logprobs for chunk in chunks if chunk.raw_logprobs is not None]
-        routes, start = _merged_routes(chunks)
-        return ChoiceTokens(
-            prompt=self.prompt,
-            tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(chunk.tokens for chunk in chunks)]),
-            logprobs=np.concatenate([np.zeros(0, dtype=np.float32), *(chunk.logprobs for chunk in chunks)]),
-            raw_logprobs=np.concatenate(raw) if raw else None,
-            spans=_spans(chunks),
-            routes=routes,
-            routes_start=start,
-        )
+def choice_tokens(prompt: NDArray[np.int32], chunks: Sequence[SampleChunk]) -> ChoiceTokens:
+    """One answer's chunks together. Later routes of a position replace earlier ones."""
+    raw = [chunk.raw_logprobs for chunk in chunks if chunk.raw_logprobs is not None]
+    routes, start = _merged_routes(chunks)
+    return ChoiceTokens(
+        prompt=prompt,
+        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(chunk.tokens for chunk in chunks)]),
+        logprobs=np.concatenate([np.zeros(0, dtype=np.float32), *(chunk.logprobs for chunk in chunks)]),
+        raw_logprobs=np.concatenate(raw) if raw else None,
+        spans=_spans(chunks),
+        routes=routes,
+        routes_start=start,
+    )
 
 
 def _merged_routes(chunks: Sequence[SampleChunk]) -> tuple[Any, int]:

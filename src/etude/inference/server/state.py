@@ -15,9 +15,9 @@ from etude.inference.server.errors import UnavailableError, VersionNotServedErro
 from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
 from etude.inference.server.loans import LoanDesk
-from etude.inference.server.side_channel import ChoiceRecorder, SideChannel, encode
+from etude.inference.server.side_channel import SideChannel, choice_tokens, encode
 from etude.protocols import Sampler, WeightSink
-from etude.records import PolicyVersion
+from etude.records import PolicyVersion, SampleChunk
 from etude.serving.metrics import Metrics
 from etude.tokens.chat.answers import Ended, Event, Sampled
 from etude.tokens.chat.histories import ChatFrames
@@ -193,12 +193,12 @@ class LiveRequest:
     """Tokens of each answer that has begun."""
     _last_s: dict[int, float] = field(default_factory=dict[int, float])
     _ended: set[int] = field(default_factory=set[int])
-    _recorders: list[ChoiceRecorder] = field(default_factory=list[ChoiceRecorder])
+    _chunks: list[list[SampleChunk]] = field(init=False)
+    """Of each answer, where its tokens are kept for the side channel."""
     _left: bool = False
 
     def __post_init__(self) -> None:
-        if self.asked.with_tokens:
-            self._recorders = [ChoiceRecorder(job.prompt) for job in self.answer.jobs]
+        self._chunks = [[] for _ in self.answer.jobs]
 
     @property
     def num_left(self) -> int:
@@ -228,8 +228,9 @@ class LiveRequest:
             async for event in events:
                 self._measure(event)
                 yield event
-            if self._recorders:
-                body = encode([recorder.result() for recorder in self._recorders])
+            if self.asked.with_tokens:
+                found = zip(self.answer.jobs, self._chunks, strict=True)
+                body = encode([choice_tokens(job.prompt, chunks) for job, chunks in found])
                 self.state.channel.put(self.answer.writer.id, self.key.name, body)
             metrics.observe("etude_serve_request_seconds", time.monotonic() - self.began_s)
         except (GeneratorExit, asyncio.CancelledError):  # the client has left
@@ -256,8 +257,8 @@ class LiveRequest:
         if count := len(event.chunk.tokens):
             self.asked.check(event.chunk.version)
             self._measure_tokens(event, count)
-        if self._recorders:
-            self._recorders[event.index].take(event.chunk)
+        if self.asked.with_tokens:
+            self._chunks[event.index].append(event.chunk)
 
     def _measure_tokens(self, event: Sampled, count: int) -> None:
         metrics, now_s = self.state.metrics, time.monotonic()

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from etude.errors import CheckpointError, StoreError, WeightUpdateError
 from etude.inference.vllm.probes import Probe
+from etude.inference.weights import check_finite
 from etude.kit.durable import DRAFTS, publish_directory
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.model.peft import PEFT_PREFIX
@@ -134,13 +134,7 @@ def open_snapshot(manifest: WeightManifest) -> Snapshot:
         ) from error
     check_tensors(manifest, tensors)
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise WeightUpdateError(
-                "holds values that are not finite",
-                field=name,
-                received=f"{int((~torch.isfinite(tensor)).sum())} of {tensor.numel()}",
-                fix="publish a version from before the training diverged",
-            )
+        check_finite(name, tensor)
     return Snapshot(directory, manifest, probe)
 
 
