@@ -18,9 +18,9 @@ import pytest
 
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
-from etude.kit.ports import free_port
 from etude.inference.router import Replica
 from etude.inference.router.server import Proxy, ReplicaAddress, admin
+from etude.kit.ports import free_port
 from etude.records import Segment
 from etude.store import TrajectoryLog
 from tests.cli.commands import etude, option_names
