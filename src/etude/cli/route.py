@@ -138,27 +138,13 @@ def route_command(
             "lending": lending,
         },
     )
-    from etude.inference.router.server import Proxy, ReplicaAddress, serve
+    from etude.inference.router.server import Proxy, serve
     from etude.inference.router.server.process import SERVER
     from etude.sandbox.server import read_token
 
-    addresses = [ReplicaAddress(one.url, one.pool or None) for one in chosen.replicas]
-    proxy = Proxy(chosen, _replica_token(replica_token_file))
     token = read_token(admin_token_file, SERVER) if admin_token_file is not None else None
     borrowers = read_token(borrower_token_file, SERVER) if borrower_token_file is not None else None
-    serve(
-        proxy,
-        addresses,
-        host=chosen.host,
-        port=chosen.port,
-        admin_token=token,
-        borrower_token=borrowers,
-        replicas_check_keys=chosen.replicas_check_keys,
-        allowed_hosts=chosen.allowed_hosts,
-        drain_s=chosen.limits.drain_s,
-        certificate=certificate,
-        key=key,
-    )
+    serve(Proxy(chosen, _replica_token(replica_token_file)), token, borrowers, certificate, key)
 
 
 route_app = typer.Typer(name="route", help="Route requests from one address to many model servers.")
