@@ -286,5 +286,5 @@ async def running_engine(
         await service.activate(manifest.version)
         yield RunningEngine(service, weights, manifest, opened.weights.config)
     finally:
-        with contextlib.suppress(Exception):  # a loop that has failed has told its requests
+        with contextlib.suppress(Exception):  # a loop that failed has ended its requests
             await service.__aexit__()
