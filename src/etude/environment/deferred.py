@@ -33,7 +33,6 @@ class DeferredSandbox(WrappedSandbox):
         return await asyncio.shield(self._making)
 
     async def reach(self, operation: str) -> Sandbox:
-        """See WrappedSandbox.reach."""
         return await self.ready()
 
     async def kill(self) -> None:

@@ -125,7 +125,7 @@ class Commands:
         return Command(self._sandbox, pid)
 
     async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """See Command.send_stdin."""
+        """Writes to the standard input of a background command."""
         await Command(self._sandbox, pid).send_stdin(data)
 
     async def kill(self, pid: int) -> bool:

@@ -252,7 +252,6 @@ class MachineSandbox(Sandbox):
             raise await self._owner.blame(self, error) from error
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See Sandbox.call."""
         operation, ready = header["op"], prepared(header, self.workspace, self.environment)
         if operation == "shell.run":
             # Here, not inside: no command's time runs while it waits for another one of its session.
@@ -310,7 +309,6 @@ class MachineSandbox(Sandbox):
     # Sandbox
 
     async def get_info(self) -> SandboxInfo:
-        """See Sandbox.get_info."""
         return SandboxInfo(
             id=self.id,
             backend=self._owner.name,
@@ -326,21 +324,17 @@ class MachineSandbox(Sandbox):
         )
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         self._owner.expire_at(self, timeout_s)
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
-        """See Sandbox.pause."""
         await self._owner.pause(self, mode)
 
     async def resume(self) -> None:
-        """See Sandbox.resume."""
         await self._owner.resume(self)
 
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
         return await self._owner.snapshot(self, kind, name)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
@@ -349,11 +343,9 @@ class MachineSandbox(Sandbox):
         return await self._owner.fork(self, count)
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate."""
         return await self._owner.migrate(self, target)
 
     async def kill(self) -> None:
-        """See Sandbox.kill."""
         await self._owner.kill(self)
 
 

@@ -54,7 +54,7 @@ from etude.sandbox.types import (
 __all__ = ["MachineBackend", "default_state_directory", "gather_copies"]
 
 
-class MachineBackend(SnapshotKeeper):
+class MachineBackend(SnapshotKeeper, SandboxBackend):
     """Base of the backends whose sandboxes are `MachineSandbox`es. For one event loop."""
 
     allow_private: tuple[str, ...] = ()
@@ -74,7 +74,6 @@ class MachineBackend(SnapshotKeeper):
     # For each kind of machine
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         raise NotImplementedError
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
@@ -98,7 +97,6 @@ class MachineBackend(SnapshotKeeper):
         return None
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         return []
 
     # SandboxBackend
@@ -112,7 +110,6 @@ class MachineBackend(SnapshotKeeper):
         snapshot: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> MachineSandbox:
-        """See SandboxBackend.create."""
         check_life(timeout_s)
         if snapshot is None:
             spec = Spec(
@@ -200,7 +197,6 @@ class MachineBackend(SnapshotKeeper):
         return self._request_log
 
     async def connect(self, sandbox_id: str) -> MachineSandbox:
-        """See SandboxBackend.connect."""
         sandbox = self._live.get(sandbox_id)
         if sandbox is None:
             raise missing_sandbox(sandbox_id)
@@ -209,11 +205,9 @@ class MachineBackend(SnapshotKeeper):
         return sandbox
 
     async def list(self) -> list[SandboxInfo]:
-        """See SandboxBackend.list."""
         return [await sandbox.get_info() for sandbox in self._live.values()]
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         self._closed = True
         ends = [self.kill(sandbox) for sandbox in self._live.values()]
         ends += [self._give_up(snapshot) for snapshot in self._in_transit]
@@ -245,7 +239,6 @@ class MachineBackend(SnapshotKeeper):
         return await self._blame.judge(sandbox.id, error, evidence)
 
     async def kill(self, sandbox: MachineSandbox) -> None:
-        """See Sandbox.kill."""
         if self._live.pop(sandbox.id, None) is None:
             return
         timer = self._timers.pop(sandbox.id, None)
@@ -261,7 +254,6 @@ class MachineBackend(SnapshotKeeper):
             await self.delete_snapshot(saved)
 
     async def pause(self, sandbox: MachineSandbox, mode: SnapshotKind) -> None:
-        """See Sandbox.pause."""
         if mode not in self.capabilities().pause:
             raise unsupported_copy(self.capabilities(), "pause", mode)
         await self.fall_asleep(sandbox, mode)
@@ -282,7 +274,6 @@ class MachineBackend(SnapshotKeeper):
                 await to_the_end(self.stop(sandbox))
 
     async def resume(self, sandbox: MachineSandbox) -> None:
-        """See Sandbox.resume."""
         async with sandbox.lifecycle:
             if sandbox.state != "paused":
                 return
@@ -300,7 +291,6 @@ class MachineBackend(SnapshotKeeper):
     async def snapshot(
         self, sandbox: MachineSandbox, kind: SnapshotKind | None, name: str | None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
         able = self.capabilities().snapshots
         wanted: SnapshotKind = kind or ("full" if "full" in able else "filesystem")
         if wanted not in able:
@@ -309,7 +299,6 @@ class MachineBackend(SnapshotKeeper):
             return await self._save(sandbox, wanted, name)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork."""
         kind = self.capabilities().fork
         if kind is None:
             raise self.unsupported("full")
@@ -348,7 +337,6 @@ class MachineBackend(SnapshotKeeper):
         return await in_place_of(moved, self.kill(sandbox))
 
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         check_life(timeout_s)
         timer = self._timers.pop(sandbox.id, None)
         if timer is not None:

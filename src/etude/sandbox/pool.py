@@ -42,7 +42,7 @@ class PoolHealth:
     """What went wrong lately behind the scenes."""
 
 
-class PooledBackend:
+class PooledBackend(SandboxBackend):
     """`SandboxBackend` over another one, which it owns and closes. For one event loop."""
 
     def __init__(self, inner: SandboxBackend, max_live: int, queue_timeout_s: float = 60.0) -> None:
@@ -57,11 +57,9 @@ class PooledBackend:
         self._closed = False
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         return self.inner.capabilities()
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         return self.inner.doctor()
 
     def health(self) -> PoolHealth:
@@ -100,24 +98,19 @@ class PooledBackend:
         return sandbox
 
     async def list(self) -> list[SandboxInfo]:
-        """See SandboxBackend.list."""
         infos = await self.inner.list()
         return [self._live[info.id].described(info) for info in infos if info.id in self._live]
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
-        """See SandboxBackend.list_snapshots."""
         return await self.inner.list_snapshots()
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot."""
         await self.inner.delete_snapshot(snapshot)
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot."""
         await self.inner.export_snapshot(snapshot, target)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
         return await self.inner.import_snapshot(source)
 
     async def close(self) -> None:

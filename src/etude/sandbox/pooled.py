@@ -45,7 +45,6 @@ class PooledSandbox(WrappedSandbox):
         return self._lifecycle.locked()
 
     async def reach(self, operation: str) -> Sandbox:
-        """See WrappedSandbox.reach."""
         return self._inner
 
     def described(self, info: SandboxInfo) -> SandboxInfo:
@@ -59,11 +58,9 @@ class PooledSandbox(WrappedSandbox):
             self._pool.forget(self)
 
     async def get_info(self) -> SandboxInfo:
-        """See Sandbox.get_info."""
         return self.described(await self._inner.get_info())
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         await self._inner.set_timeout(timeout_s)
         self._pool.expect_end(timeout_s)
 
@@ -113,7 +110,6 @@ class PooledSandbox(WrappedSandbox):
         return result
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate."""
         async with self._lifecycle:
             self.num_turns += 1
             moved = await self._inner.migrate(target)

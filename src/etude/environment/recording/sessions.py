@@ -78,7 +78,6 @@ class Recordings(LiveSessions):
         return tenant
 
     def find(self, session_id: str) -> RecordedSession:
-        """See LiveSessions.find."""
         if session_id not in self._sessions and session_id in self._ended:
             raise SessionEndedError("the session has ended", field="session")
         return super().find(session_id)

@@ -50,7 +50,6 @@ class GvisorBackend(MachineBackend):
         self._containers: dict[str, Container] = {}
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         full: frozenset[SnapshotKind] = frozenset({"full"})
         return Capabilities(
             backend=self.name,
@@ -66,11 +65,9 @@ class GvisorBackend(MachineBackend):
         )
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         return find_problems(self._program)
 
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.agents_doing."""
         container = self._containers.get(sandbox.id)
         if container is None:
             return None
@@ -79,7 +76,6 @@ class GvisorBackend(MachineBackend):
         return "the agent's processes used up the sandbox's memory" if container.num_oom_kills else None
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.host_failure."""
         container = self._containers.get(sandbox.id)
         if container is None or self.agents_doing(sandbox) is not None:
             return None
@@ -93,13 +89,11 @@ class GvisorBackend(MachineBackend):
     async def start(
         self, spec: Spec, timeout_s: float | None = None, snapshot: Snapshot | None = None
     ) -> MachineSandbox:
-        """See MachineBackend.start."""
         if not self._closed:
             await self._prepare()
         return await super().start(spec, timeout_s, snapshot)
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
-        """See MachineBackend.boot."""
         container = await self._new_container(sandbox)
         async with self._beginning(sandbox, container, "start", [], READY + 1) as channel:
             await channel.answer(READY, self.start_s)
@@ -108,7 +102,6 @@ class GvisorBackend(MachineBackend):
         return channel
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
-        """See MachineBackend.restore."""
         image = [snapshot.file(name) for name in IMAGE_FILES]
         container = await self._new_container(sandbox)
         # What the source was asked before the checkpoint is answered here too, to nobody.
@@ -142,7 +135,6 @@ class GvisorBackend(MachineBackend):
         container.watch(sandbox.spec.resources, channel, on_end)
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        """See MachineBackend.save."""
         if kind != "full":
             raise self.unsupported(kind)
         container = self._containers[sandbox.id]
@@ -155,13 +147,11 @@ class GvisorBackend(MachineBackend):
             draft.extra["next_id"] = channel.next_id()
 
     async def stop(self, sandbox: MachineSandbox) -> None:
-        """See MachineBackend.stop."""
         container = self._containers.pop(sandbox.id, None)
         if container is not None:
             await container.end()
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         try:
             await super().close()
         finally:

@@ -223,7 +223,7 @@ class Running:
                 time.sleep(_INSIST_PAUSE_S)
 
     def note_child(self, now_s: float) -> None:
-        """See Jobs.note_child."""
+        """There is a child to look after."""
         self._has_children = True
         self._memory.put_off(now_s)
 
@@ -302,7 +302,7 @@ class Running:
             output.close()
 
     def job_pids(self) -> list[int]:
-        """See Jobs.job_pids."""
+        """The commands and test runs that are under way."""
         return [job.pid for job in self._jobs.values()]
 
     # Killing: what belongs to one job, and to no other

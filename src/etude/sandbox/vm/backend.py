@@ -69,7 +69,6 @@ class VmBackend(MachineBackend):
         self._preparing = asyncio.Lock()
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         return Capabilities(
             backend=self.name,
             isolation="vm",
@@ -89,7 +88,6 @@ class VmBackend(MachineBackend):
         return "QEMU was killed" if machine is not None and machine.qemu.was_killed else None
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         problems: list[str] = []
         try:
             qemu_version()
@@ -118,13 +116,11 @@ class VmBackend(MachineBackend):
         return channel
 
     async def stop(self, sandbox: MachineSandbox) -> None:
-        """See MachineBackend.stop."""
         machine = self._machines.pop(sandbox.id, None)
         if machine is not None:
             await machine.close()
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         try:
             await super().close()
         finally:
@@ -133,14 +129,12 @@ class VmBackend(MachineBackend):
                 self._work = None
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        """See MachineBackend.save."""
         if kind != "full":
             raise self.unsupported(kind)
         machine = self._machine(sandbox)
         await self._write(sandbox, machine, draft.directory, draft.extra)
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
-        """See MachineBackend.restore."""
         _, accelerator = await self._prepare()
         hardware = Hardware.for_resources(snapshot.resources, accelerator)
         if snapshot.extra.get("hardware") != _fields(hardware):
