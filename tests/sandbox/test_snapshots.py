@@ -25,8 +25,7 @@ from etude.sandbox.snapshots import (
     SnapshotStore,
     this_machine,
 )
-from etude.sandbox.template import Image, Template
-from etude.sandbox.template_packing import encode_template, unpack_templates
+from etude.sandbox.template import Image, Template, encode_template, unpack_templates
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
 TEMPLATE = Template({"a": "x", "d/b": bytes(range(256))}, "named")

@@ -20,8 +20,7 @@ from typing import Protocol
 
 from etude.agent import AgentSession, NextWords, ToolContext
 from etude.agent.journal import INTERRUPTED
-from etude.environment.history import Difference, SessionTurn, differences
-from etude.environment.replay_causes import DURATIONS, causes_of
+from etude.environment.history import DURATIONS, Difference, SessionTurn, causes_of, differences
 from etude.errors import AgentError, ConfigError, SandboxError, UserError
 from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
 from etude.records import (

@@ -15,9 +15,9 @@ from etude.sandbox.answers import (
     parts,
     rows,
 )
-from etude.sandbox.arguments import check_timeout
 from etude.sandbox.calls import Transport
 from etude.sandbox.inside.frames import Header
+from etude.sandbox.refusals import check_timeout
 from etude.sandbox.types import CommandResult, OnOutput, ProcessInfo
 
 MEMORY_EXCEEDED = "killed: memory limit exceeded\n"

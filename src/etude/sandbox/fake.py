@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.errors import SandboxError
-from etude.sandbox.arguments import check_count, check_life
 from etude.sandbox.calls import Answer, agents_fault, prepared
 from etude.sandbox.errors import (
     SandboxStateError,
@@ -32,9 +31,8 @@ from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of, default_state_directory, transfer
-from etude.sandbox.refusals import check_move, missing_sandbox, unsupported_copy
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import encode_template, unpack_templates
+from etude.sandbox.refusals import check_count, check_life, check_move, missing_sandbox, unsupported_copy
+from etude.sandbox.template import Template, encode_template, unpack_templates
 from etude.sandbox.types import (
     NO_NETWORK,
     Capabilities,

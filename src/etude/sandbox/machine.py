@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from etude.errors import SandboxError
-from etude.sandbox.arguments import check_count
 from etude.sandbox.calls import Answer, agents_fault, prepared, too_large
 from etude.sandbox.channel import Channel
 from etude.sandbox.commands import process_id
 from etude.sandbox.egress import Egress
 from etude.sandbox.errors import SandboxLostError, SandboxStateError
 from etude.sandbox.inside.frames import FrameError, Header
-from etude.sandbox.inside.waiting import MOST_WAITING_S
+from etude.sandbox.inside.processes import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.outputs import Outputs
+from etude.sandbox.refusals import check_count
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,

@@ -22,17 +22,22 @@ from typing import Any
 
 from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.kit.tasks import to_the_end
-from etude.sandbox.arguments import check_life
 from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
-from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
-from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, transfer
+from etude.sandbox.migration import (
+    abilities_of,
+    default_state_directory,
+    gather_copies,
+    in_place_of,
+    transfer,
+)
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.refusals import (
+    check_life,
     check_move,
     check_resources,
     missing_sandbox,

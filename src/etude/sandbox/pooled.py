@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from etude.errors import SandboxError
-from etude.sandbox.arguments import check_count
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.refusals import check_count
 from etude.sandbox.types import (
     SandboxInfo,
     SnapshotKind,

@@ -32,8 +32,7 @@ from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import SnapshotError, SnapshotMissingError, SnapshotRefusedError
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.refusals import foreign_snapshot
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import encode_template, unpack_templates
+from etude.sandbox.template import Template, encode_template, unpack_templates
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
 FORMAT = 1

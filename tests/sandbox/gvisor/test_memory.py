@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.gvisor.bounding import (
+from etude.sandbox.gvisor.memory import (
     KERNEL_BYTES,
     LONGEST_S,
+    OVERHEAD_BYTES,
     PATIENCE_S,
     SERVER_BYTES,
     SHORTEST_S,
     STEP_BYTES,
+    ControlGroup,
     MemoryBound,
+    MemoryFile,
 )
-from etude.sandbox.gvisor.memory import OVERHEAD_BYTES, ControlGroup, MemoryFile
 
 
 def test_the_memory_file_of_a_process_is_found_and_measured() -> None:

@@ -25,8 +25,7 @@ from etude.environment.recording.errors import (
     SessionEndedError,
 )
 from etude.environment.recording.journal import SessionJournal
-from etude.environment.recording.limits import RecordingLimits
-from etude.environment.recording.live import LiveSessions, RecordedSession, new_names
+from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits, new_names
 from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec

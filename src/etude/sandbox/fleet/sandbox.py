@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from etude.errors import InfrastructureError, SandboxError
-from etude.sandbox.arguments import check_count
-from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import CapacityError, SandboxLostError, SandboxMissingError
 from etude.sandbox.fleet.host import FleetHost, Undo, kill
 from etude.sandbox.fleet.hosts import Placement
 from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.migration import gather_copies
+from etude.sandbox.refusals import check_count
 from etude.sandbox.types import SandboxInfo, SnapshotInfo, SnapshotKind
 from etude.sandbox.wrapping import Operation, WrappedSandbox
 

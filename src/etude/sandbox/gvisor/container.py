@@ -24,10 +24,9 @@ from pathlib import Path
 from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.guarded import GuardedProcess
-from etude.sandbox.gvisor.bounding import MemoryBound
 from etude.sandbox.gvisor.bundle import Interpreter, configuration
 from etude.sandbox.gvisor.entering import IMAGE, PREFIX, ROOTFS, WORK
-from etude.sandbox.gvisor.memory import OVERHEAD_BYTES, ControlGroup, MemoryFile
+from etude.sandbox.gvisor.memory import OVERHEAD_BYTES, ControlGroup, MemoryBound, MemoryFile
 from etude.sandbox.gvisor.runsc import Runsc, checkpoint_words, restore_words, run_words
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.types import Resources

@@ -166,7 +166,7 @@ class Job:
     timeout_s: float
     """How long it may take; infinite where nothing bounds it."""
     deadline_s: float
-    """When to look whether it ends: see `waiting`."""
+    """When to look whether it ends: see `processes.extension_s`."""
     spare: set[int]
     keep_background: bool
     """Whether processes that the child leaves behind may live on."""

@@ -25,6 +25,7 @@ from etude.sandbox.inside.jobs import (
 from etude.sandbox.inside.memory_watch import MemoryWatch
 from etude.sandbox.inside.processes import (
     Processes,
+    extension_s,
     families,
     kill_all_but,
     reap,
@@ -33,7 +34,6 @@ from etude.sandbox.inside.processes import (
 )
 from etude.sandbox.inside.sessions import Sessions
 from etude.sandbox.inside.settings import Settings, check_texts
-from etude.sandbox.inside.waiting import extension_s
 from etude.sandbox.inside.wire import Wire
 
 MAX_RESULT_BYTES = 4 << 20

@@ -24,9 +24,8 @@ from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.forkserver import ForkServer
 from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.local.host_view import HostView
-from etude.sandbox.local.plans import plan_request
 from etude.sandbox.local.spares import NUM_AHEAD, Spares
-from etude.sandbox.local.templates import TemplateUses, pack_files
+from etude.sandbox.local.templates import TemplateUses, pack_files, plan_request
 from etude.sandbox.machine import OPERATION_S, MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft

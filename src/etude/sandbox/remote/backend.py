@@ -24,8 +24,7 @@ from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, or_killed, transfer
 from etude.sandbox.refusals import check_move
 from etude.sandbox.remote.connection import BATCH_BYTES, RETRY, Connection, OnFrame, OutputStream
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import encode_template, template_key
+from etude.sandbox.template import Template, encode_template, template_key
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo, SnapshotKind
 from etude.sandbox.wire_types import (
     SPEAKS,

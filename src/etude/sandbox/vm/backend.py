@@ -27,10 +27,9 @@ from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
 from etude.sandbox.vm.image import VmImage, find_image, images_directory
-from etude.sandbox.vm.probe import choose_accelerator
 from etude.sandbox.vm.qemu import Hardware, qemu_version
 from etude.sandbox.vm.state import Machine, start_machine
-from etude.sandbox.vm.templates import WarmTemplates
+from etude.sandbox.vm.templates import WarmTemplates, choose_accelerator
 
 INSTALL_S = 120.0
 Step = Callable[[str], Awaitable[None]]
