@@ -21,9 +21,11 @@ from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
 from etude.sandbox.gvisor.container import IMAGE_FILES, Container
+from etude.sandbox.gvisor.memory import OVERHEAD_BYTES
 from etude.sandbox.gvisor.runsc import Runsc, find_problems
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
+from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.machine import MachineSandbox, Spec, greeting
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
@@ -45,6 +47,7 @@ class GvisorBackend(MachineBackend):
         self._program = program
         self._interpreter = Interpreter.of_this_process()
         self._work: ScratchDirectory | None = None
+        self._groups: ControlGroups | None = None
         self._preparing: asyncio.Future[Runsc] | None = None
         self._numbers = itertools.count(1)
         self._containers: dict[str, Container] = {}
@@ -159,6 +162,8 @@ class GvisorBackend(MachineBackend):
                 await asyncio.wait([self._preparing])
             if self._work is not None:
                 await asyncio.to_thread(self._work.close)
+            if self._groups is not None:
+                await asyncio.to_thread(self._groups.close)
 
     async def _prepare(self) -> tuple[Path, Runsc]:
         """Finds runsc and makes what all containers share, once. Raises ResourceError."""
@@ -178,13 +183,14 @@ class GvisorBackend(MachineBackend):
         if os.geteuid() == 0:
             for path in (rootfs, *rootfs.rglob("*")):
                 os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        self._groups = ControlGroups.open(kernel_bytes=OVERHEAD_BYTES)
         self._work = work
         return runsc
 
     async def _new_container(self, sandbox: MachineSandbox) -> Container:
         work, runsc = await self._prepare()
         name = f"{sandbox.id}-{next(self._numbers)}"
-        container = Container(name, work / name, runsc, self._interpreter, work / "rootfs")
+        container = Container(name, work / name, runsc, self._interpreter, work / "rootfs", self._groups)
         self._containers[sandbox.id] = container
         return container
 
