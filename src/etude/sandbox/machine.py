@@ -260,8 +260,6 @@ class MachineSandbox(Sandbox):
         answer, data = await self.job(ready, payload, on_output, header)
         if operation == "wait":
             self._outputs.ended(header["pid"])
-        elif on_output is not None and header.get("background"):
-            self._outputs.listen(process_id(answer, self.id), on_output)
         return answer, data
 
     async def job(
@@ -283,18 +281,23 @@ class MachineSandbox(Sandbox):
         self, channel: Channel, header: Header, payload: bytes, on_output: OnOutput | None
     ) -> Answer:
         """A quick operation has a deadline of its own, a job that of its time, the wait for one none."""
-        operation = header["op"]
-        if operation not in _LASTING or header.get("background"):
-            return await channel.request(header, payload, OPERATION_S)
+        is_lasting = header["op"] in _LASTING and not header.get("background")
         header["id"] = request_id = channel.next_id()
-        most_s = None if operation == "wait" else header["timeout_s"] + MOST_WAITING_S + OPERATION_S
         if on_output is not None:
             self._outputs.expect(request_id, on_output)
         try:
-            channel.send(header, payload)
-            return await channel.answer(request_id, most_s, self._gate.closed_s)
+            if is_lasting:
+                most_s = (
+                    None if header["op"] == "wait" else header["timeout_s"] + MOST_WAITING_S + OPERATION_S
+                )
+                channel.send(header, payload)
+                return await channel.answer(request_id, most_s, self._gate.closed_s)
+            answer, data = await channel.request(header, payload, OPERATION_S)
+            if on_output is not None and "fault" not in answer:
+                self._outputs.started(process_id(answer, self.id), request_id)
+            return answer, data
         except asyncio.CancelledError:
-            if not channel.closed:
+            if is_lasting and not channel.closed:
                 channel.send({"op": "cancel", "target": request_id})
             raise
         finally:

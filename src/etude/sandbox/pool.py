@@ -88,12 +88,11 @@ class PooledBackend(SandboxBackend):
 
     async def connect(self, sandbox_id: str) -> PooledSandbox:
         """See SandboxBackend.connect. Resuming a paused one takes a place."""
-        sandbox = self._live.get(sandbox_id)
-        if sandbox is not None and (await sandbox.get_info()).state == "killed":
-            sandbox.ended(forget=True)
-            sandbox = None
-        if sandbox is None:
+        if sandbox_id in self._live:
+            await self._live[sandbox_id].look()
+        if sandbox_id not in self._live:
             raise missing_sandbox(sandbox_id)
+        sandbox = self._live[sandbox_id]
         await sandbox.resume()
         return sandbox
 
@@ -162,12 +161,8 @@ class PooledBackend(SandboxBackend):
 
     async def _look(self) -> None:
         """Takes back the places of sandboxes that ended by themselves."""
-        before = [(sandbox, sandbox.num_turns) for sandbox in self._live.values() if not sandbox.is_turning]
-        states = {info.id: info.state for info in await self.inner.list()}
-        for sandbox, num_turns in before:
-            state = states.get(sandbox.id, "killed")
-            if state != "running" and sandbox.num_turns == num_turns:
-                sandbox.ended(forget=state == "killed")
+        for sandbox in list(self._live.values()):
+            await sandbox.look()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -172,6 +172,8 @@ class Job:
     """Whether processes that the child leaves behind may live on."""
     request_id: int = 0
     """Whom to answer at its end; 0: it runs in the background."""
+    started_by: int = 0
+    """The request that started one in the background, which its output names."""
     cmd: str = ""
     stream: bool = False
     """Whether output is sent on as it comes."""

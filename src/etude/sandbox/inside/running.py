@@ -176,6 +176,7 @@ class Running:
         if job.input is not None and not background:
             self._feed(job, payload, close=True)
         if background:
+            job.started_by = header["id"]
             return {"pid": job.pid}, b""
         job.request_id = header["id"]
         return None
@@ -242,7 +243,12 @@ class Running:
 
     def _send_on(self, job: Job, index: int, data: bytes) -> None:
         if job.stream and data:
-            event = {"event": "output", "pid": job.pid, "id": job.request_id, "fd": index + 1}
+            event = {
+                "event": "output",
+                "pid": job.pid,
+                "id": job.request_id or job.started_by,
+                "fd": index + 1,
+            }
             self._wire.send(event, data)
 
     def _listen_again(self) -> None:

@@ -46,7 +46,10 @@ def copy_sparse(source: Path, target: Path) -> None:
     """Copies a file, holes staying holes; a file system that can share blocks does. Raises OSError."""
     make_sparse(target, 0)
     done = subprocess.run(
-        ["cp", "--sparse=always", "--reflink=auto", source, target], capture_output=True, text=True, check=False
+        ["cp", "--sparse=always", "--reflink=auto", source, target],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise OSError(errno.EIO, done.stderr.strip()[-500:])
