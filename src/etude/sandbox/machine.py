@@ -7,12 +7,10 @@ end) it asks of its backend, a `MachineBackend`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -28,11 +26,8 @@ from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.outputs import Outputs
 from etude.sandbox.refusals import check_count
-from etude.sandbox.template import Template
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.types import (
-    NO_NETWORK,
-    Network,
-    Resources,
     SandboxInfo,
     SandboxState,
     SnapshotInfo,
@@ -46,18 +41,6 @@ OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself ends it after 20 s."""
 _LASTING = frozenset({"command", "tests", "probes", "shell.run", "wait"})
 """Operations that are answered when what they are about has ended."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What a sandbox was asked to be."""
-
-    template: Template
-    resources: Resources = dataclasses.field(default_factory=Resources)
-    network: Network = NO_NETWORK
-    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    parent: str | None = None
-    """The sandbox or snapshot it continues."""
 
 
 class _Stopwatch:

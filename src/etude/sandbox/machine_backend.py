@@ -14,6 +14,7 @@ A start that fails, times out or is cancelled is stopped; a pause that fails lea
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,7 +27,7 @@ from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.migration import (
     abilities_of,
     default_state_directory,
@@ -44,7 +45,7 @@ from etude.sandbox.refusals import (
     unsupported_copy,
 )
 from etude.sandbox.snapshot_keeper import SnapshotKeeper
-from etude.sandbox.snapshots import Snapshot
+from etude.sandbox.snapshots import Snapshot, Spec
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,
@@ -129,12 +130,10 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
                 fix="give one or the other",
             )
         saved = await self.snapshots.open(snapshot)
-        spec = Spec(
-            saved.template,
-            saved.resources,
-            network or saved.network,
-            dict(metadata if metadata is not None else saved.metadata),
-            parent=snapshot,
+        spec = dataclasses.replace(
+            saved.spec,
+            network=network or saved.spec.network,
+            metadata=dict(saved.spec.metadata if metadata is None else metadata),
         )
         return await self.start(spec, timeout_s, saved)
 
@@ -359,8 +358,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
 
     def copied_spec(self, sandbox: MachineSandbox) -> Spec:
         """The spec of a copy of a sandbox."""
-        spec = sandbox.spec
-        return Spec(spec.template, spec.resources, spec.network, spec.metadata, parent=sandbox.id)
+        return dataclasses.replace(sandbox.spec, parent=sandbox.id)
 
     def lost(self, sandbox: MachineSandbox) -> None:
         """The sandbox's machine died by itself: it is marked, and kept until it is killed."""

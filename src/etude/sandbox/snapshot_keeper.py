@@ -106,10 +106,7 @@ class SnapshotKeeper:
                 backend=self.name,
                 backend_version=self.version,
                 sandbox_id=sandbox.id,
-                template=sandbox.spec.template,
-                resources=sandbox.spec.resources,
-                network=sandbox.spec.network,
-                metadata=sandbox.spec.metadata,
+                spec=sandbox.spec,
                 temporary=temporary,
             )
         except BaseException:

@@ -34,9 +34,9 @@ from etude.sandbox.containers.arguments import (
 from etude.sandbox.containers.engine import Engine
 from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.installing import install_template
-from etude.sandbox.machine import MachineSandbox, Spec, greeting
+from etude.sandbox.machine import MachineSandbox, greeting
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.snapshots import Snapshot, SnapshotDraft
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, Spec
 from etude.sandbox.template import Image
 from etude.sandbox.types import Capabilities, SnapshotInfo, SnapshotKind
 

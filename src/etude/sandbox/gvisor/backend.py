@@ -26,9 +26,9 @@ from etude.sandbox.gvisor.runsc import Runsc, find_problems
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
 from etude.sandbox.local.cgroups import ControlGroups
-from etude.sandbox.machine import MachineSandbox, Spec, greeting
+from etude.sandbox.machine import MachineSandbox, greeting
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.snapshots import Snapshot, SnapshotDraft
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, Spec
 from etude.sandbox.types import Capabilities, SnapshotKind
 
 

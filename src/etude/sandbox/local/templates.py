@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.inside.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameError, pack
 from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
-from etude.sandbox.machine import Spec
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 
 MAX_IDLE_TEMPLATES = 256

@@ -135,7 +135,7 @@ class VmBackend(MachineBackend):
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
         _, accelerator = await self._prepare()
-        hardware = Hardware.for_resources(snapshot.resources, accelerator)
+        hardware = Hardware.for_resources(snapshot.spec.resources, accelerator)
         if snapshot.extra.get("hardware") != _fields(hardware):
             raise SnapshotError(
                 f"the snapshot is of another machine: {snapshot.extra.get('hardware')}",
