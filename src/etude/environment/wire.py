@@ -119,7 +119,7 @@ def task_of(raw: object) -> Task:
     try:
         named = copy.deepcopy(named)
         for part in (named, *named.get("steps", ())):
-            _recode(part, lambda text: base64.b64decode(text, validate=True))
+            _recode(part, _unpacked)
         task = _TASK_TYPE.validate_python(named)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -135,6 +135,14 @@ def task_of(raw: object) -> Task:
         ) from error
     _check_sizes(task)
     return task
+
+
+def _unpacked(text: Any) -> bytes | None:
+    """The bytes of an archive; None, which no field of one takes, for what is no Base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
 
 
 def _recode(part: dict[str, Any], code: Callable[[Any], object]) -> None:
