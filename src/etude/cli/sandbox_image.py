@@ -125,7 +125,7 @@ def export_command(
     state: StateOption = None,
 ) -> None:
     """Write an image as an OCI archive for other tools."""
-    from etude.sandbox.images.oci_export import export_image
+    from etude.sandbox.images.oci import export_image
 
     store = _store(state)
     typer.echo(export_image(store.load(name), store, path))
