@@ -50,9 +50,10 @@ def copy_sparse(source: Path, target: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        restore_signals=False,  # a limit on file sizes is an error here, and no signal that ends it
     )
     if done.returncode:
-        raise OSError(errno.EIO, done.stderr.strip()[-500:])
+        raise OSError(errno.EIO, done.stderr.strip()[-500:] or f"cp ended with {done.returncode}")
 
 
 def save_memory(pid: int, base: Path, target: Path) -> None:
