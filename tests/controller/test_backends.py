@@ -38,7 +38,7 @@ def test_private_addresses_are_the_operator_s_choice_and_exact() -> None:
     assert isinstance(backend, UnisolatedBackend)
     assert backend.allow_private == ("10.1.2.3:443",)
     asyncio.run(backend.close())
-    with pytest.raises(ValueError, match="is said to each server"):
+    with pytest.raises(ValueError, match="give it to each server"):
         SandboxConfig(server="http://127.0.0.1:1", allow_private=["10.1.2.3:443"])
     with pytest.raises(ConfigError, match="port is missing"):
         open_run_backend(SandboxConfig(backend="local", allow_private=["10.1.2.3"]))
