@@ -100,8 +100,9 @@ def sessions_command(
 ) -> None:
     """Write sessions of a scripted author as chats, for `etude sft` to fine-tune a published model on.
 
-    The author is that of the configured family, tools and system words those of the section `agent`. Sessions
-    that call other tools, or show malformed calls, are left out.
+    The author is that of the configured family; of tasks in a directory those that are trained on are solved
+    as their reference solutions do. Tools and system words are those of the section `agent`. Sessions that
+    call other tools, or show malformed calls, are left out.
     """
     from etude.config import load_config
     from etude.controller.expert_chats import write_chats
@@ -111,7 +112,7 @@ def sessions_command(
     run_config = settle_run_servers(load_config(config, settings or []))
     sessions = open_family(run_config).sessions(count, open_observer())
     written = write_chats(sessions, file, run_config.agent, flawless=flawless)
-    error_console().print(f"{written} of {count} sessions")
+    error_console().print(f"{written} of {len(sessions)} sessions")
 
 
 @tasks_app.command("check")

@@ -146,8 +146,8 @@ class TasksConfig(Section):
     """Variables of this process that tasks in `directory` may read as `${NAME}`. A task that names another
     one that is set is left out."""
     heldout_directory: str = ""
-    """Directory with the tasks for evaluation. Empty: `heldout_share` of the tasks in `directory`, which are
-    then not trained on."""
+    """Directory with the tasks for evaluation. Empty: those of `directory` whose metadata say `split =
+    "heldout"`, as made tasks do; where none does, `heldout_share` of them. They are then not trained on."""
     heldout_share: float = Field(default=0.2, gt=0, lt=1)
     """Share of the tasks in `directory` that is held out, at least one. The choice depends only on the ids of
     the tasks."""

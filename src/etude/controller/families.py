@@ -133,9 +133,12 @@ def check_split(split: str, splits: Sequence[str]) -> None:
 
 class DirectoryTasks:
     """Tasks of the user's own: a finite set, read once. Mid-training, if there is any, reads what it does for
-    the quickstart's bug fixes."""
+    the quickstart's bug fixes.
 
-    splits = ("heldout",)
+    Where `heldout_directory` is not named, tasks are held out by the `split` of their metadata, as made tasks
+    have it: one module's tasks are all trained on, or all judged on. Where none says `heldout`, a share is.
+    """
+
     acting = ()
 
     def __init__(self, config: RunConfig) -> None:
@@ -144,23 +147,28 @@ class DirectoryTasks:
         self._config = config
         tasks, self.notes = load_task_set(Path(config.tasks.directory), "tasks.directory", config)
         if config.tasks.heldout_directory:
-            self._trained = tasks
             heldout = Path(config.tasks.heldout_directory)
-            self._judged, notes = load_task_set(heldout, "tasks.heldout_directory", config)
+            judged, notes = load_task_set(heldout, "tasks.heldout_directory", config)
+            self._tasks = {"train": tasks, "heldout": judged}
             self.notes += notes
         else:
-            self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
+            self._tasks = _by_split(tasks) or _held_apart(tasks, config.tasks.heldout_share)
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """See TaskFamily."""
+        return tuple(name for name in self._tasks if name != "train")
 
     def source(self) -> TaskSource:
         """See TaskFamily."""
         from etude.rollout.epochs import EpochSource
 
-        return EpochSource(self._trained, self._config.seed, self._config.rl.curriculum.epochs)
+        return EpochSource(self._tasks["train"], self._config.seed, self._config.rl.curriculum.epochs)
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
         """See TaskFamily."""
         check_split(split, self.splits)
-        return self._judged[:count]
+        return self._tasks[split][:count]
 
     @functools.cached_property
     def _read_first(self) -> TaskFamily:
@@ -179,13 +187,27 @@ class DirectoryTasks:
         return self._read_first.scripted_session(number, renderer)
 
     def sessions(self, count: int, observer: Observer) -> list[ScriptedSession]:
-        """See TaskFamily."""
-        return self._read_first.sessions(count, observer)
+        """See TaskFamily: sessions that solve tasks which are trained on, as their reference solutions do."""
+        from etude.controller.references import play_references
+        from etude.controller.task_sets import run_interruptibly
+
+        return run_interruptibly(play_references(self._tasks["train"], count, self._config, observer))
 
 
-def _held_apart(tasks: Sequence[Task], share: float) -> tuple[list[Task], list[Task]]:
-    """(trained on, judged on). Each task's place hangs on its id: others that come or go do not change it
-    but at the edge."""
+def _by_split(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+    """Tasks by the split that they name; those that name none are trained on. Empty if one of the two sets
+    that a run needs would be."""
+    found: dict[str, list[Task]] = {"train": [], "heldout": [], "validation": []}
+    for task in tasks:
+        found.get(str(task.metadata.get("split")), found["train"]).append(task)
+    if not found["train"] or not found["heldout"]:
+        return {}
+    return {split: some for split, some in found.items() if some}
+
+
+def _held_apart(tasks: Sequence[Task], share: float) -> dict[str, list[Task]]:
+    """What is trained on and what is judged on. Each task's place hangs on its id: others that come or go do
+    not change it but at the edge."""
     if len(tasks) < 2:
         raise TaskError(
             "one task cannot be trained on and judged on",
@@ -195,4 +217,4 @@ def _held_apart(tasks: Sequence[Task], share: float) -> tuple[list[Task], list[T
         )
     ordered = sorted(tasks, key=lambda task: hashlib.blake2b(task.id.encode()).digest())
     num_judged = min(len(tasks) - 1, math.ceil(share * len(tasks)))
-    return ordered[num_judged:], ordered[:num_judged]
+    return {"train": ordered[num_judged:], "heldout": ordered[:num_judged]}

@@ -83,16 +83,19 @@ class EnvironmentSession:
             if history is not None:
                 self._search.changed_somewhere()
         self._servers = open_servers(site.servers, sandbox)
+        template = origin.template or Template()
+        paths = task.test_paths if task else test_paths
         self.context = ToolContext(
             sandbox,
             site.tools,
-            task.test_paths if task else test_paths,
+            paths,
             site.limits,
             tool_state or ToolState(),
             self._search,
             user=user,
             servers=self._servers,
-            workspace=(origin.template or Template()).workspace,
+            workspace=template.workspace,
+            has_environment=template.image is not None and not paths,
         )
         self.history = history or History()
         self.facts = SessionFacts()

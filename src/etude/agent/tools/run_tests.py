@@ -35,8 +35,8 @@ class RunTests:
 
     Takes no arguments. Returns one line `FAIL test_x: 12 != 14` for each of the first `test_failures`
     failures, then `2 failed, 3 passed` or `5 passed`. Files that do not import give `error: ...`: what the
-    agent wrote, not a failure of the tool. Where the sandbox holds the project's own environment, its pytest
-    runs all tests that the project's configuration names.
+    agent wrote, not a failure of the tool. Where the sandbox holds the project's own environment, or the
+    task's image and no visible tests are named, its pytest runs all tests that the configuration names.
     Limits: `test_timeout_s`.
     Errors: timeout where the tests hang; unexpected_environment where the task has no visible tests.
     """
@@ -48,10 +48,10 @@ class RunTests:
         return WRITES_ALL
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        if not context.test_paths:
-            return failure("no tests", ToolErrorClass.UNEXPECTED_ENVIRONMENT)
         if context.has_environment:
             return await _run_pytest([], context)
+        if not context.test_paths:
+            return failure("no tests", ToolErrorClass.UNEXPECTED_ENVIRONMENT)
         return await run_built_in(context.test_paths, context)
 
 
