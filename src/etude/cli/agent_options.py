@@ -64,6 +64,9 @@ VenvOption = Annotated[
         help="Python environment to show. Default: the project's .venv or venv, or the active one.",
     ),
 ]
+InPlaceOption = Annotated[
+    bool, typer.Option("--in-place", help="Work on the directory itself, not on a copy of it.")
+]
 ImageOption = Annotated[str, typer.Option(help="Image that commands run in: `etude sandbox image list`.")]
 DockerfileOption = Annotated[str, typer.Option(help="Dockerfile to build that image from, in its directory.")]
 AllowOption = Annotated[
