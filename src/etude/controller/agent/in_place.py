@@ -133,16 +133,8 @@ def _content(place: Path) -> bytes | None:
     return place.read_bytes()
 
 
-def check_in_place(root: Path, backend: str, image: str) -> None:
-    """Raises ConfigError for a directory that an agent should not work in directly, and for a sandbox that
-    cannot show it. `image`: how one was named, if it was."""
-    if image or backend not in ("local", "unisolated"):
-        raise ConfigError(
-            "only the local and the unisolated backend work in the directory itself, without an image",
-            field="--in-place",
-            received=image or f"--backend {backend}",
-            fix="leave it out: the agent then works on a copy",
-        )
+def check_in_place(root: Path) -> None:
+    """Raises ConfigError for a directory that an agent should not work in directly."""
     if Path.home().resolve().is_relative_to(root):
         raise ConfigError(
             "holds your home directory, and commands could change all of it",

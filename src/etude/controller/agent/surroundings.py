@@ -50,6 +50,18 @@ class SandboxChoice:
     in_place: bool = False
     """Whether the agent works on the directory itself."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a sandbox that can only work on a copy."""
+        image = f"--image {self.image}" if self.image else f"--dockerfile {self.dockerfile}"
+        has_image = bool(self.image or self.dockerfile)
+        if self.in_place and (has_image or self.backend not in ("local", "unisolated")):
+            raise ConfigError(
+                "only the local and the unisolated backend work in the directory itself, without an image",
+                field="--in-place",
+                received=image if has_image else f"--backend {self.backend}",
+                fix="leave it out: the agent then works on a copy",
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -74,8 +86,7 @@ async def open_surroundings(
     """
     network = Network(choice.allow)
     if choice.in_place:
-        image = f"--image {choice.image}" if choice.image else f"--dockerfile {choice.dockerfile}"
-        check_in_place(project, choice.backend, image if choice.image or choice.dockerfile else "")
+        check_in_place(project)
     if choice.image or choice.dockerfile:
         _check_image_choice(choice)
         image = await _find_image(choice, network, note)
