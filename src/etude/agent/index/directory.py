@@ -25,7 +25,7 @@ class DirectorySearch:
         ResourceError without ripgrep."""
         self._sandbox = sandbox
         self._root = root
-        self._without = [word for name in sorted(passed_over) for word in ("--glob", f"!{name}")]
+        self._without = [word for name in (".*", *sorted(passed_over)) for word in ("--glob", f"!{name}")]
         self._ripgrep = Ripgrep()
 
     async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
