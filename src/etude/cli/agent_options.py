@@ -40,7 +40,7 @@ InstructionOption = Annotated[
 ApproveOption = Annotated[
     str | None,
     typer.Option(
-        help="Approval: preview, ask, auto-edit or full. Default: ask at a prompt, otherwise preview."
+        help="Approval: preview, ask, auto-edit or full. Default: ask at a prompt or in place, else preview."
     ),
 ]
 ApplyOption = Annotated[bool, typer.Option("--apply", help="Write all changes back: --approve full.")]
