@@ -146,7 +146,8 @@ class Workspace:
         if not stat.S_ISDIR(os.stat(full).st_mode):
             raise Fault(*faults.NOT_DIRECTORY)
         found: list[list[object]] = []
-        for name, entry in _walk(full, "" if path == "." else path + "/", depth, self._passed_over):
+        prefix = "" if path == "." else path + "/"
+        for name, entry in _walk(full, prefix, depth, passed_over=self._passed_over):
             kind = _kind(entry)
             try:
                 size = entry.stat(follow_symlinks=False).st_size if kind == "file" else 0
@@ -167,7 +168,7 @@ class Workspace:
             return self._matches(expression, path, limit)
         prefix = "" if path == "." else path + "/"
         matches: list[list[object]] = []
-        found = _walk(full, prefix, 100, self._passed_over)
+        found = _walk(full, prefix, 100, passed_over=self._passed_over)
         for name in sorted(name for name, entry in found if _kind(entry) == "file"):
             if "__pycache__" in name.split("/"):
                 continue
@@ -204,7 +205,7 @@ class Workspace:
         seen: set[str] = set()
         closed = [f"{without}/"]
         with Unlocked() as unlocked:
-            for path, entry in _walk(self.root, "", 1000, unlocked=unlocked, closed=closed):
+            for path, entry in _walk(self.root, "", 1000, unlocked, closed):
                 if _kind(entry) != "file":
                     continue
                 try:
@@ -319,9 +320,9 @@ def _walk(
     root: str,
     prefix: str,
     depth: int,
-    passed_over: frozenset[str] = frozenset(),
     unlocked: Unlocked | None = None,
     closed: list[str] | None = None,
+    passed_over: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """(prefix + relative path, entry) of everything down to `depth` levels, but for the names `passed_over`.
     Links are not followed.
