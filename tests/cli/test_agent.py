@@ -171,7 +171,7 @@ def test_a_conversation_asks_undoes_and_shows(root: Path) -> None:
 
 def test_a_question_that_nobody_answers_is_a_refusal(root: Path) -> None:
     done = agent(root, [[MEND], [FINISH]], "-p", "fix it", "--approve", "ask")
-    assert done.exit_code == 0
+    assert done.exit_code == 4
     assert tally(root) == TALLY
 
 

@@ -126,13 +126,14 @@ async def beside(
     tools: str = "",
     servers: dict[str, McpConfig] | None = None,
     choice: ModelChoice | None = None,
+    sandbox: SandboxChoice | None = None,
 ) -> AsyncIterator[Any]:
     """The same in this process, over a pair of sockets: quicker to start."""
     choice = choice or ModelChoice(script=write_script(root / "script.json", messages), tools=tools)
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
-        opening = serve_editor(choice, mode, SandboxChoice("memory"), agents, None, servers)
+        opening = serve_editor(choice, mode, sandbox or SandboxChoice("memory"), agents, None, servers)
         serving = asyncio.create_task(opening)
         reader, writer = await asyncio.open_connection(sock=theirs)
         connection = acp.connect_to_agent(editor, writer, reader)
@@ -535,3 +536,24 @@ def test_an_editor_that_leaves_upon_nonsense_has_gone() -> None:
         return await LineTransport(reader, cast(Any, Gone())).receive()
 
     assert asyncio.run(go()) is None
+
+
+@needs_sandboxes
+def test_in_place_edits_are_on_disk_at_once_and_no_mode_previews(root: Path) -> None:
+    seen = {"name": "run_command", "arguments": {"command": "cat lib/tally.py"}}
+
+    async def go() -> None:
+        editor = Editor()
+        place = SandboxChoice(in_place=True)
+        async with beside(root, [[MEND], [seen], [FINISH]], editor, tools="full", sandbox=place) as agent:
+            session = await agent.new_session(cwd=str(root / "repo"), mcp_servers=[])
+            assert [one.id for one in session.modes.available_modes] == ["ask", "auto-edit", "full"]
+            prompt = [schema.TextContentBlock(type="text", text="fix it")]
+            await agent.prompt(session_id=session.session_id, prompt=prompt)
+            assert (root / "repo" / "lib" / "tally.py").read_text() == MENDED and not editor.written
+            undo = [schema.TextContentBlock(type="text", text="/undo")]
+            await agent.prompt(session_id=session.session_id, prompt=undo)
+        assert len(editor.asked) == 2 and "undone: lib/tally.py" in editor.words()
+
+    asyncio.run(go())
+    assert (root / "repo" / "lib" / "tally.py").read_text() == TALLY

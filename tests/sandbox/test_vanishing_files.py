@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Works
         (root / name).write_text("x")
     walk = filesystem._walk
 
-    def walk_and_remove(*arguments: object) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        for path, entry in walk(*arguments):  # type: ignore[arg-type]
+    def walk_and_remove(*arguments: Any, **named: Any) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        for path, entry in walk(*arguments, **named):
             (root / "gone").unlink(missing_ok=True)
             yield path, entry
 

@@ -21,6 +21,7 @@ from etude.cli.agent_options import (
     EndpointOption,
     ImageOption,
     IndexOption,
+    InPlaceOption,
     InstructionOption,
     JsonOption,
     KeyVariableOption,
@@ -80,6 +81,7 @@ def agent_command(
     venv: VenvOption = "",
     image: ImageOption = "",
     dockerfile: DockerfileOption = "",
+    in_place: InPlaceOption = False,
     allow: AllowOption = None,
     allow_private: AllowPrivateOption = None,
     max_turns: MaxTurnsOption = None,
@@ -89,6 +91,7 @@ def agent_command(
     """Let the coding agent work on the directory PATH.
 
     It works in a sandbox on a copy of the directory. Its changes are written back as --approve allows.
+    With --in-place it works on the directory itself, and asks before each edit and each command.
     """
     if list_all:
         print_sessions(as_json)
@@ -96,9 +99,12 @@ def agent_command(
     # Those of the model are read from the context.
     choice = chosen_model(context)
     mode = chosen_mode(approve, apply)
+    from etude.controller.agent.approval import checked_mode
     from etude.controller.agent.surroundings import SandboxChoice
 
-    sandbox = SandboxChoice(backend, venv, image, dockerfile, tuple(allow or ()), tuple(allow_private or ()))
+    checked_mode(mode or "ask", in_place)
+    hosts = tuple(allow or ()), tuple(allow_private or ())
+    sandbox = SandboxChoice(backend, venv, image, dockerfile, *hosts, in_place)
     servers = chosen_servers(mcp)
     if acp:
         assert choice is not None

@@ -12,7 +12,7 @@ import contextlib
 import re
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -105,6 +105,7 @@ async def serve_editor(
 ) -> None:
     """Serves the editor at the other end of `transport` until it closes it. Raises UserError."""
     open_people_backend(sandbox.backend)  # to say at once what keeps it from working
+    choice = choice.in_place() if sandbox.in_place else choice
     async with contextlib.AsyncExitStack() as stack:
         policy = await stack.enter_async_context(open_policy(choice, False, servers))
         agent = EditorAgent(choice, policy, sandbox, mode, max_turns)
@@ -186,7 +187,7 @@ class EditorAgent:
         self._sandbox = sandbox
         self._mode = mode
         self._max_turns = max_turns
-        self._backends: dict[Path, tuple[SandboxBackend, Surroundings]] = {}
+        self._backends: dict[tuple[Path, SandboxChoice], tuple[SandboxBackend, Surroundings]] = {}
         self._client: Client | None = None
         self._offered: ClientCapabilities | None = None
         self._sessions: dict[str, _Open] = {}
@@ -222,7 +223,8 @@ class EditorAgent:
         """A session on the directory `cwd`."""
         with _protocol_errors():
             disk = _directory(cwd)
-            folder = SessionFolder.create(sessions_directory(), disk.root, self._choice.to_dict(), self._mode)
+            model, in_place = self._choice.to_dict(), self._sandbox.in_place
+            folder = SessionFolder.create(sessions_directory(), disk.root, model, self._mode, in_place)
             one = await self._open(folder, disk, self._mode, mcp_servers)
         return NewSessionResponse(session_id=one.id, modes=_modes(one.conversation))
 
@@ -341,16 +343,18 @@ class EditorAgent:
         assert self._client is not None
         one = _Open(folder.meta.id, self._client)
         fs = self._offered.fs if self._offered else None
-        tree = EditorTree(disk, self._client, one.id, fs)
+        sandbox = replace(self._sandbox, in_place=folder.meta.in_place)
+        # In place the tools see the disk, and so does the editor.
+        tree = disk if sandbox.in_place else EditorTree(disk, self._client, one.id, fs)
         face = Face(one.emit, one.allow, one)
-        if disk.root not in self._backends:
+        if (disk.root, sandbox) not in self._backends:
             notes: list[str] = []
-            opened = await open_surroundings(self._sandbox, disk.root, notes.append)
-            self._backends[disk.root] = opened
+            opened = await open_surroundings(sandbox, disk.root, notes.append)
+            self._backends[disk.root, sandbox] = opened
             self._stack.push_async_callback(opened[0].close)
             for text in notes:
                 one.queue.put_nowait(update_agent_message_text(f"[{text}]\n"))
-        backend, around = self._backends[disk.root]
+        backend, around = self._backends[disk.root, sandbox]
         async with contextlib.AsyncExitStack() as opened:  # a session that cannot be opened leaves nothing
             policy = await self._policy_for(one, named, opened)
             opening = open_conversation(folder, tree, policy, backend, face, mode, around, self._max_turns)
@@ -448,7 +452,12 @@ def _directory(cwd: str) -> DirectoryTree:
 
 
 def _modes(conversation: Conversation) -> SessionModeState:
-    listed = [SessionMode(id=mode, name=mode.capitalize(), description=MODE_HELP[mode]) for mode in MODES]
+    in_place = conversation.surroundings.in_place
+    listed = [
+        SessionMode(id=mode, name=mode.capitalize(), description=MODE_HELP[mode])
+        for mode in MODES
+        if not (in_place and mode == "preview")
+    ]
     return SessionModeState(current_mode_id=conversation.mode, available_modes=listed)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from etude.controller.agent.conversation import (
     open_conversation,
 )
 from etude.controller.agent.events import AgentEvent
-from etude.controller.agent.folders import SessionFolder, sessions_directory
+from etude.controller.agent.folders import SessionFolder, SessionMeta, sessions_directory
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.surroundings import SandboxChoice, open_surroundings
 from etude.controller.agent.trees import DirectoryTree
@@ -92,6 +92,8 @@ class _Program:
         self._lines = Lines()
         self._output, self._notes = standard_output(), standard_error()
         self._terminal = TerminalFace(self._output.console(), self._notes.console())
+        self._user = TerminalUser(self._terminal, self._lines)
+        self._in_place = False
 
     def run(self) -> int:
         self._check_instruction()
@@ -156,15 +158,18 @@ class _Program:
             path = folder.directory(path)
         tree = DirectoryTree(path or Path())
         choice = asked.choice or ModelChoice.from_dict(folder.meta.model if folder else {})
+        sandbox = asked.sandbox if folder is None else _taken_up(asked.sandbox, folder.meta)
+        self._in_place = sandbox.in_place
+        choice = choice.in_place() if sandbox.in_place else choice
         policy = await enter(open_policy(choice, asked.instruction is not None, asked.servers))
-        backend, around = await open_surroundings(asked.sandbox, tree.root, self._note_unless_json)
+        backend, around = await open_surroundings(sandbox, tree.root, self._note_unless_json)
         self._stack.push_async_callback(backend.close)
         if folder is None:
-            folder = SessionFolder.create(root, tree.root, choice.to_dict(), self._mode(None))
+            mode = self._mode(None)
+            folder = SessionFolder.create(root, tree.root, choice.to_dict(), mode, sandbox.in_place)
         elif asked.choice is not None:
             folder.update(model=choice.to_dict())
-        user = TerminalUser(self._terminal, self._lines)
-        face = Face(self._emit, user.allow, user)
+        face = Face(self._emit, self._user.allow, self._user)
         mode = self._mode(folder.meta.mode)
         opening = open_conversation(folder, tree, policy, backend, face, mode, around, asked.max_turns)
         conversation = await enter(opening)
@@ -174,7 +179,8 @@ class _Program:
         return conversation
 
     def _mode(self, known: str | None) -> str:
-        default = known or ("ask" if self._asked.instruction is None else "preview")
+        asks = self._asked.instruction is None or self._in_place
+        default = known or ("ask" if asks else "preview")
         return self._asked.mode or default
 
     def _emit(self, event: AgentEvent) -> None:
@@ -187,6 +193,7 @@ class _Program:
 
     def _once(self, conversation: Conversation, instruction: str) -> int:
         outcome = self._run(conversation, conversation.say(instruction))
+        unanswered = self._user.num_unanswered
         files, kept_back = conversation.changes(), conversation.mirror.kept_back
         if self._asked.as_json:
             self._output.print_line(
@@ -199,6 +206,7 @@ class _Program:
                     "written": conversation.mode != "preview",
                     "files": [file.path for file in files],
                     "kept_back": kept_back,
+                    "refused": unanswered,
                     "diff": diff_text(files),
                 }
             )
@@ -206,11 +214,16 @@ class _Program:
             self._terminal.say_status(outcome.status, outcome.cause)
             num_files = len([file for file in files if file.path not in kept_back])
             self._sum_up(num_files, kept_back, conversation.mode != "preview")
+        if unanswered:
+            self._note(
+                f"refused, because nobody answered: {unanswered} calls; --approve auto-edit allows edits, "
+                "--approve full commands as well"
+            )
         if outcome.cause == STOPPED_BY_USER:
             return EXIT_INTERRUPTED
         if outcome.status is not Status.DONE:
             return EXIT_UNFINISHED
-        return EXIT_KEPT_BACK if kept_back else 0
+        return EXIT_KEPT_BACK if kept_back or unanswered else 0
 
     def _sum_up(self, num_files: int, kept_back: Mapping[str, str], written: bool) -> None:
         if num_files and written:
@@ -301,6 +314,18 @@ class _Program:
 
     def _note(self, text: str) -> None:
         self._notes.console().print(shown(text), style="dim", soft_wrap=True)
+
+
+def _taken_up(sandbox: SandboxChoice, meta: SessionMeta) -> SandboxChoice:
+    """The sandbox of a session that goes on as it began: in place or on a copy. Raises ConfigError."""
+    if sandbox.in_place and not meta.in_place:
+        raise ConfigError(
+            "the session works on a copy",
+            field="--in-place",
+            received=meta.id,
+            fix="leave it out, or begin a new session without --resume",
+        )
+    return replace(sandbox, in_place=meta.in_place)
 
 
 async def _interruptible(conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> Outcome:

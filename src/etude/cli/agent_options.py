@@ -40,7 +40,7 @@ InstructionOption = Annotated[
 ApproveOption = Annotated[
     str | None,
     typer.Option(
-        help="Approval: preview, ask, auto-edit or full. Default: ask at a prompt, otherwise preview."
+        help="Approval: preview, ask, auto-edit or full. Default: ask at a prompt or in place, else preview."
     ),
 ]
 ApplyOption = Annotated[bool, typer.Option("--apply", help="Write all changes back: --approve full.")]
@@ -63,6 +63,9 @@ VenvOption = Annotated[
         metavar="DIR|none",
         help="Python environment to show. Default: the project's .venv or venv, or the active one.",
     ),
+]
+InPlaceOption = Annotated[
+    bool, typer.Option("--in-place", help="Work on the directory itself, not on a copy of it.")
 ]
 ImageOption = Annotated[str, typer.Option(help="Image that commands run in: `etude sandbox image list`.")]
 DockerfileOption = Annotated[str, typer.Option(help="Dockerfile to build that image from, in its directory.")]

@@ -170,6 +170,8 @@ class TerminalUser:
         self._face = face
         self._lines = lines
         self._asking = asyncio.Lock()
+        self.num_unanswered = 0
+        """Calls that were refused because the input had ended."""
 
     async def allow(self, call: ToolCall) -> Literal["once", "always", "no"]:
         """Whether the call may run."""
@@ -194,6 +196,7 @@ class TerminalUser:
         while (said := await self._ask("allow? [y]es, [n]o, [a]lways ")) is not None:
             if answer := _ANSWERS.get(said.strip().lower()):
                 return answer
+        self.num_unanswered += 1
         return "no"
 
     async def _answer(self, question: str, options: Sequence[str]) -> str | None:

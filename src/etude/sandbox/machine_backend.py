@@ -67,6 +67,8 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
     """`IP:port`s of private addresses that sandboxes may reach if their rules do: an operator's choice."""
     own_server: str = ""
     """`IP:port` of a server of this process. Sandboxes whose rules allow it reach it at `OWN_URL`."""
+    works_in_directories = False
+    """Whether the workspace of a sandbox can be a directory of the host."""
 
     def __init__(self, state: Path | None = None) -> None:
         """`state`: directory of snapshots, logs and working files, made when first needed."""
@@ -385,6 +387,8 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
             raise self.unsupported("network")
         if spec.template.image is not None and not able.images:
             raise self.unsupported("images")
+        if spec.template.directory and not self.works_in_directories:
+            raise self.unsupported("directory")
         check_resources(spec.resources)
 
 

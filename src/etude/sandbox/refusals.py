@@ -10,7 +10,9 @@ from etude.errors import ConfigError, ResourceError
 from etude.sandbox.errors import SandboxMissingError, Unsupported
 from etude.sandbox.types import Capabilities, Resources, SnapshotKind
 
-_ABLE: dict[str, str] = {"full": "vm or gvisor", "filesystem": "local", "network": "local", "images": "local"}
+_ABLE: dict[str, str] = {"full": "vm or gvisor"} | dict.fromkeys(
+    ("filesystem", "network", "images", "directory"), "local"
+)
 """For each ability, a backend that has it."""
 _KEPT: dict[SnapshotKind, str] = {
     "full": "the memory of processes, and files",

@@ -53,6 +53,11 @@ class Template:
     name: str = "template"
     image: Image | None = None
     """Root file system; None: the programs of the host (or of the guest's base image), read-only."""
+    directory: str = ""
+    """Absolute path of a directory of the host that is the workspace itself, at its own path: what changes
+    there has changed. Empty: the workspace is a copy of `files`."""
+    passed_over: frozenset[str] = frozenset()
+    """Names that listings and searches of `directory` pass over, with all that lies below."""
     _bytes: dict[str, bytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +71,8 @@ class Template:
     @property
     def workspace(self) -> str:
         """Absolute path of the workspace inside. Never `/`: a whole root is no workspace."""
+        if self.directory:
+            return self.directory
         return WORKSPACE if self.image is None or self.image.workdir == "/" else self.image.workdir
 
     @property
@@ -83,7 +90,19 @@ class Template:
             state.update(b"%d %d " % (len(name), len(data)) + name + data)
         if self.image is not None:
             state.update(b"image " + self.image.digest.encode())
+        if self.directory:
+            state.update(b"directory " + os.fsencode(self.directory))
         return state.hexdigest()
+
+    def check_copyable(self) -> None:
+        """Raises TemplateError where the workspace is a directory of this host."""
+        if self.directory:
+            raise TemplateError(
+                "a sandbox that works in a directory of the host can be neither copied nor moved",
+                field="template.directory",
+                received=self.directory,
+                fix="let it work on a copy: Template.from_directory",
+            )
 
     @classmethod
     def from_directory(cls, path: str | Path, image: Image | None = None) -> Template:
@@ -129,7 +148,8 @@ def _refused(message: str, path: str, fix: str) -> TemplateError:
 
 
 def encode_template(template: Template) -> tuple[dict[str, Any], bytes]:
-    """A template whole; `decode_template` gives one of the same digest."""
+    """A template whole; `decode_template` gives one of the same digest. Raises as `check_copyable`."""
+    template.check_copyable()
     contents = template.contents
     image = None if template.image is None else dataclasses.asdict(template.image)
     rows = [[path, len(data)] for path, data in contents.items()]

@@ -24,8 +24,15 @@ Ask = Callable[[ToolCall], Awaitable[Answer]]
 REFUSED = "the user refused this call"
 
 
-def checked_mode(name: str) -> Mode:
-    """The mode called `name`. Raises ConfigError."""
+def checked_mode(name: str, in_place: bool = False) -> Mode:
+    """The mode called `name`. Raises ConfigError. `in_place`: there is no copy that could be previewed."""
+    if in_place and name == "preview":
+        raise ConfigError(
+            "what changes in place has changed: there is nothing to preview",
+            field="--approve",
+            received=name,
+            fix="one of ask, auto-edit, full; or leave --in-place out",
+        )
     for mode in get_args(Mode):
         if mode == name:
             return mode

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from etude.agent import AgentSession, JournaledSession, ToolContext, run_session
+from etude.agent.index.directory import DirectorySearch
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.mcp import open_servers
 from etude.agent.tools.ports import User
@@ -24,13 +25,14 @@ from etude.controller.agent.approval import Approver, Ask, Mode, checked_mode
 from etude.controller.agent.changes import FileChange, combined
 from etude.controller.agent.events import FilesChanged, Noted, OnAgentEvent
 from etude.controller.agent.folders import SessionFolder
+from etude.controller.agent.in_place import NOT_UNDONE, InPlace
 from etude.controller.agent.mirror import Mirror
 from etude.controller.agent.models import Policy
 from etude.controller.agent.narrating import Narrator
 from etude.controller.agent.surroundings import Surroundings
-from etude.controller.agent.trees import Tree, is_test
+from etude.controller.agent.trees import Tree
 from etude.controller.agent.workspace import MirroredWorkspace
-from etude.errors import InfrastructureError
+from etude.errors import InfrastructureError, ResourceError
 from etude.observe.machine import total_memory_bytes
 from etude.protocols import Sampler
 from etude.records import Status, ToolCall, ToolResult, TrajectoryId
@@ -95,7 +97,7 @@ class Conversation:
     sampler: Sampler | None = None
     narrator: Narrator = field(init=False)
     _workspace: MirroredWorkspace | None = None
-    _search: WorkspaceSearch | None = None
+    _search: WorkspaceSearch | DirectorySearch | None = None
     _servers: SessionServers | None = None
     _running: asyncio.Task[object] | None = None
     _runs: int = 0
@@ -129,7 +131,7 @@ class Conversation:
 
     def set_mode(self, name: str) -> None:
         """Chooses another mode. Raises ConfigError."""
-        self.approver.mode = checked_mode(name)
+        self.approver.mode = checked_mode(name, self.surroundings.in_place)
         self.mirror.writes = self.approver.mode != "preview"
         self.folder.update(mode=name)
 
@@ -181,7 +183,9 @@ class Conversation:
 
     async def undo(self) -> FilesChanged | None:
         """Takes back what the agent changed upon the last words that were not undone yet; None if nothing."""
-        changes = [change for change in self.folder.changes() if not change.undone and change.files]
+        if self.surroundings.in_place:
+            self.face.emit(Noted(NOT_UNDONE))
+        changes = [change for change in self.folder.changes() if not change.undone and combined([change])]
         if not changes:
             return None
         await self._ready()
@@ -243,7 +247,10 @@ class Conversation:
                 (self.policy.seed,),
                 patience=self.policy.patience,
                 listener=self.narrator.listen,
-                log=_RunAgain(journal, self.redo, lambda: self.num_turns),
+                # In place nothing that ran may run again.
+                log=journal
+                if self.surroundings.in_place
+                else _RunAgain(journal, self.redo, lambda: self.num_turns),
             )
         )
         if self._stopping:
@@ -296,7 +303,7 @@ class Conversation:
 
     def _system(self) -> str | tuple[Piece, ...] | None:
         """The system message, with what the project says to agents."""
-        policy, data = self.policy, self.mirror.box.get(PROJECT_WORDS, b"")
+        policy, data = self.policy, self.mirror.words(PROJECT_WORDS)
         if policy.system_with is None or not data.strip():
             return policy.system
         most = min(MAX_PROJECT_WORDS_BYTES, policy.limits.max_tokens // 4)
@@ -331,10 +338,13 @@ class Conversation:
         else:
             await self.mirror.pull()
         around = self.surroundings
-        template = Template({**self.mirror.box, **around.files}, "repository", around.image)
+        template = self.mirror.make_template(around.files, around.image)
         sandbox = await self.backend.create(template, RESOURCES, around.network)
         self.mirror.mount(sandbox)
-        if self.policy.indexes is not None:
+        if around.in_place:
+            with contextlib.suppress(ResourceError):  # without ripgrep the sandbox searches by itself
+                self._search = DirectorySearch(sandbox, self.tree.root, template.passed_over)
+        elif self.policy.indexes is not None:
             self._search = self.policy.indexes.search(
                 template, sandbox, lambda: self.backend.create(template, RESOURCES, around.network)
             )
@@ -346,8 +356,7 @@ class Conversation:
                 await self._drop_sandbox()
                 raise
         if not self.folder.meta.test_paths:
-            tests = tuple(sorted(path for path in self.mirror.box if is_test(path)))
-            self.folder.update(test_paths=tests)
+            self.folder.update(test_paths=self.mirror.test_paths())
         self._workspace = MirroredWorkspace(
             self._context(sandbox, template), self.mirror, self.folder, self.face.emit, lambda: self.num_turns
         )
@@ -367,7 +376,7 @@ class Conversation:
             approve=self.approver,
             workspace=template.workspace,
             has_environment=self.surroundings.has_environment,
-            originals={**self.mirror.box, **before},
+            originals=self.mirror.originals(before),
         )
 
     def _note_left_out(self) -> None:
@@ -423,11 +432,11 @@ async def open_conversation(
 
     Raises StoreError for a journal that is damaged or in use, ConfigError for one of another tokenizer.
     """
-    checked = checked_mode(mode)
+    around = surroundings or Surroundings()
+    checked = checked_mode(mode, around.in_place)
     can = backend.capabilities()
     approver = Approver(checked, policy.registry, face.ask, can.isolation != "none" or not can.commands)
-    mirror = Mirror(tree, checked != "preview")
-    around = surroundings or Surroundings()
+    mirror = (InPlace if around.in_place else Mirror)(tree, checked != "preview")
     conversation = Conversation(folder, tree, policy, backend, face, approver, mirror, around, max_turns)
     try:
         if folder.journal.exists():
@@ -449,5 +458,9 @@ async def _restore(conversation: Conversation) -> None:
         if not change.undone:
             await mirror.roll_forward(change)
     last = recorded[-1] if recorded else None
+    if last is not None and (half := [file.path for file in last.files if file.before == file.after]):
+        kept = conversation.folder.path / "changes" / f"{last.number:04d}.json"
+        words = f"the program was ended while it changed {', '.join(half)}: what was there is in {kept}"
+        conversation.face.emit(Noted(words))
     if conversation.is_open and last is not None and last.turn == conversation.num_turns and last.results:
         conversation.redo[last.turn] = last.results

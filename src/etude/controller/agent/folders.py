@@ -56,6 +56,8 @@ class SessionMeta:
     prompts: tuple[Prompt, ...] = ()
     test_paths: tuple[str, ...] = field(default=())
     """The tests that it can run, as they were when it began."""
+    in_place: bool = False
+    """Whether it works on the directory itself."""
 
     @property
     def title(self) -> str:
@@ -72,10 +74,13 @@ class SessionFolder:
         self.meta = meta
 
     @classmethod
-    def create(cls, root: Path, tree: Path, model: Mapping[str, Any], mode: str) -> SessionFolder:
+    def create(
+        cls, root: Path, tree: Path, model: Mapping[str, Any], mode: str, in_place: bool = False
+    ) -> SessionFolder:
         """A new session. Raises StoreError if its folder cannot be made."""
         identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        folder = cls(root / identity, SessionMeta(identity, str(tree), dict(model), mode, time.time()))
+        meta = SessionMeta(identity, str(tree), dict(model), mode, time.time(), in_place=in_place)
+        folder = cls(root / identity, meta)
         try:
             folder.path.mkdir(parents=True, mode=0o700)
             (folder.path / "changes").mkdir()

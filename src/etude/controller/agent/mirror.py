@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.controller.agent.changes import FileChange, TurnChange
-from etude.controller.agent.trees import Tree, is_left_out
+from etude.controller.agent.trees import Tree, is_left_out, is_test
 from etude.errors import AgentError, SandboxError, UserError
 from etude.sandbox.errors import PathKindError
 from etude.sandbox.interface import Sandbox
+from etude.sandbox.template import Image, Template
 
 CHANGED_MEANWHILE = "it was changed meanwhile by someone else"
 EXISTS = "a file of yours lies there that the agent did not have"
@@ -51,6 +52,26 @@ class Mirror:
         """Reads the tree for a sandbox that is to be made."""
         self.disk = dict(await self.tree.scan())
         self.box = dict(self.disk)
+
+    def make_template(self, more: Mapping[str, bytes], image: Image | None) -> Template:
+        """What a sandbox is made from; `more`: files of the harness."""
+        return Template({**self.box, **more}, "repository", image)
+
+    def words(self, path: str) -> bytes:
+        """What a file of the tree says; empty where there is none."""
+        return self.box.get(path, b"")
+
+    def test_paths(self) -> tuple[str, ...]:
+        """The tests that there are."""
+        return tuple(sorted(path for path in self.box if is_test(path)))
+
+    def originals(self, before: Mapping[str, bytes | None]) -> Mapping[str, bytes | None] | None:
+        """Files as they were when the session began; `before`: those that have changed since."""
+        return {**self.box, **before}
+
+    def touch(self, paths: Iterable[str]) -> tuple[FileChange, ...]:
+        """Called before a call writes files: those of its turn that must be on disk first, as they are."""
+        return ()
 
     def mount(self, sandbox: Sandbox) -> None:
         """Takes a new sandbox into use, made from `box`."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,20 @@ class ModelChoice:
                 received=self.tools,
                 fix="leave it out",
             )
+
+    def in_place(self) -> ModelChoice:
+        """The same for a session that works on the directory itself, of which there is no index. Raises
+        ConfigError."""
+        if self.run or self.index in ("none", "grep"):
+            return self
+        if self.index:
+            raise ConfigError(
+                "indexes a copy of the directory, and in place there is none",
+                field="--index",
+                received=self.index,
+                fix="leave it out: grep searches the directory as it is",
+            )
+        return replace(self, index="grep")
 
     def agent(self, servers: Mapping[str, McpConfig]) -> AgentConfig:
         """The section `agent` that it stands for. Raises ConfigError."""

@@ -8,11 +8,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.controller.agent.in_place import check_in_place
 from etude.controller.backends import open_people_backend
 from etude.errors import ConfigError
 from etude.sandbox.backends import ENGINES, IMAGES
@@ -43,6 +47,20 @@ class SandboxChoice:
     """Hosts that commands may reach, and RUN of the Dockerfile."""
     allow_private: tuple[str, ...] = ()
     """`IP:port`s that such hosts may have although they are private."""
+    in_place: bool = False
+    """Whether the agent works on the directory itself."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a sandbox that can only work on a copy."""
+        image = f"--image {self.image}" if self.image else f"--dockerfile {self.dockerfile}"
+        has_image = bool(self.image or self.dockerfile)
+        if self.in_place and (has_image or self.backend not in ("local", "unisolated")):
+            raise ConfigError(
+                "only the local and the unisolated backend work in the directory itself, without an image",
+                field="--in-place",
+                received=image if has_image else f"--backend {self.backend}",
+                fix="leave it out: the agent then works on a copy",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,8 @@ class Surroundings:
     """Of the harness: never written back."""
     has_environment: bool = False
     """Whether the project's own environment is there: then its pytest runs the tests."""
+    in_place: bool = False
+    """Whether the directory itself is the workspace."""
 
 
 async def open_surroundings(
@@ -65,6 +85,8 @@ async def open_surroundings(
     `note` is called with what a person should know. Raises ConfigError, ResourceError, TemplateError.
     """
     network = Network(choice.allow)
+    if choice.in_place:
+        check_in_place(project)
     if choice.image or choice.dockerfile:
         _check_image_choice(choice)
         image = await _find_image(choice, network, note)
@@ -80,9 +102,19 @@ async def open_surroundings(
                 fix="leave one of them out",
             )
         backend = open_people_backend(choice.backend, allow_private=choice.allow_private)
-        return backend, Surroundings(network=network)
-    view = HostView(project)
+        if choice.in_place:
+            note("in place, and nothing keeps commands apart: they have all of your rights")
+        return backend, Surroundings(
+            network=network, has_environment=choice.in_place, in_place=choice.in_place
+        )
+    view = HostView(project, in_place=choice.in_place)
     has_environment = _add_environment(view, project, choice.venv, note)
+    if choice.in_place:
+        view.check_in_place()
+        view.git = await asyncio.to_thread(_read_git_author)
+        note("in place: commands change the directory itself, and nothing else of yours")
+        backend = open_people_backend("local", view, choice.allow_private)
+        return backend, Surroundings(None, network, {}, has_environment, in_place=True)
     files = {".git": f"gitdir: {project}/.git\n".encode()} if view.add_history() else {}
     backend = open_people_backend("local", view, choice.allow_private)
     return backend, Surroundings(None, network, files, has_environment)
@@ -108,6 +140,19 @@ def _add_environment(view: HostView, project: Path, venv: str, note: Callable[[s
         return False
     note(f"Python of the sandbox: {found}")
     return True
+
+
+def _read_git_author() -> str:
+    """Who commits, as git's configuration says it for this user, in the words of such a configuration."""
+    lines: list[str] = []
+    for key in ("name", "email"):
+        command = ("git", "config", "--global", "--get", f"user.{key}")
+        try:
+            value = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        lines += [f"\t{key} = {json.dumps(value, ensure_ascii=False)}\n"] if value else []
+    return "[user]\n" + "".join(lines)
 
 
 def _check_image_choice(choice: SandboxChoice) -> None:

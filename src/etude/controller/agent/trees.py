@@ -159,7 +159,7 @@ class DirectoryTree:
         seen: dict[str, _Seen] = {}
         self._left_out = []
         total_bytes = 0
-        for path in self._names():
+        for path in list_names(self._root):
             found = self._look(path)
             if found is None:
                 continue
@@ -180,13 +180,6 @@ class DirectoryTree:
         if (self._root / ".git").exists():
             return "name a folder below it, or have git ignore what is not source"
         return "name the directory of one project, or a folder below it"
-
-    def _names(self) -> Iterable[str]:
-        listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-        names = _git(self._root, listing, ())
-        if names is None:
-            names = _walk(self._root)
-        return sorted({name for name in names if not is_left_out(name)})
 
     def _look(self, path: str) -> _Seen | None:
         place = self._place(path)
@@ -258,6 +251,13 @@ class DirectoryTree:
             while place.parent != self._root:
                 place = place.parent
                 place.rmdir()
+
+
+def list_names(root: Path) -> list[str]:
+    """The files of a directory that count, by git where it is a work tree, sorted."""
+    listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = _git(root, listing, ())
+    return sorted({name for name in (_walk(root) if names is None else names) if not is_left_out(name)})
 
 
 def is_left_out(path: str) -> bool:

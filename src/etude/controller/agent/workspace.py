@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from etude.agent import LocalWorkspace, ToolContext
 from etude.agent.tools.interface import Access, is_path
@@ -34,6 +34,8 @@ class MirroredWorkspace:
     """Number of the agent's present message, from 1."""
     told: set[str] = field(default_factory=set[str])
     """What stays in the sandbox, as far as the person has been told."""
+    _kept: int | None = None
+    """Number of the present turn's change, once something of it is on disk."""
 
     async def run_calls(
         self,
@@ -47,6 +49,8 @@ class MirroredWorkspace:
         shown: set[int] = set()
 
         def begins(position: int, call: ToolCall) -> None:
+            if touched := self.mirror.touch(self._files_of([call], reads=False)):
+                self._keep(TurnChange(0, turn, 0, touched))
             self.emit(CallRuns(turn, position, call))
             on_call(position, call)
 
@@ -80,14 +84,20 @@ class MirroredWorkspace:
             return
         self.mirror.refused.pop(EVERYTHING, None)
         kept_back: dict[str, str] = {}
-        if files:
-            prompt = len(self.folder.meta.prompts)
-            number = self.folder.next_number()
-            self.folder.save_change(TurnChange(number, turn, prompt, files, results, self.mirror.writes))
+        if files or self._kept is not None:
+            self._keep(TurnChange(0, turn, 0, files, results, self.mirror.writes))
+            self._kept = None
             kept_back = await self.mirror.apply(files)
         kept_back |= self._not_told()
         if files or kept_back:
             self.emit(FilesChanged(turn, files, self.mirror.writes, kept_back))
+
+    def _keep(self, change: TurnChange) -> None:
+        """Makes a change durable under the turn's number, in place of what was known of it before."""
+        if self._kept is None:
+            self._kept = self.folder.next_number()
+        prompt = len(self.folder.meta.prompts)
+        self.folder.save_change(replace(change, number=self._kept, prompt=prompt))
 
     def _not_told(self) -> dict[str, str]:
         """What stays in the sandbox and was not told yet."""
@@ -97,11 +107,11 @@ class MirroredWorkspace:
         self.told |= staying.keys() | set(new)
         return staying
 
-    def _files_of(self, calls: Iterable[ToolCall]) -> list[str]:
-        """The files that these calls name."""
+    def _files_of(self, calls: Iterable[ToolCall], reads: bool = True) -> list[str]:
+        """The files that these calls name to write them, or to read them."""
         paths: set[str] = set()
         for call in calls:
             tool = None if call.error else self.context.tools.get(call.name)
             access = tool.access(call.arguments) if tool is not None else Access()
-            paths |= access.reads | access.writes
+            paths |= access.writes | (access.reads if reads else frozenset())
         return sorted(path for path in paths if path != "." and is_path(path))

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
 from etude.sandbox.inside import faults, kernel
@@ -93,12 +93,17 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NO
 
 
 class Workspace:
-    """The files below `root`; `template` is a descriptor of the directory they started from."""
+    """The files below `root`; `template` is a descriptor of the directory they started from.
 
-    def __init__(self, root: str, template: int) -> None:
+    None: `root` is a directory of the host, of which nobody knows what it was at first.
+    """
+
+    def __init__(self, root: str, template: int | None, passed_over: Iterable[str] = ()) -> None:
+        """`passed_over`: names that listings and searches leave out, with all that lies below."""
         self.root = os.path.realpath(root)
         self._directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._template = template
+        self._passed_over = frozenset(passed_over)
 
     def read(self, path: str, limit_bytes: int, offset: int = 0) -> bytes:
         """Up to `limit_bytes` of a regular file, from `offset` on."""
@@ -141,7 +146,8 @@ class Workspace:
         if not stat.S_ISDIR(os.stat(full).st_mode):
             raise Fault(*faults.NOT_DIRECTORY)
         found: list[list[object]] = []
-        for name, entry in _walk(full, "" if path == "." else path + "/", depth):
+        prefix = "" if path == "." else path + "/"
+        for name, entry in _walk(full, prefix, depth, passed_over=self._passed_over):
             kind = _kind(entry)
             try:
                 size = entry.stat(follow_symlinks=False).st_size if kind == "file" else 0
@@ -162,7 +168,8 @@ class Workspace:
             return self._matches(expression, path, limit)
         prefix = "" if path == "." else path + "/"
         matches: list[list[object]] = []
-        for name in sorted(name for name, entry in _walk(full, prefix, 100) if _kind(entry) == "file"):
+        found = _walk(full, prefix, 100, passed_over=self._passed_over)
+        for name in sorted(name for name, entry in found if _kind(entry) == "file"):
             if "__pycache__" in name.split("/"):
                 continue
             try:
@@ -187,8 +194,10 @@ class Workspace:
 
         A file whose inode, size and times are the template's is taken as unchanged: whoever forges
         those only hides a change of their own. What the agent locked away is carried as well; what belongs
-        to somebody else and cannot be read is as it was.
+        to somebody else and cannot be read is as it was. Without a template all may differ: too much.
         """
+        if self._template is None:
+            raise Fault(*faults.DIFF_TOO_LARGE)
         sizes: list[int | None] = []
         name_bytes = 0
         names: list[bytes] = []
@@ -308,9 +317,15 @@ def matching_lines(expression: re.Pattern[str], data: bytes) -> Iterator[tuple[i
 
 
 def _walk(
-    root: str, prefix: str, depth: int, unlocked: Unlocked | None = None, closed: list[str] | None = None
+    root: str,
+    prefix: str,
+    depth: int,
+    unlocked: Unlocked | None = None,
+    closed: list[str] | None = None,
+    passed_over: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(prefix + relative path, entry) of everything down to `depth` levels. Links are not followed.
+    """(prefix + relative path, entry) of everything down to `depth` levels, but for the names `passed_over`.
+    Links are not followed.
 
     Directories below `root` that may not be entered are passed over, and put down in `closed`; so are those
     that are gone since they were listed, but for `closed`, and those that stand there already.
@@ -333,6 +348,8 @@ def _walk(
                 closed.append(before)
             continue
         for entry in entries:
+            if entry.name in passed_over:
+                continue
             count += 1
             if count > MAX_ENTRIES:
                 raise Fault("argument", f"more than {MAX_ENTRIES} entries: name a smaller directory")

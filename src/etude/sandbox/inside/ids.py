@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -134,6 +135,26 @@ def become_own_user(mounts: Mapping[str, int], needed: str) -> None:
     kernel.set_dumpable(True)
     for target, copy in mounts.items():
         kernel.move_mount(copy, target)
+
+
+def mount_as_own(source: str, target: str) -> None:
+    """The real root's way to let sandboxes write to a directory: mounts it so that what is its owner's is the
+    fork server's user's. Raises OSError, EINVAL where the file system has no such mounts."""
+    status = os.stat(source)
+    pid = kernel.clone(kernel.NEWUSER)
+    if pid == 0:
+        while True:
+            signal.pause()
+    try:
+        kernel.map_ids(pid, f"{status.st_uid} {NOBODY} 1", f"{status.st_gid} {NOBODY} 1")
+        namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            kernel.move_mount(kernel.copy_mount(source, namespace, read_only=False), target)
+        finally:
+            os.close(namespace)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def take(words: Sequence[str], images: str) -> tuple[Users, socket.socket | None]:

@@ -88,7 +88,7 @@ class Namespaces:
         uid, base, disk, before = namespaces.enter_sandbox(plan, descriptors)
         if plan.has_image:
             sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
-        workspace = Workspace(plan.workspace, base)
+        workspace = Workspace(plan.workspace, None if plan.in_place else base, plan.passed_over)
         limit_buffers()
         sockets = SocketMemory()
         bounds = (limits["num_processes"], limits["file_bytes"])
@@ -127,6 +127,12 @@ class Folders:
         os.setsid()
         kernel.adopt_orphans()
         self._disk = os.path.join(self._base, f"sandbox-{os.getpid()}")
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if plan.in_place:
+            os.mkdir(self._disk)
+            os.chdir(plan.workspace)
+            workspace = Workspace(plan.workspace, None, plan.passed_over)
+            return Entered(workspace, self._processes, os.open(self._disk, flags))
         workspace = os.path.join(self._disk, layers.ROOT)
         template = os.path.join(self.files, "templates", plan.digest)
         # A saved layer holds the whole workspace here, not the changes alone.
@@ -134,7 +140,6 @@ class Folders:
         os.makedirs(workspace)
         os.mkdir(os.path.join(self._disk, layers.TEMPORARY))
         os.chdir(workspace)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         layers.copy_tree(os.open((saved or [template])[0], flags), os.open(workspace, flags))
         return Entered(
             Workspace(workspace, os.open(template, flags)), self._processes, os.open(self._disk, flags)

@@ -102,8 +102,8 @@ def make_read_only(target: str) -> None:
     _set_attributes(_AT_FDCWD, target, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
 
 
-def copy_mount(path: str, namespace: int) -> int:
-    """A descriptor of a read-only copy of the mount at `path`, not yet mounted anywhere.
+def copy_mount(path: str, namespace: int, read_only: bool = True) -> int:
+    """A descriptor of a copy of the mount at `path`, not yet mounted anywhere.
 
     The owner of a file, a number on disk, is looked up in the map of a user namespace (a descriptor) as if it
     stood inside. Raises OSError, EINVAL where the file system or the kernel has no idmapped mounts.
@@ -111,7 +111,7 @@ def copy_mount(path: str, namespace: int) -> int:
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
     copy = _syscall("open_tree", ctypes.c_int(_AT_FDCWD), path.encode(), flags)
     try:
-        attributes = _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_IDMAP
+        attributes = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_IDMAP | (_MOUNT_ATTR_RDONLY if read_only else 0)
         _set_attributes(copy, "", _AT_EMPTY_PATH, attributes, namespace)
     except OSError:
         os.close(copy)

@@ -9,6 +9,7 @@ The fork server lives in a mount namespace of its own, whose root is a small tmp
     /files_ro    the same, read-only: lower layers of the sandboxes
     /nothing     empty: a lower layer beneath the host's directories
     /scratch     empty; each sandbox mounts its own size-limited tmpfs on it
+    /in_place    a directory of the host, writable, that is the workspace of all sandboxes (if there is one)
     /proc        of the fork server's pid namespace
 
 A sandbox is cloned into new user, mount, pid, network, IPC and UTS namespaces, mounts its own tmpfs,
@@ -17,7 +18,8 @@ namespace is made once it has a plan: it begins in the groups that the process i
 into a user namespace that holds its own user alone (see `ids`).
 
     no image    /            the fork server's /root, read-only; /tests, /logs and /solution lead into /tmp
-                /workspace   overlay: scratch over saved layers over the template
+                /workspace   overlay: scratch over saved layers over the template; or the host's directory,
+                             which stands at its own path as well
     an image    /            overlay: scratch over saved layers over the template over the image's layers
     both        /tmp         scratch, or an overlay of it over what saved layers hold
 """
@@ -31,6 +33,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from etude.sandbox.inside import ids, kernel, layers
 from etude.sandbox.inside.gathering import LayeredRoot
@@ -47,7 +50,7 @@ WATCHES = {"max_inotify_instances": 16, "max_inotify_watches": 16384}
 """The host counts these for whoever made the namespaces: one sandbox must not use up what all share."""
 _WATCH_SHARES = 16
 """So many sandboxes can have all that they may."""
-FILES, FILES_RO, IMAGES = "/files", "/files_ro", "/images"
+FILES, FILES_RO, IMAGES, IN_PLACE = "/files", "/files_ro", "/images", "/in_place"
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 ETC_DIRECTORIES = ("etc/alternatives", "etc/ssl/certs")  # the second: whom programs trust in TLS
 ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
@@ -87,6 +90,10 @@ class Plan:
     """Layers of the image, uppermost first."""
     workspace: str = "/workspace"
     user: str = "agent"
+    in_place: bool = False
+    """Whether the workspace is a directory of the host, at its own path."""
+    passed_over: tuple[str, ...] = ()
+    """Names that listings and searches pass over."""
 
     @property
     def template(self) -> str:
@@ -103,7 +110,7 @@ class Plan:
 
 
 def isolate_fork_server(
-    prefix: str, images: str, view: Mapping[str, Mapping[str, str]], map_ids: Callable[[int, int], None]
+    prefix: str, images: str, view: Mapping[str, Any], map_ids: Callable[[int, int], None]
 ) -> None:
     """Moves this process into its own user, mount and (for its next child) pid namespace.
 
@@ -148,7 +155,7 @@ def mount_fork_server() -> None:
             WATCHES[name] = max(1, min(most, int(file.read()) // _WATCH_SHARES))
 
 
-def _build_root(prefix: str, images: str, view: Mapping[str, Mapping[str, str]]) -> None:
+def _build_root(prefix: str, images: str, view: Mapping[str, Any]) -> None:
     kernel.mount("", "/", flags=MS_PRIVATE | MS_REC)
     kernel.mount("fork-server", "/tmp", "tmpfs", MS_NOSUID, "mode=755")
     os.mkdir("/tmp/host")
@@ -164,7 +171,8 @@ def _build_root(prefix: str, images: str, view: Mapping[str, Mapping[str, str]])
         _show(name)
     if not f"{prefix}/".startswith("/usr/"):
         _show(prefix.lstrip("/"))
-    _fill_etc({**_ETC, **_GIT} if view else _ETC)
+    git = {**_GIT, "gitconfig": _GIT["gitconfig"] + view["git"]} if view else {}
+    _fill_etc({**_ETC, **git})
     _fill_dev(prefix)
     if view:
         _show_more(view["directories"], view["links"])
@@ -173,9 +181,11 @@ def _build_root(prefix: str, images: str, view: Mapping[str, Mapping[str, str]])
     for name in ("tests", "logs", "solution"):
         # Where scripts that grade a task find and put their files (see `environment.scripts`).
         os.symlink(f"/tmp/{name}", f"/root/{name}")
-    kernel.make_read_only("/root")
     # A new /proc may only be mounted where a complete one is in sight: this one, until it is covered.
     kernel.mount("/host/proc", "/proc", flags=MS_BIND | MS_REC)
+    if view and view["in_place"]:
+        _mount_directory(view["in_place"])
+    kernel.make_read_only("/root")
     with open("/proc/self/mountinfo") as file:
         _shown[:] = without_mounts_below(_shown, file.read())
     kernel.detach("/host")
@@ -204,6 +214,21 @@ def _show_more(directories: Mapping[str, str], links: Mapping[str, str]) -> None
         os.makedirs(f"/root{path}", exist_ok=True)
         kernel.mount(f"/host{source}", f"/root{path}", flags=MS_BIND | MS_REC)
         _shown.append(path[1:])
+
+
+def _mount_directory(path: str) -> None:
+    """Mounts a directory of the host, and makes its place in the root; in /tmp each sandbox makes it."""
+    if not path.startswith("/tmp/"):
+        os.makedirs(f"/root{path}", exist_ok=True)
+    os.mkdir(IN_PLACE)
+    if os.geteuid() != 0:
+        kernel.mount(f"/host{path}", IN_PLACE, flags=MS_BIND | MS_REC)
+        return
+    try:
+        ids.mount_as_own(f"/host{path}", IN_PLACE)
+    except OSError as error:
+        why = f"root cannot lend {path} to the user of a sandbox on this file system: work as its owner"
+        raise OSError(error.errno, f"{why} ({error.strerror})") from error
 
 
 def without_mounts_below(names: list[str], mounts: str) -> list[str]:
@@ -276,12 +301,16 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int, Layered
         # A bind of its own, because a mount inherited from the fork server is locked and cannot become root.
         root = "/root"
         kernel.mount(root, root, flags=MS_BIND | MS_REC)
-        _overlay("/root/workspace", plan.lowers(), layers.ROOT, "work")
+        if not plan.in_place:
+            _overlay("/root/workspace", plan.lowers(), layers.ROOT, "work")
     _cover_programs(root, [name for name in _shown if not plan.has_image or name.startswith("dev/")])
     if plan.layers:
         _overlay(f"{root}/tmp", plan.temporaries(), layers.TEMPORARY, "tmp_work")
     else:
         kernel.mount(f"/scratch/{layers.TEMPORARY}", f"{root}/tmp", flags=MS_BIND)
+    for place in {"/workspace", plan.workspace} if plan.in_place else ():
+        os.makedirs(f"{root}{place}", exist_ok=True)
+        kernel.mount(IN_PLACE, f"{root}{place}", flags=MS_BIND | MS_REC)
     kernel.mount("/scratch/shm", f"{root}/dev/shm", flags=MS_BIND)
     kernel.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for name, limit in WATCHES.items():

@@ -60,6 +60,9 @@ class ForkServerBackend(MachineBackend):
 
     has_whole_layers = False
     """Whether a saved layer holds all files, not the changes alone."""
+    home = "/tmp"
+    """Of commands that work in a directory of the host."""
+    works_in_directories = True
     num_spares = NUM_AHEAD
     """First processes that wait in control groups of their own for a sandbox."""
 
@@ -292,7 +295,7 @@ class ForkServerBackend(MachineBackend):
     def _send_plan(self, clone: Clone, sandbox: MachineSandbox, new_template: bool) -> None:
         """What a first process becomes a sandbox by. Raises SandboxError."""
         has_groups = self._groups is not None
-        request = plan_request(clone.number, sandbox.spec, clone.layers, has_groups, new_template)
+        request = plan_request(clone.number, sandbox.spec, clone.layers, has_groups, new_template, self.home)
         if not new_template:
             self._send(clone.server, request)
             return
@@ -306,6 +309,7 @@ class ForkServerBackend(MachineBackend):
 
     async def _save_layer(self, sandbox: MachineSandbox) -> tuple[str, ...]:
         """A layer of what the sandbox has changed, over those that it stands on; each held once more."""
+        sandbox.spec.template.check_copyable()
         server = await self._ensure_started()
         clone = self._clones.get(sandbox.id)
         below = () if clone is None or self.has_whole_layers else clone.layers
@@ -390,7 +394,9 @@ class LocalBackend(ForkServerBackend):
     def _arguments(self) -> Sequence[str]:
         images = "" if self._images is None else str(self._images.resolve() / "layers")
         view = "{}" if self.view is None else self.view.word()
-        return ["namespaces", images, view, *([] if self._spare_ids is None else self._spare_ids.words())]
+        # What is written to a directory of the host must belong to its owner: all sandboxes are one user.
+        spare = None if self.view is not None and self.view.in_place else self._spare_ids
+        return ["namespaces", images, view, *([] if spare is None else spare.words())]
 
     def _interpreter(self) -> str:
         interpreter = os.path.realpath(sys.executable)

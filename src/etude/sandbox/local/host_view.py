@@ -43,6 +43,10 @@ class HostView:
     """Path in the sandbox -> where the host's link of that path leads."""
     programs: str = ""
     """Directory of programs that come first in PATH."""
+    in_place: bool = False
+    """Whether the workspaces are `project` itself, writable, at its own path."""
+    git: str = ""
+    """More of the configuration that git reads for the whole machine."""
 
     @property
     def links(self) -> dict[str, str]:
@@ -50,7 +54,7 @@ class HostView:
         return {**self.hops, **self._workspace_links()}
 
     def _workspace_links(self) -> dict[str, str]:
-        if self.project is None:
+        if self.project is None or self.in_place:
             return {}
         project = str(self.project)
         below = [path for path in self.directories if path.startswith(f"{project}/")]
@@ -63,7 +67,8 @@ class HostView:
     def word(self) -> str:
         """Argument of the fork server."""
         shown = {"directories": self.directories, "links": self.links, "programs": self.programs}
-        return json.dumps(shown)
+        in_place = str(self.project) if self.in_place else ""
+        return json.dumps({**shown, "in_place": in_place, "git": self.git})
 
     def add_python(self, environment: Path) -> None:
         """Shows a Python environment, and the Python that it was made with; its programs come first.
@@ -79,7 +84,7 @@ class HostView:
                 received=str(environment),
                 fix="make it with `python -m venv DIR`, or leave the project's out with --venv none",
             )
-        if self.project is not None and self._is_shown(str(self.project)):
+        if self.project is not None and not self.in_place and self._is_shown(str(self.project)):
             raise ConfigError(
                 "the project lies in a directory that every sandbox sees as it is: an environment could run "
                 "its unchanged code",
@@ -151,12 +156,23 @@ class HostView:
         self.directories[str(git)] = str(git)
         return True
 
+    def check_in_place(self) -> None:
+        """Raises ConfigError for a project that cannot be shown at its own path."""
+        if self.project is not None and _owner(str(self.project)) not in ("", "tmp", "etc", "workspace"):
+            raise ConfigError(
+                "lies where a sandbox has files of its own",
+                field="--in-place",
+                received=str(self.project),
+                fix="move the project, or use --backend unisolated",
+            )
+
     def _is_shown(self, path: str) -> bool:
         """Whether sandboxes see a path of the host anyway."""
         shown = [
             *self.directories,
             os.path.realpath(sys.base_prefix),
             *(f"/{name}" for name in (*HOST_DIRECTORIES, *ETC_DIRECTORIES)),
+            *([str(self.project)] if self.in_place else []),
         ]
         return any(f"{path}/".startswith(f"{one}/") for one in shown)
 
@@ -164,7 +180,8 @@ class HostView:
         if self._is_shown(path):
             return
         _check_place(path)
-        _check_readable(source)
+        if os.geteuid() == 0 or not self.in_place:  # else commands run as the user who asks
+            _check_readable(source)
         self.directories[path] = str(source)
 
 

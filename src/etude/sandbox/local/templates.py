@@ -91,16 +91,18 @@ def layer_folder(digest: str) -> str:
 
 
 def plan_request(
-    number: int, spec: Spec, layers: Sequence[str], has_groups: bool, new_template: bool
+    number: int, spec: Spec, layers: Sequence[str], has_groups: bool, new_template: bool, home: str
 ) -> dict[str, object]:
     """The request `begin` for first process `number`; see `inside.zygote`.
 
-    `layers`: saved ones that it stands on, uppermost first.
+    `layers`: saved ones that it stands on, uppermost first; `home`: of commands in a directory of the host.
     """
     template, resources = spec.template, spec.resources
     image = template.image
     is_root = image is not None and image.user in ("", "root", "0")
     image_env = {} if image is None else dict(image.env)
+    if template.directory:
+        image_env["HOME"] = home
     return {
         "op": "begin",
         "id": number,
@@ -112,6 +114,8 @@ def plan_request(
             "images": () if image is None else [layer_folder(layer) for layer in image.layers[::-1]],
             "workspace": template.workspace,
             "user": "agent" if image is None else image.user,
+            "in_place": bool(template.directory),
+            "passed_over": sorted(template.passed_over),
         },
         "limits": dataclasses.asdict(resources),
         "env": {**ROOT_ENVIRONMENT, **image_env} if is_root else image_env,

@@ -29,6 +29,7 @@ class UnisolatedBackend(ForkServerBackend):
     def __init__(self, state: Path | None = None) -> None:
         super().__init__(state)
         warnings.warn(_WARNING, stacklevel=3)
+        self.home = str(Path.home())
         self._bases: list[str] = []
         """Of each fork server; a sandbox outlives the one that made it."""
 

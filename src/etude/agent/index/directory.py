@@ -1,0 +1,61 @@
+"""Search over a directory that anybody may change at any time: ripgrep looks at it anew each time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from etude.agent.index.grep.query import GrepMatch as Found
+from etude.agent.index.grep.query import GrepQuery
+from etude.agent.index.grep.ripgrep import Ripgrep, parse_matches
+from etude.agent.tools.ports import CodeHits, GrepRequest
+from etude.errors import ToolArgumentError
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.types import GrepMatch
+
+_DEADLINE_S = 30.0
+_MOST_BYTES = 16 << 20
+
+
+class DirectorySearch:
+    """Implements `CodeSearch` with no index. What git ignores is left out, and hidden files."""
+
+    def __init__(self, sandbox: Sandbox, root: Path, passed_over: Iterable[str]) -> None:
+        """`root`: the sandbox's workspace, without links; `passed_over`: names that are not searched. Raises
+        ResourceError without ripgrep."""
+        self._sandbox = sandbox
+        self._root = root
+        self._without = [word for name in (".*", *sorted(passed_over)) for word in ("--glob", f"!{name}")]
+        self._ripgrep = Ripgrep()
+
+    async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
+        """See CodeSearch."""
+        place = self._root / request.path
+        if place.resolve() != place:
+            # A link may lead anywhere on the host: the sandbox knows where it may.
+            pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
+            return await self._sandbox.files.grep(pattern, request.path, request.limit)
+        query = GrepQuery(request.pattern, ignore_case=request.ignore_case, globs=request.globs)
+        most = ["--max-count", str(request.limit + 1), "--max-filesize", "8M", "--sort", "path"]
+        output = await self._ripgrep.search(
+            [*most, *query.glob_flags(), *self._without, *query.pattern_flags()],
+            [b"" if request.path == "." else request.path.encode(errors="surrogateescape")],
+            self._root,
+            deadline_s=_DEADLINE_S,
+            max_bytes=_MOST_BYTES,
+        )
+        found: list[Found] = [match for file in parse_matches(output) for match in file.matches()]
+        return [GrepMatch(match.path, match.line_number, match.line) for match in found[: request.limit]]
+
+    async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
+        """See CodeSearch. Raises ToolArgumentError: there is no index."""
+        raise ToolArgumentError("no semantic index here: use grep", field="query")
+
+    def changed(self, path: str) -> None:
+        """See CodeSearch: nothing is remembered."""
+
+    def changed_somewhere(self) -> None:
+        """See CodeSearch."""
+
+    def close(self) -> None:
+        """Nothing: no index is held."""
