@@ -49,7 +49,6 @@ class LocalWorkspace:
         on_call: OnCall,
         on_result: OnResult,
     ) -> list[ToolResult]:
-        """See Workspace.run_calls."""
         return await execute_calls(calls, self.context, known, on_call, on_result)
 
     async def archive(self, path: str, text: str) -> str:

@@ -155,7 +155,6 @@ class FollowingWriter:
     def __call__(
         self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any] | None = None
     ) -> None:
-        """See WriteCheckpoint."""
         writing, self._writing = self._writing, None
         if writing is not None:
             with contextlib.suppress(ResourceError):

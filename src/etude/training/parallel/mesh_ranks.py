@@ -59,24 +59,19 @@ class MeshRanks:
         model.unread = None
 
     def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
-        """See Ranks."""
         return shares_of(plan, self.rank)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """See Ranks."""
         sum_in_order(tensor, self._mesh.group("replicate", "fsdp", "expert"))
         return tensor
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """See Ranks."""
         return gather_rows(rows, self._mesh.group("replicate", "fsdp", "expert"))
 
     def layout(self, model: nn.Module) -> Layout:
-        """See Ranks."""
         return MeshLayout(model, self._mesh)
 
     def reduce_gradients(self, model: nn.Module) -> None:
-        """See Ranks."""
         sum_gradients(model, self._mesh)
 
     @torch.no_grad()
@@ -117,7 +112,6 @@ class MeshRanks:
 
     @torch.no_grad()
     def stored(self, model: nn.Module) -> ModelShards:
-        """See Ranks."""
         assert isinstance(model, LanguageModel)
         release(model)
         places = Places(model, self._mesh)
@@ -129,14 +123,12 @@ class MeshRanks:
 
     @torch.no_grad()
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """See Ranks."""
         release(model)
         places = Places(model, self._mesh)
         for name, parameter in model.named_parameters():
             local_part(parameter.data).copy_(places.part(name, weights[name]))
 
     def frozen_copy(self, model: ModelT) -> ModelT:
-        """See Ranks."""
         assert isinstance(model, LanguageModel)
         return cast(ModelT, copy_placed(model, self._mesh))
 
