@@ -111,7 +111,11 @@ def openai_document(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-KINDS: Mapping[str, type[EtudeError]] = {name: getattr(etude.errors, name) for name in etude.errors.__all__}
+KINDS: Mapping[str, type[EtudeError]] = {
+    name: kind
+    for name, kind in vars(etude.errors).items()
+    if isinstance(kind, type) and issubclass(kind, EtudeError)
+}
 """The errors that cross as themselves where no others are named."""
 
 
