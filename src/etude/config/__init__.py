@@ -1,6 +1,5 @@
 """Typed configuration: defaults < TOML file < dotted overrides. Imports neither torch nor ray."""
 
-from etude.config.adapter import AdapterConfig as AdapterConfig
 from etude.config.base import Section as Section
 from etude.config.checkpoint import CheckpointConfig as CheckpointConfig
 from etude.config.cluster import ClusterConfig as ClusterConfig
@@ -8,8 +7,6 @@ from etude.config.cluster import PartConfig as PartConfig
 from etude.config.clusters import ClustersConfig as ClustersConfig
 from etude.config.elastic import ElasticConfig as ElasticConfig
 from etude.config.engine import EngineConfig as EngineConfig
-from etude.config.forks import ForkConfig as ForkConfig
-from etude.config.forks import ForkTurn as ForkTurn
 from etude.config.harness import HarnessConfig as HarnessConfig
 from etude.config.loading import drop_key as drop_key
 from etude.config.loading import dump_config as dump_config
@@ -36,10 +33,13 @@ from etude.config.pretraining import SessionsConfig as SessionsConfig
 from etude.config.pretraining import SftConfig as SftConfig
 from etude.config.pretraining import SourceConfig as SourceConfig
 from etude.config.pretraining import StageConfig as StageConfig
+from etude.config.reinforcement import AdapterConfig as AdapterConfig
 from etude.config.reinforcement import Baseline as Baseline
 from etude.config.reinforcement import CorrectionConfig as CorrectionConfig
 from etude.config.reinforcement import CurriculumConfig as CurriculumConfig
 from etude.config.reinforcement import FeedbackConfig as FeedbackConfig
+from etude.config.reinforcement import ForkConfig as ForkConfig
+from etude.config.reinforcement import ForkTurn as ForkTurn
 from etude.config.reinforcement import LossConfig as LossConfig
 from etude.config.reinforcement import Normalizer as Normalizer
 from etude.config.reinforcement import RlConfig as RlConfig
