@@ -3,7 +3,7 @@
 Each call waits for those earlier calls of the turn that it conflicts with (`Access.conflicts`); all others
 run at the same time, within `ToolLimits.parallel_calls`. So a turn has the outcome of running its calls one
 after the other, and takes as long as its longest chain of calls that depend on each other. Calls that change
-nothing and wait for nothing run as one where their tool can do that for less (`RunsTogether`).
+nothing and wait for nothing run as one where their tool can do that for less (`how_together`).
 """
 
 from __future__ import annotations

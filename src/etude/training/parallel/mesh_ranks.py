@@ -13,7 +13,7 @@ from etude.errors import ConfigError, RankError
 from etude.model import LanguageModel
 from etude.model.huggingface.part_reader import PartReader
 from etude.training.checkpoints.shards import ModelShards, together
-from etude.training.parallel.collectives import gather_rows, sum_in_order
+from etude.training.parallel.collectives import sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
 from etude.training.parallel.places import Places, local_part
@@ -87,9 +87,6 @@ class MeshRanks:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         sum_in_order(tensor, self._mesh.group("replicate", "fsdp", "expert"))
         return tensor
-
-    def all_gather(self, rows: Tensor) -> Tensor:
-        return gather_rows(rows, self._mesh.group("replicate", "fsdp", "expert"))
 
     def layout(self, model: nn.Module) -> Layout:
         return MeshLayout(model, self._mesh)

@@ -66,10 +66,6 @@ class Ranks(Protocol):
         """Replaces `tensor` by its sum over ranks, added in the order of ranks; returns it."""
         ...
 
-    def all_gather(self, rows: Tensor) -> Tensor:
-        """rows [N, ...], where N may differ between ranks -> those of all ranks, in the order of ranks."""
-        ...
-
     def layout(self, model: nn.Module) -> Layout:
         """Which part of each parameter lies here: what the optimiser works with."""
         ...
@@ -116,9 +112,6 @@ class SingleRank:
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def all_gather(self, rows: Tensor) -> Tensor:
-        return rows
 
     def layout(self, model: nn.Module) -> Layout:
         return WholeLayout(model)
