@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import etude.errors
 from etude.errors import (
     AgentError,
     ConfigError,
@@ -22,7 +21,10 @@ def subclasses(kind: type[EtudeError]) -> Iterator[type[EtudeError]]:
         yield from subclasses(inner)
 
 
-@pytest.mark.parametrize("kind", [getattr(etude.errors, name) for name in etude.errors.__all__])
+OURS = [kind for kind in subclasses(EtudeError) if kind.__module__ == "etude.errors"]
+
+
+@pytest.mark.parametrize("kind", OURS)
 def test_errors_keep_their_fields_across_processes(kind: type[EtudeError]) -> None:
     error = kind("is wrong", field="a.b", received=[1, 2], fix="mend it")
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
@@ -43,9 +45,9 @@ def test_an_error_says_what_where_and_how_to_mend_it() -> None:
 
 
 def test_every_error_is_public_and_of_exactly_one_kind() -> None:
-    ours = [kind for kind in subclasses(EtudeError) if kind.__module__ == "etude.errors"]
-    assert {kind.__name__ for kind in ours} == set(etude.errors.__all__)
-    for kind in ours:
+    assert len(OURS) > 15
+    for kind in OURS:
+        assert not kind.__name__.startswith("_")
         if kind is not EtudeError:
             assert (
                 sum(issubclass(kind, family) for family in (UserError, AgentError, InfrastructureError)) == 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from etude.algorithms.signal import weigh_group
 from etude.config import Baseline, RlConfig
-from etude.config.forks import ForkTurn
+from etude.config.reinforcement import ForkTurn
 from etude.environment.fork_groups import Refused, choose_turn
 from etude.records import (
     Group,

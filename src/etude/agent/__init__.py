@@ -1,47 +1,26 @@
 """The agent's harness: one code in the terminal, in the cloud and in rollouts."""
 
-from etude.agent.execution import LocalWorkspace, execute_calls
-from etude.agent.facts import SessionFacts
-from etude.agent.journal import JournaledSession
-from etude.agent.prompts import agent_format, open_renderer
-from etude.agent.runner import NextWords, Patience, Serving, Timings, run_session
-from etude.agent.scripted import ScriptedSampler, play
-from etude.agent.session import AgentSession, SessionLimits
-from etude.agent.summary import SummaryPolicy
-from etude.agent.tools import (
-    Registry,
-    ToolContext,
-    ToolLimits,
-    agent_registry,
-    core_registry,
-    full_registry,
-    registry_named,
-    registry_of,
-)
-
-__all__ = [
-    "AgentSession",
-    "JournaledSession",
-    "LocalWorkspace",
-    "NextWords",
-    "Patience",
-    "Registry",
-    "ScriptedSampler",
-    "Serving",
-    "SessionFacts",
-    "SessionLimits",
-    "SummaryPolicy",
-    "Timings",
-    "ToolContext",
-    "ToolLimits",
-    "agent_format",
-    "agent_registry",
-    "core_registry",
-    "execute_calls",
-    "full_registry",
-    "open_renderer",
-    "play",
-    "registry_named",
-    "registry_of",
-    "run_session",
-]
+from etude.agent.execution import LocalWorkspace as LocalWorkspace
+from etude.agent.execution import execute_calls as execute_calls
+from etude.agent.facts import SessionFacts as SessionFacts
+from etude.agent.journal import JournaledSession as JournaledSession
+from etude.agent.prompts import agent_format as agent_format
+from etude.agent.prompts import open_renderer as open_renderer
+from etude.agent.runner import NextWords as NextWords
+from etude.agent.runner import Patience as Patience
+from etude.agent.runner import Serving as Serving
+from etude.agent.runner import Timings as Timings
+from etude.agent.runner import run_session as run_session
+from etude.agent.scripted import ScriptedSampler as ScriptedSampler
+from etude.agent.scripted import play as play
+from etude.agent.session import AgentSession as AgentSession
+from etude.agent.session import SessionLimits as SessionLimits
+from etude.agent.summary import SummaryPolicy as SummaryPolicy
+from etude.agent.tools import Registry as Registry
+from etude.agent.tools import ToolContext as ToolContext
+from etude.agent.tools import ToolLimits as ToolLimits
+from etude.agent.tools import agent_registry as agent_registry
+from etude.agent.tools import core_registry as core_registry
+from etude.agent.tools import full_registry as full_registry
+from etude.agent.tools import registry_named as registry_named
+from etude.agent.tools import registry_of as registry_of

@@ -154,7 +154,6 @@ class EndpointSampler(Sampler):
         raise SamplerError("an endpoint does not score tokens", field="version", received=str(version))
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort."""
         task = self._asking.get(request_id)
         if task is not None and not task.done():
             self._aborted.add(request_id)

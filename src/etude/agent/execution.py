@@ -3,7 +3,7 @@
 Each call waits for those earlier calls of the turn that it conflicts with (`Access.conflicts`); all others
 run at the same time, within `ToolLimits.parallel_calls`. So a turn has the outcome of running its calls one
 after the other, and takes as long as its longest chain of calls that depend on each other. Calls that change
-nothing and wait for nothing run as one where their tool can do that for less (`RunsTogether`).
+nothing and wait for nothing run as one where their tool can do that for less (`how_together`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class LocalWorkspace:
         on_call: OnCall,
         on_result: OnResult,
     ) -> list[ToolResult]:
-        """See Workspace.run_calls."""
         return await execute_calls(calls, self.context, known, on_call, on_result)
 
     async def archive(self, path: str, text: str) -> str:

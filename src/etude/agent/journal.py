@@ -105,11 +105,9 @@ class JournaledSession:
         return journal
 
     def next_action(self) -> Action:
-        """See Session."""
         return self.session.next_action()
 
     def on_prefix_miss(self) -> None:
-        """See Session."""
         self._tell(PrefixMissIn())
 
     def on_chunk(self, chunk: SampleChunk) -> None:
@@ -122,7 +120,6 @@ class JournaledSession:
             self._write_chunks()
 
     def on_results(self, results: Sequence[ToolResult]) -> None:
-        """See Session."""
         self._known.clear()
         self._tell(ResultsIn(tuple(results)), tools=self.state.to_dict())
         if self.max_turns is not None and len(self.session.turns) >= self.max_turns:
@@ -130,28 +127,23 @@ class JournaledSession:
         self._flush()
 
     def on_archived(self, error: str = "") -> None:
-        """See Session."""
         self._tell(ArchivedIn(error))
 
     def on_user(self, text: str, by_person: bool = True) -> None:
-        """See Session."""
         assert by_person, "a journal is of a person's session"
         self._tell(UserIn(text))
         self._flush()
 
     def stop(self, status: Status, cause: str) -> None:
-        """See Session."""
         self._tell(StopIn(status, cause))
         self._flush()
 
     def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
-        """See CallLog."""
         self._append({"kind": "begun", "calls": [call_document(call) for call in calls]})
         self._flush()
         return dict(self._known)
 
     def ended(self, position: int, result: ToolResult) -> None:
-        """See CallLog."""
         self._append({"kind": "ended", "position": position, "result": result_document(result)})
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ EDITOR_S = 30.0
 
 
 class EditorTree:
-    """Implements `Tree`. What the editor does not offer, and what is no text, goes by the disk.
+    """Implements `Tree`. What the editor does not offer, and what is no text, goes by a `DirectoryTree`.
 
     An editor does not say which buffers are unsaved. So a file is asked for when the agent is about to use
     it by name, and from then on; searches see other files as they are on disk.
@@ -36,16 +36,13 @@ class EditorTree:
 
     @property
     def root(self) -> Path:
-        """See Tree."""
         return self._disk.root
 
     @property
     def left_out(self) -> list[str]:
-        """See DirectoryTree."""
         return self._disk.left_out
 
     async def scan(self) -> Mapping[str, bytes]:
-        """See Tree."""
         files = dict(await self._disk.scan())
         for path in sorted(self._buffers):
             data = await self._in_editor(path, files.get(path))
@@ -54,11 +51,9 @@ class EditorTree:
         return files
 
     async def read(self, path: str) -> bytes | None:
-        """See Tree."""
         return await self._in_editor(path, await self._disk.read(path))
 
     async def write(self, path: str, data: bytes) -> None:
-        """See Tree."""
         text = _text(data)
         if not self._writes or text is None:
             await self._disk.write(path, data)
@@ -78,11 +73,9 @@ class EditorTree:
         await self._disk.remove(path)
 
     async def occupied(self, path: str) -> bool:
-        """See Tree."""
         return await self._disk.occupied(path)
 
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
-        """See Tree."""
         return await self._disk.unwanted(paths)
 
     async def _in_editor(self, path: str, on_disk: bytes | None) -> bytes | None:

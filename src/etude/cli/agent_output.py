@@ -69,7 +69,6 @@ class Pipe(io.TextIOBase):
         return self._stream.fileno()
 
     def writable(self) -> bool:
-        """See TextIOBase."""
         return True
 
     def write(self, text: str, /) -> int:

@@ -12,7 +12,7 @@ _LEAST_REPORTS = 4
 
 
 class TimeLeft:
-    """Follows a run's stages. Times in seconds, of `clock`."""
+    """Follows a run's stages. Times in seconds, of `clock`. Implements `Observer`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,7 +26,6 @@ class TimeLeft:
         """(when, step) of recent reports."""
 
     def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
-        """See Observer.expect_stages."""
         self._expected = dict(stages)
 
     def begin(self, name: str, total_steps: int) -> None:

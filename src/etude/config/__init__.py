@@ -1,127 +1,62 @@
 """Typed configuration: defaults < TOML file < dotted overrides. Imports neither torch nor ray."""
 
-from etude.config.adapter import AdapterConfig
-from etude.config.base import Section
-from etude.config.checkpoint import CheckpointConfig
-from etude.config.cluster import ClusterConfig, PartConfig
-from etude.config.clusters import ClustersConfig
-from etude.config.elastic import ElasticConfig
-from etude.config.engine import EngineConfig
-from etude.config.forks import ForkConfig, ForkTurn
-from etude.config.harness import HarnessConfig
-from etude.config.loading import (
-    drop_key,
-    dump_config,
-    load_config,
-    load_section,
-    parse_config,
-    parse_section,
-    read_toml,
-)
-from etude.config.mcp import McpConfig
-from etude.config.midtraining import MidtrainConfig
-from etude.config.model import ModelConfig, TokenizerConfig
-from etude.config.monitors import MonitorConfig
-from etude.config.optimizer import OptimizerConfig
-from etude.config.parallel import ParallelConfig
-from etude.config.parity import ParityConfig
-from etude.config.plan import PlanConfig
-from etude.config.pretraining import (
-    DraftsConfig,
-    MixtureConfig,
-    MixtureSourceConfig,
-    NextTokenConfig,
-    PretrainConfig,
-    SessionsConfig,
-    SftConfig,
-    SourceConfig,
-    StageConfig,
-)
-from etude.config.reinforcement import (
-    Baseline,
-    CorrectionConfig,
-    CurriculumConfig,
-    FeedbackConfig,
-    LossConfig,
-    Normalizer,
-    RlConfig,
-    StreamConfig,
-)
-from etude.config.reward import LengthConfig, RewardConfig
-from etude.config.routing import RouterConfig
-from etude.config.run import (
-    QUICKSTART_FAMILY,
-    SEARCHING,
-    AgentConfig,
-    EvaluationConfig,
-    GrammarName,
-    IndexName,
-    RunConfig,
-    TasksConfig,
-    TemplateName,
-)
-from etude.config.sandbox import SandboxConfig, SandboxServerConfig, ServersFile
-from etude.config.weights import WeightsConfig
-
-__all__ = [
-    "QUICKSTART_FAMILY",
-    "SEARCHING",
-    "AdapterConfig",
-    "AgentConfig",
-    "Baseline",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "ClustersConfig",
-    "CorrectionConfig",
-    "CurriculumConfig",
-    "DraftsConfig",
-    "ElasticConfig",
-    "EngineConfig",
-    "EvaluationConfig",
-    "FeedbackConfig",
-    "ForkConfig",
-    "ForkTurn",
-    "GrammarName",
-    "HarnessConfig",
-    "IndexName",
-    "LengthConfig",
-    "LossConfig",
-    "McpConfig",
-    "MidtrainConfig",
-    "MixtureConfig",
-    "MixtureSourceConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "NextTokenConfig",
-    "Normalizer",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ParityConfig",
-    "PartConfig",
-    "PlanConfig",
-    "PretrainConfig",
-    "RewardConfig",
-    "RlConfig",
-    "RouterConfig",
-    "RunConfig",
-    "SandboxConfig",
-    "SandboxServerConfig",
-    "Section",
-    "ServersFile",
-    "SessionsConfig",
-    "SftConfig",
-    "SourceConfig",
-    "StageConfig",
-    "StreamConfig",
-    "TasksConfig",
-    "TemplateName",
-    "TokenizerConfig",
-    "WeightsConfig",
-    "drop_key",
-    "dump_config",
-    "load_config",
-    "load_section",
-    "parse_config",
-    "parse_section",
-    "read_toml",
-]
+from etude.config.base import Section as Section
+from etude.config.checkpoint import CheckpointConfig as CheckpointConfig
+from etude.config.cluster import ClusterConfig as ClusterConfig
+from etude.config.cluster import PartConfig as PartConfig
+from etude.config.clusters import ClustersConfig as ClustersConfig
+from etude.config.elastic import ElasticConfig as ElasticConfig
+from etude.config.engine import EngineConfig as EngineConfig
+from etude.config.harness import HarnessConfig as HarnessConfig
+from etude.config.loading import drop_key as drop_key
+from etude.config.loading import dump_config as dump_config
+from etude.config.loading import load_config as load_config
+from etude.config.loading import load_section as load_section
+from etude.config.loading import parse_config as parse_config
+from etude.config.loading import parse_section as parse_section
+from etude.config.loading import read_toml as read_toml
+from etude.config.mcp import McpConfig as McpConfig
+from etude.config.midtraining import MidtrainConfig as MidtrainConfig
+from etude.config.model import ModelConfig as ModelConfig
+from etude.config.model import TokenizerConfig as TokenizerConfig
+from etude.config.monitors import MonitorConfig as MonitorConfig
+from etude.config.optimizer import OptimizerConfig as OptimizerConfig
+from etude.config.parallel import ParallelConfig as ParallelConfig
+from etude.config.parity import ParityConfig as ParityConfig
+from etude.config.plan import PlanConfig as PlanConfig
+from etude.config.pretraining import DraftsConfig as DraftsConfig
+from etude.config.pretraining import MixtureConfig as MixtureConfig
+from etude.config.pretraining import MixtureSourceConfig as MixtureSourceConfig
+from etude.config.pretraining import NextTokenConfig as NextTokenConfig
+from etude.config.pretraining import PretrainConfig as PretrainConfig
+from etude.config.pretraining import SessionsConfig as SessionsConfig
+from etude.config.pretraining import SftConfig as SftConfig
+from etude.config.pretraining import SourceConfig as SourceConfig
+from etude.config.pretraining import StageConfig as StageConfig
+from etude.config.reinforcement import AdapterConfig as AdapterConfig
+from etude.config.reinforcement import Baseline as Baseline
+from etude.config.reinforcement import CorrectionConfig as CorrectionConfig
+from etude.config.reinforcement import CurriculumConfig as CurriculumConfig
+from etude.config.reinforcement import FeedbackConfig as FeedbackConfig
+from etude.config.reinforcement import ForkConfig as ForkConfig
+from etude.config.reinforcement import ForkTurn as ForkTurn
+from etude.config.reinforcement import LossConfig as LossConfig
+from etude.config.reinforcement import Normalizer as Normalizer
+from etude.config.reinforcement import RlConfig as RlConfig
+from etude.config.reinforcement import StreamConfig as StreamConfig
+from etude.config.reward import LengthConfig as LengthConfig
+from etude.config.reward import RewardConfig as RewardConfig
+from etude.config.routing import RouterConfig as RouterConfig
+from etude.config.run import QUICKSTART_FAMILY as QUICKSTART_FAMILY
+from etude.config.run import SEARCHING as SEARCHING
+from etude.config.run import AgentConfig as AgentConfig
+from etude.config.run import EvaluationConfig as EvaluationConfig
+from etude.config.run import GrammarName as GrammarName
+from etude.config.run import IndexName as IndexName
+from etude.config.run import RunConfig as RunConfig
+from etude.config.run import TasksConfig as TasksConfig
+from etude.config.run import TemplateName as TemplateName
+from etude.config.sandbox import SandboxConfig as SandboxConfig
+from etude.config.sandbox import SandboxServerConfig as SandboxServerConfig
+from etude.config.sandbox import ServersFile as ServersFile
+from etude.config.weights import WeightsConfig as WeightsConfig

@@ -6,11 +6,40 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from etude.config.adapter import AdapterConfig
 from etude.config.base import Section
-from etude.config.forks import ForkConfig
 from etude.config.optimizer import OptimizerConfig
 from etude.config.reward import RewardConfig
+
+
+class AdapterConfig(Section):
+    """Low-rank adaptation (LoRA): the weights stay, a product of two thin matrices is trained for each."""
+
+    rank: int = Field(default=0, ge=0)
+    """Inner width of the two matrices; 0: no adapters, all weights are trained."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The product is multiplied by alpha / rank before it is added to the weight."""
+    targets: tuple[str, ...] = Field(default=("attention", "feed_forward"), min_length=1)
+    """Which weights. `attention`, `feed_forward` (dense and expert matrices, never routers), or the names of
+    single ones, such as `qkv`, `q_proj` or `down`."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the matrices that do not begin at zero."""
+
+
+ForkTurn = Literal["random", "entropy", "first_edit"]
+
+
+class ForkConfig(Section):
+    """Sessions that are forked at one of their turns and compared with their siblings. See docs/forks.md."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the groups whose first session is forked after it has ended; 0: none. A fork makes a group of
+    its own, which counts towards `rl.groups_per_step`."""
+    size: int = Field(default=4, ge=2)
+    """Siblings: sessions that go on from the forked state, compared with each other."""
+    turn: ForkTurn = "entropy"
+    """Message from which siblings continue, never a session's first. `random`: any. `entropy`: the one whose
+    tokens were least likely on average. `first_edit`: the first one that changed a file."""
+
 
 Baseline = Literal["group_mean", "group_mean_std", "leave_one_out"]
 Normalizer = Literal["group_constant", "tokens", "sequences"]

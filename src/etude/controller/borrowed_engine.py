@@ -128,7 +128,6 @@ class BorrowedEngine(LoanHandle):
             await asyncio.gather(ending, return_exceptions=True)
 
     def kill(self) -> None:
-        """See Handle.kill."""
         super().kill()
         self._told_all.set()  # nobody polls any more
         self._on_kill()

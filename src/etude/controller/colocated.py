@@ -52,7 +52,6 @@ class ColocatedTrainer:
 
     @property
     def node(self) -> str:
-        """See Handle.node."""
         return self._trainer.node
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
@@ -72,9 +71,7 @@ class ColocatedTrainer:
         return {**metrics, "handover_s": handover_s + time.perf_counter() - began}
 
     async def stop(self) -> None:
-        """See Handle.stop."""
         await self._trainer.stop()
 
     def kill(self) -> None:
-        """See Handle.kill."""
         self._trainer.kill()

@@ -133,7 +133,7 @@ def check_split(split: str, splits: Sequence[str]) -> None:
 
 class DirectoryTasks:
     """Tasks of the user's own: a finite set, read once. Mid-training, if there is any, reads what it does for
-    the quickstart's bug fixes.
+    the quickstart's bug fixes. Implements `TaskFamily`.
 
     Where `heldout_directory` is not named, tasks are held out by the `split` of their metadata, as made tasks
     have it: one module's tasks are all trained on, or all judged on. Where none says `heldout`, a share is.
@@ -160,13 +160,11 @@ class DirectoryTasks:
         return tuple(name for name in self._tasks if name != "train")
 
     def source(self) -> TaskSource:
-        """See TaskFamily."""
         from etude.rollout.epochs import EpochSource
 
         return EpochSource(self._tasks["train"], self._config.seed, self._config.rl.curriculum.epochs)
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
-        """See TaskFamily."""
         check_split(split, self.splits)
         return self._tasks[split][:count]
 
@@ -175,15 +173,12 @@ class DirectoryTasks:
         return _import_family(QUICKSTART_FAMILY)(self._config)
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
-        """See TaskFamily."""
         return self._read_first.train_tokenizer(observer)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
-        """See TaskFamily."""
         return self._read_first.documents(renderer, observer)
 
     def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, Messages]:
-        """See TaskFamily."""
         return self._read_first.scripted_session(number, renderer)
 
     def sessions(self, count: int, observer: Observer) -> list[ScriptedSession]:

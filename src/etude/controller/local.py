@@ -47,7 +47,6 @@ class LocalHandle(Generic[T]):
         self._running = Tasks()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See Handle.call."""
         self._check_alive()
         function = getattr(self.part, method)
         if self._compute is not None and not inspect.iscoroutinefunction(function):

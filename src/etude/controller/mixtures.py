@@ -111,7 +111,6 @@ class _Training:
         self.mixture, self.heldout = mixture, heldout
 
     def go(self) -> dict[str, Any]:
-        """See Sitting.train."""
         drafts = None if self.drafts is None else DraftTraining(self.drafts, self.section.drafts)
         offending = self.run.path / OFFENDING
         opened = open_next_token_trainer(

@@ -50,23 +50,18 @@ class _HandedOn:
 
     @property
     def exhausted(self) -> bool:
-        """See Batches."""
         return self._source is not None and self._source.exhausted
 
     def draw(self) -> list[Document]:
-        """See Batches."""
         return self.documents
 
     def figures(self) -> Mapping[str, float]:
-        """See Batches."""
         return self._source.figures() if self._source is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """See Batches."""
         return self._source.state_dict() if self._source is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Batches."""
         if self._source is not None:
             self._source.load_state_dict(state)
 
@@ -117,28 +112,22 @@ class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
 
     @property
     def num_steps_taken(self) -> int:
-        """See NextTokenTrainer."""
         return self.trainer.num_steps_taken
 
     @property
     def finished(self) -> bool:
-        """See NextTokenTrainer."""
         return self.trainer.finished
 
     def step(self) -> Mapping[str, float]:
-        """See NextTokenTrainer."""
         return self._team.call(NextTokenRank.step, self._batches.draw())
 
     def evaluate(self, documents: Sequence[Document]) -> float:
-        """See NextTokenTrainer."""
         return self._do(NextTokenTrainer.evaluate, documents)
 
     def set_context(self, config: ModelConfig) -> None:
-        """See NextTokenTrainer."""
         self._do(NextTokenTrainer.set_context, config)
 
     def whole_model(self) -> LanguageModel:
-        """See NextTokenTrainer."""
         return self._do(NextTokenTrainer.whole_model)
 
     def restore(self, directory: Path) -> None:

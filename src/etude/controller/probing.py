@@ -216,7 +216,6 @@ class ScriptedSampler:
         self.open, self.close, self.abort = sampler.open, sampler.close, sampler.abort
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """See Sampler.stream."""
         if not self._messages:
             async for chunk in self._sampler.stream(request):
                 yield chunk
@@ -233,5 +232,4 @@ class ScriptedSampler:
             yield replace(chunk, tokens=tokens, finish="stop" if ended else chunk.finish)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
         return await self._sampler.score(tokens, version)

@@ -195,7 +195,6 @@ class RankTrainer(Rank[RlTrainer]):
         super().__init__(trainer, asynchronous=plan.asynchronous)
 
     def step(self, groups: Sequence[Group], routes: Routes) -> Mapping[str, float]:
-        """See Trainer.step."""
         self._routes = routes
         try:
             return self.trainer.step(groups)
@@ -250,12 +249,10 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
         return self.trainer.model
 
     def whole_model(self) -> LanguageModel:
-        """See RlTrainer."""
         return self._do(RlTrainer.whole_model)
 
     @property
     def version(self) -> PolicyVersion:
-        """See Trainer.version."""
         return self.trainer.version
 
     @property
@@ -264,11 +261,9 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
         return self.trainer.adapters
 
     def step(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """See Trainer.step."""
         return self._team.call(RankTrainer.step, groups, routes_of(groups, self._fetch_routes))
 
     def publish(self) -> WeightManifest:
-        """See Trainer.publish."""
         return self._do(RlTrainer.publish)
 
     def flush(self) -> None:
@@ -279,7 +274,6 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
-        """See Trainer.score."""
         return self._do(RlTrainer.score, sequences, routes)
 
     def restore(self, directory: Path) -> None:

@@ -118,7 +118,7 @@ class _PartActor:
 
 
 class RayHandle:
-    """A part in an actor. May be sent to other actors, which then call the part as well."""
+    """A part in an actor. Implements `Handle`. May be sent to other actors, which then call the part too."""
 
     def __init__(self, actor: Any, name: str, node: str, pid: int) -> None:
         """`node`: the machine, empty for the driver's. `pid`: of its process there."""
@@ -129,7 +129,6 @@ class RayHandle:
         self._ended = False
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See Handle.call."""
         try:
             outcome = await self._actor.call.remote(method, arguments, named)
         except RayError as error:
@@ -137,7 +136,6 @@ class RayHandle:
         return outcome.result()
 
     async def stop(self) -> None:
-        """See Handle.stop."""
         if self._ended:
             return
         with contextlib.suppress(RayError, TimeoutError):  # it is ended in any case
@@ -148,7 +146,6 @@ class RayHandle:
         self.kill()
 
     def kill(self) -> None:
-        """See Handle.kill."""
         if self._ended or not ray.is_initialized():
             return
         self._ended = True

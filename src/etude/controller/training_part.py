@@ -94,7 +94,6 @@ class TrainingPart:
 
     @property
     def version(self) -> PolicyVersion:
-        """See Trainer.version."""
         return self._trainer.version
 
     def step(self, groups: Sequence[Group], routes: Routes | None = None) -> Mapping[str, float]:
@@ -111,17 +110,14 @@ class TrainingPart:
         self._trainer.offload_states()
 
     def publish(self) -> WeightManifest:
-        """See Trainer.publish."""
         return self._trainer.publish()
 
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
-        """See Trainer.score."""
         return self._trainer.score(sequences, routes)
 
     def restore(self, directory: Path) -> None:
-        """See Trainer.restore."""
         self._trainer.restore(directory)
 
     # ---- what stays -----------------------------------------------------------------------------

@@ -36,7 +36,6 @@ _IMPURE = frozenset((
     "vars",
 ))  # fmt: skip
 _CONDITIONS = (ast.BoolOp, ast.IfExp, ast.If, ast.Match, ast.Try, ast.While)
-_LEAVES = (ast.Break, ast.Continue, ast.Return)
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.Lambda)
 
 OracleValues = Mapping[int, object]

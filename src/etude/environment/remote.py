@@ -135,7 +135,6 @@ class RemoteSession:
         on_call: OnCall,
         on_result: OnResult,
     ) -> list[ToolResult]:
-        """See Workspace.run_calls."""
         progress = _Progress(calls, on_call, on_result, set(known), set(known))
         body = turn_document(self.num_turns, calls, known)
         answer, _ = await self._patiently("turns", body, progress)
@@ -155,7 +154,6 @@ class RemoteSession:
         return results
 
     async def archive(self, path: str, text: str) -> str:
-        """See Workspace.archive."""
         answer, _ = await self._post("archive", {"path": path, "text": text})
         return str(answer["error"])
 
@@ -167,15 +165,12 @@ class RemoteSession:
         return self._connection.decoded(outcome_of, answer)
 
     async def diff(self) -> dict[str, bytes | None]:
-        """See EnvironmentSession.diff."""
         return changes(*await self._connection.long("GET", f"/sessions/{self.id}/diff", again=True), self.id)
 
     async def pause(self) -> str:
-        """See EnvironmentSession.pause."""
         return str((await self._post("pause", {}))[0]["kept"])
 
     async def resume(self) -> None:
-        """See EnvironmentSession.resume."""
         await self._post("resume", {})
 
     async def fork(

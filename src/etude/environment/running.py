@@ -106,7 +106,7 @@ Work = Callable[[RunningTurn, Mapping[int, ToolResult]], Awaitable[list[ToolResu
 
 
 class TurnRunner:
-    """Runs the turns of one session.
+    """Runs the turns of one session. Implements `EnvironmentSession`.
 
     `work` carries a turn out, given results that are known already, and adds it to the history. `check`
     raises if no turn may begin now.
@@ -150,7 +150,6 @@ class TurnRunner:
         known: Mapping[int, ToolResult],
         key: str | None,
     ) -> list[ToolResult]:
-        """See EnvironmentSession.turn."""
         while (before := self.running) is not None and before.number < len(self._history.turns):
             # It is in the history, and its snapshot is being taken: only then does the next one begin.
             assert before.task is not None

@@ -185,7 +185,6 @@ class EnvironmentSession:
         return await self._turns.run_calls(calls, known, on_call, on_result)
 
     async def archive(self, path: str, text: str) -> str:
-        """See Workspace.archive."""
         async with self._lock:
             self._check_open()
             try:

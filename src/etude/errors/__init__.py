@@ -28,31 +28,6 @@ An error says which field is wrong, what was received and how to mend it.
 
 from __future__ import annotations
 
-__all__ = [
-    "AgentError",
-    "CheckpointError",
-    "ConfigError",
-    "EtudeError",
-    "InfrastructureError",
-    "MalformedCallError",
-    "ParityError",
-    "PartLostError",
-    "PrefixMissError",
-    "RankError",
-    "ResourceError",
-    "RouteReplayError",
-    "RunDirectoryError",
-    "SamplerError",
-    "SandboxError",
-    "StoreError",
-    "TaskError",
-    "ToolArgumentError",
-    "UnknownKeyError",
-    "UserAbortedError",
-    "UserError",
-    "WeightUpdateError",
-]
-
 
 class EtudeError(Exception):
     """Base of all. `field` names what is wrong, `received` the value, `fix` what to do about it."""

@@ -1,33 +1,23 @@
 """Benchmark suites, their statistics, and paired comparisons."""
 
-from etude.evaluation.acting import ActingTasks, evaluate_family, evaluate_masked
-from etude.evaluation.comparison import compare_results, compare_rows
-from etude.evaluation.intervals import clopper_pearson, clustered_interval
-from etude.evaluation.results import EvaluationResult, ModeResult
-from etude.evaluation.sessions import Play, SessionRow, play_sessions, plays_of
-from etude.evaluation.statistics import Prices, pass_at_k, session_figures, summarize
-from etude.evaluation.suite import Evaluation, check_infrastructure, evaluate_policy, tasks_digest
-
-__all__ = [
-    "ActingTasks",
-    "Evaluation",
-    "EvaluationResult",
-    "ModeResult",
-    "Play",
-    "Prices",
-    "SessionRow",
-    "check_infrastructure",
-    "clopper_pearson",
-    "clustered_interval",
-    "compare_results",
-    "compare_rows",
-    "evaluate_family",
-    "evaluate_masked",
-    "evaluate_policy",
-    "pass_at_k",
-    "play_sessions",
-    "plays_of",
-    "session_figures",
-    "summarize",
-    "tasks_digest",
-]
+from etude.evaluation.acting import ActingTasks as ActingTasks
+from etude.evaluation.acting import evaluate_family as evaluate_family
+from etude.evaluation.acting import evaluate_masked as evaluate_masked
+from etude.evaluation.comparison import compare_results as compare_results
+from etude.evaluation.comparison import compare_rows as compare_rows
+from etude.evaluation.intervals import clopper_pearson as clopper_pearson
+from etude.evaluation.intervals import clustered_interval as clustered_interval
+from etude.evaluation.results import EvaluationResult as EvaluationResult
+from etude.evaluation.results import ModeResult as ModeResult
+from etude.evaluation.sessions import Play as Play
+from etude.evaluation.sessions import SessionRow as SessionRow
+from etude.evaluation.sessions import play_sessions as play_sessions
+from etude.evaluation.sessions import plays_of as plays_of
+from etude.evaluation.statistics import Prices as Prices
+from etude.evaluation.statistics import pass_at_k as pass_at_k
+from etude.evaluation.statistics import session_figures as session_figures
+from etude.evaluation.statistics import summarize as summarize
+from etude.evaluation.suite import Evaluation as Evaluation
+from etude.evaluation.suite import check_infrastructure as check_infrastructure
+from etude.evaluation.suite import evaluate_policy as evaluate_policy
+from etude.evaluation.suite import tasks_digest as tasks_digest

@@ -175,14 +175,13 @@ class ForwardPass(Protocol):
 
 
 class ModuleAdapters:
-    """What passes that compute with the module do about adapters."""
+    """What passes that compute with the module do about adapters: this part of `ForwardPass`."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self._adapters: Sequence[Pairs] = ()
 
     def pack_adapter(self, pairs: Mapping[str, Pair]) -> Pairs:
-        """See ForwardPass."""
         packed: dict[int, Pair] = {}
         for name, (left, right) in pairs.items():
             weight = self._model.get_parameter(name)
@@ -190,7 +189,6 @@ class ModuleAdapters:
         return packed
 
     def use_adapters(self, adapters: Sequence[Pairs]) -> None:
-        """See ForwardPass."""
         self._adapters = adapters
 
     @contextmanager
@@ -215,7 +213,7 @@ class ModuleAdapters:
 
 
 class EagerForward(ModuleAdapters):
-    """The trainer's own module, operator by operator."""
+    """The trainer's own module, operator by operator. Implements `ForwardPass`."""
 
     def __init__(self, model: LanguageModel, cache: PagedCache, drafts: DraftLayers | None = None) -> None:
         super().__init__(model)
@@ -231,7 +229,6 @@ class EagerForward(ModuleAdapters):
 
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """See ForwardPass."""
         tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
         attention = PagedAttention(self._cache, rows)
         with self.adapted(rows):
@@ -241,17 +238,14 @@ class EagerForward(ModuleAdapters):
     def sample(
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
-        """See ForwardPass."""
         return sample(self.logits(hidden), params, draws)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ForwardPass."""
         return self._model.logits(hidden)
 
     @torch.no_grad()
     def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
-        """See ForwardPass."""
         assert self._drafts is not None and self._cache.drafts is not None, "made together"
         tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
         attention = PagedAttention(self._cache.drafts, rows)

@@ -121,19 +121,16 @@ class GpuForward(ModuleAdapters):
     def sample(
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
-        """See ForwardPass."""
         with torch.no_grad():
             tokens, logprobs = sample(self._model.logits(hidden), params, draws)
         return tokens.cpu(), logprobs.cpu()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ForwardPass."""
         return self._model.logits(hidden).cpu()
 
     @torch.no_grad()
     def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
-        """See ForwardPass."""
         cache = self._cache.drafts
         assert self._drafts is not None and cache is not None, "made together"
         placed = DeviceRows.of(rows, self._model.config, cache)
@@ -269,7 +266,6 @@ class GpuPagedAttention:
         self._kernel = kernel
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See Attention."""
         cache, rows = self._cache, self._rows
         keys, values = cache.keys[layer], None if cache.values is None else cache.values[layer]
         self._kernel.store_rows(key, value, keys, values, rows.tables, rows.sequence, rows.positions)

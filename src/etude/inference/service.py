@@ -47,7 +47,8 @@ _MOST_STEPS = 64
 
 
 class EngineService:
-    """Drives one engine. Use as an async context manager: the loop runs inside."""
+    """Drives one engine. Use as an async context manager: the loop runs inside. Implements
+    BranchingSampler, PacedSampler and WeightSink."""
 
     def __init__(self, engine: Engine, fetch_weights: WeightFetcher, delay_steps: int | None = 6) -> None:
         """`delay_steps`: steps until a session is waited for; None takes requests as they come (for
@@ -96,7 +97,6 @@ class EngineService:
     # ---- Sampler --------------------------------------------------------------------------------
 
     def open(self, session_id: str) -> None:
-        """See Sampler.open."""
         self._check_unopened(session_id)
         self._leave(session_id)
         self._wake.set()
@@ -171,7 +171,6 @@ class EngineService:
         return await self._scorer.score(tokens, version)
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort."""
         ticket = self._tickets.find(request_id)
         if ticket is not None and ticket.request is not None:
             self._take_back(ticket, ticket.request)
@@ -215,7 +214,6 @@ class EngineService:
         self.times.longest_swap_s = max(self.times.longest_swap_s, elapsed)
 
     def current(self) -> PolicyVersion | None:
-        """See WeightSink.current."""
         return self.engine.version
 
     # ---- memory ---------------------------------------------------------------------------------
@@ -231,7 +229,6 @@ class EngineService:
     # ---- PacedSampler ---------------------------------------------------------------------------
 
     def set_pace(self, pace: Pace | None) -> bool:
-        """See PacedSampler.set_pace."""
         self._pace = pace if self._delay_steps is not None else None
         return self._pace is not None
 

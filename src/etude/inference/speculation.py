@@ -28,7 +28,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NgramLookup:
-    """How drafts are found."""
+    """How drafts are found: by the last tokens in what went before. Implements `Drafter`."""
 
     num_drafts: int = 4
     """Most tokens guessed at once."""
@@ -46,7 +46,6 @@ class NgramLookup:
             )
 
     def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
-        """See Drafter."""
         return self.propose(sequences.tokens[row, : int(sequences.length[row])], most)
 
     def propose(self, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:

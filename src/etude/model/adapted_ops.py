@@ -37,14 +37,12 @@ class AdaptedOps:
         return getattr(self._inner, name)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         found = self._find(weight)
         if not found:
             return self._inner.linear(x, weight)
         return self._add(self._wide(x, weight), x, found).to(x.dtype)
 
     def linear_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         found = self._find(weight)
         if not found:
             return self._inner.linear_add(residual, x, weight)

@@ -96,7 +96,6 @@ class GroupedQueryBlock(Block):
         return self.heads * self.dim
 
     def divide_heads(self, parts: int) -> None:
-        """See Block."""
         self.heads, self.kv_heads = self.heads // parts, self.kv_heads // parts
 
     def _attend(self, normed: Tensor, shared: Pass) -> Tensor:

@@ -54,7 +54,6 @@ class _ChosenOnce:
         self._chosen: dict[int, Tensor] = {}
 
     def select(self, layer: int, scores: Tensor) -> Tensor:
-        """See Routes.select."""
         if layer not in self._chosen:
             self._chosen[layer] = self._routes.select(layer, scores)
         return self._chosen[layer]
@@ -141,7 +140,6 @@ class SharedExperts(Experts):
         self.shared = DenseMlp(config.hidden_size, inner) if inner else None
 
     def forward(self, layer: int, hidden: Tensor, shared: Pass) -> Tensor:
-        """See Experts."""
         scores = shared.ops.activate(shared.ops.router(hidden, self.router), "sigmoid")
         chosen = shared.routes.select(layer, self._for_choice(scores.detach()))
         if shared.statistics is not None:

@@ -127,11 +127,9 @@ class GgufFile:
         return values
 
     def names(self) -> set[str]:
-        """See Tensors."""
         return set(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See Tensors."""
         return tuple(reversed(self._tensors[name].shape.tolist()))
 
     def read(self, name: str) -> Tensor:

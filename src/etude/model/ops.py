@@ -146,46 +146,38 @@ class TorchOps(Ops):
     """PyTorch's operators: fastest, and free to sum in an order that depends on the batch."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         if torch.is_grad_enabled() and products.is_native(x, weight):
             return products.linear(x, weight)
         return F.linear(x, weight)
 
     def linear_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         if torch.is_grad_enabled() and products.is_native(x, weight):
             return products.linear(x, weight, residual)
         return torch.addmm(residual, x, weight.t())
 
     def per_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Ops."""
         if _is_trained_on_cpu(x):
             return fused.rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def rotate(self, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-        """See Ops."""
         if _is_trained_on_cpu(x):
             return fused.rotate(x, cosine, signed_sine)
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
         return torch.addcmul(x * cosine, swapped, signed_sine)
 
     def silu_gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See Ops."""
         if _is_trained_on_cpu(gate):
             return fused.silu_gate(gate, up)
         return F.silu(gate) * up
 
     def router(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         return F.linear(x.float(), weight.float())
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See Ops."""
         few = len(x) <= _FEW_TOKENS and gate_up.numel() <= _FEW_WEIGHTS
         if few and not torch.is_grad_enabled():
             return self._mix_all(x, gate_up, down, chosen, weights)
@@ -213,11 +205,9 @@ class TorchOps(Ops):
         return (mixed * spread.t().unsqueeze(-1)).sum(0).to(x.dtype)
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """See Ops."""
         return F.linear(hidden.float(), head.float())
 
     def logprobs(
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See Ops."""
         return head_logprobs(hidden, head, tokens, temperature)

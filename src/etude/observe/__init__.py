@@ -3,36 +3,20 @@
 The report is in `etude.observe.report`, which alone needs matplotlib.
 """
 
-from etude.observe.behaviour import summarize_behaviour
-from etude.observe.drift import MonitoredSink
-from etude.observe.machine import commit, describe_machine, versions
-from etude.observe.metrics import (
-    JsonlSink,
-    MemorySink,
-    MetricRow,
-    MetricSink,
-    read_metrics,
-)
-from etude.observe.observer import Observer, RecordingObserver, SilentObserver
-from etude.observe.run_directory import RunDirectory
-from etude.observe.voided import cause_of, shares_by_cause, summarize_voided
-
-__all__ = [
-    "JsonlSink",
-    "MemorySink",
-    "MetricRow",
-    "MetricSink",
-    "MonitoredSink",
-    "Observer",
-    "RecordingObserver",
-    "RunDirectory",
-    "SilentObserver",
-    "cause_of",
-    "commit",
-    "describe_machine",
-    "read_metrics",
-    "shares_by_cause",
-    "summarize_behaviour",
-    "summarize_voided",
-    "versions",
-]
+from etude.observe.behaviour import summarize_behaviour as summarize_behaviour
+from etude.observe.drift import MonitoredSink as MonitoredSink
+from etude.observe.machine import commit as commit
+from etude.observe.machine import describe_machine as describe_machine
+from etude.observe.machine import versions as versions
+from etude.observe.metrics import JsonlSink as JsonlSink
+from etude.observe.metrics import MemorySink as MemorySink
+from etude.observe.metrics import MetricRow as MetricRow
+from etude.observe.metrics import MetricSink as MetricSink
+from etude.observe.metrics import read_metrics as read_metrics
+from etude.observe.observer import Observer as Observer
+from etude.observe.observer import RecordingObserver as RecordingObserver
+from etude.observe.observer import SilentObserver as SilentObserver
+from etude.observe.run_directory import RunDirectory as RunDirectory
+from etude.observe.voided import cause_of as cause_of
+from etude.observe.voided import shares_by_cause as shares_by_cause
+from etude.observe.voided import summarize_voided as summarize_voided

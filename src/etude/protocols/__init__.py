@@ -1,37 +1,26 @@
 """The seams between the parts, one screen each. A part knows a seam, never the other part."""
 
-from etude.protocols.episodes import EpisodeRunner, TokenTally
-from etude.protocols.executor import Executor, Handle, Resources
-from etude.protocols.model import Attention, Model, Routes
-from etude.protocols.sampler import BranchingSampler, Pace, PacedSampler, Sampler
-from etude.protocols.session import Action, Archive, Finished, RunCalls, Sample, Session
-from etude.protocols.trainer import Trainer
-from etude.protocols.weights import KvPolicy, WeightSink
-from etude.protocols.workspace import OnCall, OnResult, Workspace
-
-__all__ = [
-    "Action",
-    "Archive",
-    "Attention",
-    "BranchingSampler",
-    "EpisodeRunner",
-    "Executor",
-    "Finished",
-    "Handle",
-    "KvPolicy",
-    "Model",
-    "OnCall",
-    "OnResult",
-    "Pace",
-    "PacedSampler",
-    "Resources",
-    "Routes",
-    "RunCalls",
-    "Sample",
-    "Sampler",
-    "Session",
-    "TokenTally",
-    "Trainer",
-    "WeightSink",
-    "Workspace",
-]
+from etude.protocols.episodes import EpisodeRunner as EpisodeRunner
+from etude.protocols.episodes import TokenTally as TokenTally
+from etude.protocols.executor import Executor as Executor
+from etude.protocols.executor import Handle as Handle
+from etude.protocols.executor import Resources as Resources
+from etude.protocols.model import Attention as Attention
+from etude.protocols.model import Model as Model
+from etude.protocols.model import Routes as Routes
+from etude.protocols.sampler import BranchingSampler as BranchingSampler
+from etude.protocols.sampler import Pace as Pace
+from etude.protocols.sampler import PacedSampler as PacedSampler
+from etude.protocols.sampler import Sampler as Sampler
+from etude.protocols.session import Action as Action
+from etude.protocols.session import Archive as Archive
+from etude.protocols.session import Finished as Finished
+from etude.protocols.session import RunCalls as RunCalls
+from etude.protocols.session import Sample as Sample
+from etude.protocols.session import Session as Session
+from etude.protocols.trainer import Trainer as Trainer
+from etude.protocols.weights import KvPolicy as KvPolicy
+from etude.protocols.weights import WeightSink as WeightSink
+from etude.protocols.workspace import OnCall as OnCall
+from etude.protocols.workspace import OnResult as OnResult
+from etude.protocols.workspace import Workspace as Workspace

@@ -1,73 +1,37 @@
 """The nouns of the system: what crosses from one part to another. Standard library and numpy only."""
 
-from etude.records.policy import (
-    ADAPTER_PREFIX,
-    UNKNOWN_FORMAT,
-    BlobRef,
-    PolicyVersion,
-    TensorEntry,
-    WeightManifest,
-)
-from etude.records.reward import FeedbackEvent, RewardBreakdown
-from etude.records.sampling import NATIVE_ROUTE, SampleChunk, SampleRequest, SamplingParams, Scores
-from etude.records.task import (
-    Artifact,
-    CollectCommand,
-    HealthCheck,
-    SolutionScript,
-    Task,
-    TaskImage,
-    TaskMachine,
-    TaskStep,
-    TestScript,
-)
-from etude.records.trajectory import (
-    Group,
-    GroupOrigin,
-    Relation,
-    Segment,
-    Status,
-    Trajectory,
-    TrajectoryId,
-    TurnSpan,
-    VersionSpan,
-)
-from etude.records.turn import ToolCall, ToolErrorClass, ToolResult, Turn
-
-__all__ = [
-    "ADAPTER_PREFIX",
-    "NATIVE_ROUTE",
-    "UNKNOWN_FORMAT",
-    "Artifact",
-    "BlobRef",
-    "CollectCommand",
-    "FeedbackEvent",
-    "Group",
-    "GroupOrigin",
-    "HealthCheck",
-    "PolicyVersion",
-    "Relation",
-    "RewardBreakdown",
-    "SampleChunk",
-    "SampleRequest",
-    "SamplingParams",
-    "Scores",
-    "Segment",
-    "SolutionScript",
-    "Status",
-    "Task",
-    "TaskImage",
-    "TaskMachine",
-    "TaskStep",
-    "TensorEntry",
-    "TestScript",
-    "ToolCall",
-    "ToolErrorClass",
-    "ToolResult",
-    "Trajectory",
-    "TrajectoryId",
-    "Turn",
-    "TurnSpan",
-    "VersionSpan",
-    "WeightManifest",
-]
+from etude.records.policy import ADAPTER_PREFIX as ADAPTER_PREFIX
+from etude.records.policy import UNKNOWN_FORMAT as UNKNOWN_FORMAT
+from etude.records.policy import BlobRef as BlobRef
+from etude.records.policy import PolicyVersion as PolicyVersion
+from etude.records.policy import TensorEntry as TensorEntry
+from etude.records.policy import WeightManifest as WeightManifest
+from etude.records.reward import FeedbackEvent as FeedbackEvent
+from etude.records.reward import RewardBreakdown as RewardBreakdown
+from etude.records.sampling import NATIVE_ROUTE as NATIVE_ROUTE
+from etude.records.sampling import SampleChunk as SampleChunk
+from etude.records.sampling import SampleRequest as SampleRequest
+from etude.records.sampling import SamplingParams as SamplingParams
+from etude.records.sampling import Scores as Scores
+from etude.records.task import Artifact as Artifact
+from etude.records.task import CollectCommand as CollectCommand
+from etude.records.task import HealthCheck as HealthCheck
+from etude.records.task import SolutionScript as SolutionScript
+from etude.records.task import Task as Task
+from etude.records.task import TaskImage as TaskImage
+from etude.records.task import TaskMachine as TaskMachine
+from etude.records.task import TaskStep as TaskStep
+from etude.records.task import TestScript as TestScript
+from etude.records.trajectory import Group as Group
+from etude.records.trajectory import GroupOrigin as GroupOrigin
+from etude.records.trajectory import Relation as Relation
+from etude.records.trajectory import Segment as Segment
+from etude.records.trajectory import Status as Status
+from etude.records.trajectory import Trajectory as Trajectory
+from etude.records.trajectory import TrajectoryId as TrajectoryId
+from etude.records.trajectory import TurnSpan as TurnSpan
+from etude.records.trajectory import VersionSpan as VersionSpan
+from etude.records.turn import ToolCall as ToolCall
+from etude.records.turn import ToolErrorClass as ToolErrorClass
+from etude.records.turn import ToolResult as ToolResult
+from etude.records.turn import Turn as Turn

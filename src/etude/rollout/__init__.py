@@ -1,13 +1,7 @@
 """Sessions into groups: what the trainer trains on."""
 
-from etude.rollout.buffer import GroupBuffer
-from etude.rollout.collect import Collected, Collector, GroupCollector
-from etude.rollout.continuous import ContinuousCollector
-
-__all__ = [
-    "Collected",
-    "Collector",
-    "ContinuousCollector",
-    "GroupBuffer",
-    "GroupCollector",
-]
+from etude.rollout.buffer import GroupBuffer as GroupBuffer
+from etude.rollout.collect import Collected as Collected
+from etude.rollout.collect import Collector as Collector
+from etude.rollout.collect import GroupCollector as GroupCollector
+from etude.rollout.continuous import ContinuousCollector as ContinuousCollector

@@ -136,7 +136,6 @@ class ContinuousCollector:
             await self._cancel_all()
 
     def in_service(self, step: int) -> None:
-        """See Collector.in_service."""
         self._serving = step
         if self._log is not None:
             self._buffer.serving = step
@@ -168,7 +167,6 @@ class ContinuousCollector:
     # ---- Pace -----------------------------------------------------------------------------------
 
     def ended(self, session_id: str) -> None:
-        """See Pace.ended."""
         if (arrive := self._ends.note(session_id)) is not None:
             self._guard(arrive)
 

@@ -115,7 +115,7 @@ class _Counts:
 
 
 class Tally:
-    """Sessions and groups, as they come and as they are left out."""
+    """Sessions and groups, as they come and as they are left out. Implements `Occupancy`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: in seconds."""
@@ -124,7 +124,6 @@ class Tally:
         self._counts = _Counts()
 
     def note(self, num_sessions: int, blocked_by: str, lacks_oldest: bool) -> None:
-        """See Occupancy.note."""
         self._occupancy.note(num_sessions, blocked_by, lacks_oldest)
 
     def came(self, episode: ForkedEpisode) -> None:

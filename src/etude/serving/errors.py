@@ -55,7 +55,7 @@ _OWN: tuple[tuple[type[BaseException], int], ...] = (
 
 
 class OwnErrors:
-    """`{"error": {"kind", "message", "field", "received", "fix"}}`."""
+    """`{"error": {"kind", "message", "field", "received", "fix"}}`. Implements `ErrorShape`."""
 
     def __init__(
         self,
@@ -68,13 +68,11 @@ class OwnErrors:
         self._encode = encode or encode_error
 
     def describe(self, error: BaseException) -> ErrorAnswer:
-        """See ErrorShape."""
         own = error.status if isinstance(error, RouteError) else None
         status = own or next((status for kind, status in self._statuses if isinstance(error, kind)), 500)
         return status, {"error": self._encode(error)}, _headers(error, status)
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
-        """See ErrorShape."""
         fields = dict.fromkeys(("kind", "message", "field", "fix"), "string") | {"received": "any"}
         return _responses(self._statuses, fields)
 
@@ -84,14 +82,13 @@ OpenAIKinds = Sequence[tuple[type[EtudeError], int, str, str | None]]
 
 
 class OpenAIErrors:
-    """OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
+    """OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`. Implements `ErrorShape`."""
 
     def __init__(self, kinds: OpenAIKinds) -> None:
         """`kinds`: the last one fits every EtudeError, as a rule."""
         self._kinds = kinds
 
     def describe(self, error: BaseException) -> ErrorAnswer:
-        """See ErrorShape."""
         if isinstance(error, RouteError):
             words = f"{error.message}: {error.received}"
             document = openai_document(shorten(words), "invalid_request_error")
@@ -103,7 +100,6 @@ class OpenAIErrors:
         return 500, openai_document("the server failed", "server_error", None, "internal_error"), {}
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
-        """See ErrorShape."""
         fields: dict[str, str] = dict.fromkeys(("message", "type", "param", "code"), "string")
         return _responses(((kind, status) for kind, status, _, _ in self._kinds), fields)
 
@@ -115,7 +111,11 @@ def openai_document(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-KINDS: Mapping[str, type[EtudeError]] = {name: getattr(etude.errors, name) for name in etude.errors.__all__}
+KINDS: Mapping[str, type[EtudeError]] = {
+    name: kind
+    for name, kind in vars(etude.errors).items()
+    if isinstance(kind, type) and issubclass(kind, EtudeError)
+}
 """The errors that cross as themselves where no others are named."""
 
 

@@ -1,18 +1,11 @@
 """What has been collected is not lost: the trajectory log, arrays kept beside it, and ATIF in and out."""
 
-from etude.store.atif import ATIF_VERSION, trajectory_to_atif
-from etude.store.atif_reading import parse_atif, trajectory_from_atif
-from etude.store.blobs import BlobStore, FileBlobs, MemoryBlobs
-from etude.store.trajectories import TrajectoryLog, TrajectorySummary
-
-__all__ = [
-    "ATIF_VERSION",
-    "BlobStore",
-    "FileBlobs",
-    "MemoryBlobs",
-    "TrajectoryLog",
-    "TrajectorySummary",
-    "parse_atif",
-    "trajectory_from_atif",
-    "trajectory_to_atif",
-]
+from etude.store.atif import ATIF_VERSION as ATIF_VERSION
+from etude.store.atif import trajectory_to_atif as trajectory_to_atif
+from etude.store.atif_reading import parse_atif as parse_atif
+from etude.store.atif_reading import trajectory_from_atif as trajectory_from_atif
+from etude.store.blobs import BlobStore as BlobStore
+from etude.store.blobs import FileBlobs as FileBlobs
+from etude.store.blobs import MemoryBlobs as MemoryBlobs
+from etude.store.trajectories import TrajectoryLog as TrajectoryLog
+from etude.store.trajectories import TrajectorySummary as TrajectorySummary

@@ -6,7 +6,7 @@ Arrays of tokens are not part of a trajectory's document: they have documents of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple, fields
 from typing import Any
 
 import numpy as np
@@ -39,67 +39,44 @@ Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32]]
 
 def trajectory_document(trajectory: Trajectory) -> Document:
     """Everything of a trajectory but its segments' token arrays."""
-    identity = trajectory.id
+    reward = trajectory.reward
     return {
-        "id": [identity.run, identity.task, identity.epoch, identity.group, identity.index],
+        **_fields(trajectory),
+        "id": list(astuple(trajectory.id)),
         "segments": [segment_document(segment) for segment in trajectory.segments],
         "turns": [_turn_document(turn) for turn in trajectory.turns],
         "status": str(trajectory.status),
-        "cause": trajectory.cause,
-        "reward": _reward_document(trajectory.reward),
-        "attempt": trajectory.attempt,
-        "harness_digest": trajectory.harness_digest,
-        "image_digest": trajectory.image_digest,
-        "snapshots": list(trajectory.snapshots),
+        "reward": None if reward is None else {**_fields(reward), "terms": dict(reward.terms)},
         "timings": dict(trajectory.timings),
-        "tenant": trajectory.tenant,
-        "consent": trajectory.consent,
-        "cluster": trajectory.cluster,
         "facts": dict(trajectory.facts),
     }
 
 
-def trajectory_from_document(
-    document: Mapping[str, Any],
-    arrays: Sequence[Arrays],
-) -> Trajectory:
+def trajectory_from_document(document: Mapping[str, Any], arrays: Sequence[Arrays]) -> Trajectory:
     """The trajectory of a document and, per segment, its (tokens, sampled, logprobs)."""
     reward = document["reward"]
     segments = zip(document["segments"], arrays, strict=True)
-    return Trajectory(
-        id=TrajectoryId(*document["id"]),
-        segments=tuple(segment_from_document(segment, *parts) for segment, parts in segments),
-        turns=tuple(_turn_from_document(turn) for turn in document["turns"]),
-        status=Status(document["status"]),
-        cause=document["cause"],
-        reward=RewardBreakdown(**reward) if reward is not None else None,
-        attempt=document["attempt"],
-        harness_digest=document["harness_digest"],
-        image_digest=document["image_digest"],
-        snapshots=tuple(document["snapshots"]),
-        timings=document["timings"],
-        tenant=document["tenant"],
-        consent=document["consent"],
-        cluster=document["cluster"],
-        facts=document["facts"],
-    )
+    more = {
+        "id": TrajectoryId(*document["id"]),
+        "segments": tuple(segment_from_document(segment, *parts) for segment, parts in segments),
+        "turns": tuple(_turn_from_document(turn) for turn in document["turns"]),
+        "status": Status(document["status"]),
+        "reward": RewardBreakdown(**reward) if reward is not None else None,
+        "snapshots": tuple(document["snapshots"]),
+    }
+    return Trajectory(**{**document, **more})
 
 
 def segment_document(segment: Segment) -> Document:
     """Everything of a segment but `tokens`, `sampled` and `logprobs`."""
     return {
-        "id": segment.id,
-        "trajectory_id": segment.trajectory_id,
+        **{name: value for name, value in _fields(segment).items() if name not in _ARRAYS},
         "version_spans": [_span_document(span) for span in segment.version_spans],
         "kv_oldest_spans": [_span_document(span) for span in segment.kv_oldest_spans],
-        "turn_spans": [[span.start, span.end, span.role] for span in segment.turn_spans],
+        "turn_spans": [list(astuple(span)) for span in segment.turn_spans],
         "sampling": asdict(segment.sampling),
-        "tokenizer_digest": segment.tokenizer_digest,
-        "template_digest": segment.template_digest,
         "routes": asdict(segment.routes) if segment.routes else None,
         "support": asdict(segment.support) if segment.support else None,
-        "agent_id": segment.agent_id,
-        "parent": list(segment.parent) if segment.parent else None,
         "relation": str(segment.relation),
     }
 
@@ -112,24 +89,17 @@ def segment_from_document(
 ) -> Segment:
     """The segment of a document and its arrays, each [T]."""
     parent = document["parent"]
-    return Segment(
-        id=document["id"],
-        trajectory_id=document["trajectory_id"],
-        tokens=tokens,
-        sampled=sampled,
-        logprobs=logprobs,
-        version_spans=tuple(_span_from_document(span) for span in document["version_spans"]),
-        kv_oldest_spans=tuple(_span_from_document(span) for span in document["kv_oldest_spans"]),
-        turn_spans=tuple(TurnSpan(*span) for span in document["turn_spans"]),
-        sampling=SamplingParams(**document["sampling"]),
-        tokenizer_digest=document["tokenizer_digest"],
-        template_digest=document["template_digest"],
-        routes=_blob_from_document(document["routes"]),
-        support=_blob_from_document(document["support"]),
-        agent_id=document["agent_id"],
-        parent=(parent[0], parent[1]) if parent else None,
-        relation=Relation(document["relation"]),
-    )
+    more = {
+        "version_spans": tuple(_span_from_document(span) for span in document["version_spans"]),
+        "kv_oldest_spans": tuple(_span_from_document(span) for span in document["kv_oldest_spans"]),
+        "turn_spans": tuple(TurnSpan(*span) for span in document["turn_spans"]),
+        "sampling": SamplingParams(**document["sampling"]),
+        "routes": _blob_from_document(document["routes"]),
+        "support": _blob_from_document(document["support"]),
+        "parent": (parent[0], parent[1]) if parent else None,
+        "relation": Relation(document["relation"]),
+    }
+    return Segment(**{**document, **more}, tokens=tokens, sampled=sampled, logprobs=logprobs)
 
 
 def array_document(segment: Segment) -> Document:
@@ -153,36 +123,28 @@ def arrays_of(document: Mapping[str, Any]) -> Arrays:
 
 def group_document(group: Group) -> Document:
     """A group without its members."""
-    origin = asdict(group.origin) if group.origin else None
-    return {
-        "id": group.id,
-        "kind": group.kind,
-        "expected": group.expected,
-        "origin": origin,
-        "price_weight": group.price_weight,
-    }
+    document = {**_fields(group), "origin": asdict(group.origin) if group.origin else None}
+    del document["members"]
+    return document
 
 
 def group_from_document(document: Mapping[str, Any], members: Sequence[Trajectory]) -> Group:
     """The group of a document with these members."""
     origin = document["origin"]
-    return Group(
-        id=document["id"],
-        kind=document["kind"],
-        expected=document["expected"],
-        members=tuple(members),
-        origin=GroupOrigin(**origin) if origin else None,
-        price_weight=document.get("price_weight", 1.0),
-    )
+    return Group(**{**document, "origin": GroupOrigin(**origin) if origin else None}, members=tuple(members))
+
+
+_ARRAYS = ("tokens", "sampled", "logprobs")
+
+
+def _fields(record: Any) -> Document:
+    """A record's fields, those within them as they are; what is listed becomes a list."""
+    found = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def _span_document(span: VersionSpan) -> list[Any]:
-    version = span.version
-    return [
-        span.start,
-        span.end,
-        [version.lineage, version.step, version.digest, version.format, version.adapter],
-    ]
+    return [span.start, span.end, list(astuple(span.version))]
 
 
 def _span_from_document(document: Sequence[Any]) -> VersionSpan:
@@ -192,10 +154,7 @@ def _span_from_document(document: Sequence[Any]) -> VersionSpan:
 
 def _turn_document(turn: Turn) -> Document:
     return {
-        "segment_id": turn.segment_id,
-        "start": turn.start,
-        "end": turn.end,
-        "text": turn.text,
+        **_fields(turn),
         "calls": [[call.name, dict(call.arguments), call.error] for call in turn.calls],
         "results": [
             [result.output, result.error, result.finished, result.duration_s, dict(result.facts)]
@@ -206,26 +165,17 @@ def _turn_document(turn: Turn) -> Document:
 
 
 def _turn_from_document(document: Mapping[str, Any]) -> Turn:
-    return Turn(
-        segment_id=document["segment_id"],
-        start=document["start"],
-        end=document["end"],
-        text=document["text"],
-        calls=tuple(ToolCall(*call) for call in document["calls"]),
-        results=tuple(_result_from_document(result) for result in document["results"]),
-        malformed=tuple((start, end) for start, end in document.get("malformed", ())),
-    )
+    more = {
+        "calls": tuple(ToolCall(*call) for call in document["calls"]),
+        "results": tuple(_result_from_document(result) for result in document["results"]),
+        "malformed": tuple((start, end) for start, end in document.get("malformed", ())),
+    }
+    return Turn(**{**document, **more})
 
 
 def _result_from_document(document: Sequence[Any]) -> ToolResult:
     output, error, finished, duration_s, facts = document
     return ToolResult(output, ToolErrorClass(error) if error else None, finished, duration_s, facts)
-
-
-def _reward_document(reward: RewardBreakdown | None) -> Document | None:
-    if reward is None:
-        return None
-    return {"task": reward.task, "terms": dict(reward.terms), "version": reward.version}
 
 
 def _blob_from_document(document: Mapping[str, Any] | None) -> BlobRef | None:

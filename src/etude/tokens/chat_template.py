@@ -84,7 +84,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as the class that it extends has it
 
     def parse(self, parser: Parser) -> list[Node]:
-        """See Extension.parse."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

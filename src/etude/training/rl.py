@@ -88,7 +88,6 @@ class RlTrainer:
 
     @property
     def version(self) -> PolicyVersion:
-        """See Trainer.version."""
         return self._version
 
     def step(self, groups: Sequence[Group]) -> Mapping[str, float]:
@@ -139,7 +138,6 @@ class RlTrainer:
         self._optimizer.offload()
 
     def publish(self) -> WeightManifest:
-        """See Trainer.publish."""
         if isinstance(self._weights, StoreWeights) and self._weights.is_shared:
             tensors = dict(self._ranks.parts(self.model))
         else:
@@ -154,7 +152,6 @@ class RlTrainer:
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
-        """See Trainer.score."""
         with share_threads(cut=self._is_cut):
             scored = score_sequences(self.model, sequences, routes=routes)
         return [Scores(logprobs, self._version) for logprobs in scored]
@@ -182,7 +179,6 @@ class RlTrainer:
         write(directory, self._stored_model(), state)
 
     def restore(self, directory: Path) -> None:
-        """See Trainer.restore."""
         stored = load_stored(directory, self._stored_model(), self._parts_of_state())
         model, state = stored.model, stored.state
         if state is None or "optimizer" not in state:

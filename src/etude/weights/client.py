@@ -25,7 +25,6 @@ class RelayFolder:
         self.url = self._client.url
 
     def list(self, prefix: str) -> list[str]:
-        """See Folder.list."""
         answer = self._ask("GET", f"/list/{quote(prefix)}")
         names: Any = None
         with contextlib.suppress(ValueError):
@@ -40,11 +39,9 @@ class RelayFolder:
         return cast("list[str]", names)
 
     def read(self, name: str) -> bytes:
-        """See Folder.read."""
         return self._ask("GET", f"/files/{quote(name)}").content
 
     def write(self, name: str, data: bytes) -> None:
-        """See Folder.write."""
         self._ask("PUT", f"/files/{quote(name)}", data)
 
     def create(self, name: str, data: bytes) -> None:

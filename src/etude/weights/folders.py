@@ -103,19 +103,16 @@ class DirectoryFolder:
         self.url = f"file://{self._root}"
 
     def list(self, prefix: str) -> list[str]:
-        """See Folder.list."""
         top = self._root / prefix
         with _named(str(top)):
             found = [path for path in top.rglob("*") if path.is_file() and not path.name.startswith(".")]
         return sorted(path.relative_to(self._root).as_posix() for path in found)
 
     def read(self, name: str) -> bytes:
-        """See Folder.read."""
         with _named(str(self._root / name)):
             return (self._root / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """See Folder.write."""
         self._put(name, lambda path: write_bytes(path, data))
 
     def create(self, name: str, data: bytes) -> None:
@@ -141,7 +138,6 @@ class DirectoryFolder:
                 path.parent.rmdir()
 
     def sweep(self, prefix: str) -> None:
-        """See Folder.sweep."""
         top = self._root / prefix
         with _named(str(top)):
             for path in [path for path in top.rglob(".*") if path.is_file()]:
@@ -184,7 +180,6 @@ class FsspecFolder:
         self._path = path.rstrip("/")
 
     def list(self, prefix: str) -> list[str]:
-        """See Folder.list."""
         with _named(self.url):
             self._files.invalidate_cache()
             try:
@@ -195,12 +190,10 @@ class FsspecFolder:
         return sorted(name[start:] for name in found)
 
     def read(self, name: str) -> bytes:
-        """See Folder.read."""
         with _named(f"{self.url}/{name}"):
             return self._files.cat_file(self._at(name))
 
     def write(self, name: str, data: bytes) -> None:
-        """See Folder.write."""
         with _named(f"{self.url}/{name}"):
             self._files.pipe_file(self._at(name), data)
 
@@ -210,7 +203,6 @@ class FsspecFolder:
             self._files.pipe_file(self._at(name), data, mode="create")
 
     def delete(self, name: str) -> None:
-        """See Folder.delete."""
         with _named(f"{self.url}/{name}"), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._at(name))
 

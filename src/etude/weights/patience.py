@@ -46,19 +46,15 @@ class PatientFolder:
 
     @property
     def url(self) -> str:
-        """See Folder.url."""
         return self._inner.url
 
     def list(self, prefix: str) -> list[str]:
-        """See Folder.list."""
         return self._ask(lambda: self._inner.list(prefix))
 
     def read(self, name: str) -> bytes:
-        """See Folder.read."""
         return self._ask(lambda: self._inner.read(name))
 
     def write(self, name: str, data: bytes) -> None:
-        """See Folder.write."""
         self._ask(lambda: self._inner.write(name, data))
 
     def create(self, name: str, data: bytes) -> None:
@@ -71,11 +67,9 @@ class PatientFolder:
                 raise
 
     def delete(self, name: str) -> None:
-        """See Folder.delete."""
         self._ask(lambda: self._inner.delete(name))
 
     def sweep(self, prefix: str) -> None:
-        """See Folder.sweep."""
         self._ask(lambda: self._inner.sweep(prefix))
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:

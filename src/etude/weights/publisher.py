@@ -51,7 +51,6 @@ class _Alone:
     rank = 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """See Peers."""
         return [value]
 
 

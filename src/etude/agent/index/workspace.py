@@ -63,15 +63,12 @@ class WorkspaceSearch:
         self._refreshing = asyncio.Lock()
 
     def changed(self, path: str) -> None:
-        """See CodeSearch."""
         self._changed.add(path)
 
     def changed_somewhere(self) -> None:
-        """See CodeSearch."""
         self._commands_ran = True
 
     async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
-        """See CodeSearch."""
         self._attach()
         if self._matching is None or not await self._refresh():
             pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern

@@ -92,7 +92,6 @@ class SessionServers:
             await self._end()
 
     async def call(self, server: str, tool: str, values: Mapping[str, Any]) -> ServerAnswer:
-        """See ToolServers.call."""
         await self.start()
         try:
             async with asyncio.timeout(self._call_s):

@@ -1,26 +1,14 @@
 """The agent's tools, and the sets in which they are offered."""
 
-from etude.agent.tools.interface import Access, Tool, ToolContext, ToolLimits
-from etude.agent.tools.registries import (
-    agent_registry,
-    core_registry,
-    full_registry,
-    registry_named,
-    registry_of,
-)
-from etude.agent.tools.registry import Registry, check_arguments, restricted
-
-__all__ = [
-    "Access",
-    "Registry",
-    "Tool",
-    "ToolContext",
-    "ToolLimits",
-    "agent_registry",
-    "check_arguments",
-    "core_registry",
-    "full_registry",
-    "registry_named",
-    "registry_of",
-    "restricted",
-]
+from etude.agent.tools.interface import Access as Access
+from etude.agent.tools.interface import Tool as Tool
+from etude.agent.tools.interface import ToolContext as ToolContext
+from etude.agent.tools.interface import ToolLimits as ToolLimits
+from etude.agent.tools.registries import agent_registry as agent_registry
+from etude.agent.tools.registries import core_registry as core_registry
+from etude.agent.tools.registries import full_registry as full_registry
+from etude.agent.tools.registries import registry_named as registry_named
+from etude.agent.tools.registries import registry_of as registry_of
+from etude.agent.tools.registry import Registry as Registry
+from etude.agent.tools.registry import check_arguments as check_arguments
+from etude.agent.tools.registry import restricted as restricted

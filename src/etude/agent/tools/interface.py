@@ -141,16 +141,9 @@ RunTogether = Callable[[Sequence[Arguments]], Awaitable[list[Outcome]]]
 """Does the work of several calls. Raises InfrastructureError for all of them."""
 
 
-class RunsTogether(Tool, Protocol):
-    """A tool whose calls of one turn cost less together: those that only read, and wait for no other call."""
-
-    def together(self, context: ToolContext) -> RunTogether | None:
-        """How they are run; None: one by one, as of any tool."""
-        ...
-
-
 def how_together(tool: Tool, context: ToolContext) -> RunTogether | None:
-    """How calls of `tool` run together; None: it is none of those that can."""
+    """How calls of `tool` in one turn run together where that costs less: those that only read, and wait for
+    no other call. Such a tool has a method `together`; None: they run one by one, as of any tool."""
     together: Callable[[ToolContext], RunTogether | None] | None = getattr(tool, "together", None)
     return None if together is None else together(context)
 

@@ -72,7 +72,7 @@ def served_tools(servers: Mapping[str, McpConfig]) -> list[McpTool]:
 
 
 class McpTool:
-    """A tool of an MCP server.
+    """A tool of an MCP server. Implements `Tool`.
 
     Arguments: as the server says. Returns the texts of its answer; of other content its kind.
     Limits: `output_characters`, more is kept in a file; 60 seconds.
@@ -97,7 +97,6 @@ class McpTool:
 
     @property
     def repeatable(self) -> bool:
-        """See Tool."""
         return self._only_reads
 
     def access(self, arguments: Arguments) -> Access:
@@ -105,7 +104,6 @@ class McpTool:
         return self._waits
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        """See Tool."""
         values = self._values(arguments)
         if context.servers is None:
             raise InfrastructureError("no MCP server is open", field="agent.mcp", received=self._server)

@@ -59,7 +59,7 @@ class ReadFile:
         return _shown(await read_text(window.path, context), window, context.limits)
 
     def together(self, context: ToolContext) -> RunTogether:
-        """See RunsTogether: the files are read in one round trip, where the sandbox can do that."""
+        """See `how_together`: the files are read in one round trip, where the sandbox can do that."""
         return partial(_read_together, context)
 
 

@@ -74,7 +74,8 @@ def schemas_digest(schemas: Sequence[ToolSchema]) -> str:
 
 
 class RestrictedTool:
-    """A tool offered with some of its parameters only; what is left out keeps its default."""
+    """A tool offered with some of its parameters only; what is left out keeps its default.
+    Implements `Tool`."""
 
     def __init__(self, tool: Tool, schema: ToolSchema) -> None:
         self._tool = tool
@@ -82,19 +83,15 @@ class RestrictedTool:
 
     @property
     def repeatable(self) -> bool:
-        """See Tool."""
         return self._tool.repeatable
 
     def access(self, arguments: Arguments) -> Access:
-        """See Tool."""
         return self._tool.access(arguments)
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        """See Tool."""
         return await self._tool.run(arguments, context)
 
     def together(self, context: ToolContext) -> RunTogether | None:
-        """See RunsTogether."""
         return how_together(self._tool, context)
 
 

@@ -115,12 +115,10 @@ class DirectoryTree:
 
     @property
     def left_out(self) -> list[str]:
-        """See Tree."""
         return self._left_out
 
     @property
     def root(self) -> Path:
-        """See Tree."""
         return self._root
 
     async def scan(self) -> Mapping[str, bytes]:
@@ -128,7 +126,6 @@ class DirectoryTree:
         return await asyncio.to_thread(self._scan)
 
     async def read(self, path: str) -> bytes | None:
-        """See Tree."""
         return await asyncio.to_thread(self._read, path)
 
     async def write(self, path: str, data: bytes) -> None:
@@ -136,15 +133,12 @@ class DirectoryTree:
         await asyncio.to_thread(self._write, path, data)
 
     async def remove(self, path: str) -> None:
-        """See Tree."""
         await asyncio.to_thread(self._remove, path)
 
     async def occupied(self, path: str) -> bool:
-        """See Tree."""
         return await asyncio.to_thread(self._occupied, path)
 
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
-        """See Tree."""
         listed = list(paths)
         named = {path for path in listed if is_left_out(path)}
         rest = [path for path in listed if path not in named]

@@ -44,7 +44,6 @@ class MirroredWorkspace:
         on_call: OnCall,
         on_result: OnResult,
     ) -> list[ToolResult]:
-        """See Workspace.run_calls."""
         turn = self.turn()
         shown: set[int] = set()
 
@@ -71,7 +70,6 @@ class MirroredWorkspace:
         return results
 
     async def archive(self, path: str, text: str) -> str:
-        """See Workspace.archive."""
         return await LocalWorkspace(self.context).archive(path, text)
 
     async def settle(self, turn: int, results: tuple[ToolResult, ...] | None) -> None:

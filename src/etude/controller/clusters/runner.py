@@ -193,18 +193,15 @@ class AnnouncingSink:
         self._staged: WeightManifest | None = None
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage."""
         await self._inner.stage(manifest)
         self._staged = manifest
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate."""
         await self._inner.activate(version, kv)
         self._control.announce(check_staged(version, self._staged))
         self._on_announced(version)
 
     def current(self) -> PolicyVersion | None:
-        """See WeightSink.current."""
         return self._inner.current()
 
 

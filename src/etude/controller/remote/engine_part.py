@@ -25,7 +25,8 @@ from etude.weights import make_subscriber
 
 class EnginePart:
     """Serves clients, which are named: the run's own process (""), rollout workers. They name sessions and
-    requests unlike each other's. For one event loop; `begin` comes first."""
+    requests unlike each other's. For one event loop; `begin` comes first.
+    Its methods are those of Sampler, WeightSink and `Exchange`."""
 
     def __init__(
         self,
@@ -58,11 +59,9 @@ class EnginePart:
         return Usage(self._service.counters, self._service.times)
 
     async def exchange(self, commands: Sequence[Command], client: str = "") -> None:
-        """See Exchange.exchange."""
         self._exchange_of(client).exchange(commands)
 
     async def poll(self, client: str = "") -> list[Event]:
-        """See Exchange.poll."""
         return await self._exchange_of(client).poll()
 
     async def forget(self, client: str) -> None:
@@ -71,7 +70,6 @@ class EnginePart:
         await asyncio.gather(*(self._exchanges.pop(name).end() for name in gone))
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage."""
         await self._service.stage(manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy) -> Usage:
@@ -80,7 +78,6 @@ class EnginePart:
         return await self.pulse()
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
         return await self._service.score(tokens, version)
 
     async def close(self) -> None:

@@ -152,7 +152,7 @@ class _Line:
 
 
 class RemoteEngine:
-    """Implements Sampler and WeightSink over whichever process the engine has at the time.
+    """Implements BranchingSampler and WeightSink over whichever process the engine has at the time.
 
     Without one, or while it serves no version, every request raises SamplerError.
     """
@@ -208,19 +208,16 @@ class RemoteEngine:
             self._line.send("open", session_id)
 
     def open_beside(self, session_id: str, other: str) -> None:
-        """See BranchingSampler.open_beside."""
         if self._line is not None:
             self._line.sessions.add(session_id)
             self._line.send_beside(session_id, other)
 
     def close(self, session_id: str) -> None:
-        """See Sampler.close."""
         if self._line is not None and session_id in self._line.sessions:
             self._line.sessions.discard(session_id)
             self._line.send("close", session_id)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """See Sampler.stream."""
         line = self._line
         if line is None or self._version is None:
             raise SamplerError("the engine has no process that serves a version", received=self.name)
@@ -239,27 +236,22 @@ class RemoteEngine:
             line.end(request.id, finished)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
         return await self._call("score", tokens, version)
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort."""
         if self._line is not None:
             self._line.send("abort", request_id)
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage."""
         await self._call("stage", manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate."""
         line = self._line
         usage: Usage = await self._call("activate", version, kv)
         if line is self._line:
             self._version, self.usage = version, usage
 
     def current(self) -> PolicyVersion | None:
-        """See WeightSink.current."""
         return self._version
 
     async def _call(self, method: str, *arguments: Any) -> Any:

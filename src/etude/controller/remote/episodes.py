@@ -141,7 +141,6 @@ class RemoteEpisodes:
 
     @property
     def times(self) -> EnvironmentTimes:
-        """See TimedRunner.times."""
         return add_times([self._past, *(worker.times for worker in self._workers.values())])
 
     async def run(

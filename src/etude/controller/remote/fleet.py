@@ -143,7 +143,6 @@ class EngineFleet(PatientSampler):
                 self.engine_ready(engine.name, manifest.version)
 
     def current(self) -> PolicyVersion | None:
-        """See WeightSink.current."""
         return self._serving.version if self._serving is not None else None
 
     @property
@@ -192,12 +191,10 @@ class EngineFleet(PatientSampler):
                 self._lose(handle, f"could not forget {client}: {error}")
 
     def engine_ready(self, name: str, version: PolicyVersion) -> None:
-        """See PatientSampler.engine_ready."""
         super().engine_ready(name, version)
         self._note_change()
 
     def engine_away(self, name: str) -> None:
-        """See PatientSampler.engine_away."""
         super().engine_away(name)
         self._note_change()
 

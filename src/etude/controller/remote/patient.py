@@ -47,8 +47,8 @@ class _Wait:
 
 
 class PatientSampler:
-    """Implements Sampler over engines that come and go: requests wait until one is there. For one event
-    loop."""
+    """Implements BranchingSampler over engines that come and go: requests wait until one is there. For one
+    event loop."""
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: how long a request waits for an engine, from the first one on that it lost."""
@@ -82,12 +82,10 @@ class PatientSampler:
         self._routed.router.lose_prefixes(name)
 
     def open(self, session_id: str) -> None:
-        """See Sampler.open."""
         with contextlib.suppress(NoReplicaError):  # then it is opened where its first request goes
             self._routed.open(session_id)
 
     def open_beside(self, session_id: str, other: str) -> None:
-        """See BranchingSampler.open_beside."""
         with contextlib.suppress(NoReplicaError):
             self._routed.open_beside(session_id, other)
 
@@ -97,7 +95,6 @@ class PatientSampler:
         return self._routed.router.spills
 
     def close(self, session_id: str) -> None:
-        """See Sampler.close."""
         self._going = {name: one for name, one in self._going.items() if one != session_id}
         self._routed.close(session_id)
 
@@ -132,7 +129,6 @@ class PatientSampler:
         return request.id in self._going and request.deadline_s is None and not request.stop_texts
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
         wait = _Wait(self._patience_s)
         while True:
             self._joined.clear()
@@ -144,7 +140,6 @@ class PatientSampler:
                 await self._wait_for_one(wait, error)
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort."""
         self._going.pop(request_id, None)
         self._routed.abort(request_id)
 

@@ -168,7 +168,6 @@ class SupervisedTrainer:
             return reply.value
 
     async def stop(self) -> None:
-        """See Handle.stop."""
         await self._supervisor.close()
 
     def kill(self) -> None:

@@ -4,24 +4,15 @@
 `sessions` stores them, `server` speaks HTTP (and alone needs FastAPI).
 """
 
-from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits
-from etude.environment.recording.service import AnswerService, Ask, Serving
-from etude.environment.recording.session_map import MapLimits, SessionMap
-from etude.environment.recording.sessions import Recordings
-from etude.environment.recording.spec import SamplingDefaults, SessionSpec
-from etude.tokens.chat.shelf import RendererShelf
-
-__all__ = [
-    "AnswerService",
-    "Ask",
-    "LiveSessions",
-    "MapLimits",
-    "RecordedSession",
-    "RecordingLimits",
-    "Recordings",
-    "RendererShelf",
-    "SamplingDefaults",
-    "Serving",
-    "SessionMap",
-    "SessionSpec",
-]
+from etude.environment.recording.live import LiveSessions as LiveSessions
+from etude.environment.recording.live import RecordedSession as RecordedSession
+from etude.environment.recording.live import RecordingLimits as RecordingLimits
+from etude.environment.recording.service import AnswerService as AnswerService
+from etude.environment.recording.service import Ask as Ask
+from etude.environment.recording.service import Serving as Serving
+from etude.environment.recording.session_map import MapLimits as MapLimits
+from etude.environment.recording.session_map import SessionMap as SessionMap
+from etude.environment.recording.sessions import Recordings as Recordings
+from etude.environment.recording.spec import SamplingDefaults as SamplingDefaults
+from etude.environment.recording.spec import SessionSpec as SessionSpec
+from etude.tokens.chat.shelf import RendererShelf as RendererShelf

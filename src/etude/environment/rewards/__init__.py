@@ -1,25 +1,12 @@
 """Rewards: the verdict of hidden tests, and priced terms over what a session did, left and spent."""
 
-from etude.environment.rewards.length import Effort, concave_price, measure_effort
-from etude.environment.rewards.review import review_changes
-from etude.environment.rewards.terms import (
-    LENGTH,
-    REWARD_VERSION,
-    Evidence,
-    check_reward,
-    compute_reward,
-    with_length,
-)
-
-__all__ = [
-    "LENGTH",
-    "REWARD_VERSION",
-    "Effort",
-    "Evidence",
-    "check_reward",
-    "compute_reward",
-    "concave_price",
-    "measure_effort",
-    "review_changes",
-    "with_length",
-]
+from etude.environment.rewards.length import Effort as Effort
+from etude.environment.rewards.length import concave_price as concave_price
+from etude.environment.rewards.length import measure_effort as measure_effort
+from etude.environment.rewards.review import review_changes as review_changes
+from etude.environment.rewards.terms import LENGTH as LENGTH
+from etude.environment.rewards.terms import REWARD_VERSION as REWARD_VERSION
+from etude.environment.rewards.terms import Evidence as Evidence
+from etude.environment.rewards.terms import check_reward as check_reward
+from etude.environment.rewards.terms import compute_reward as compute_reward
+from etude.environment.rewards.terms import with_length as with_length

@@ -36,11 +36,9 @@ class TurnTool:
         return False
 
     def access(self, arguments: Mapping[str, str]) -> Access:
-        """See Tool."""
         return self._tool.access(arguments)
 
     async def run(self, arguments: Mapping[str, str], context: ToolContext) -> ToolResult:
-        """See Tool."""
         (result,) = await self._run_turn([ToolCall(self.schema.name, arguments)])
         return result
 

@@ -23,6 +23,7 @@ _SYLLABLES = ("ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu", "bo", 
 
 class HttpTarget:
     """Sends conversations: of made-up words, or the very tokens of recorded ones. Close it at the end.
+    Implements `LoadTarget`.
 
     Call `calibrate` before a load of words. The server's tokenizer is not known here: how many words make a
     token is measured by two requests.
@@ -73,7 +74,6 @@ class HttpTarget:
         return self._words_per_token
 
     async def turn(self, session: LoadSession, record: TurnRecord, clock: Clock) -> None:
-        """See LoadTarget.turn."""
         turn = session.turns[record.turn]
         if self._api == "tokens":
             prompt = {"prompt": session.recorded_prompt(record.turn).tolist()}
@@ -85,7 +85,6 @@ class HttpTarget:
         said.append(await self._ask(self._said_in(said), session.id, turn.output_tokens, record, clock))
 
     async def end(self, session: LoadSession) -> None:
-        """See LoadTarget.end."""
         self._said.pop(session.id, None)
 
     async def _ask(

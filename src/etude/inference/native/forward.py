@@ -31,7 +31,7 @@ WORK_AHEAD = 50_000_000
 
 
 class NativeForward:
-    """One native call per step, without the interpreter's lock.
+    """One native call per step, without the interpreter's lock. Implements `ForwardPass`.
 
     A row's bits depend neither on what else is in the step, nor on how its sequence was cut into steps, nor
     on the number of threads. With `float32` weights they are those that the trainer's module computes with
@@ -71,11 +71,9 @@ class NativeForward:
             )
 
     def pack_adapter(self, pairs: Mapping[str, Pair]) -> NativeAdapter:
-        """See ForwardPass."""
         return NativeAdapter(self._model, pairs)
 
     def use_adapters(self, adapters: Sequence[NativeAdapter]) -> None:
-        """See ForwardPass."""
         self._weights.use_adapters(adapters)
 
     def load_cache(self) -> None:
@@ -85,7 +83,6 @@ class NativeForward:
             self._draft_weights.point_at_pages()
 
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """See ForwardPass."""
         count = len(rows.tokens)
         hidden = aligned((count, self._model.config.hidden_size))
         routes = self._empty_routes(self._model.config, count)
@@ -104,7 +101,6 @@ class NativeForward:
     def sample(
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
-        """See ForwardPass."""
         count = len(hidden)
         threads = self._threads_for(count * self._model.head.numel())
         self._reserve_sampling(threads)

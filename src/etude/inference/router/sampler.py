@@ -30,14 +30,12 @@ from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 class SamplerReplica(Sampler, Protocol):
     """What can be routed to: an engine's service, or anything else that samples with named weights."""
 
-    def current(self) -> PolicyVersion | None:
-        """See WeightSink.current."""
-        ...
+    def current(self) -> PolicyVersion | None: ...
 
 
 class RoutedSampler:
-    """A Sampler over replicas, each of which serves what `serves` was told of it last. Use within one event
-    loop.
+    """A BranchingSampler over replicas, each of which serves what `serves` was told of it last. Use within
+    one event loop.
 
     A replica that fails before its first chunk is left out, until `serves` is told of it again, and the
     request goes elsewhere; one that fails later raises SamplerError to the caller. An error that names a
@@ -78,11 +76,9 @@ class RoutedSampler:
     # ---- Sampler --------------------------------------------------------------------------------
 
     def open(self, session_id: str) -> None:
-        """See Sampler.open."""
         self._place(session_id, None)
 
     def open_beside(self, session_id: str, other: str) -> None:
-        """See BranchingSampler.open_beside."""
         self._place(session_id, other)
 
     def _place(self, session_id: str, beside: str | None) -> None:
@@ -91,7 +87,6 @@ class RoutedSampler:
         self._settle(session_id, self.router.place(session_id, self._now(), self._pool, beside), beside)
 
     def close(self, session_id: str) -> None:
-        """See Sampler.close."""
         name = self._open.pop(session_id, None)
         if name is not None:
             self._replicas[name].close(session_id)
@@ -99,7 +94,6 @@ class RoutedSampler:
         self.router.close_session(session_id)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """See Sampler.stream."""
         failed: dict[str, SamplerError] = {}
         while True:
             try:
@@ -136,7 +130,6 @@ class RoutedSampler:
                 self.router.end(request.id, self._clock, generated, held)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
         ask = Ask(f"score-{self._now()}", len(tokens), 0, None, self._pool, frozenset({str(version)}))
         name = self.router.begin(ask, self._clock)
         try:
@@ -145,7 +138,6 @@ class RoutedSampler:
             self.router.end(ask.id, self._clock, 0)
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort."""
         name = self._asked.get(request_id)
         if name is not None:
             self._replicas[name].abort(request_id)

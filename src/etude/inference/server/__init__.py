@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from etude.inference.server.app import build_app
-from etude.inference.server.chat import ServedModel
-from etude.inference.server.limits import KeyLimits, Keys, read_keys
-from etude.inference.server.process import DEFAULT_PORT, check_address, serve
-from etude.inference.server.state import EngineView, ServerLimits, ServerState
-
-__all__ = [
-    "DEFAULT_PORT",
-    "EngineView",
-    "KeyLimits",
-    "Keys",
-    "ServedModel",
-    "ServerLimits",
-    "ServerState",
-    "build_app",
-    "check_address",
-    "read_keys",
-    "serve",
-]
+from etude.inference.server.app import build_app as build_app
+from etude.inference.server.chat import ServedModel as ServedModel
+from etude.inference.server.limits import KeyLimits as KeyLimits
+from etude.inference.server.limits import Keys as Keys
+from etude.inference.server.limits import read_keys as read_keys
+from etude.inference.server.process import DEFAULT_PORT as DEFAULT_PORT
+from etude.inference.server.process import check_address as check_address
+from etude.inference.server.process import serve as serve
+from etude.inference.server.state import EngineView as EngineView
+from etude.inference.server.state import ServerLimits as ServerLimits
+from etude.inference.server.state import ServerState as ServerState

@@ -144,11 +144,9 @@ class CompletionWriter:
         self._choices = [_Choice() for _ in range(num_answers)]
 
     def begin(self) -> list[Document]:
-        """See Writer.begin."""
         return []
 
     def take(self, event: Event) -> list[Document]:
-        """See Writer.take."""
         self.usage.take(event)
         choice = self._choices[event.index]
         if isinstance(event, Ended):
@@ -164,11 +162,9 @@ class CompletionWriter:
         return [self._document([_row(event.index, text, logprobs, None)])]
 
     def end(self) -> list[Document]:
-        """See Writer.end."""
         return [{**self._document([]), "usage": self.usage.document()}] * self._request.include_usage
 
     def whole(self) -> Document:
-        """See Writer.whole."""
         wanted = self._request.sampling.logprobs
         rows = [
             _row(index, choice.text, choice.logprobs if wanted else None, choice.finish)
@@ -226,7 +222,6 @@ class TextReader:
         self.answer = Answer()
 
     def feed(self, tokens: NDArray[np.int32]) -> tuple[Sequence[Part], int]:
-        """See Reader.feed."""
         if not self._stops:
             text = self._decoder.decode(self._tokenizer.decode_bytes(tokens, skip_control=True))
             return _text(text), len(tokens)

@@ -37,7 +37,7 @@ _ABORT_AGAIN_S = 0.5
 
 class VllmSampler:
     """A replica of vLLM. Use as an async context manager: on the way out requests in flight are waited for,
-    and the server ends."""
+    and the server ends. Implements Sampler and WeightSink."""
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class VllmSampler:
         self.times.stage_s += time.perf_counter() - began
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate."""
         await self.replica.activate(version, kv)
         pause_s = self.replica.times.pause_s
         self.counters.weight_updates += 1
@@ -111,13 +110,11 @@ class VllmSampler:
         self.times.longest_swap_s = max(self.times.longest_swap_s, pause_s)
 
     def current(self) -> PolicyVersion | None:
-        """See WeightSink.current."""
         return self.replica.current()
 
     # ---- Sampler --------------------------------------------------------------------------------
 
     def open(self, session_id: str) -> None:
-        """See Sampler.open."""
         self._sessions.open(session_id)
 
     def close(self, session_id: str) -> None:
@@ -127,7 +124,6 @@ class VllmSampler:
             self.abort(session.request_id)
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             if not waiting.expired():
@@ -140,7 +136,6 @@ class VllmSampler:
         self._tasks.start(self._abort(running))
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
         name = f"etude-{uuid4().hex}"
         client = await self.replica.client()
         self._check_version(version, is_minimum=False)

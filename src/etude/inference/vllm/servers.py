@@ -63,7 +63,7 @@ class VllmServer(Protocol):
 
 @dataclass(slots=True)
 class ManagedServer:
-    """A vLLM process."""
+    """A vLLM process. Implements `VllmServer`."""
 
     python: Path
     """The interpreter of vLLM's environment."""
@@ -83,7 +83,6 @@ class ManagedServer:
     _url: str = ""
 
     async def start(self, directory: Path) -> str:
-        """See VllmServer.start."""
         await self.stop()
         if not self.python.exists():
             raise no_interpreter(str(self.python))
@@ -186,7 +185,7 @@ class ManagedServer:
 
 @dataclass(slots=True)
 class ExternalServer:
-    """A server that somebody else runs, with the arguments of `server_arguments`."""
+    """A server that somebody else runs, with the arguments of `server_arguments`. Implements `VllmServer`."""
 
     url: str
     key: str = ""
@@ -210,7 +209,6 @@ class ExternalServer:
         """See VllmServer.stop: it is not ours to end."""
 
     async def wait_for_end(self) -> str:
-        """See VllmServer.wait_for_end."""
         client, missed = VllmClient(self.url, self.key), 0
         try:
             while missed < _MAX_MISSED:

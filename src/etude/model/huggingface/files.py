@@ -45,15 +45,12 @@ class GivenTensors:
         self._tensors = tensors
 
     def names(self) -> set[str]:
-        """See Tensors."""
         return set(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See Tensors."""
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str) -> Tensor:
-        """See Tensors."""
         return self._tensors[name]
 
 
@@ -66,7 +63,6 @@ class FileTensors:
         self._fp8_block = fp8_block
 
     def names(self) -> set[str]:
-        """See Tensors."""
         return {name for name in self._handles if not self._is_scale(name)}
 
     def _is_scale(self, name: str) -> bool:
@@ -77,11 +73,9 @@ class FileTensors:
         return self._handles[scaled].get_slice(scaled).get_dtype() == "F8_E4M3"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See Tensors."""
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """See Tensors."""
         tensor = self._get(name)
         if tensor.dtype == torch.float8_e4m3fn and self._fp8_block is not None:
             return _scaled(name, tensor, self._get(name + _SCALES), self._fp8_block)

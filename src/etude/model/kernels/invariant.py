@@ -32,47 +32,38 @@ class InvariantOps(Ops):
         load_library()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         _check(x, weight)
         return products.linear(x, weight, as_engine=True)
 
     def linear_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         _check(x, weight, residual)
         return products.linear(x, weight, residual, as_engine=True)
 
     def per_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         _check(x, weight)
         return products.per_head(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Ops."""
         _check(x, weight)
         return fused.rms_norm(x, weight, eps, as_engine=True)
 
     def rotate(self, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-        """See Ops."""
         _check(x, cosine, signed_sine)
         return fused.rotate(x, cosine, signed_sine, as_engine=True)
 
     def silu_gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See Ops."""
         _check(gate, up)
         return fused.silu_gate(gate, up, as_engine=True)
 
     def router(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         return self.linear(x, weight)
 
     def activate(self, scores: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
-        """See Ops."""
         function = _Softmax if activation == "softmax" else _Sigmoid
         _check(scores)
         return cast(Tensor, function.apply(scores))
 
     def gates(self, activated: Tensor, chosen: Tensor, normalise: bool, scale: float) -> Tensor:
-        """See Ops."""
         gates = activated.gather(-1, chosen)
         if normalise:
             total = gates[:, :1]
@@ -82,28 +73,23 @@ class InvariantOps(Ops):
         return gates if scale == 1.0 else gates * scale
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See Ops."""
         _check(x, gate_up, down, weights)
         return mix_by_expert(x, gate_up, down, chosen, weights, as_engine=True)
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """See Ops."""
         return self.linear(hidden, head)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """See Ops."""
         _check(logits)
         return cast(Tensor, _LogSoftmax.apply(logits))
 
     def logprobs(
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See Ops."""
         _check(hidden, head)
         return head_logprobs(hidden, head, tokens, temperature, as_engine=True)
 
     def packed_attention(self, attention: PackedAttention) -> InvariantPackedAttention:
-        """See Ops."""
         return InvariantPackedAttention(attention.lengths)
 
 

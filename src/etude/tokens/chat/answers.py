@@ -188,11 +188,9 @@ class AnswerWriter:
         self._tokenizer = tokenizer
 
     def begin(self) -> list[Document]:
-        """See Writer.begin."""
         return []
 
     def take(self, event: Event) -> list[Document]:
-        """See Writer.take."""
         self.usage.take(event)
         choice = self.choices[event.index]
         if isinstance(event, Ended):
@@ -210,11 +208,9 @@ class AnswerWriter:
         return documents + (self._write_rows(choice, rows) if rows else [])
 
     def end(self) -> list[Document]:
-        """See Writer.end."""
         return []
 
     def whole(self) -> Document:
-        """See Writer.whole."""
         raise NotImplementedError
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:

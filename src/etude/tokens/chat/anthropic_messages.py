@@ -148,12 +148,10 @@ class MessagesWriter(AnswerWriter):
     id_prefix = "msg_"
 
     def begin(self) -> list[Document]:
-        """See Writer.begin."""
         head = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": {**head, "usage": self._usage()}}]
 
     def whole(self) -> Document:
-        """See Writer.whole."""
         (choice,) = self.choices
         content = [_document(block) for block in choice.blocks]
         return {**self._head(), "content": content, **_end(ended_choice(choice)), "usage": self._usage()}

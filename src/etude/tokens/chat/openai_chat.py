@@ -82,20 +82,17 @@ class ChatWriter(AnswerWriter):
     tail = b"data: [DONE]\n\n"
 
     def take(self, event: Event) -> list[Document]:
-        """See Writer.take."""
         choice = self.choices[event.index]
         documents, begins = super().take(event), not choice.begun
         choice.begun = True
         return [self._chunk(choice, {"role": "assistant", "content": ""})] * begins + documents
 
     def end(self) -> list[Document]:
-        """See Writer.end."""
         if not self.request.include_usage:
             return []
         return [{**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage.document()}]
 
     def whole(self) -> Document:
-        """See Writer.whole."""
         choices = [
             {
                 "index": choice.index,

@@ -156,12 +156,10 @@ class ResponseWriter(AnswerWriter):
     _num_events = 0
 
     def begin(self) -> list[Document]:
-        """See Writer.begin."""
         begun = [("response.created", {"response": self.whole()})]
         return self._numbered(*begun, ("response.in_progress", {"response": self.whole()}))
 
     def whole(self) -> Document:
-        """See Writer.whole."""
         (choice,) = self.choices
         body, ended, rules = self.request.body, choice.ended, self.request.rules
         is_cut = ended is not None and ended.ending == "length"

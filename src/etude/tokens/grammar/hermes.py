@@ -95,7 +95,6 @@ class HermesGrammar(TagGrammar):
         return [Control(CALL_OPEN), f"\n{body}\n", Control(CALL_CLOSE)]
 
     def reader(self, mode: ParserMode) -> CallReader:
-        """See TagGrammar."""
         if mode not in self._sets:
             self._sets[mode] = HermesTags(mode)
         return HermesReader(self._table, self._sets[mode])

@@ -66,7 +66,6 @@ class NativeGrammar(TagGrammar):
         return [*pieces, *self.split(form.call[1])]
 
     def reader(self, mode: ParserMode) -> CallReader:
-        """See TagGrammar."""
         if mode not in self._sets:
             self._sets[mode] = FormTags(self.form, mode)
         return NativeReader(self._table, self._sets[mode])

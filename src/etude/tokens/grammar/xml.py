@@ -86,7 +86,6 @@ class XmlGrammar(TagGrammar):
         return join_text([*pieces, self._tag(f"</{call.name}>")])
 
     def reader(self, mode: ParserMode) -> CallReader:
-        """See TagGrammar."""
         if mode not in self._sets:
             self._sets[mode] = TagSets(self._table, mode)
         return XmlReader(self._table, self._sets[mode])

@@ -1,35 +1,18 @@
 """Checkpoints: whole or not there at all, checked when they are read, written while training goes on."""
 
-from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws
-from etude.training.checkpoints.history import find_resumable
-from etude.training.checkpoints.keeper import CheckpointKeeper, FollowingWriter
-from etude.training.checkpoints.saving import (
-    Stored,
-    WriteCheckpoint,
-    has_checkpoint,
-    load_checkpoint,
-    load_state,
-    load_stored,
-    read_state,
-    save_checkpoint,
-)
-from etude.training.checkpoints.shards import ModelShards, without_model
-
-__all__ = [
-    "CheckpointKeeper",
-    "FileFlaw",
-    "Flaw",
-    "FollowingWriter",
-    "ModelShards",
-    "Stored",
-    "WriteCheckpoint",
-    "find_flaws",
-    "find_resumable",
-    "has_checkpoint",
-    "load_checkpoint",
-    "load_state",
-    "load_stored",
-    "read_state",
-    "save_checkpoint",
-    "without_model",
-]
+from etude.training.checkpoints.files import FileFlaw as FileFlaw
+from etude.training.checkpoints.files import Flaw as Flaw
+from etude.training.checkpoints.files import find_flaws as find_flaws
+from etude.training.checkpoints.history import find_resumable as find_resumable
+from etude.training.checkpoints.keeper import CheckpointKeeper as CheckpointKeeper
+from etude.training.checkpoints.keeper import FollowingWriter as FollowingWriter
+from etude.training.checkpoints.saving import Stored as Stored
+from etude.training.checkpoints.saving import WriteCheckpoint as WriteCheckpoint
+from etude.training.checkpoints.saving import has_checkpoint as has_checkpoint
+from etude.training.checkpoints.saving import load_checkpoint as load_checkpoint
+from etude.training.checkpoints.saving import load_state as load_state
+from etude.training.checkpoints.saving import load_stored as load_stored
+from etude.training.checkpoints.saving import read_state as read_state
+from etude.training.checkpoints.saving import save_checkpoint as save_checkpoint
+from etude.training.checkpoints.shards import ModelShards as ModelShards
+from etude.training.checkpoints.shards import without_model as without_model

@@ -12,21 +12,59 @@ goes on. Only `flush`, at the end of a stage, raises if the last save found no r
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from etude.config import CheckpointConfig
 from etude.errors import ResourceError
 from etude.model.loading import AnyModel
 from etude.observe import MetricSink, Observer
 from etude.training.checkpoints.history import History
-from etude.training.checkpoints.host import copy_model, copy_state
 from etude.training.checkpoints.saving import save_checkpoint
-from etude.training.checkpoints.shards import ModelShards
+from etude.training.checkpoints.shards import ModelShards, is_shard
+
+
+@torch.no_grad()
+def copy_model(model: AnyModel | ModelShards) -> AnyModel | ModelShards:
+    """The model as it is now, or what of it lies here, without gradients. Tied weights stay tied; what
+    computes (`ops`) is shared."""
+    if isinstance(model, ModelShards):
+        return replace(model, weights=copy_state(model.weights))
+    known: dict[int, Any] = {id(model.ops): model.ops}
+    for parameter in model.parameters():
+        known[id(parameter)] = nn.Parameter(_host(parameter), requires_grad=False)
+    for buffer in model.buffers():
+        known[id(buffer)] = _host(buffer)
+    return copy.deepcopy(model, known)
+
+
+def copy_state(value: Any) -> Any:
+    """Plain values and tensors, nested: copied, tensors into host memory."""
+    if isinstance(value, Tensor):
+        return _host(value)
+    if isinstance(value, Mapping):
+        return {key: copy_state(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_state(entry) for entry in value)
+    return copy.deepcopy(value)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    if is_shard(tensor):
+        from etude.training.checkpoints.shard_files import part_on_host
+
+        return part_on_host(tensor)
+    return tensor.detach().to("cpu", copy=True)
+
 
 KIND = "checkpoint"
 """Of the rows of metrics: one per save."""
@@ -155,7 +193,6 @@ class FollowingWriter:
     def __call__(
         self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any] | None = None
     ) -> None:
-        """See WriteCheckpoint."""
         writing, self._writing = self._writing, None
         if writing is not None:
             with contextlib.suppress(ResourceError):

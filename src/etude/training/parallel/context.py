@@ -84,7 +84,6 @@ class ContextParallelOps(WrappedOps):
 
     @property
     def cuts_rows(self) -> bool:
-        """See Ops."""
         return True
 
     def split_rows(

@@ -76,20 +76,16 @@ class WholeLayout:
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self._parameters.items()}
 
     def part_index(self, name: str) -> int:
-        """See Layout."""
         return 0
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """See Layout."""
         return {name: parameter.grad for name, parameter in self._parameters.items()}
 
     def clear_gradients(self) -> None:
-        """See Layout."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def clip_norm(self, max_norm: float) -> float:
-        """See Layout."""
         return float(nn.utils.clip_grad_norm_(self._parameters.values(), max_norm, foreach=True))
 
     def map_matrices(
@@ -100,15 +96,12 @@ class WholeLayout:
         return batched(parts, function)
 
     def stored(self, name: str, part: Tensor) -> Tensor:
-        """See Layout."""
         return part
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """See Layout."""
         return part
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """See Layout."""
         return whole
 
 

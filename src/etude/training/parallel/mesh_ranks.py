@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, RankError
 from etude.model import LanguageModel
 from etude.model.huggingface.part_reader import PartReader
 from etude.training.checkpoints.shards import ModelShards, together
-from etude.training.parallel.collectives import gather_rows, sum_in_order
+from etude.training.parallel.collectives import sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
-from etude.training.parallel.peers import RankPeers
 from etude.training.parallel.places import Places, local_part
 from etude.training.parallel.ranks import Share, shares_of
 from etude.training.parallel.sharding import (
@@ -27,6 +27,29 @@ from etude.training.parallel.sharding import (
     sum_gradients,
 )
 from etude.training.parallel.wrapped import plain_ops
+
+
+class RankPeers:
+    """Implements the publisher's Peers over a process group that nothing else uses: its messages come from
+    another thread than those of training."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See Peers. Raises RankError where a rank is gone."""
+        told: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(told, value, group=self._group)
+        except (RuntimeError, ConnectionError) as error:
+            raise RankError(
+                f"a rank is gone while weights are published: {error}",
+                field="parallel",
+                fix="see its messages above, then go on from the last checkpoint with --resume",
+            ) from error
+        return told
+
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -59,24 +82,16 @@ class MeshRanks:
         model.unread = None
 
     def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
-        """See Ranks."""
         return shares_of(plan, self.rank)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """See Ranks."""
         sum_in_order(tensor, self._mesh.group("replicate", "fsdp", "expert"))
         return tensor
 
-    def all_gather(self, rows: Tensor) -> Tensor:
-        """See Ranks."""
-        return gather_rows(rows, self._mesh.group("replicate", "fsdp", "expert"))
-
     def layout(self, model: nn.Module) -> Layout:
-        """See Ranks."""
         return MeshLayout(model, self._mesh)
 
     def reduce_gradients(self, model: nn.Module) -> None:
-        """See Ranks."""
         sum_gradients(model, self._mesh)
 
     @torch.no_grad()
@@ -117,7 +132,6 @@ class MeshRanks:
 
     @torch.no_grad()
     def stored(self, model: nn.Module) -> ModelShards:
-        """See Ranks."""
         assert isinstance(model, LanguageModel)
         release(model)
         places = Places(model, self._mesh)
@@ -129,14 +143,12 @@ class MeshRanks:
 
     @torch.no_grad()
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """See Ranks."""
         release(model)
         places = Places(model, self._mesh)
         for name, parameter in model.named_parameters():
             local_part(parameter.data).copy_(places.part(name, weights[name]))
 
     def frozen_copy(self, model: ModelT) -> ModelT:
-        """See Ranks."""
         assert isinstance(model, LanguageModel)
         return cast(ModelT, copy_placed(model, self._mesh))
 

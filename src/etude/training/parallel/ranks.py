@@ -66,10 +66,6 @@ class Ranks(Protocol):
         """Replaces `tensor` by its sum over ranks, added in the order of ranks; returns it."""
         ...
 
-    def all_gather(self, rows: Tensor) -> Tensor:
-        """rows [N, ...], where N may differ between ranks -> those of all ranks, in the order of ranks."""
-        ...
-
     def layout(self, model: nn.Module) -> Layout:
         """Which part of each parameter lies here: what the optimiser works with."""
         ...
@@ -112,42 +108,30 @@ class SingleRank:
     is_main = True
 
     def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
-        """See Ranks."""
         return shares_of(plan, 0)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """See Ranks."""
         return tensor
 
-    def all_gather(self, rows: Tensor) -> Tensor:
-        """See Ranks."""
-        return rows
-
     def layout(self, model: nn.Module) -> Layout:
-        """See Ranks."""
         return WholeLayout(model)
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """See Ranks."""
 
     def whole_model(self, model: ModelT) -> ModelT:
-        """See Ranks."""
         return model
 
     def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """See Ranks."""
         return dict(model.named_parameters())
 
     def stored(self, model: ModelT) -> ModelT | ModelShards:
-        """See Ranks."""
         return model
 
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """See Ranks."""
         model.load_state_dict(weights)
 
     def frozen_copy(self, model: ModelT) -> ModelT:
-        """See Ranks."""
         return copy.deepcopy(model).requires_grad_(requires_grad=False)
 
 

@@ -146,18 +146,15 @@ class MeshLayout:
         }
 
     def part_index(self, name: str) -> int:
-        """See Layout."""
         return self._places.index_along(*self._places.axes(name))[1]
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """See Layout."""
         return {
             name: None if parameter.grad is None else local_part(parameter.grad)
             for name, parameter in self._parameters.items()
         }
 
     def clear_gradients(self) -> None:
-        """See Layout."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -194,15 +191,12 @@ class MeshLayout:
         return map_matrices(names, parts, shape, function, self._places, self._mesh)
 
     def stored(self, name: str, part: Tensor) -> Tensor:
-        """See Layout."""
         return self._places.shard(name, part, self.shapes[name])
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """See Layout."""
         return self._places.whole(name, part)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """See Layout."""
         return self._places.part(name, whole)
 
 

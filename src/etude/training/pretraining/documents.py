@@ -70,7 +70,6 @@ class ShuffledDocuments:
         return not len(self._documents)
 
     def draw(self) -> list[Document]:
-        """See Batches."""
         chosen: list[Document] = []
         num_tokens = 0
         while num_tokens < self._tokens_per_step and not self.exhausted:
@@ -84,15 +83,12 @@ class ShuffledDocuments:
         return chosen
 
     def figures(self) -> Mapping[str, float]:
-        """See Batches."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """See Batches."""
         return {"epoch": self._epoch, "cursor": self._cursor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Batches."""
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._shuffle()
 

@@ -102,7 +102,6 @@ class Mixture:
 
     @property
     def exhausted(self) -> bool:
-        """See Batches."""
         return not self._pool
 
     def set_window(self, window: int) -> None:
@@ -115,7 +114,6 @@ class Mixture:
             self._begin_pass(reading)
 
     def draw(self) -> list[Document]:
-        """See Batches."""
         room, chosen = self._tokens_per_step, []
         while self._pool:
             place = 0
@@ -172,7 +170,6 @@ class Mixture:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """See Batches."""
         return {
             "window": self._window,
             "sources": {
@@ -188,7 +185,6 @@ class Mixture:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Batches."""
         digests = {reading.source.name: reading.source.digest for reading in self._readings}
         stored = {name: values["digest"] for name, values in state["sources"].items()}
         if stored != digests:

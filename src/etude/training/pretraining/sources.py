@@ -77,18 +77,15 @@ class CorpusSource:
 
     @property
     def name(self) -> str:
-        """See Source."""
         return self.corpus.name
 
     @property
     def digest(self) -> str:
-        """See Source."""
         turned = None if self.shares is None else (self.shares.rate, self.shares.spm_share)
         return blake3(repr((self.corpus.digest, turned)).encode() + self.heldout.tobytes()).hexdigest()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """See Source."""
         return self.corpus.lengths
 
     def pieces(self, window: int) -> Pieces:
@@ -129,17 +126,14 @@ class SessionSource:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """See Source."""
         return np.array([len(document.tokens) for document in self.documents], dtype=np.int64)
 
     def pieces(self, window: int) -> Pieces:
-        """See Source."""
         lengths = self.lengths
         chosen = np.flatnonzero(lengths <= window)
         return np.stack((chosen, np.zeros_like(chosen), lengths[chosen]), axis=1)
 
     def read(self, piece: NDArray[np.int64], window: int, random: np.random.Generator) -> Document:
-        """See Source."""
         return self.documents[int(piece[0])]
 
 

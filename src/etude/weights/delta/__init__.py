@@ -6,15 +6,9 @@ exponent. So the gaps between changes are coded range by range of exponents, and
 steps of the bit patterns; both by an entropy coder (interleaved rANS).
 """
 
-from etude.weights.delta.choosing import KernelChoice
-from etude.weights.delta.container import UpdateManifest, read_update_manifest
-from etude.weights.delta.update import apply_update, encode_update, write_update
-
-__all__ = [
-    "KernelChoice",
-    "UpdateManifest",
-    "apply_update",
-    "encode_update",
-    "read_update_manifest",
-    "write_update",
-]
+from etude.weights.delta.container import UpdateManifest as UpdateManifest
+from etude.weights.delta.container import read_update_manifest as read_update_manifest
+from etude.weights.delta.update import KernelChoice as KernelChoice
+from etude.weights.delta.update import apply_update as apply_update
+from etude.weights.delta.update import encode_update as encode_update
+from etude.weights.delta.update import write_update as write_update

@@ -49,7 +49,6 @@ class NativeKernels:
         self._scratch = _Scratch()
 
     def scan(self, base: Words, target: Words, layout: WordLayout) -> Changes:
-        """See DeltaKernels.scan."""
         positions = self._scratch.take("positions", len(base) + 4, np.uint32)
         differences = self._scratch.take("differences", len(base), np.uint32)
         counts = np.zeros((256, NUM_SYMBOLS), np.uint32)
@@ -62,7 +61,6 @@ class NativeKernels:
     def gather(
         self, base: Words, changes: Changes, layout: WordLayout, thresholds: list[int], starts: Starts
     ) -> Values:
-        """See DeltaKernels.gather."""
         values = self._scratch.take("values", 2 * len(changes), np.uint32)
         self._library.etude_delta_gather(
             _I64(base.itemsize), _at(base), _I64(len(base)), _at(changes.positions), _at(changes.differences),
@@ -80,7 +78,6 @@ class NativeKernels:
         starts: Starts,
         values: Values,
     ) -> None:
-        """See DeltaKernels.place."""
         missing = self._library.etude_delta_place(
             _I64(base.itemsize), _at(base), _at(target), _I64(len(base)), *_key(layout), bytes(thresholds),
             _I64(len(thresholds)), _at(starts), _at(values),
@@ -89,14 +86,12 @@ class NativeKernels:
             raise ValueError("changes beyond the end")
 
     def count(self, values: Values, starts: Starts) -> Counts:
-        """See DeltaKernels.count."""
         groups = len(starts) - 1
         counts = np.zeros((groups, NUM_SYMBOLS), np.uint32)
         self._library.etude_delta_count(_at(values), _at(starts), _I64(groups), _at(counts))
         return counts.astype(np.int64)
 
     def encode(self, values: Values, starts: Starts, tables: Tables, lanes: int) -> Coded:
-        """See DeltaKernels.encode."""
         states = np.empty(lanes, np.uint32)
         words = self._scratch.take("words", len(values) + 1, np.uint16)
         bits = self._scratch.take("bits", 4 * len(values) + 8, np.uint8)
@@ -109,7 +104,6 @@ class NativeKernels:
         return Coded(states, words[len(words) - num_words :], bits[: num_bits.value])
 
     def decode(self, coded: Coded, starts: Starts, tables: Tables) -> Values:
-        """See DeltaKernels.decode."""
         values = self._scratch.take("values", int(starts[-1]), np.uint32)
         states = coded.states.copy()
         words = np.concatenate([coded.words, np.zeros(_LANES, np.uint16)])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from etude.errors import WeightUpdateError
+from etude.errors import ResourceError, WeightUpdateError
 from etude.records import PolicyVersion, TensorEntry
-from etude.weights.delta.choosing import KernelChoice, choose_kernels
 from etude.weights.delta.chunks import CHUNK_WORDS, decode_chunk, encode_chunk
 from etude.weights.delta.classes import Words
 from etude.weights.delta.container import (
@@ -28,9 +28,28 @@ from etude.weights.delta.container import (
     read_update,
 )
 from etude.weights.delta.kernels import DeltaKernels
+from etude.weights.delta.native import NativeKernels
 from etude.weights.delta.variable import Reader, pack_number
+from etude.weights.delta.vectorised import VectorisedKernels
 from etude.weights.delta.words import layout_of
 from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, dtype_name, hash_tensor
+
+KernelChoice = Literal["auto", "native", "numpy"]
+"""`auto`: native code where a C compiler is found, else numpy. What they write is the same."""
+
+
+@functools.cache
+def choose_kernels(choice: KernelChoice = "auto") -> DeltaKernels:
+    """Raises ResourceError for `native` without a C compiler."""
+    if choice == "numpy":
+        return VectorisedKernels()
+    try:
+        return NativeKernels()
+    except ResourceError:
+        if choice == "native":
+            raise
+        return VectorisedKernels()
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

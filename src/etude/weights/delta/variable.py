@@ -54,7 +54,6 @@ class Reader:
         return self.raw(1)[0]
 
     def number(self) -> int:
-        """See Writer.number."""
         value = shift = 0
         while True:
             byte = self.byte()

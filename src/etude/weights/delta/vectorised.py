@@ -18,7 +18,6 @@ class VectorisedKernels:
     """See DeltaKernels."""
 
     def scan(self, base: Words, target: Words, layout: WordLayout) -> Changes:
-        """See DeltaKernels.scan."""
         positions = np.flatnonzero(base != target)
         before = base[positions]
         differences = _difference(before, target[positions])
@@ -31,7 +30,6 @@ class VectorisedKernels:
     def gather(
         self, base: Words, changes: Changes, layout: WordLayout, thresholds: list[int], starts: Starts
     ) -> Values:
-        """See DeltaKernels.gather."""
         values = np.empty(2 * len(changes), np.uint32)
         gaps, differences = values[: len(changes)], values[len(changes) :]
         changed = np.zeros(len(base), np.bool_)
@@ -53,7 +51,6 @@ class VectorisedKernels:
         starts: Starts,
         values: Values,
     ) -> None:
-        """See DeltaKernels.place."""
         gaps, differences = values[: len(values) // 2], values[len(values) // 2 :]
         changes: list[tuple[NDArray[np.int64], Words]] = []
         for members, first, last in _classes(base, layout, thresholds, starts):
@@ -68,7 +65,6 @@ class VectorisedKernels:
             target[own] = words
 
     def count(self, values: Values, starts: Starts) -> Counts:
-        """See DeltaKernels.count."""
         groups = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         keys = groups * NUM_SYMBOLS + symbols_of(values)
         counts = np.bincount(keys, minlength=(len(starts) - 1) * NUM_SYMBOLS)

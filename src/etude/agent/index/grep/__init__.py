@@ -1,18 +1,10 @@
 """Instant grep: ripgrep's matches by way of an n-gram index, fresh against edits."""
 
-from etude.agent.index.grep.builder import Progress
-from etude.agent.index.grep.index import GrepIndex
-from etude.agent.index.grep.manifest import IndexBusyError
-from etude.agent.index.grep.overlay import Overlay
-from etude.agent.index.grep.query import GrepMatch, GrepMatches, GrepQuery, GrepResult
-
-__all__ = [
-    "GrepIndex",
-    "GrepMatch",
-    "GrepMatches",
-    "GrepQuery",
-    "GrepResult",
-    "IndexBusyError",
-    "Overlay",
-    "Progress",
-]
+from etude.agent.index.grep.builder import Progress as Progress
+from etude.agent.index.grep.index import GrepIndex as GrepIndex
+from etude.agent.index.grep.manifest import IndexBusyError as IndexBusyError
+from etude.agent.index.grep.overlay import Overlay as Overlay
+from etude.agent.index.grep.query import GrepMatch as GrepMatch
+from etude.agent.index.grep.query import GrepMatches as GrepMatches
+from etude.agent.index.grep.query import GrepQuery as GrepQuery
+from etude.agent.index.grep.query import GrepResult as GrepResult

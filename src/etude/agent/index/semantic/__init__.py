@@ -1,19 +1,12 @@
 """Semantic search: chunks by tree-sitter, BM25 and embeddings side by side, edits overlaid."""
 
-from etude.agent.index.semantic.embedding import Embedder, EmbedderMissingError
-from etude.agent.index.semantic.index import BuildProgress, Changes, Hit, SearchResult, SemanticIndex
-from etude.agent.index.semantic.models import SentenceTransformerEmbedder, default_embedder
-from etude.agent.index.semantic.overlay import Overlay
-
-__all__ = [
-    "BuildProgress",
-    "Changes",
-    "Embedder",
-    "EmbedderMissingError",
-    "Hit",
-    "Overlay",
-    "SearchResult",
-    "SemanticIndex",
-    "SentenceTransformerEmbedder",
-    "default_embedder",
-]
+from etude.agent.index.semantic.embedding import Embedder as Embedder
+from etude.agent.index.semantic.embedding import EmbedderMissingError as EmbedderMissingError
+from etude.agent.index.semantic.index import BuildProgress as BuildProgress
+from etude.agent.index.semantic.index import Changes as Changes
+from etude.agent.index.semantic.index import Hit as Hit
+from etude.agent.index.semantic.index import SearchResult as SearchResult
+from etude.agent.index.semantic.index import SemanticIndex as SemanticIndex
+from etude.agent.index.semantic.models import SentenceTransformerEmbedder as SentenceTransformerEmbedder
+from etude.agent.index.semantic.models import default_embedder as default_embedder
+from etude.agent.index.semantic.overlay import Overlay as Overlay

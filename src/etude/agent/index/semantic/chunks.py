@@ -10,11 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from blake3 import blake3
-
 from etude.agent.index.semantic.grammar import Language, grammar_version, language_of, parser_for
-
-__all__ = ["CHUNKER_VERSION", "Chunk", "chunk_file", "chunk_hash", "chunker_key", "is_text"]
 
 CHUNKER_VERSION = 1
 """Goes up whenever the same bytes give other chunks."""
@@ -62,11 +58,6 @@ def chunker_key(path: str) -> str:
     language = language_of(path)
     grammar = f"{language.name}/{grammar_version(language.module)}" if language else "lines"
     return f"{CHUNKER_VERSION}/{MAX_LINES}/{grammar}"
-
-
-def chunk_hash(feed: str) -> bytes:
-    """Name of a vector: 16 bytes of BLAKE3 over the text that was embedded."""
-    return blake3(feed.encode("utf-8", "surrogatepass")).digest(length=16)
 
 
 def chunk_file(path: str, content: bytes) -> list[Chunk]:

@@ -23,42 +23,35 @@ class GpuOps(TorchOps):
     """`TorchOps` with fixed-shape kernels where no gradient is wanted, and float32 products of bfloat16."""
 
     def rotate(self, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-        """See Ops."""
         if torch.is_grad_enabled() or x.stride(-1) != 1:
             return super().rotate(x, cosine, signed_sine)
         return rotate(x, cosine, signed_sine)
 
     def silu_gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See Ops."""
         if torch.is_grad_enabled():
             return super().silu_gate(gate, up)
         return silu_gate(gate, up)
 
     def router(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
         return _float32_product(x, weight)
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See Ops."""
         if torch.is_grad_enabled() or len(x) > MAX_ROWS:
             return super().experts(x, gate_up, down, chosen, weights)
         return mix_few_rows(x.contiguous(), gate_up, down, chosen.contiguous(), weights.contiguous())
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """See Ops."""
         return _float32_product(hidden, head)
 
     def logprobs(
         self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See Ops."""
         if _is_half_on_gpu(hidden, head):
             # Not TorchOps': it multiplies float32 copies, at a fraction of the rate of 16-bit numbers.
             return Ops.logprobs(self, hidden, head, tokens, temperature)
         return super().logprobs(hidden, head, tokens, temperature)
 
     def packed_attention(self, attention: PackedAttention) -> VarlenAttention:
-        """See Ops."""
         return VarlenAttention(attention)
 
 

@@ -23,7 +23,7 @@ _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class VarlenAttention:
-    """Causal attention within each sequence of a packed batch. Implements Attention."""
+    """Causal attention within each sequence of a packed batch. Implements PackedAttention."""
 
     def __init__(self, reference: PackedAttention) -> None:
         """`reference`: knows the lengths, and computes what this cannot."""
@@ -31,7 +31,6 @@ class VarlenAttention:
         self._ends: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See PackedAttention."""
         if not self._takes(query):
             return self._reference.attend(layer, query, key, value)
         value_dim = value.shape[-1]
