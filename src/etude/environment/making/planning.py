@@ -19,7 +19,8 @@ from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
 from etude.tasks.making.hiding import hide_tests
-from etude.tasks.making.instructions import write_instruction
+from etude.tasks.making.instructions import Instruction, write_instruction
+from etude.tasks.making.refactoring import write_request
 from etude.tasks.making.selection import is_compound, names_edited_line, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
@@ -51,13 +52,15 @@ class Planner:
         seed: int,
         quotas: Quotas,
         past: Iterable[PastChange] = (),
+        refactorings: Iterable[Change] = (),
     ) -> None:
         self._sources, self._tests, self._seed = sources, tests, seed
         self._quotas = quotas
         self._given: dict[str, None] = {}
         """Ids of changes, in the order in which they were planned."""
         bugs = plan_bugs(sources, seed)
-        self._singles = in_turn([plan_undone(sources, past), bugs, plan_deletions(sources, seed), bugs])
+        deletions = plan_deletions(sources, seed)
+        self._singles = in_turn([plan_undone(sources, past), bugs, deletions, bugs, iter(refactorings)])
         self._pairs: Iterator[Change] = iter(())
         self._num_paired = 0
         """Bugs of which combinations were planned."""
@@ -103,16 +106,18 @@ class Planner:
         """Takes a change that tests notice; why it becomes no candidate, or None."""
         groups = [{one.test for one in self._found[part].noticed.failures} for part in change.parts]
         failures = noticed.failures
-        instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
+        if change.goal:
+            instruction = Instruction(write_request(change, self._seed))
+        else:
+            instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
         if isinstance(instruction, Rejection):
             return instruction.reason
-        hidden = hide_tests(self._tests, failures)
+        hidden = hide_tests(self._tests, noticed.hidden)
         if hidden is None:
             return "not hidden: a failing test cannot be taken out of its file"
         change = replace(change, removed_tests=hidden)
-        reference = {path: self._sources[path] for path in change.files}
         verified = Verified(
-            change, reference, failures, instruction.text, noticed.num_suspect_lines,
+            change, change.solved(self._sources), failures, instruction.text, noticed.num_suspect_lines,
             names_every_call=instruction.names_every_call,
         )  # fmt: skip
         self._found[change.id] = Found(change, noticed, verified)

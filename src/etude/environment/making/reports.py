@@ -36,6 +36,8 @@ class MakeReport:
     """Tasks whose instruction tells the call of each failing test."""
     missed: str = ""
     """The least share that selection could not meet, and what it came to."""
+    left_out: str = ""
+    """Why there are no tasks of smells, where there cannot be any."""
     duration_s: float = 0.0
 
     def reject(self, change: Change, stage: str, reason: str) -> None:
@@ -95,6 +97,7 @@ class MakeReport:
             "kinds": dict(self.kinds.most_common()),
             "operators": dict(self.operators.most_common()),
             "missed_share": self.missed,
+            "kinds_left_out": self.left_out,
             "rejects_by_reason": dict(self.reasons.most_common()),
             "rejects": self.rejects,
             "duration_s": round(self.duration_s, 1),

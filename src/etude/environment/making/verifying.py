@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from random import Random
 from typing import Any
 
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.suites import Suite, SuiteRun
+from etude.environment.making.twinning import ProjectTwins
 from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
 
 _ROUNDS = 2
 """Of the whole suite in one sandbox, with another hash seed and time zone than those of grading."""
+_MOST_GUARDS = 8
 _MOST_COVERING = 300
 """Tests that are tried first; where there are more, all are."""
 
@@ -31,6 +34,13 @@ class Noticed:
     passing: tuple[str, ...]
     """Tests that pass each time, with the change and without."""
     num_suspect_lines: int
+    guards: tuple[TestFailure, ...] = ()
+    """Of a refactoring, with which nothing fails: tests that are taken out of the workspace all the same."""
+
+    @property
+    def hidden(self) -> tuple[TestFailure, ...]:
+        """The tests that the workspace lacks."""
+        return self.failures or self.guards
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON values, without `passing`, which nearly all stable tests are: what is missing there."""
@@ -62,6 +72,8 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     """
     if not any(baseline.coverage.is_run(place.path, _lines(place)) for place in change.places):
         return Rejection("not covered: no test runs the lines")
+    if change.goal:
+        return await _verify_refactoring(change, suite.within(baseline.timeout_s), baseline)
     covering = sorted(_find_covering(change, baseline))
     rounds = [covering] if 0 < len(covering) <= _MOST_COVERING else []
     suite = suite.within(baseline.timeout_s)
@@ -76,6 +88,29 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     if graded.problem is not None:
         return Rejection(graded.problem)
     return _compare(change, [*runs[-_ROUNDS:], graded], baseline)
+
+
+async def _verify_refactoring(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
+    """All tests must pass with what is not the project's own text: with the smell, or without it."""
+    for seed in (1, None):
+        run = await suite.run(seed, files=change.solution or change.files)
+        if run.problem is not None:
+            return Rejection(run.problem)
+        if missed := sorted(set(baseline.stable) - run.passed):
+            return Rejection(f"behaves otherwise: {missed[0]} does not pass")
+    return Noticed((), baseline.stable, 0)
+
+
+def find_guards(change: Change, baseline: Baseline, twins: ProjectTwins) -> tuple[TestFailure, ...]:
+    """Tests of half of the functions that run a refactoring's lines and that exams can change, 8 at most."""
+    covering = _find_covering(change, baseline)
+    names = sorted(name for name, tests in twins.tests.items() if covering & twins.turned.intersection(tests))
+    chosen = Random(f"guards/{change.id}").sample(names, min(_MOST_GUARDS, (len(names) + 1) // 2))
+    return tuple(
+        TestFailure(test, "", file=path, function=function)
+        for path, _, function in (name.partition("::") for name in sorted(chosen))
+        for test in twins.tests[f"{path}::{function}"]
+    )
 
 
 def _find_covering(change: Change, baseline: Baseline) -> set[str]:

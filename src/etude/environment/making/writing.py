@@ -24,12 +24,16 @@ from etude.kit.durable import whole_directory
 from etude.records import Task
 from etude.tasks.exams import EXAMS, ExamSet
 from etude.tasks.harbor import read_harbor, toml_value
+from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified
+from etude.tasks.making.refactoring import write_check
 
 _SOLVE = f"""#!/bin/sh
 set -e
 cp -R "$(dirname "$0")/files/." {WORKSPACE}/
 """
+_CHECK = b"PYTHONPATH= python3 -s /tests/structure.py /tests/structure.json || exit 0\n"
+"""Nothing of the agent's has run before, and in the first exam of a refactoring nothing does after it."""
 TEST = f"""#!/bin/sh
 # Puts the project's own tests in place and runs those that decide: all must pass.
 cd {WORKSPACE} || exit 1
@@ -114,9 +118,17 @@ def _files(made: MadeTask) -> dict[str, bytes]:
         f"tests/{EXAMS}": made.exams.to_text().encode(),
         "solution/solve.sh": _SOLVE.encode(),
     }
+    if change.goal:
+        modules = {path: read_text(data) for path, data in made.workspace.items() if project.holds(path)}
+        check = write_check(change.goal, modules, project.source_patterns)
+        files["tests/structure.py"] = Path(structure_inside.__file__).read_bytes()
+        files["tests/structure.json"] = json.dumps(check, indent=1).encode() + b"\n"
+        files["tests/test.sh"] = files["tests/test.sh"].replace(b"rm -rf", _CHECK + b"rm -rf", 1)
     files |= below("environment/workspace", made.workspace)
     files |= below("tests/hidden", {path: project.files[path] for path in project.tests})
-    return files | below("solution/files", {path: project.files[path] for path in change.files})
+    return files | below(
+        "solution/files", {path: text.encode() for path, text in made.verified.reference.items()}
+    )
 
 
 def below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
