@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 
 _START_S = 60.0
 _LONGEST_AWAY_S = 3.0

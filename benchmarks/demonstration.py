@@ -25,6 +25,8 @@ from etude.observe import RunDirectory, read_metrics
 
 CONFIG = Path(__file__).parents[1] / "configs" / "smollm2.toml"
 CHATS = "expert.jsonl"
+ROUND_STEPS = 120
+"""Steps of SFT in a round: with fewer the pass rate rises by less than 100 tasks can tell."""
 PATIENCE = 2
 """Rounds of SFT that do not raise the pass rate on `validation` before it ends."""
 
@@ -63,17 +65,11 @@ class Demonstration:
 
     def measure(self) -> Figures:
         """Runs what is missing, and returns the figures."""
-        base, chats = self.directory / "base", self.directory / CHATS
-        if not base.exists():
-            self._etude("model", "import", self.gguf, base)
-        if not chats.exists():
-            options = ("--config", CONFIG, "--flawless", "--count", self.num_sessions)
-            self._etude("tasks", "sessions", chats, *options)
-        rates, tuned = self._tune(base)
-        trained = self._train("train", "rl", tuned)
+        rates, tuned = self._tune(self.prepare())
+        trained = self.train("train", "rl", tuned)
         stages = (trained.read_json(trained.report_file) or {})["stages"]
         num_steps = max(1, round(stages["rl_s"] / self._step_s("sft-1")))
-        control = self._train("sft", "more", tuned, f"sft.num_steps={num_steps}")
+        control = self.train("sft", "more", tuned, f"sft.num_steps={num_steps}")
         results = [self._judge(run, "heldout", self.num_tasks) for run in (tuned, control, trained)]
         return {
             "seed": float(self.seed),
@@ -84,6 +80,16 @@ class Demonstration:
             **_compare(*results),
         }
 
+    def prepare(self) -> Path:
+        """The imported model; the chats that it learns from lie beside it."""
+        base, chats = self.directory / "base", self.directory / CHATS
+        if not base.exists():
+            self.ask("model", "import", self.gguf, base)
+        if not chats.exists():
+            options = ("--config", CONFIG, "--flawless", "--count", self.num_sessions)
+            self.ask("tasks", "sessions", chats, *options)
+        return base
+
     def _tune(self, base: Path) -> tuple[list[float], RunDirectory]:
         """The pass rate of each round, and the run of the best one."""
         rounds: list[RunDirectory] = []
@@ -91,35 +97,36 @@ class Demonstration:
         best, ended = 0, False
         while not ended:
             start = _final(rounds[-1]) if rounds else base
-            rounds.append(self._train("sft", f"sft-{len(rounds) + 1}", start))
+            rounds.append(self.train("sft", f"sft-{len(rounds) + 1}", start, f"sft.num_steps={ROUND_STEPS}"))
             rates.append(_pass_rate(self._judge(rounds[-1], "validation", self.num_validation_tasks)))
             best, ended = find_best(rates)
             print(f"SFT round {len(rates)}: {rates[-1]:.1%} of validation", flush=True)
         return rates, rounds[best]
 
-    def _train(self, command: str, name: str, start: Path | RunDirectory, *settings: str) -> RunDirectory:
+    def train(self, command: str, name: str, start: Path | RunDirectory, *settings: str) -> RunDirectory:
         """The finished run of this name, begun or continued where it is not."""
         path = self._run(name)
-        if not isinstance(start, Path):
-            start = _final(start)
+        chosen = self.options(start, *settings, f'name="{path.name}"')
+        self.ask(command, *chosen, *(["--resume"] if path.exists() else []))
+        return RunDirectory.open(path)
+
+    def options(self, start: Path | RunDirectory, *settings: str) -> list[str]:
+        """What tells a command of `etude` to begin with the weights of `start`."""
         chosen = [
             *self.settings,
             *settings,
             f'runs_directory="{self.directory / "runs"}"',
-            f'initial_checkpoint="{start}"',
+            f'initial_checkpoint="{start if isinstance(start, Path) else _final(start)}"',
             f'sft.sources.expert.path="{self.directory / CHATS}"',
             f"seed={self.seed}",
-            f'name="{path.name}"',
         ]
-        options = [part for setting in chosen for part in ("--set", setting)]
-        self._etude(command, "--config", CONFIG, *options, *(["--resume"] if path.exists() else []))
-        return RunDirectory.open(path)
+        return ["--config", str(CONFIG), *(part for setting in chosen for part in ("--set", setting))]
 
     def _judge(self, run: RunDirectory, suite: str, num_tasks: int) -> EvaluationResult:
         """One session of each task at temperature 1."""
         out = self.directory / "evaluations" / f"{run.name}-{suite}"
         options = ("--suite", suite, "--tasks", num_tasks, "--temperature", 1, "--out", out)
-        self._etude("eval", run.path, *options)
+        self.ask("eval", run.path, *options)
         return EvaluationResult.read(out)
 
     def _step_s(self, name: str) -> float:
@@ -133,12 +140,12 @@ class Demonstration:
     def _run(self, name: str) -> Path:
         return self.directory / "runs" / f"{name}-{self.seed}"
 
-    def _etude(self, *words: Any) -> None:
-        """Runs a command of etude. Raises subprocess.CalledProcessError."""
+    def ask(self, *words: Any) -> str:
+        """Runs a command of etude, and returns what it prints. Raises subprocess.CalledProcessError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [str(Path(sys.executable).with_name("etude")), *map(str, words)]
         print("$ etude", *command[1:], flush=True)
-        subprocess.run(command, check=True)
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def _final(run: RunDirectory) -> Path:

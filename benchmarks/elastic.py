@@ -36,6 +36,7 @@ from tests.inference.server.lending import NUMERICS, RunStore, rollout
 from tests.inference.server.serving import ADMIN, qwen_model
 
 from etude.config import ClusterConfig, ModelConfig, RunConfig
+from etude.config.routing import HealthCheckConfig, RouterConfig
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import ElasticPool
 from etude.controller.local import LocalHandle
@@ -46,7 +47,6 @@ from etude.inference.exchange import Build, Command, Event, Exchange
 from etude.inference.load import LogNormal, TurnRecord, WorkloadShape, run_load, summarise, synthetic_sessions
 from etude.inference.load.http_target import HttpTarget
 from etude.inference.loan_client import LoanHandle
-from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress
 from etude.inference.router.server import build_app as build_router
 from etude.inference.server import ServerState
@@ -294,7 +294,7 @@ def users(name: str, records: Sequence[TurnRecord]) -> Figures:
 async def simulated(seconds: float, recalls: int) -> Figures:
     """Phases alone, lent and returned; then recalls."""
     build, figures = Build.here(ModelConfig()), Figures()
-    proxy = Proxy(health=HealthConfig(interval_s=0.2), replica_token=ADMIN)
+    proxy = Proxy(RouterConfig(health=HealthCheckConfig(interval_s=0.2)), ADMIN)
     async with paced_server(build) as (first, _), paced_server(build) as (second, borrowed):
         app = build_router(proxy, [ReplicaAddress(first), ReplicaAddress(second)])
         name = second.removeprefix("http://")

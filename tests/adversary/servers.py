@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from etude.config.routing import HealthCheckConfig, RouterConfig
 from etude.controller.clusters.control import Control, RunOffer
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.server import build_app as control_app
 from etude.environment.recording.server import build_app as recording_app
 from etude.environment.server import HostLimits
 from etude.environment.server import build_app as environment_app
-from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress
 from etude.inference.router.server import build_app as router_app
 from etude.inference.server import Keys
@@ -177,8 +177,8 @@ def _recording(stack: ExitStack, directory: Path, found: dict[str, Server]) -> S
 
 
 def _router(stack: ExitStack, directory: Path, found: dict[str, Server]) -> Server:
-    health = HealthConfig(interval_s=0.2, timeout_s=_LIMIT_S)
-    proxy = Proxy(health=health)
+    health = HealthCheckConfig(interval_s=0.2, timeout_s=_LIMIT_S)
+    proxy = Proxy(RouterConfig(health=health))
     app = router_app(proxy, [ReplicaAddress(found["inference"].url)], "the-routers-administrator")
     server = _begin(stack, "router", app, "/v1/models")
     end_s = time.monotonic() + _LIMIT_S

@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import RlConfig, dump_config
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.records import Group, PolicyVersion, VersionSpan
 from etude.store.trajectories import TrajectoryLog
 from etude.training.checkpoints.saving import STATE

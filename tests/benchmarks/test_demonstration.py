@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from demonstration import find_best, well_formed_share
+from published_gpu import summarize_rows
 
 from etude.evaluation.sessions import SessionRow
 
@@ -24,3 +26,17 @@ def test_a_lead_is_split_by_whether_calls_were_well_formed_before() -> None:
     trained = [row("a", True), row("b", True), row("c", False), row("d", True)]
     assert well_formed_share(before, control, trained) == 0.5
     assert well_formed_share(before, trained, control) == 0.0
+
+
+def test_a_gpu_s_steps_are_summarised() -> None:
+    steps = [
+        {"kind": "rl", "wall_s": 5.0 * step, "rollout_s": 2.0, "train_s": 1.0, "train_tokens": 300.0}
+        | {"episodes": 4.0, "sampled_tokens": 50.0, "pass_rate": step / 10}
+        for step in (1, 2, 3, 4)
+    ]
+    parity = [{"kind": "parity", "k3": k3, "max": 10 * k3} for k3 in (1e-6, 3e-6, 2e-6)]
+    figures = summarize_rows([*steps, *parity])
+    assert (figures["steps"], figures["publications"], figures["step_s"]) == (4.0, 3.0, 5.0)
+    assert (figures["k3_median"], figures["k3_max"]) == (2e-6, 3e-6)
+    assert (figures["sampled_tokens_per_s"], figures["trained_tokens_per_s"]) == (100.0, 300.0)
+    assert figures["pass_rate_last_quarter"] - figures["pass_rate_first_quarter"] == pytest.approx(0.3)

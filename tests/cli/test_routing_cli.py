@@ -18,9 +18,9 @@ import pytest
 
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
-from etude.inference.ports import free_port
 from etude.inference.router import Replica
-from etude.inference.router.server import Proxy, ReplicaAddress, admin
+from etude.inference.router.server import Proxy, admin
+from etude.kit.ports import free_port
 from etude.records import Segment
 from etude.store import TrajectoryLog
 from tests.cli.commands import etude, option_names
@@ -153,10 +153,10 @@ def test_mistakes_in_a_route_are_named(arguments: tuple[str, ...], field: str) -
 def test_options_win_over_the_file_and_the_file_over_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[Proxy, list[str], dict[str, Any]]] = []
+    started: list[Proxy] = []
 
-    def note(proxy: Proxy, replicas: list[ReplicaAddress], **options: Any) -> None:
-        started.append((proxy, [f"{one.url},{one.pool}" for one in replicas], options))
+    def note(proxy: Proxy, *_: Any) -> None:
+        started.append(proxy)
 
     monkeypatch.setattr("etude.inference.router.server.serve", note)
     path = tmp_path / "router.toml"
@@ -177,12 +177,13 @@ def test_options_win_over_the_file_and_the_file_over_defaults(
         "a,b,1,22:00-06:00",
     )
     assert etude("route", "--config", str(path), *more).exit_code == 0
-    (plain, first, options), (changed, second, others) = started
-    assert (first, second) == (["http://h:1,None"], ["http://h:2,serve"])
-    assert (options["port"], others["port"]) == (7000, 7001)
-    assert [one.config.answer_s for one in (plain, changed)] == [50.0, 60.0]
+    plain, changed = started
+    asked = [[(one.url, one.pool) for one in proxy.config.replicas] for proxy in started]
+    assert asked == [[("http://h:1", "")], [("http://h:2", "serve")]]
+    assert (plain.config.port, changed.config.port) == (7000, 7001)
+    assert [one.config.limits.answer_s for one in (plain, changed)] == [50.0, 60.0]
     for proxy in (plain, changed):
-        assert (proxy.config.pool, proxy.config.hedge_after_s) == ("rollout", 2.0)
+        assert (proxy.config.pool, proxy.config.limits.hedge_after_s) == ("rollout", 2.0)
         assert proxy.members.config.eject_after == 5
         assert proxy.router.arms == {"run@7": 0.25}
     idle = [Replica("x", "a", "a"), Replica("y", "a", "a"), Replica("z", "b", "b", work=10)]

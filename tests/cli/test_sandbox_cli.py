@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.sandbox.backends import open_backend
 from tests.cli import commands
 

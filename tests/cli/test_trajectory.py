@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_a_log_without_a_run_is_read(tmp_path: Path) -> None:
     assert etude("trajectory", "show", str(tmp_path / "log"), "g0/3").exit_code == 0
     listed = etude("trajectory", "list", str(tmp_path / "log"), "--json")
     assert len(json.loads(listed.stdout)) == 8
+
+
+def test_sessions_of_an_evaluation_are_shown_in_words(run: RunDirectory, tmp_path: Path) -> None:
+    evaluation = tmp_path / "judged"
+    shutil.copytree(run.trajectories, evaluation / "trajectories")
+    (evaluation / "plan.json").write_text(json.dumps({"target": {"place": str(run.path)}}))
+    shown = [etude("trajectory", "show", str(place), SOLVED) for place in (run.path, evaluation)]
+    assert shown[1].exit_code == 0, shown[1].output
+    assert shown[1].stdout == shown[0].stdout
 
 
 @pytest.mark.parametrize("turn", [0, 6, -1])

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from etude.config import ElasticConfig, RunConfig
+from etude.config.routing import HealthCheckConfig, LendingConfig, RouterConfig
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import ElasticPool
 from etude.controller.local import LocalHandle
@@ -20,7 +21,6 @@ from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal, Supervision
 from etude.inference.exchange import Build
-from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.observe import RecordingObserver
 from etude.observe.metrics import MemorySink
@@ -89,11 +89,12 @@ async def running(
     replicas: Sequence[Served],
     directory: Path,
     needs: Needs | None = None,
-    routing: dict[str, Any] | None = None,
+    lending: dict[str, Any] | None = None,
+    day: Callable[[], float] = lambda: 0.0,
     clock: Callable[[], float] = time.monotonic,
     **elastic: Any,
 ) -> AsyncIterator[Run]:
-    """`routing`: options of the router's Proxy. `clock`: of the pool."""
+    """`lending`, `day`: of the router. `clock`: of the pool."""
     store = RunStore(directory / "weights")
     config = tiny_config(
         directory,
@@ -102,7 +103,10 @@ async def running(
         model=small_config(max_positions=600).model_dump(),
         weights={"url": store.url},
     )
-    proxy = Proxy(health=HealthConfig(interval_s=0.1, timeout_s=30.0), replica_token=ADMIN, **routing or {})
+    health = HealthCheckConfig(interval_s=0.1, timeout_s=30.0)
+    proxy = Proxy(
+        RouterConfig(health=health, lending=LendingConfig.model_validate(lending or {})), ADMIN, day
+    )
     app = build_app(proxy, [ReplicaAddress(served.url) for served in replicas])
     metrics, faults = MemorySink(), dict[str, int]()
     observer = RecordingObserver()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 
 _START_S = 60.0
 _COMMAND = "from etude.cli import main; main()"

@@ -32,6 +32,18 @@ def test_without_a_server_sandboxes_are_made_here() -> None:
     asyncio.run(backend.close())
 
 
+def test_private_addresses_are_the_operator_s_choice_and_exact() -> None:
+    with pytest.warns(UserWarning, match="keeps nothing apart"):
+        backend = open_run_backend(SandboxConfig(backend="unisolated", allow_private=["10.1.2.3:443"]))
+    assert isinstance(backend, UnisolatedBackend)
+    assert backend.allow_private == ("10.1.2.3:443",)
+    asyncio.run(backend.close())
+    with pytest.raises(ValueError, match="give it to each server"):
+        SandboxConfig(server="http://127.0.0.1:1", allow_private=["10.1.2.3:443"])
+    with pytest.raises(ConfigError, match="port is missing"):
+        open_run_backend(SandboxConfig(backend="local", allow_private=["10.1.2.3"]))
+
+
 def test_a_server_that_does_not_answer_is_told_at_once() -> None:
     with pytest.raises(ConfigError, match=r"sandbox\.server: .*connection .* failed.*etude sandbox serve"):
         open_run_backend(SandboxConfig(server="http://127.0.0.1:9"))

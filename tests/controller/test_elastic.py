@@ -16,9 +16,8 @@ from etude.config import ElasticConfig
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import wants
 from etude.errors import StoreError
-from etude.inference import Answer, Engine
+from etude.inference import Answer, Engine, EngineService
 from etude.inference.router.borrowing import Borrower
-from etude.inference.server.engine_thread import EngineThread
 from etude.inference.server.loans import Fetch
 from etude.observe.metrics import read_metrics
 from tests.controller.borrowing import Run, running, state_of, until, version_of
@@ -62,8 +61,8 @@ def test_borrowed_replicas_sample_the_runs_versions_and_go_home(
 def num_decoded(served: Served) -> int:
     """Tokens that the replica's engine has sampled."""
     service = served.state.sampler
-    assert isinstance(service, EngineThread)
-    return service.service.engine.counters.decode_tokens
+    assert isinstance(service, EngineService)
+    return service.engine.counters.decode_tokens
 
 
 @pytest.mark.slow

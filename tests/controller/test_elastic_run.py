@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from etude.config import RunConfig
-from etude.inference.router import HealthConfig
+from etude.config.routing import HealthCheckConfig
 from etude.observe import RunDirectory, read_metrics
 from etude.records import Trajectory
 from etude.store.trajectories import TrajectoryLog
@@ -33,7 +33,7 @@ TOKEN = "administrator"
 def routed(replicas: Sequence[ServeProcess]) -> AbstractContextManager[str]:
     """The address of a router that lends these."""
     urls = [replica.url for replica in replicas]
-    health = HealthConfig(interval_s=0.2, timeout_s=30.0)
+    health = HealthCheckConfig(interval_s=0.2, timeout_s=30.0)
     return in_thread(routing(urls, health=health, replica_token=TOKEN))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.inference.router.pools import Lender, LendingByLoad, LendingWindow
 from etude.inference.router.server.loans import LoanKeeper
 from etude.records import PolicyVersion, SampleChunk
 from tests.controller.borrowing import Run, running, state_of, until, version_of
@@ -19,6 +18,7 @@ from tests.inference.server.lending import HOME, lendable
 from tests.inference.server.serving import ADMIN, Served
 
 NOON, NIGHT, MORNING = 12 * 3600.0, 2 * 3600.0, 7 * 3600.0
+POOLS = {"lender": "serve", "borrower": "rollout"}
 TOKENS = 40
 
 
@@ -120,11 +120,11 @@ def test_a_schedule_lends_by_night_and_users_of_the_night_have_their_replica_bac
     replicas: list[Served], tmp_path: Path
 ) -> None:
     day_s = [NOON]
-    night = LendingWindow("serve", "rollout", 2, 22 * 3600.0, 6 * 3600.0, busy_tokens=100.0)
-    routing = {"lender": Lender([night], hold_s=0.5), "day": lambda: day_s[0]}
+    night = {**POOLS, "count": 2, "start": "22:00", "end": "06:00", "busy_tokens": 100.0}
+    lending = {"windows": [night], "hold_s": 0.5}
 
     async def body() -> None:
-        async with running(replicas, tmp_path, routing=routing) as run:
+        async with running(replicas, tmp_path, lending=lending, day=lambda: day_s[0]) as run:
             users, sessions = Users(run), Sessions(run, await run.serve(1))
             async with sessions.going():
                 async with users.asking(num=1, max_tokens=4):
@@ -150,11 +150,11 @@ def test_a_schedule_lends_by_night_and_users_of_the_night_have_their_replica_bac
 def test_load_lends_and_users_who_come_back_have_their_replica_at_once(
     replicas: list[Served], tmp_path: Path
 ) -> None:
-    rule = LendingByLoad("serve", "rollout", busy_tokens=100.0, idle_tokens=20.0)
-    routing = {"lender": Lender(by_load=[rule], hold_s=0.5)}
+    rule = {**POOLS, "busy_tokens": 100.0, "idle_tokens": 20.0}
+    lending = {"by_load": [rule], "hold_s": 0.5}
 
     async def body() -> None:
-        async with running(replicas, tmp_path, routing=routing) as run:
+        async with running(replicas, tmp_path, lending=lending) as run:
             users, sessions = Users(run), Sessions(run, await run.serve(1))
             async with sessions.going(24):
                 await borrowed(run, replicas)

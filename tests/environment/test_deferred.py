@@ -3,7 +3,7 @@ import inspect
 
 import pytest
 
-from etude.environment.deferred import DeferredSandbox
+from etude.environment.origins import DeferredSandbox
 from etude.errors import SandboxError
 from etude.sandbox.errors import Unsupported
 from etude.sandbox.fake import MemoryBackend

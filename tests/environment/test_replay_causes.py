@@ -2,8 +2,7 @@ import time
 
 import pytest
 
-from etude.environment.history import Difference
-from etude.environment.replay_causes import causes_of
+from etude.environment.history import Difference, causes_of
 from etude.records import ToolCall, ToolErrorClass, ToolResult
 
 

@@ -19,7 +19,7 @@ from etude.records import Task
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.building import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.images.oci_export import export_image
+from etude.sandbox.images.oci import export_image
 from etude.sandbox.template import Image
 from etude.sandbox.types import Network
 from etude.tasks.harbor import read_harbor

@@ -21,6 +21,7 @@ from etude.model.lora import Adapters, pairs_of
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
 from tests.inference.builders import ALL_KERNELS, Client, deliver, needs_compiler, prompt
+from tests.inference.invariants import check_engine
 from tests.inference.native_steps import cache_for, random_sequences
 from tests.model.builders import LATENT, VOCAB, small_model
 
@@ -128,7 +129,7 @@ def test_sessions_of_several_adapters_sample_side_by_side(kernels: Any, name: st
     assert 32 <= engine.counters.cached_tokens - before < 40, (
         "b's pages are still b's, a's are another version's"
     )
-    engine.check()
+    check_engine(engine)
 
 
 def run(engine: Engine, clients: dict[str, Client]) -> None:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from etude.inference import MtpDrafts, NgramLookup
-from etude.inference.draft_gauge import PayingDrafts, StepCost, step_cost
+from etude.inference.draft_gauge import DraftGauge, StepCost, step_cost
 from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, serve, small_engine
 from tests.model.builders import draft_layers, small_model
 
 _MOST = 4
 
 
-def play(gauge: PayingDrafts, share: float, rows: list[int], arrival: int, steps: int = 200) -> list[int]:
+def play(gauge: DraftGauge, share: float, rows: list[int], arrival: int, steps: int = 200) -> list[int]:
     """What the sessions in `rows` want in each of some steps, when drafts stand with the chance `share`."""
     source, given = np.random.default_rng(0), list[int]()
     for _ in range(steps):
@@ -27,12 +27,12 @@ def play(gauge: PayingDrafts, share: float, rows: list[int], arrival: int, steps
 
 
 def test_drafts_that_stand_are_worth_as_many_as_there_may_be() -> None:
-    assert play(PayingDrafts(1, _MOST, StepCost(16.0)), 1.0, [0], 1)[-1] == _MOST
+    assert play(DraftGauge(1, _MOST, StepCost(16.0)), 1.0, [0], 1)[-1] == _MOST
 
 
 def test_fewer_are_worth_it_where_fewer_stand_and_where_rows_cost() -> None:
     def settled(share: float, fixed: float, sessions: int = 1, draft: float = 0.0) -> float:
-        gauge = PayingDrafts(32, _MOST, StepCost(fixed, draft))
+        gauge = DraftGauge(32, _MOST, StepCost(fixed, draft))
         return sum(play(gauge, share, list(range(sessions)), 1, 400)[200:]) / (200 * sessions)
 
     assert settled(0.9, 16.0) > settled(0.5, 16.0) > 0
@@ -42,7 +42,7 @@ def test_fewer_are_worth_it_where_fewer_stand_and_where_rows_cost() -> None:
 
 
 def test_where_nothing_stands_a_session_rests_and_later_ones_do_not_even_try() -> None:
-    gauge = PayingDrafts(2, _MOST, StepCost(4.0))
+    gauge = DraftGauge(2, _MOST, StepCost(4.0))
     first = play(gauge, 0.0, [0], 1, 500)
     assert 0 < sum(first) < 60
     assert not any(first[60:]), "until the request ends"
@@ -52,14 +52,14 @@ def test_where_nothing_stands_a_session_rests_and_later_ones_do_not_even_try() -
 
 
 def test_other_weights_are_given_another_chance() -> None:
-    gauge = PayingDrafts(1, _MOST, StepCost(4.0))
+    gauge = DraftGauge(1, _MOST, StepCost(4.0))
     play(gauge, 0.0, [0], 1)
     gauge.forget()
     assert sum(play(gauge, 1.0, [0], 2)) > 200
 
 
 def test_of_a_request_that_begins_little_is_known_until_some_drafts_were_seen() -> None:
-    gauge, row = PayingDrafts(1, _MOST, StepCost(16.0)), np.array([0])
+    gauge, row = DraftGauge(1, _MOST, StepCost(16.0)), np.array([0])
     play(gauge, 1.0, [0], 1, 1)
     assert not gauge.is_settled(row)
     play(gauge, 1.0, [0], 1, 20)
@@ -68,7 +68,7 @@ def test_of_a_request_that_begins_little_is_known_until_some_drafts_were_seen() 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
 def test_more_sessions_in_a_step_never_want_more_drafts(share: float) -> None:
-    gauge = PayingDrafts(32, _MOST, StepCost(8.0))
+    gauge = DraftGauge(32, _MOST, StepCost(8.0))
     play(gauge, share, [0], 1, 20)
     wanted: list[int] = []
     for count in range(1, 32):

@@ -13,6 +13,7 @@ from etude.inference import EngineService
 from etude.protocols import BranchingSampler
 from etude.weights import MemoryWeights
 from tests.inference.builders import Client, prompt, small_engine
+from tests.inference.invariants import check_engine
 from tests.model.builders import small_model
 
 PREFIX = 40
@@ -67,7 +68,7 @@ async def play(copy_s: Callable[[], float]) -> tuple[Any, ...]:
         for other in others:
             group.create_task(alone(service, other))
     counters = engine.counters
-    engine.check()
+    check_engine(engine)
     return (
         [(one.tokens, one.logprobs) for one in (*clients, *others)],
         (counters.steps, counters.decode_tokens, counters.prefill_tokens, counters.cached_tokens),

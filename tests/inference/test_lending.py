@@ -16,6 +16,7 @@ from etude.inference.engine import Kernels
 from etude.inference.gpu import GpuForward, run_uncaptured
 from etude.weights import MemoryWeights
 from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, serve, small_engine
+from tests.inference.invariants import check_engine
 from tests.model.builders import draft_layers, random_tokens, small_config, small_model
 
 LATENT = {"architecture": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
@@ -48,7 +49,7 @@ def test_an_engine_that_gave_its_memory_back_samples_the_same(
     for client, other in zip((first, second), expected, strict=True):
         assert client.tokens == other.tokens
         np.testing.assert_allclose(client.logprobs, other.logprobs, rtol=0, atol=tolerance)
-    lending.check()
+    check_engine(lending)
 
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)

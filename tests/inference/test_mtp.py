@@ -32,6 +32,7 @@ from tests.inference.builders import (
     small_engine,
     version,
 )
+from tests.inference.invariants import check_engine
 from tests.model.builders import VOCAB, draft_layers, small_config, small_model
 
 _DENSE = {"architecture": "qwen3", "intermediate_size": 48}
@@ -70,7 +71,7 @@ def _sample_all(engine: Engine, temperature: float, num_tokens: int = 40) -> lis
             suffix = prompt(20 + number // 2, number // 2) if turn == 0 else prompt(5, number)
             client.ask(engine, suffix, max_tokens=num_tokens // (turn + 1), temperature=temperature)
         drain(engine, clients)
-        engine.check()
+        check_engine(engine)
     return clients
 
 
@@ -202,7 +203,7 @@ def test_an_abort_between_draft_and_verification_leaves_nothing_behind() -> None
     answer = engine.abort(request.id)
     assert answer is not None
     client.take(answer.chunks[0])
-    engine.check()
+    check_engine(engine)
     client.ask(engine, prompt(4, 1), max_tokens=10)
     drain(engine, [client])
     client.check(model)

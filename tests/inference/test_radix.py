@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from etude.inference.cache import PAGE_TOKENS
 from etude.inference.radix import MIN_COPIED, Node, PageTree
+from tests.inference.invariants import check_tree, num_kept
 
 
 def _tokens(*parts: tuple[int, int]) -> NDArray[np.int32]:
@@ -37,7 +38,7 @@ def test_a_prompt_finds_whole_pages_and_the_page_that_agrees_in_part() -> None:
     within = tree.match(first, 20, 0)
     assert [node.page for node in within.nodes] == pages[:1]
     assert (within.tail and within.tail.page, within.tail_tokens) == (pages[1], MIN_COPIED)
-    tree.check([pages])
+    check_tree(tree, [pages])
 
 
 def test_a_few_tokens_in_common_are_not_worth_a_copy() -> None:
@@ -65,14 +66,14 @@ def test_what_nobody_uses_is_kept_until_room_is_needed_and_the_oldest_leaf_goes_
     old, new = _tokens((1, 32)), _tokens((2, 32))
     for clock, tokens in ((1, old), (2, new)):
         tree.release(_put(tree, tokens, clock), clock)
-    assert (tree.num_free, tree.num_kept) == (0, 4)
+    assert (tree.num_free, num_kept(tree)) == (0, 4)
     tree.match(old, 16, 3)
     assert tree.make_room(1)
     assert len(tree.match(old, 32, 3).nodes) == 1, "the end of the older prefix went"
     assert len(tree.match(new, 32, 3).nodes) == 2
     assert tree.make_room(4)
     assert tree.match(new, 32, 4).nodes == ()
-    tree.check([])
+    check_tree(tree, [])
 
 
 def test_used_pages_are_not_given_up_and_what_hangs_on_them_goes_first() -> None:
@@ -82,7 +83,7 @@ def test_used_pages_are_not_given_up_and_what_hangs_on_them_goes_first() -> None
     assert not tree.make_room(3)
     assert tree.num_free == 2
     assert [node.page for node in tree.match(_tokens((1, 48)), 48, 2).nodes] == pages[:1]
-    tree.check([pages[:1]])
+    check_tree(tree, [pages[:1]])
 
 
 def test_clearing_forgets_prefixes_and_leaves_sessions_their_pages() -> None:
@@ -92,9 +93,9 @@ def test_clearing_forgets_prefixes_and_leaves_sessions_their_pages() -> None:
     tree.clear()
     assert tree.match(_tokens((1, 32)), 32, 2).nodes == ()
     assert tree.num_free == 2
-    tree.check([used])
+    check_tree(tree, [used])
     tree.release(used, 3)
-    tree.check([])
+    check_tree(tree, [])
 
 
 @given(st.data())
@@ -114,7 +115,7 @@ def test_any_use_keeps_the_books_and_matches_only_what_was_put_in(data: st.DataO
             tree.make_room(data.draw(st.integers(0, 12)))
         elif action == "clear" and data.draw(st.integers(0, 4)) == 0:
             tree.clear()
-        tree.check(sessions)
+        check_tree(tree, sessions)
 
 
 def _add(tree: PageTree, tokens: NDArray[np.int32], clock: int, held: dict[Node, bytes]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from etude.inference import Answer, Engine, MtpDrafts, NgramLookup
 from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from tests.inference.builders import Client, drain, fresh_routes, needs_compiler, prompt, serve, small_engine
+from tests.inference.invariants import check_engine
 from tests.model.builders import draft_layers, small_model
 
 MAX_TOKENS = 80
@@ -63,7 +64,7 @@ class _Schedule:
         if self.engine.has_work:
             for answer in self.engine.step(self.data.draw(st.sampled_from([1, 3, 64]))):
                 self.take(answer)
-        self.engine.check()
+        check_engine(self.engine)
 
     def take(self, answer: Answer | None) -> None:
         assert answer is not None
@@ -136,7 +137,7 @@ def test_any_schedule_with_weight_updates_scores_every_token_as_its_version_does
         if data.draw(st.integers(0, 6)) == 0:
             step += 1
             serve(schedule.engine, MODELS[step % 3], step, "recompute")
-            schedule.engine.check()
+            check_engine(schedule.engine)
     for client in schedule.end():
         _check_versions(client)
 
@@ -168,7 +169,7 @@ def test_kept_keys_stay_their_sessions_own_and_new_sessions_see_only_the_new(dat
         if data.draw(st.integers(0, 4)) == 0:
             step += 1
             serve(engine, MODELS[step % 3], step, "keep")
-            engine.check()
+            check_engine(engine)
     clients = schedule.end()
     for client in clients:
         for position, version in client.versions.items():
@@ -180,7 +181,7 @@ def test_kept_keys_stay_their_sessions_own_and_new_sessions_see_only_the_new(dat
     drain(engine, [late])
     assert {v.step for v in late.kv_oldest.values()} == {step}
     late.check(MODELS[step % 3])
-    engine.check()
+    check_engine(engine)
 
 
 @pytest.mark.parametrize("kernels", ["eager", pytest.param("native", marks=needs_compiler)])
@@ -191,7 +192,7 @@ def test_the_youngest_gives_way_and_comes_back_with_the_same_tokens(kernels: Any
     for i, client in enumerate(clients):
         client.ask(engine, prompt(10, 20 + i), max_tokens=40)
     drain(engine, clients)
-    engine.check()
+    check_engine(engine)
     assert engine.counters.preemptions > 0
     for client in clients:
         client.check(model)

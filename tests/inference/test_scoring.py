@@ -25,6 +25,7 @@ from tests.inference.builders import (
     prompt,
     small_engine,
 )
+from tests.inference.invariants import check_engine
 from tests.model.builders import VOCAB, random_tokens, small_config, small_model
 
 DENSE: dict[str, Any] = {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False}
@@ -54,7 +55,7 @@ def test_native_scores_are_the_invariant_trainers_bit_for_bit(
         assert scores.routes is not None
         replayed = score_sequences(model, [tokens], routes=[scores.routes])[0]
         np.testing.assert_array_equal(replayed, scores.logprobs)
-    engine.check()
+    check_engine(engine)
 
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
@@ -88,7 +89,7 @@ def test_scoring_between_steps_changes_nothing_that_is_sampled(kernels: Any) -> 
                     )
                 if scoring:
                     engine.score(random_tokens(60, turn))
-                    engine.check()
+                    check_engine(engine)
             drain(engine, clients)
         return clients
 
@@ -110,7 +111,7 @@ def test_where_too_few_pages_are_free_nothing_is_scored_and_nobody_loses_any() -
     drain(engine, [client])
     assert client.finish == "length"
     assert len(engine.score(random_tokens(100)).logprobs) == 100, "an idle session's pages may be taken"
-    engine.check()
+    check_engine(engine)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_pages_are_given_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(MemoryError):
         engine.score(random_tokens(40))
     assert engine.num_free_pages == free
-    engine.check()
+    check_engine(engine)
 
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
@@ -161,7 +162,7 @@ def test_steps_between_the_parts_of_a_score_change_neither(kernels: Any) -> None
                 engine.end_score(parts)
                 scores.append(parts.scores())
                 parts = None
-            engine.check()
+            check_engine(engine)
         assert parts is None, "it was over before the sessions were"
         return clients, scores
 
@@ -181,9 +182,9 @@ def test_who_lacks_the_pages_of_a_score_goes_on_after_it() -> None:
     client.ask(engine, prompt(50, 0), max_tokens=10)
     while not parts.is_done:
         assert engine.step() == []
-        engine.check()
+        check_engine(engine)
         parts.advance()
     engine.end_score(parts)
     drain(engine, [client])
     client.check(model)
-    engine.check()
+    check_engine(engine)

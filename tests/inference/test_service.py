@@ -23,6 +23,7 @@ from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleRequest, Scores, WeightManifest
 from etude.weights import MemoryWeights
 from tests.inference.builders import Client, empty_engine, prompt, serve, small_engine, version
+from tests.inference.invariants import check_engine
 from tests.model.builders import VOCAB, small_model
 
 _LIMIT_S = 60.0
@@ -380,7 +381,7 @@ async def _score_beside_streams(engine: _Diary, delay_steps: int | None, num_sco
         await asyncio.gather(*streams)
         for client in clients:
             client.check(engine.model)
-    engine.check()
+    check_engine(engine)
     return scores
 
 

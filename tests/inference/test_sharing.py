@@ -11,6 +11,7 @@ from etude.errors import ConfigError
 from etude.inference import Engine
 from etude.inference.engine import Kernels
 from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, serve, small_engine, version
+from tests.inference.invariants import check_engine
 from tests.model.builders import small_model
 
 
@@ -29,7 +30,7 @@ def test_samples_of_one_prompt_prefill_it_once(length: int, prefill_tokens: int,
     for client in clients:
         client.ask(engine, prompt(length, 0), max_tokens=5)
     drain(engine, clients)
-    engine.check()
+    check_engine(engine)
     assert _computed(engine) == length + 7 + 8 * 4, "once, its last token for each, and what each sampled"
     assert len({tuple(client.tokens) for client in clients}) > 1
     for client in clients:
@@ -97,7 +98,7 @@ def test_whoever_waits_for_a_prompt_computes_it_when_its_owner_is_gone(end: str)
     else:
         engine.close("owner")
     drain(engine, [waiting])
-    engine.check()
+    check_engine(engine)
     waiting.check(model)
     assert _computed(engine) < 24 + 60 + 6, "what was there, served"
 
@@ -111,7 +112,7 @@ def test_whoever_waits_for_a_prompt_computes_it_when_its_owner_is_preempted() ->
     owner.ask(engine, prompt(40, 0), max_tokens=4)
     waiting.ask(engine, prompt(40, 0), max_tokens=4)
     drain(engine, [old, owner, waiting])
-    engine.check()
+    check_engine(engine)
     for client in (old, owner, waiting):
         client.check(model)
 
@@ -129,7 +130,7 @@ def test_idle_sessions_lose_their_pages_before_a_request_waits_and_are_no_miss()
     drain(engine, [idle])
     assert idle.misses == 0
     idle.check(model)
-    engine.check()
+    check_engine(engine)
 
 
 def test_a_prompt_that_cannot_be_placed_yet_costs_nobody_what_is_kept() -> None:
@@ -148,7 +149,7 @@ def test_a_prompt_that_cannot_be_placed_yet_costs_nobody_what_is_kept() -> None:
     again.ask(engine, prompt(30, 0), max_tokens=3)
     drain(engine, [running, again])
     assert engine.counters.cached_tokens == 29
-    engine.check()
+    check_engine(engine)
 
 
 def test_too_few_pages_for_one_session_are_refused() -> None:
@@ -197,7 +198,7 @@ def test_other_architectures_are_served_alike(changes: dict[str, Any]) -> None:
         for i, client in enumerate(clients):
             client.ask(engine, prompt(20 + 3 * i, turn), max_tokens=9)
         drain(engine, clients)
-    engine.check()
+    check_engine(engine)
     for client in clients:
         if model.config.num_moe_layers:
             client.check(model)

@@ -16,6 +16,7 @@ from etude.inference.native import load_library
 from etude.inference.native.structures import Lookup
 from etude.model import LanguageModel, PackedAttention
 from tests.inference.builders import ALL_KERNELS, Client, drain, needs_compiler, prompt, small_engine
+from tests.inference.invariants import check_engine
 from tests.model.builders import small_model
 
 _CHI_SQUARE_63_AT_1E_4 = 114.6
@@ -95,7 +96,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(temperature: float, kernel
     counters = drafting.counters
     assert 0 < counters.accepted_tokens < counters.drafted_tokens
     assert counters.steps < plain.counters.steps, "accepted drafts save steps"
-    drafting.check()
+    check_engine(drafting)
 
 
 def test_a_stop_token_within_a_draft_ends_the_message_there() -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from etude.inference import Answer, Engine, MtpDrafts, NgramLookup
 from tests.inference.builders import Client, needs_compiler, prompt, serve, small_engine
+from tests.inference.invariants import check_engine
 from tests.model.builders import draft_layers, small_model
 
 pytestmark = needs_compiler
@@ -28,7 +29,7 @@ def play(most_steps: int, requests: list[dict[str, Any]], **options: Any) -> tup
     while engine.has_work:
         answers += engine.step(most_steps)
         calls += 1
-        engine.check()
+        check_engine(engine)
     return engine, answers, calls
 
 

@@ -20,6 +20,7 @@ from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk
 from etude.weights import MemoryWeights
 from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, serve, small_engine
+from tests.inference.invariants import check_engine
 from tests.inference.test_service import ask, run, service_of, stream, until
 from tests.model.builders import VOCAB, small_model
 
@@ -103,7 +104,7 @@ def test_who_stops_listening_ends_the_request_and_nothing_else(
             other.check(model)
             service.close("other")
             await until(lambda: engine.num_live_sessions == 0)
-            engine.check()
+            check_engine(engine)
 
     run(body())
 
@@ -312,7 +313,7 @@ def test_the_loop_goes_on_during_a_long_step_and_nobody_touches_the_engine_meanw
             for name in ("s0", "s2", "s3"):
                 service.close(name)
             await until(lambda: engine.num_live_sessions == 0)
-            engine.check()
+            check_engine(engine)
 
     run(body())
 

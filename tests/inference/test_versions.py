@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.inference.versions import serves
+from etude.inference.requests import serves
 from etude.records import PolicyVersion
 
 SERVED = PolicyVersion("run", 7, "abc")

@@ -15,7 +15,15 @@ from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference import wire
 from etude.inference.exchange import Command
 from etude.inference.router.types import NoReplicaError
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores
+from etude.records import (
+    PolicyVersion,
+    SampleChunk,
+    SampleRequest,
+    SamplingParams,
+    Scores,
+    TensorEntry,
+    WeightManifest,
+)
 
 VERSIONS = st.builds(
     PolicyVersion,
@@ -76,7 +84,7 @@ def test_commands_arrive_as_they_were_sent(requests: list[SampleRequest], names:
         sent.append(("open", name))
     for one in requests:
         sent.append(("stream", one))
-    found = wire.unpack_commands(wire.pack_commands(sent))
+    found = wire.unpack(wire.pack(sent))
     assert [name for name, _ in found] == [name for name, _ in sent]
     for (_, a), (_, b) in zip(sent, found, strict=True):
         if isinstance(a, str):
@@ -87,7 +95,7 @@ def test_commands_arrive_as_they_were_sent(requests: list[SampleRequest], names:
 
 @given(st.lists(CHUNKS, max_size=3))
 def test_chunks_arrive_bit_for_bit(chunks: list[SampleChunk]) -> None:
-    found = wire.unpack_events(wire.pack_events([("r", chunk) for chunk in chunks] + [("r", None)]))
+    found = wire.unpack(wire.pack([*(("r", chunk) for chunk in chunks), ("r", None)]))
     assert found[-1] == ("r", None)
     for chunk, (name, other) in zip(chunks, found, strict=False):
         assert name == "r"
@@ -100,7 +108,7 @@ def test_errors_keep_their_kind_and_their_fields() -> None:
         WeightUpdateError("too large", received=(1, 2)),
         NoReplicaError("none is ready", field="pool"),
     ]
-    found = [error for _, error in wire.unpack_events(wire.pack_events([("r", one) for one in sent]))]
+    found = [error for _, error in wire.unpack(wire.pack([("r", one) for one in sent]))]
     assert [type(one) for one in found] == [PrefixMissError, WeightUpdateError, SamplerError]
     assert [str(one) for one in found[:1]] == [str(sent[0])]
     assert isinstance(found[1], WeightUpdateError)
@@ -110,22 +118,29 @@ def test_errors_keep_their_kind_and_their_fields() -> None:
 @given(ROUTES)
 def test_scores_arrive_bit_for_bit(routes: Any) -> None:
     scores = Scores(np.array([0, -0.5], dtype=np.float32), PolicyVersion("run", 3, "d"), routes)
-    assert_same(scores, wire.unpack_scores(wire.pack_scores(scores)))
-    tokens, version = wire.unpack_question(wire.pack_question(np.arange(4, dtype=np.int32), scores.version))
+    assert_same(scores, wire.unpack(wire.pack(scores)))
+    tokens, version = wire.unpack(wire.pack([np.arange(4, dtype=np.int32), scores.version]))
     assert version == scores.version
     assert tokens.tolist() == [0, 1, 2, 3]
+
+
+def test_manifests_and_tables_arrive_as_they_were_sent() -> None:
+    entry = TensorEntry("a.weight", (2, 3), "float32", "digest")
+    manifest = WeightManifest(PolicyVersion("run", 1), (entry,), "memory:1", PolicyVersion("run", 0))
+    sent = {"manifest": manifest, "more": {"array": 1, "tuple": (1, None)}}
+    assert wire.unpack(wire.pack(sent)) == sent
 
 
 @given(st.data())
 def test_damage_is_noticed(data: st.DataObject) -> None:
     request = SampleRequest("r", "s", np.arange(5, dtype=np.int32), SamplingParams(), frozenset({1}), (1, 2))
-    message = bytearray(wire.pack_commands([("stream", request)]))
+    message = bytearray(wire.pack([("stream", request)]))
     if data.draw(st.booleans()):
         message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     else:
         del message[data.draw(st.integers(0, len(message) - 1)) :]
     with pytest.raises(wire.DamagedMessageError):
-        wire.unpack_commands(bytes(message))
+        wire.unpack(bytes(message))
 
 
 def test_a_shape_beyond_all_bounds_is_damage() -> None:
@@ -135,7 +150,11 @@ def test_a_shape_beyond_all_bounds_is_damage() -> None:
         wire.unpack(body + wire._CHECKSUM.pack(xxh3_64_intdigest(body)))
 
 
-@pytest.mark.parametrize("content", [None, [["stream", {"id": 1}]], [["shout", "s"]], [["open", 1]], [[1]]])
+@pytest.mark.parametrize(
+    "content", [{"array": 1}, {"SampleRequest": {"id": 1}}, {"Path": {}}, {"a": 1, "b": 2}]
+)
 def test_messages_that_say_something_else_are_refused(content: Any) -> None:
+    head = json.dumps({"arrays": [], "content": content}).encode()
+    body = wire._HEAD.pack(wire.MAGIC, wire.FORMAT_VERSION, len(head)) + head
     with pytest.raises(wire.DamagedMessageError):
-        wire.unpack_commands(wire.pack(content, []))
+        wire.unpack(body + wire._CHECKSUM.pack(xxh3_64_intdigest(body)))

@@ -114,6 +114,23 @@ def test_limits_are_written_and_a_process_takes_what_it_starts_along(
     assert asyncio.run(becomes_true(lambda: left_by_the_next() <= before))
 
 
+def test_a_kernel_that_is_a_program_has_memory_of_its_own_and_any_number_of_processes(
+    before: set[Path],
+) -> None:
+    groups = ControlGroups.open(kernel_bytes=256 << 20)
+    if groups is None or not is_version_1(groups):
+        pytest.skip("version 1 only")
+    groups.create("7")
+    groups.limit("7", RESOURCES)
+    made = {path.parent.name: path / "7" for path in set(own_groups()) - before}
+    assert set(made) == {"memory", "cpu"}
+    assert int(read(made["memory"] / "memory.limit_in_bytes")) == (100 + 10 + 256) << 20
+    assert [path.parent for path in groups.entrances("7")] == [made["memory"], made["cpu"]]
+    groups.remove("7")
+    groups.close()
+    assert not set(own_groups()) - before
+
+
 def test_what_the_kernel_held_at_the_end_goes_with_the_next(before: set[Path], groups: ControlGroups) -> None:
     if not is_version_1(groups):
         pytest.skip("version 1 only")

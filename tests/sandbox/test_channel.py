@@ -16,9 +16,10 @@ from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.inside.frames import Header, Unpacker, pack
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.outputs import Outputs
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 
 
@@ -141,37 +142,18 @@ def test_a_listener_that_raises_loses_nobody_an_answer() -> None:
     on_line(scenario)
 
 
-def test_early_output_is_kept_until_somebody_listens() -> None:
+def test_output_is_heard_until_its_request_is_answered_or_its_background_command_has_ended() -> None:
     outputs, heard = Outputs(), list[tuple[int, bytes]]()
-    outputs.on_event(output(5), b"early")
-    outputs.listen(5, lambda number, data: heard.append((number, data)))
-    outputs.on_event(output(5), b"later")
-    outputs.ended(5)
-    outputs.on_event(output(5), b"too late")
-    assert heard == [(1, b"early"), (1, b"later")]
-
-
-def heard_of(outputs: Outputs, pid: int) -> list[bytes]:
-    """What was kept for a command."""
-    pieces: list[bytes] = []
-    outputs.listen(pid, lambda number, data: pieces.append(data))
-    return pieces
-
-
-def test_early_output_is_bounded_in_bytes_and_in_pieces() -> None:
-    outputs = Outputs()
-    outputs.on_event(output(1), b"x" * (8 << 20))
-    for _ in range(50_000):
-        outputs.on_event(output(2), b"")
-    assert [len(data) for data in heard_of(outputs, 1)] == [1 << 20]
-    assert len(heard_of(outputs, 2)) == (1 << 20) // 64
-
-
-def test_early_output_is_kept_for_the_latest_commands_only() -> None:
-    outputs = Outputs()
-    for pid in range(1, 1001):
-        outputs.on_event(output(pid), b"x")
-    assert [pid for pid in range(1, 1001) if heard_of(outputs, pid)] == list(range(985, 1001))
+    for request_id in (4, 5):
+        outputs.expect(request_id, lambda number, data: heard.append((number, data)))
+    outputs.on_event({**output(7), "id": 5}, b"before its process id is known")
+    outputs.started(7, 5)
+    for request_id in (4, 5):
+        outputs.answered(request_id)
+        outputs.on_event({**output(7), "id": request_id}, b"later")
+    outputs.ended(7)
+    outputs.on_event({**output(7), "id": 5}, b"too late")
+    assert heard == [(1, b"before its process id is known"), (1, b"later")]
 
 
 def test_the_time_for_which_a_sandbox_is_copied_does_not_count_for_a_command(

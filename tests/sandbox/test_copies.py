@@ -13,8 +13,9 @@ from etude.sandbox.errors import SandboxMissingError, SandboxStateError, Snapsho
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import MAX_LAYERS, ForkServerBackend
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from tests.sandbox.scenes import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,12 @@ def python(code: str) -> CommandResult:
         return await s.commands.run("python3 -S p.py", timeout_s=PATIENT_S)
 
     return with_sandbox("local", {"p.py": code}, scenario)
+
+
+def test_programs_trust_whom_the_host_trusts() -> None:
+    shown = output("ls /etc/ssl/certs").stdout.split()
+    place = Path("/etc/ssl/certs")
+    assert shown == (sorted(path.name for path in place.iterdir()) if place.is_dir() else [])
 
 
 async def has_no_sleeper(sandbox: Sandbox, words: str = "sleep") -> bool:

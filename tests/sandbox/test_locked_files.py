@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox.inside.unlocking import open_unlocked
+from etude.sandbox.inside.filesystem import open_unlocked
 from etude.sandbox.interface import Sandbox
 from tests.sandbox.backends import with_sandbox
 

@@ -18,7 +18,8 @@ from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.processes import DescendantProcesses
 from etude.sandbox.inside.server import Answer, Server
 from etude.sandbox.inside.settings import Settings
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 from tests.sandbox.scenes import answers_of, line_to
 

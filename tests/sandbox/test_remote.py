@@ -44,8 +44,7 @@ from etude.sandbox.files import batches, below, split_write
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import LocalBackend
-from etude.sandbox.template import Image, Template
-from etude.sandbox.template_packing import decode_template, encode_template, template_key
+from etude.sandbox.template import Image, Template, decode_template, encode_template, template_key
 from etude.sandbox.types import (
     CommandResult,
     FileInfo,

@@ -23,10 +23,10 @@ from etude.sandbox.inside.frames import pack
 from etude.sandbox.snapshots import (
     MANIFEST,
     SnapshotStore,
+    Spec,
     this_machine,
 )
-from etude.sandbox.template import Image, Template
-from etude.sandbox.template_packing import encode_template, unpack_templates
+from etude.sandbox.template import Image, Template, encode_template, unpack_templates
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
 TEMPLATE = Template({"a": "x", "d/b": bytes(range(256))}, "named")
@@ -53,8 +53,7 @@ def keep(
     return asyncio.run(
         store.publish(
             draft, kind=kind, name=name, backend="local", backend_version="1", sandbox_id="box",
-            template=TEMPLATE, resources=Resources(num_processes=5), network=Network(("example.org",)),
-            metadata={"k": "v"},
+            spec=Spec(TEMPLATE, Resources(num_processes=5), Network(("example.org",)), {"k": "v"}),
         )
     )  # fmt: skip
 
@@ -72,9 +71,12 @@ def test_what_is_published_is_read_back(tmp_path: Path) -> None:
         "mine", "filesystem", "local", "box", "named",
     )  # fmt: skip
     assert found.file("disk").read_bytes() == b"memory" * 1000
-    assert dict(found.template.contents) == dict(TEMPLATE.contents)
-    assert (found.resources, found.network) == (Resources(num_processes=5), Network(("example.org",)))
-    assert (found.metadata, found.extra, found.machine) == ({"k": "v"}, {"number": 7}, this_machine())
+    assert dict(found.spec.template.contents) == dict(TEMPLATE.contents)
+    assert (found.spec.resources, found.spec.network) == (
+        Resources(num_processes=5),
+        Network(("example.org",)),
+    )
+    assert (found.spec.metadata, found.extra, found.machine) == ({"k": "v"}, {"number": 7}, this_machine())
     assert info.size_bytes == sum(p.stat().st_size for p in found.directory.iterdir() if p.name != MANIFEST)
     with pytest.raises(SnapshotError, match="has no file"):
         found.file("none")
@@ -286,7 +288,7 @@ def test_a_full_disk_is_a_snapshot_error_and_leaves_nothing(tmp_path: Path) -> N
         asyncio.run(
             store.publish(
                 draft, kind="filesystem", name=None, backend="local", backend_version="1", sandbox_id="box",
-                template=TEMPLATE, resources=Resources(), network=Network(), metadata={},
+                spec=Spec(TEMPLATE),
             )
         )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
@@ -421,7 +423,7 @@ def owned(store: SnapshotStore) -> str:
     (draft.directory / "disk").write_bytes(b"x")
     publishing = store.publish(
         draft, kind="filesystem", name=None, backend="local", backend_version="1", sandbox_id="box",
-        template=TEMPLATE, resources=Resources(), network=Network(), metadata={}, temporary=True,
+        spec=Spec(TEMPLATE), temporary=True,
     )  # fmt: skip
     return asyncio.run(publishing).id
 

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.inside.processes import Process
-from etude.sandbox.inside.waiting import MOST_WAITING_S, extension_s
+from etude.sandbox.inside.processes import MOST_WAITING_S, Process, extension_s
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.machine import MachineSandbox
 from tests.sandbox.scenes import becomes_true, in_sandbox

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.sandbox.inside.forward import FRAMES, MAX_STREAMS, WINDOW_BYTES, Forwarder
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.inside.wire import HIGH_WATER_BYTES, Wire

@@ -8,6 +8,7 @@ from token_builders import HERMES, TYPED_TOOLS
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema, parse_calls, read_value
+from etude.tokens.grammar.events import finished_calls
 from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
 from etude.tokens.pieces import Control, spell
 
@@ -156,12 +157,12 @@ def test_depth_is_bounded_and_nothing_recurses():
 
 def test_huge_arguments_are_refused_without_being_kept():
     parser = HERMES.parser(False)
-    parser.feed(Control("<tool_call>"))
-    parser.feed('{"name": "edit", "arguments": {"path": "a", "text": "')
+    parser.feed_events(Control("<tool_call>"))
+    parser.feed_events('{"name": "edit", "arguments": {"path": "a", "text": "')
     for _ in range(100):
-        parser.feed("x" * 1_000_000)
-    parser.feed('"}}')
-    (call,) = parser.feed(Control("</tool_call>"))
+        parser.feed_events("x" * 1_000_000)
+    parser.feed_events('"}}')
+    (call,) = finished_calls(parser.feed_events(Control("</tool_call>")))
     assert call == ToolCall("edit", {"path": "a"}, f"longer than {MAX_CALL_CHARACTERS} characters")
 
 

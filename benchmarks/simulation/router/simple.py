@@ -4,8 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from etude.inference.router.types import Ask, NoReplicaError
+
+
+class Routing(Protocol):
+    """Who gets which request: what `Router` and the policies beside it have in common."""
+
+    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
+        """See Router."""
+        ...
+
+    def progress(self, ask_id: str, generated_tokens: int) -> None:
+        """See Router."""
+        ...
+
+    def end(self, ask_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None) -> None:
+        """See Router."""
+        ...
+
+    def close_session(self, session: str) -> None:
+        """See Router."""
+        ...
 
 
 class _Blind:

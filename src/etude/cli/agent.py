@@ -43,6 +43,7 @@ from etude.cli.agent_options import (
 )
 from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_output
 from etude.cli.output import print_json, shown
+from etude.cli.sandbox_options import AllowPrivateOption
 from etude.errors import EtudeError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def agent_command(
     image: ImageOption = "",
     dockerfile: DockerfileOption = "",
     allow: AllowOption = None,
+    allow_private: AllowPrivateOption = None,
     max_turns: MaxTurnsOption = None,
     mcp: McpOption = None,
     script: ScriptOption = "",
@@ -96,7 +98,7 @@ def agent_command(
     mode = chosen_mode(approve, apply)
     from etude.controller.agent.surroundings import SandboxChoice
 
-    sandbox = SandboxChoice(backend, venv, image, dockerfile, tuple(allow or ()))
+    sandbox = SandboxChoice(backend, venv, image, dockerfile, tuple(allow or ()), tuple(allow_private or ()))
     servers = chosen_servers(mcp)
     if acp:
         assert choice is not None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -21,9 +20,6 @@ from etude.config import RouterConfig, load_section, parse_section
 from etude.config.routing import LendingLoadConfig, LendingWindowConfig
 from etude.config.secrets import read_secret
 from etude.errors import UserError
-
-if TYPE_CHECKING:
-    from etude.inference.router.server import Proxy
 
 # Options that are not given leave what the file says, or its defaults.
 ConfigOption = Annotated[
@@ -142,50 +138,13 @@ def route_command(
             "lending": lending,
         },
     )
-    from etude.inference.router.server import ReplicaAddress, serve
+    from etude.inference.router.server import Proxy, serve
     from etude.inference.router.server.process import SERVER
     from etude.sandbox.server import read_token
 
-    addresses = [ReplicaAddress(one.url, one.pool or None) for one in chosen.replicas]
-    proxy = _proxy(chosen, _replica_token(replica_token_file))
     token = read_token(admin_token_file, SERVER) if admin_token_file is not None else None
     borrowers = read_token(borrower_token_file, SERVER) if borrower_token_file is not None else None
-    serve(
-        proxy,
-        addresses,
-        host=chosen.host,
-        port=chosen.port,
-        admin_token=token,
-        borrower_token=borrowers,
-        replicas_check_keys=chosen.replicas_check_keys,
-        allowed_hosts=chosen.allowed_hosts,
-        drain_s=chosen.limits.drain_s,
-        certificate=certificate,
-        key=key,
-    )
-
-
-def _proxy(config: RouterConfig, replica_token: str) -> Proxy:
-    from etude.inference.router import HealthConfig, RoutingConfig
-    from etude.inference.router.pools import Lender, LendingByLoad, LendingWindow
-    from etude.inference.router.server import Proxy, ProxyConfig
-
-    limits, lending = config.limits, config.lending
-    windows = [
-        LendingWindow(w.lender, w.borrower, w.count, w.start_s, w.end_s, w.busy_tokens or math.inf)
-        for w in lending.windows
-    ]
-    loads = [LendingByLoad(**one.model_dump()) for one in lending.by_load]
-    return Proxy(
-        ProxyConfig(
-            limits.answer_s, limits.attempts, limits.body_bytes, limits.hedge_after_s or None, config.pool
-        ),
-        RoutingConfig(spill_factor=config.spill_factor),
-        HealthConfig(**config.health.model_dump()),
-        config.arms,
-        Lender(windows, loads, lending.keep, lending.hold_s),
-        replica_token,
-    )
+    serve(Proxy(chosen, _replica_token(replica_token_file)), token, borrowers, certificate, key)
 
 
 route_app = typer.Typer(name="route", help="Route requests from one address to many model servers.")

@@ -15,6 +15,7 @@ from etude.cli.output import output_console, print_json
 from etude.cli.sandbox_image import image_app
 from etude.cli.sandbox_options import (
     AllowOption,
+    AllowPrivateOption,
     BackendOption,
     DirectoryOption,
     DiskOption,
@@ -45,6 +46,7 @@ def run_command(
     directory: DirectoryOption = None,
     image: ImageOption = None,
     allow: AllowOption = None,
+    allow_private: AllowPrivateOption = None,
     memory_mb: MemoryOption = 512,
     disk_mb: DiskOption = 256,
     timeout_s: Annotated[
@@ -68,7 +70,7 @@ def run_command(
         from etude.sandbox.backends import open_backend
         from etude.sandbox.commands import MEMORY_EXCEEDED
 
-        opened = open_backend(backend, state)
+        opened = open_backend(backend, state, allow_private or ())
         try:
             template = make_template(directory, image, state)
             sandbox = await opened.create(template, make_resources(memory_mb, disk_mb), make_network(allow))

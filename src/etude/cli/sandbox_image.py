@@ -9,7 +9,7 @@ import typer
 
 from etude.cli.exits import error_console
 from etude.cli.output import print_json
-from etude.cli.sandbox_options import AllowOption, JsonOption, StateOption, run
+from etude.cli.sandbox_options import AllowOption, AllowPrivateOption, JsonOption, StateOption, run
 from etude.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ def build_command(
         ),
     ] = None,
     allow: AllowOption = None,
-    allow_private: Annotated[
-        list[str] | None,
-        typer.Option("--allow-private", metavar="IP:PORT", help="Allow private addresses, too."),
-    ] = None,
+    allow_private: AllowPrivateOption = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for the build.")] = 1800,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run every instruction again.")] = False,
     state: StateOption = None,
@@ -128,7 +125,7 @@ def export_command(
     state: StateOption = None,
 ) -> None:
     """Write an image as an OCI archive for other tools."""
-    from etude.sandbox.images.oci_export import export_image
+    from etude.sandbox.images.oci import export_image
 
     store = _store(state)
     typer.echo(export_image(store.load(name), store, path))

@@ -32,6 +32,12 @@ AllowOption = Annotated[
     list[str] | None,
     typer.Option("--allow", metavar="HOST[:PORT]", help="Host that the sandbox may reach. Repeatable."),
 ]
+AllowPrivateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-private", metavar="IP:PORT", help="Private address that allowed hosts may have. Repeatable."
+    ),
+]
 MemoryOption = Annotated[int, typer.Option("--memory-mb", min=16, help="Memory limit in MB.")]
 DiskOption = Annotated[int, typer.Option("--disk-mb", min=1, help="Disk limit in MB.")]
 StateOption = Annotated[

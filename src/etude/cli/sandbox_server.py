@@ -27,6 +27,7 @@ from etude.cli.sandbox_connection import (
 )
 from etude.cli.sandbox_options import (
     AllowOption,
+    AllowPrivateOption,
     DirectoryOption,
     DiskOption,
     ImageOption,
@@ -76,6 +77,7 @@ def serve_command(
     ] = "127.0.0.1",
     allowed_host: AllowedHostOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8642,
+    allow_private: AllowPrivateOption = None,
     max_live: Annotated[int, typer.Option(min=1, help="Most running sandboxes per backend.")] = 256,
     token_file: TokenOption = None,
     peers: Annotated[
@@ -100,7 +102,10 @@ def serve_command(
     root.mkdir(parents=True, exist_ok=True)
     token_path = token_file or root / "server-token"
     token = read_token(token_path)
-    opened = {name: PooledBackend(open_backend(name, state), max_live) for name in backends or ["local"]}
+    opened = {
+        name: PooledBackend(open_backend(name, state, allow_private or ()), max_live)
+        for name in backends or ["local"]
+    }
     scheme = "https" if certificate else "http"
     note = root / NOTE
     _refuse_second(note)

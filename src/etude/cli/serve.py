@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +44,6 @@ from etude.records import PolicyVersion
 if TYPE_CHECKING:
     from etude.inference import EngineService
     from etude.inference.server import EngineView, KeyLimits, Keys, ServerLimits
-    from etude.inference.server.engine_thread import EngineThread
     from etude.inference.server.loans import LoanDesk
 
 _MIB = 1 << 20
@@ -203,20 +202,17 @@ class _Serving:
             "tokenizer": self.opened.served.tokenizer.digest,
             "max_context_tokens": self.opened.served.max_context_tokens,
         }
-        return LoanDesk(engine.service, engine.service, engine.weights, engine.manifest, about)
+        service = engine.service
+        return LoanDesk(
+            service, service, engine.weights, engine.manifest, about, usage=lambda: _usage(service)
+        )
 
 
-def _view(engine: EngineThread) -> EngineView:
+def _view(service: EngineService) -> EngineView:
     """What the engine tells `/metrics` and `/health`."""
     from etude.inference.server import EngineView
 
-    async def gauges() -> Mapping[str, float]:
-        return await engine.ask(_gauges)
-
-    async def usage() -> Mapping[str, float]:
-        return await engine.ask(_usage)
-
-    return EngineView(gauges, lambda: engine.failure, usage)
+    return EngineView(lambda: _gauges(service), lambda: service.failure)
 
 
 def _usage(service: EngineService) -> dict[str, float]:

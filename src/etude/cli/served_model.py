@@ -18,11 +18,11 @@ from etude.records import PolicyVersion, WeightManifest
 if TYPE_CHECKING:
     from etude.config import ModelConfig
     from etude.controller.compute import Place
+    from etude.inference import EngineService
     from etude.inference.cache import CacheFormat
     from etude.inference.engine import Engine
     from etude.inference.server import ServedModel
     from etude.inference.server.checkpoints import CheckpointWeights
-    from etude.inference.server.engine_thread import EngineThread
     from etude.model import LanguageModel
     from etude.tokens.tokenizer import Tokenizer
 
@@ -256,7 +256,7 @@ def _as_of_options(error: ConfigError) -> UserError:
 class RunningEngine:
     """An engine that serves, and where it has its weights from."""
 
-    service: EngineThread
+    service: EngineService
     weights: CheckpointWeights
     manifest: WeightManifest
     """In service."""
@@ -268,20 +268,23 @@ class RunningEngine:
 async def running_engine(
     opened: OpenedModel, version: PolicyVersion, choice: EngineChoice
 ) -> AsyncIterator[RunningEngine]:
-    """The model in an engine that takes requests as they come, in a thread of its own. It takes new weights
+    """The model in an engine that takes requests as they come, and steps in a thread. It takes new weights
     from `memory:` and `file:` URLs.
 
     Raises ConfigError and ResourceError.
     """
     from etude.inference import EngineService
     from etude.inference.server.checkpoints import CheckpointWeights
-    from etude.inference.server.engine_thread import EngineThread
     from etude.weights import MemoryWeights
 
     memory = MemoryWeights(keep=1)
     weights = CheckpointWeights(opened.weights.config, memory)
-    async with EngineThread(EngineService(choice.make(opened), weights.fetch, None)) as service:
+    service = await EngineService(choice.make(opened), weights.fetch, None).__aenter__()
+    try:
         manifest = memory.publish(version, dict(opened.weights.named_parameters()))
         await service.stage(manifest)
         await service.activate(manifest.version)
         yield RunningEngine(service, weights, manifest, opened.weights.config)
+    finally:
+        with contextlib.suppress(Exception):  # a loop that failed has ended its requests
+            await service.__aexit__()

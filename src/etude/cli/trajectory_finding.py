@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A trajectory log, and its run if it is one's."""
+    """A trajectory log, and the run whose model speaks in it, where that is known."""
 
     path: Path
     run: RunDirectory | None
@@ -54,7 +55,7 @@ class Source:
         """The log, for reading."""
         from etude.store import TrajectoryLog
 
-        return TrajectoryLog(self.run.trajectories if self.run else self.path)
+        return TrajectoryLog(self.path)
 
 
 def find(words: Sequence[str], count: int) -> list[Found]:
@@ -76,14 +77,35 @@ def find(words: Sequence[str], count: int) -> list[Found]:
 
 
 def open_source(path: Path) -> Source:
-    """A run directory, or a directory that holds nothing but a trajectory log. Raises RunDirectoryError."""
-    if path.is_dir() and not (path / "config.toml").exists() and any(path.glob("part-*.parquet")):
-        return Source(path, None)
-    return Source(path, RunDirectory.open(path))
+    """A run directory, an evaluation's, or one that holds nothing but a log. Raises RunDirectoryError."""
+    log = _find_log(path)
+    if log is None:
+        return _open_run(path)
+    return Source(log, _find_judged_run(path) if log != path else None)
+
+
+def _open_run(path: Path) -> Source:
+    run = RunDirectory.open(path)
+    return Source(run.trajectories, run)
+
+
+def _find_judged_run(evaluation: Path) -> RunDirectory | None:
+    """The run whose policy was evaluated, if it was one's and is still there."""
+    plan = evaluation / "plan.json"
+    place = Path(json.loads(plan.read_bytes())["target"]["place"]) if plan.is_file() else Path()
+    return RunDirectory.open(place) if (place / "config.toml").is_file() else None
 
 
 def _is_source(path: Path) -> bool:
-    return path.is_dir() and ((path / "config.toml").is_file() or any(path.glob("part-*.parquet")))
+    return (path / "config.toml").is_file() or _find_log(path) is not None
+
+
+def _find_log(path: Path) -> Path | None:
+    """The trajectory log in a directory that is no run's."""
+    if (path / "config.toml").is_file():
+        return None
+    places = (path, path / "trajectories")
+    return next((place for place in places if any(place.glob("part-*.parquet"))), None)
 
 
 def _find_one(name: str, sources: Sequence[Source]) -> Found:
@@ -104,7 +126,7 @@ def _runs_at_hand() -> list[Source]:
         raise UserError(
             f"there is no run in {RUNS}/", field="RUN", fix="name the run directory before the id"
         )
-    return [Source(path.parent, RunDirectory.open(path.parent)) for path in paths]
+    return [_open_run(path.parent) for path in paths]
 
 
 def _read_atif(path: Path) -> Trajectory:

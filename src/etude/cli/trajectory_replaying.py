@@ -125,8 +125,8 @@ def _choice(found: Found, run: str, script: str, temperature: float | None) -> M
 
 def print_replay(console: Console, replay: Replay) -> None:
     """What was made again and what came out otherwise."""
+    from etude.environment.history import causes_of
     from etude.environment.replay import unified_diff
-    from etude.environment.replay_causes import causes_of
 
     for difference in replay.differences:
         title = f"turn {difference.turn + 1}, call {difference.position + 1}: {difference.call.name}"
@@ -150,8 +150,8 @@ def print_replay(console: Console, replay: Replay) -> None:
 
 def replay_document(replay: Replay) -> dict[str, Any]:
     """A replay as plain JSON values; turns and calls count from 1."""
+    from etude.environment.history import causes_of
     from etude.environment.replay import unified_diff
-    from etude.environment.replay_causes import causes_of
 
     return {
         "equal": replay.equal,

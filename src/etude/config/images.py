@@ -21,6 +21,9 @@ class ImagesConfig(Section):
     allow: list[str] = Field(default_factory=list[str])
     """Hosts that RUN of a task's Dockerfile may reach, by the proxy that `http_proxy` names: `host`,
     `host:port` or `*.domain:port`. Empty: none."""
+    allow_private: list[str] = Field(default_factory=list[str])
+    """`IP:PORT` of servers that these hosts may be although their addresses are private, such as a package
+    index of your own."""
     volumes: dict[str, Path] = Field(default_factory=dict[str, Path])
     """Files and directories of the host that RUN of a task's Dockerfile sees, read-only and in no layer:
     `INSIDE = "HOST"`, as in `"/etc/pip.conf" = "/etc/pip.conf"`."""

@@ -65,6 +65,9 @@ class SandboxConfig(Section):
     servers_file: str = ""
     """TOML file that lists them instead, in sections `[servers.NAME]`. It is read again whenever it changes,
     so that servers can join, drain and leave during the run."""
+    allow_private: list[str] = Field(default_factory=list[str])
+    """`IP:PORT` of servers with private addresses that sandboxes may reach where their tasks allow the host;
+    no task can allow that itself. Servers have an option for it: `etude sandbox serve --allow-private`."""
     patience_s: float = Field(default=60.0, ge=0)
     """Seconds that a session waits for a server that does not answer, or for room on any of several, before
     its attempt fails."""
@@ -99,6 +102,10 @@ class SandboxConfig(Section):
             raise ValueError(f"server: must begin with http:// or https://, received {self.server!r}")
         if bool(self.server) + bool(self.servers) + bool(self.servers_file) > 1:
             raise ValueError("server, servers, servers_file: name one of them; servers may be one or several")
+        if self.allow_private and (self.server or self.servers or self.servers_file):
+            raise ValueError(
+                "allow_private: give it to each server instead, `etude sandbox serve --allow-private`"
+            )
         return self
 
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from etude.config import SandboxConfig, SandboxServerConfig, ServersFile, load_section
@@ -103,7 +103,7 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
     if settings.servers or settings.servers_file:
         return _open_servers(settings, owner, all_of_them=False)
     if not settings.server:
-        return open_checked_backend(settings.backend)
+        return open_checked_backend(settings.backend, allow_private=settings.allow_private)
     backend = RemoteBackend(
         settings.server,
         read_secret(settings.token, "sandbox.token"),
@@ -149,13 +149,17 @@ def _open_servers(settings: SandboxConfig, owner: str | None, all_of_them: bool)
 
 
 def open_checked_backend(
-    name: str, field: str = "sandbox.backend", unisolated: str = "--set sandbox.backend=unisolated"
+    name: str,
+    field: str = "sandbox.backend",
+    unisolated: str = "--set sandbox.backend=unisolated",
+    allow_private: Sequence[str] = (),
 ) -> SandboxBackend:
     """A sandbox backend that works here. Raises ResourceError with what to enable, ConfigError.
 
-    `field`: what named it; `unisolated`: how its user would accept no isolation.
+    `field`: what named it; `unisolated`: how its user would accept no isolation; `allow_private`: see
+    `open_backend`.
     """
-    backend = open_backend(name)
+    backend = open_backend(name, allow_private=allow_private)
     problems = backend.doctor()
     if problems:
         raise ResourceError(
@@ -167,9 +171,12 @@ def open_checked_backend(
     return backend
 
 
-def open_people_backend(name: str, view: HostView | None = None) -> SandboxBackend:
-    """The same, named on a command line. `view`: what else local sandboxes see of the host."""
-    backend = open_checked_backend(name, "--backend", "--backend unisolated")
+def open_people_backend(
+    name: str, view: HostView | None = None, allow_private: Sequence[str] = ()
+) -> SandboxBackend:
+    """The same, named on a command line. `view`: what else local sandboxes see of the host; `allow_private`:
+    see `open_backend`."""
+    backend = open_checked_backend(name, "--backend", "--backend unisolated", allow_private)
     if isinstance(backend, LocalBackend):
         backend.view = view
     return backend

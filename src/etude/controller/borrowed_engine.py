@@ -16,8 +16,6 @@ from etude.inference import EngineCounters, ServiceTimes
 from etude.inference.cache import cache_type
 from etude.inference.exchange import Build
 from etude.inference.loan_client import LoanEndedError, LoanHandle
-from etude.protocols import KvPolicy
-from etude.records import PolicyVersion
 from etude.tokens.tokenizer import Tokenizer
 
 _REST_S = 30.0
@@ -135,9 +133,15 @@ class BorrowedEngine(LoanHandle):
         self._told_all.set()  # nobody polls any more
         self._on_kill()
 
-    async def _begin(self) -> Any:
+    async def _do(self, method: str, *arguments: Any, within_s: float | None = None) -> Any:
+        """See LoanHandle: what the engine is, and has done, as processes of the run say it."""
+        result = await super()._do(method, *arguments, within_s=within_s)
+        if method == "begin":
+            return await self._begun(result)
+        return self._usage(result) if method in ("pulse", "activate") else result
+
+    async def _begun(self, about: Mapping[str, Any]) -> Build:
         try:
-            about = await super()._begin()
             self._needs.check(about, self.url)
             build = Build(**about["build"])
         except (KeyError, TypeError) as error:
@@ -147,14 +151,8 @@ class BorrowedEngine(LoanHandle):
                 received=repr(error),
                 fix="serve it with the version that the run has",
             ) from error
-        self._before = await super()._pulse()
+        self._before = await super()._do("pulse")
         return build
-
-    async def _pulse(self) -> Any:
-        return self._usage(await super()._pulse())
-
-    async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> Any:
-        return self._usage(await super()._activate(version, kv))
 
     def _usage(self, now: Mapping[str, float]) -> Usage:
         done = {name: value - self._before.get(name, 0) for name, value in now.items()}

@@ -18,8 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from etude.errors import PartLostError
-from etude.inference.waiting import ended_by_others
-from etude.kit.tasks import Tasks, start_watched
+from etude.kit.tasks import Tasks, ended_by_others, start_watched
 from etude.protocols import Resources
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import numpy as np
 from etude.config import ForkTurn
 from etude.environment.fork_records import ForkPoint
 from etude.environment.forking import fidelity_of
-from etude.environment.replay_causes import causes_of
+from etude.environment.history import causes_of
 from etude.environment.sessions import EnvironmentSession, close_all
 from etude.errors import AgentError, InfrastructureError
 from etude.records import GroupOrigin, Trajectory, TrajectoryId

@@ -13,9 +13,9 @@ from etude.agent.tools.state import ToolState
 from etude.environment.branching import hold, let_go, live_processes, replay
 from etude.environment.origins import user_of
 from etude.errors import ConfigError, InfrastructureError, SandboxError
-from etude.sandbox.arguments import check_count
 from etude.sandbox.errors import LiveProcessesError
 from etude.sandbox.migration import abilities_of
+from etude.sandbox.refusals import check_count
 
 if TYPE_CHECKING:
     from etude.environment.sessions import EnvironmentSession

@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.protocols import BranchingSampler, Sampler
+from etude.protocols import BranchingSampler, Sampler, TokenTally
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
 
-class MemberSampler:
+class MemberSampler(BranchingSampler, TokenTally):
     """Implements Sampler, BranchingSampler and TokenTally for the sessions of one episode: attempts, which
     follow each other, and sessions that left another one in its middle, side by side.
 
@@ -44,7 +44,6 @@ class MemberSampler:
         self._is_first = True
 
     def tally(self, num_tokens: int) -> None:
-        """See TokenTally.tally."""
         self.num_tokens = num_tokens
 
     def open(self, session_id: str) -> None:
@@ -52,7 +51,6 @@ class MemberSampler:
         self._begin(session_id, None)
 
     def open_beside(self, session_id: str, other: str) -> None:
-        """See BranchingSampler.open_beside."""
         self._begin(session_id, other)
 
     def _begin(self, session_id: str, other: str | None) -> None:
@@ -70,7 +68,6 @@ class MemberSampler:
             self.unnoted.add(session_id)
 
     def close(self, session_id: str) -> None:
-        """See Sampler.close."""
         if self._holds and list(self._open) == [session_id]:
             self._put_off = session_id
         else:
@@ -88,7 +85,6 @@ class MemberSampler:
             self._sampler.close(session_id)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """See Sampler.stream."""
         chunks = self._sampler.stream(request)
         try:
             async for chunk in chunks:
@@ -101,9 +97,7 @@ class MemberSampler:
                 await chunks.aclose()
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
         return await self._sampler.score(tokens, version)
 
     def abort(self, request_id: str) -> None:
-        """See Sampler.abort."""
         self._sampler.abort(request_id)

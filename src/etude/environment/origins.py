@@ -8,8 +8,10 @@ import io
 import math
 import os
 import tarfile
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from etude.agent.simulated_user import SimulatedUser
 from etude.environment.preparing import begin_step, wait_until_healthy
@@ -18,6 +20,7 @@ from etude.records import HealthCheck, Task, TaskStep
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Network, Resources
+from etude.sandbox.wrapping import WrappedSandbox
 
 SOURCE_BYTES = 256 << 20
 """Files of one directory or repository, together."""
@@ -232,3 +235,29 @@ def _check_size(total: int, path: Path) -> None:
             received=str(path),
             fix="name a smaller directory, or begin with an image or a snapshot",
         )
+
+
+class DeferredSandbox(WrappedSandbox):
+    """Implements Sandbox. Errors of the making are raised by the first use."""
+
+    def __init__(self, making: Coroutine[Any, Any, Sandbox]) -> None:
+        """Begins to make the sandbox at once; needs a running event loop."""
+        super().__init__("pending")
+        self._making = asyncio.create_task(making)
+
+    @property
+    def id(self) -> str:
+        """The sandbox's id; `pending` until it is there."""
+        return self._making.result().id if self._making.done() else "pending"
+
+    async def ready(self) -> Sandbox:
+        """The sandbox itself. Raises SandboxError if it could not be made."""
+        return await asyncio.shield(self._making)
+
+    async def reach(self, operation: str) -> Sandbox:
+        return await self.ready()
+
+    async def kill(self) -> None:
+        """See Sandbox.kill. A sandbox that could not be made has nothing to kill."""
+        with contextlib.suppress(SandboxError):
+            await (await self.ready()).kill()

@@ -20,8 +20,7 @@ from typing import Protocol
 
 from etude.agent import AgentSession, NextWords, ToolContext
 from etude.agent.journal import INTERRUPTED
-from etude.environment.history import Difference, SessionTurn, differences
-from etude.environment.replay_causes import DURATIONS, causes_of
+from etude.environment.history import DURATIONS, Difference, SessionTurn, causes_of, differences
 from etude.errors import AgentError, ConfigError, SandboxError, UserError
 from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
 from etude.records import (
@@ -95,8 +94,8 @@ class Retelling(Protocol):
         ...
 
 
-class Untouched:
-    """Implements Retelling where the workspace is as it was after the last of the calls: nothing is done."""
+class Untouched(Retelling):
+    """Where the workspace is as it was after the last of the calls: nothing is done."""
 
     def __init__(self, task: Task | None = None) -> None:
         """`task`: whose steps the user asked for."""
@@ -110,12 +109,11 @@ class Untouched:
         """See Retelling.archive."""
 
     async def next_words(self) -> str | None:
-        """See Retelling.next_words."""
         return self._words.pop(0) if self._words else None
 
 
-class Replayer:
-    """Implements Retelling: makes the calls of a trajectory again, turn by turn, in one workspace.
+class Replayer(Retelling):
+    """Makes the calls of a trajectory again, turn by turn, in one workspace.
 
     One call at a time.
     """
@@ -182,7 +180,6 @@ class Replayer:
             raise SandboxError(f"a context could not be kept: {error}", field="path", received=path)
 
     async def next_words(self) -> str | None:
-        """See Retelling.next_words."""
         return await self._next_step() if self._next_step is not None else None
 
     def _known(self, number: int, turn: Turn) -> dict[int, ToolResult]:

@@ -26,10 +26,9 @@ from etude.agent.mcp import open_servers
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.branching import Kept, Snapshots
-from etude.environment.deferred import DeferredSandbox
 from etude.environment.forking import fork_at, fork_here
 from etude.environment.history import Difference, History, SessionTurn, StepEnded
-from etude.environment.origins import Origin, task_origin, user_of
+from etude.environment.origins import DeferredSandbox, Origin, task_origin, user_of
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site

@@ -20,7 +20,7 @@ from etude.sandbox.backends import ENGINES, IMAGES
 from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.building import BuildOptions, build_image
 from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.images.oci_export import export_image
+from etude.sandbox.images.oci import export_image
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.template import Image
 from etude.sandbox.types import Network
@@ -38,7 +38,7 @@ class TaskImages:
         self._engine = backend.partition(":")[0]
         self._bases = settings.bases
         self._options = BuildOptions(
-            settings.bases, network=Network(tuple(settings.allow)), volumes=settings.volumes
+            settings.bases, Network(tuple(settings.allow)), tuple(settings.allow_private), settings.volumes
         )
         self._found: dict[str, TaskImage] = {}
 

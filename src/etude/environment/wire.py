@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,15 +16,12 @@ from etude.environment.site import Outcome
 from etude.errors import UserError
 from etude.records import (
     RewardBreakdown,
-    SolutionScript,
     Status,
     Task,
-    TaskMachine,
-    TaskStep,
-    TestScript,
     ToolCall,
     ToolResult,
 )
+from etude.serving.errors import plain
 from etude.serving.messages import Fields, checked, strings
 
 MAX_CALLS = 256
@@ -42,30 +39,10 @@ _RESULT: Fields = {
     "duration_s": (float,),
     "facts": (dict,),
 }
-_TASK: Fields = {
-    "id": (str,),
-    "instruction": (str,),
-    "files": (dict,),
-    "hidden_files": (dict, _NONE),
-    "solution_files": (dict, _NONE),
-    "allowed_paths": (list, _NONE),
-    "test_paths": (list, _NONE),
-    "hidden_test_paths": (list, _NONE),
-    "metadata": (dict, _NONE),
-    "user_facts": (list, _NONE),
-    "directory": (str, _NONE),
-    "machine": (dict, _NONE),
-    "verifier": (dict, _NONE),
-    "solution": (dict, _NONE),
-    "steps": (list, _NONE),
-    "step_rewards": (str, _NONE),
-}
-_NESTED: Mapping[str, TypeAdapter[Any]] = {
-    "machine": TypeAdapter(TaskMachine),
-    "verifier": TypeAdapter(TestScript),
-    "solution": TypeAdapter(SolutionScript),
-    "steps": TypeAdapter(TaskStep),
-}
+_TASK: Fields = dict.fromkeys((part.name for part in fields(Task)), (object,))
+_TASK_TYPE = TypeAdapter(Task)
+_SCRIPTS = ("machine", "verifier", "solution", "steps")
+"""Fields that are not sent where a task has none: earlier servers know nothing of them."""
 
 
 def calls_of(raw: Sequence[object]) -> list[ToolCall]:
@@ -128,7 +105,7 @@ def task_document(task: Task) -> dict[str, Any]:
     del document["directory"]
     if not task.steps:
         del document["step_rewards"]
-    for name in [name for name in _NESTED if not document[name]]:
+    for name in [name for name in _SCRIPTS if not document[name]]:
         del document[name]
     for part in (document, *document.get("steps", ())):
         _recode(part, lambda data: base64.b64encode(data).decode())
@@ -139,18 +116,33 @@ def task_of(raw: object) -> Task:
     """What `task_document` wrote. Raises UserError that names the culprit."""
     named = {name: value for name, value in checked(raw, _TASK).items() if value is not None}
     named.pop("directory", None)
-    for name in ("files", "hidden_files", "solution_files"):
-        strings([*named.get(name, {}).values()], f"task.{name}")
-    for name in ("allowed_paths", "test_paths", "hidden_test_paths", "user_facts"):
-        if name in named:
-            named[name] = tuple(strings(named[name], f"task.{name}"))
-    for name in (named.keys() & _NESTED.keys()) - {"steps"}:
-        named[name] = _nested(name, named[name])
-    if "steps" in named:
-        named["steps"] = tuple(_nested("steps", step) for step in named["steps"])
-    task = Task(**named)
+    try:
+        named = copy.deepcopy(named)
+        for part in (named, *named.get("steps", ())):
+            _recode(part, _unpacked)
+        task = _TASK_TYPE.validate_python(named)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"is not what it should be: {first['msg']}",
+            field=f"task.{first['loc'][0]}",
+            received=plain(first["input"]),
+            fix="send it as it was read",
+        ) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"is not what it should be: {error}", field="task", fix="send it as it was read"
+        ) from error
     _check_sizes(task)
     return task
+
+
+def _unpacked(text: Any) -> bytes | None:
+    """The bytes of an archive; None, which no field of one takes, for what is no Base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
 
 
 def _recode(part: dict[str, Any], code: Callable[[Any], object]) -> None:
@@ -159,18 +151,6 @@ def _recode(part: dict[str, Any], code: Callable[[Any], object]) -> None:
         for key in ("archive", "files"):
             if record and isinstance(record.get(key), str | bytes):
                 record[key] = code(record[key])
-
-
-def _nested(name: str, raw: dict[str, Any]) -> Any:
-    """A record within a task. Raises UserError."""
-    try:
-        raw = copy.deepcopy(raw)
-        _recode(raw, lambda text: base64.b64decode(text, validate=True))
-        return _NESTED[name].validate_python(raw)
-    except (ValueError, TypeError, AttributeError, ValidationError) as error:
-        raise UserError(
-            f"is not what it should be: {error}", field=f"task.{name}", fix="send it as it was read"
-        ) from error
 
 
 def _check_sizes(task: Task) -> None:

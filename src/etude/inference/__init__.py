@@ -10,19 +10,23 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from etude.inference.cache import page_bytes, pages_for
-    from etude.inference.counters import EngineCounters
-    from etude.inference.engine import Engine
-    from etude.inference.mtp import MtpDrafts, choose_drafts
-    from etude.inference.sequences import Answer
-    from etude.inference.service import EngineService
-    from etude.inference.speculation import NgramLookup
-    from etude.inference.times import EngineLoad, ServiceTimes, StepSums
+    from etude.inference.cache import page_bytes as page_bytes
+    from etude.inference.cache import pages_for as pages_for
+    from etude.inference.engine import Engine as Engine
+    from etude.inference.mtp import MtpDrafts as MtpDrafts
+    from etude.inference.mtp import choose_drafts as choose_drafts
+    from etude.inference.sequences import Answer as Answer
+    from etude.inference.service import EngineService as EngineService
+    from etude.inference.speculation import NgramLookup as NgramLookup
+    from etude.inference.times import EngineCounters as EngineCounters
+    from etude.inference.times import EngineLoad as EngineLoad
+    from etude.inference.times import ServiceTimes as ServiceTimes
+    from etude.inference.times import StepSums as StepSums
 
 _MODULES = {
     "Answer": "sequences",
     "Engine": "engine",
-    "EngineCounters": "counters",
+    "EngineCounters": "times",
     "EngineLoad": "times",
     "EngineService": "service",
     "MtpDrafts": "mtp",
@@ -34,21 +38,6 @@ _MODULES = {
     "pages_for": "cache",
 }
 
-__all__ = [
-    "Answer",
-    "Engine",
-    "EngineCounters",
-    "EngineLoad",
-    "EngineService",
-    "MtpDrafts",
-    "NgramLookup",
-    "ServiceTimes",
-    "StepSums",
-    "choose_drafts",
-    "page_bytes",
-    "pages_for",
-]
-
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
@@ -59,4 +48,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *_MODULES]

@@ -52,49 +52,17 @@ def step_cost(kernels: str, model: LanguageModel, drafts: DraftLayers | None) ->
 
 
 class DraftGauge:
-    """Says how many drafts each session is worth: as many as there may be, whatever becomes of them."""
-
-    def __init__(self, num_drafts: int) -> None:
-        """`num_drafts`: most drafts of a session in one step."""
-        self._num_drafts = num_drafts
-
-    def wanted(self, rows: NDArray[np.int64], arrivals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[N] most drafts for each of the sessions in `rows`, which are computed together; `arrivals` [N] of
-        their requests."""
-        return np.full_like(rows, self._num_drafts)
-
-    def is_settled(self, rows: NDArray[np.int64]) -> bool:
-        """Whether enough is known of the sessions in `rows` to go on for many steps."""
-        return True
-
-    def note(
-        self,
-        rows: NDArray[np.int64],
-        wanted: NDArray[np.int64],
-        drafted: NDArray[np.int64],
-        stood: NDArray[np.int64],
-    ) -> None:
-        """Of `rows` [N], `drafted` drafts were verified, at most `wanted` in each step, and `stood` of them
-        were right."""
-
-    def count_steps(self, num_steps: int) -> None:
-        """So many steps have been taken, drafted or not."""
-
-    def forget(self) -> None:
-        """What was learned holds no more: other weights sample, or draft."""
-
-
-class PayingDrafts(DraftGauge):
-    """As many as make the most tokens for their cost; none where that is not more than without.
+    """Says how many drafts each session is worth: as many as make the most tokens for their cost; none where
+    that is not more than without.
 
     A session of which nothing is known is taken to be like the others. Where drafts do not pay it rests until
     its request ends. What is known of all is forgotten from time to time, so that they are tried again.
     """
 
-    def __init__(self, num_rows: int, num_drafts: int, cost: StepCost) -> None:
-        """`num_rows`: of `Sequences`; `num_drafts`: most drafts of a session in one step."""
-        super().__init__(num_drafts)
-        self._cost = cost
+    def __init__(self, num_rows: int, num_drafts: int, cost: StepCost | None) -> None:
+        """`num_rows`: of `Sequences`; `num_drafts`: most drafts of a session in one step; without a `cost`
+        that is what each is worth, whatever becomes of them."""
+        self._num_drafts, self._cost = num_drafts, cost
         self._arrivals = np.zeros(num_rows, dtype=np.int64)
         self._rests = np.zeros(num_rows, dtype=np.bool_)
         """Whether the row's request goes on without drafts."""
@@ -108,7 +76,10 @@ class PayingDrafts(DraftGauge):
         self._steps = 0
 
     def wanted(self, rows: NDArray[np.int64], arrivals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See DraftGauge."""
+        """[N] most drafts for each of the sessions in `rows`, which are computed together; `arrivals` [N] of
+        their requests."""
+        if self._cost is None:
+            return np.full_like(rows, self._num_drafts)
         begun = rows[self._arrivals[rows] != arrivals]
         self._arrivals[rows] = arrivals
         self._seen[begun] = self._right[begun] = 0.0
@@ -117,12 +88,14 @@ class PayingDrafts(DraftGauge):
         self._asked[rows] += 1
         guess = (self._all_right + _GUESS_DRAFTS * _FIRST_GUESS) / (self._all_seen + _GUESS_DRAFTS)
         shares = (self._right[rows] + _GUESS_DRAFTS * guess) / (self._seen[rows] + _GUESS_DRAFTS)
-        best = self._best(shares, len(rows))
+        best = self._best(shares, self._cost, len(rows))
         self._rests[rows] |= best == 0
         return np.where(self._rests[rows], 0, best)
 
     def is_settled(self, rows: NDArray[np.int64]) -> bool:
-        """See DraftGauge."""
+        """Whether enough is known of the sessions in `rows` to go on for many steps."""
+        if self._cost is None:
+            return True
         known = (self._seen[rows] >= _SETTLED_DRAFTS) | (self._asked[rows] > _SETTLED_CALLS)
         return bool((self._rests[rows] | known).all())
 
@@ -133,7 +106,8 @@ class PayingDrafts(DraftGauge):
         drafted: NDArray[np.int64],
         stood: NDArray[np.int64],
     ) -> None:
-        """See DraftGauge."""
+        """Of `rows` [N], `drafted` drafts were verified, at most `wanted` in each step, and `stood` of them
+        were right."""
         some = drafted > 0
         rows, drafted = rows[some], drafted[some]
         right = drafted * _share_of_each(wanted[some], stood[some] / drafted)
@@ -145,21 +119,21 @@ class PayingDrafts(DraftGauge):
         self._all_right = kept * self._all_right + float(right.sum())
 
     def count_steps(self, num_steps: int) -> None:
-        """See DraftGauge."""
+        """So many steps have been taken, drafted or not."""
         self._steps += num_steps
         if self._steps >= _FORGET_STEPS:
             self.forget()
 
     def forget(self) -> None:
-        """See DraftGauge."""
+        """What was learned holds no more: other weights sample, or draft."""
         self._all_seen = self._all_right = 0.0
         self._steps = 0
 
-    def _best(self, shares: NDArray[np.float64], num_sessions: int) -> NDArray[np.int64]:
+    def _best(self, shares: NDArray[np.float64], cost: StepCost, num_sessions: int) -> NDArray[np.int64]:
         """[N] number of drafts that makes the most tokens for their cost, for `shares` [N] that stand."""
         counts = np.arange(self._num_drafts + 1)
-        alone = self._cost.fixed / num_sessions + 1
-        costs = alone * (1 + counts * self._cost.draft) + counts
+        alone = cost.fixed / num_sessions + 1
+        costs = alone * (1 + counts * cost.draft) + counts
         gains = np.cumsum(shares[:, None] ** counts, axis=1) / costs * alone
         best = gains.argmax(axis=1)
         return np.where(gains.max(axis=1) < _LEAST_GAIN, 0, best)

@@ -18,19 +18,18 @@ from torch import Tensor
 from etude.config import ModelConfig
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type, count_pages
-from etude.inference.counters import EngineCounters
-from etude.inference.draft_gauge import DraftGauge, PayingDrafts, StepCost, step_cost
+from etude.inference.draft_gauge import DraftGauge, step_cost
 from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
 from etude.inference.mtp import MtpDrafter, MtpDrafts
 from etude.inference.native import NativeForward
-from etude.inference.requests import check_length, check_tokens
+from etude.inference.requests import check_length, check_tokens, serves
 from etude.inference.scheduler import Scheduler
 from etude.inference.scoring import Scoring
 from etude.inference.sequences import Answer, TokenBytes
 from etude.inference.speculation import NgramLookup
 from etude.inference.stepping import Stepper
-from etude.inference.versions import serves
+from etude.inference.times import EngineCounters
 from etude.inference.weights import DoubleWeights
 from etude.model import DraftLayers, LanguageModel
 from etude.model.kernels.native.matrices import WeightType
@@ -90,7 +89,10 @@ class Engine:
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
         self._weights = DoubleWeights(config, vocab_size, make_forward, place, number, layers, keep_spare)
-        gauge = self._gauge = _make_gauge(drafts, num_sessions, step_cost(kernels, self.model, layers))
+        num_drafts, cost = (0, None) if drafts is None else (drafts.num_drafts, None)
+        if drafts is not None and drafts.adaptive:
+            cost = step_cost(kernels, self.model, layers)
+        gauge = self._gauge = DraftGauge(num_sessions, num_drafts, cost)
         self._scheduler = Scheduler(
             self._cache,
             num_sessions,
@@ -251,10 +253,6 @@ class Engine:
             self._cache.hold()
             self._weights.load_cache()
 
-    def check(self) -> None:
-        """Asserts the invariants of sessions and pages."""
-        self._scheduler.check()
-
     def _check(self, request: SampleRequest) -> None:
         version, wanted = self.current(), request.version
         found = version if wanted is None else self._weights.served.get(wanted.adapter)
@@ -384,11 +382,3 @@ def _open_drafts(
         return None, drafts
     cache.drafts = PagedCache(drafts.layers.config, cache.num_pages, device, dtype)
     return drafts.layers, MtpDrafter(len(drafts.layers.layers), num_sessions, drafts.num_drafts)
-
-
-def _make_gauge(drafts: NgramLookup | MtpDrafts | None, num_sessions: int, cost: StepCost) -> DraftGauge:
-    if drafts is None:
-        return DraftGauge(0)
-    if not drafts.adaptive:
-        return DraftGauge(drafts.num_drafts)
-    return PayingDrafts(num_sessions, drafts.num_drafts, cost)

@@ -86,7 +86,7 @@ class Exchange:
                 case ("stream", SampleRequest() as request):
                     self._streams[request.id] = asyncio.create_task(self._stream(request))
                 case _:
-                    raise AssertionError(f"no such command: {command}")
+                    raise SamplerError("there is no such command", received=repr(command))
 
     def refuse(self, commands: Sequence[Command], error: EtudeError) -> None:
         """Answers requests with an error; what else the client wants no longer matters."""

@@ -2,7 +2,7 @@
 
     step's hidden states ──follow()──> draft layers over their own keys ──> drafts behind the tokens
                                                                                    |
-    next step <──────────────── verifies them (`drawing`) <──────── draft() <──────┘
+    next step <──────────────── verifies them (`stepping`) <─────── draft() <──────┘
 
 A draft layer reads, at slot i, the model's hidden state of position i and the token at i + 1. Its keys lie
 in slot i of the same pages that hold the model's, so they are shared, copied, preempted and forgotten with

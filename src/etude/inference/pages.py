@@ -77,11 +77,6 @@ class SessionPages:
             )
         self.tree.clear()
 
-    def check(self) -> None:
-        """Asserts that no page is lost."""
-        sequences = self._sequences
-        self.tree.check([*(sequences.pages(row) for row in sequences.states), *self._lent])
-
     def make_room(self, count: int) -> bool:
         """Frees `count` pages: first what only the tree keeps, then the pages of idle sessions.
 

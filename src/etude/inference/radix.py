@@ -14,7 +14,7 @@ it is coming, and wait for it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,11 +88,6 @@ class PageTree:
     def num_free(self) -> int:
         """Pages that hold nothing."""
         return len(self._free)
-
-    @property
-    def num_kept(self) -> int:
-        """Pages that only the tree keeps."""
-        return sum(node is not None and not self.uses[page] for page, node in enumerate(self._node_of))
 
     def take(self, count: int) -> list[int]:
         """Pages for one session. There must be as many: see `make_room`."""
@@ -224,32 +219,6 @@ class PageTree:
             self.remove(node)
             return True
         return False
-
-    # ---- invariants -----------------------------------------------------------------------------
-
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Asserts that every page is free or accounted for, given the pages that each session uses."""
-        counted = [0] * self.num_pages
-        for table in tables:
-            for page in table:
-                counted[page] += 1
-        assert counted == self.uses.tolist(), "a page's uses are the sessions that have it"
-        kept = {page for page, node in enumerate(self._node_of) if node is not None}
-        assert len(set(self._free)) == len(self._free), "a page is free once"
-        used = set(np.flatnonzero(self.uses).tolist())
-        assert not (used | kept) & set(self._free), "a page is free only if nobody uses or keeps it"
-        assert len(used | kept) + len(self._free) == self.num_pages, "no page is lost"
-        reachable, below = 0, [*self._roots.values()]
-        while below:
-            node = below.pop()
-            assert node.alive
-            reachable += 1
-            below.extend(node.children.values())
-        assert reachable == len(kept) + len(self._roots), "every page that is kept can be found"
-        candidates = {id(node) for _, _, node in self._leaves}
-        for node in self._node_of:
-            if node is not None and self._is_idle_leaf(node):
-                assert id(node) in candidates, "every idle leaf can be given up"
 
 
 def _closest(parent: Node, rest: bytes) -> tuple[Node | None, int]:

@@ -1,4 +1,4 @@
-"""What every engine refuses of a request's tokens, in the same words."""
+"""What every engine refuses of a request, in the same words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import SamplerError
+from etude.records import PolicyVersion
 
 
 def check_tokens(tokens: NDArray[np.integer], vocab_size: int, field: str = "suffix") -> None:
@@ -27,3 +28,15 @@ def check_length(num_tokens: int, longest: int, limit: str = "the engine's limit
             received=num_tokens,
             fix=f"stay under {longest} tokens, or raise {limit}",
         )
+
+
+def serves(current: PolicyVersion | None, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:
+    """Whether `current` answers a request for exactly `wanted`, or for that or a later one of its lineage.
+
+    A wanted version without a digest stands for any weights of its lineage and step.
+    """
+    if current is None or current.lineage != wanted.lineage:
+        return False
+    if current.step == wanted.step:
+        return wanted.digest in ("", current.digest)
+    return wanted_is_minimum and current.step > wanted.step

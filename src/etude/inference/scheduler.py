@@ -60,7 +60,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._prefill_tokens = prefill_tokens
         self._drafter = drafter
-        self._gauge = gauge or DraftGauge(max_tokens)
+        self._gauge = gauge or DraftGauge(num_sessions, max_tokens, None)
         self._drafts_in_runs = drafts_in_runs
 
     # ---- sessions -------------------------------------------------------------------------------
@@ -175,22 +175,6 @@ class Scheduler:
         most = -(-int((plan.rows.starts + steps).max()) // PAGE_TOKENS)
         rows = replace(plan.rows, tables=sequences.tables[members, :most])
         return StepPlan(rows, members, plan.num_decode), steps
-
-    def check(self) -> None:
-        """Asserts that no page is lost and none has two owners who write to it."""
-        sequences = self.sequences
-        self.pages.check()
-        for row, state in sequences.states.items():
-            assert (state.request is None) == (row in sequences.idle)
-            assert not (row in sequences.waiting and sequences.running[row])
-            assert sequences.computed[row] <= sequences.num_pages[row] * PAGE_TOKENS
-            if state.request is not None:
-                assert sequences.running[row] or row in sequences.waiting
-            if sequences.num_pages[row] * PAGE_TOKENS > sequences.computed[row]:
-                written = sequences.pages(row)[int(sequences.computed[row]) // PAGE_TOKENS :]
-                assert all(self.pages.tree.uses[page] == 1 for page in written), (
-                    "shared pages are not written"
-                )
 
     # ---- choosing -------------------------------------------------------------------------------
 

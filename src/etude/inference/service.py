@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.counters import EngineCounters
 from etude.inference.engine import Engine
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
 from etude.inference.tickets import Reply, Ticket, TicketLine
-from etude.inference.times import EngineLoad, ServiceTimes
+from etude.inference.times import EngineCounters, EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
+from etude.kit.tasks import to_the_end
 from etude.protocols import KvPolicy, Pace
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 from etude.weights.manifest import digest_base
@@ -195,14 +195,8 @@ class EngineService:
             if self._delay_steps is not None:
                 self._unheld.clear()
             began = time.perf_counter()
-            work = asyncio.ensure_future(asyncio.to_thread(self._stage, manifest))
             try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:
-                while not work.done():  # even if it is cancelled once more: two at once would mix versions
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait((work,))
-                raise
+                await to_the_end(asyncio.to_thread(self._stage, manifest))  # two at once would mix versions
             finally:
                 self.times.stage_s += time.perf_counter() - began
                 self._unheld.set()

@@ -3,7 +3,7 @@
 Agents repeat what they have read: paths, code, arguments. The tokens that followed the last occurrence of
 the current n-gram are a cheap guess of what comes next (prompt lookup decoding, Saxena 2023). Where a model
 has layers for it, `mtp` drafts with those. The engine verifies a draft in one pass, by drawing at every place
-what it would have drawn without it: see `drawing`.
+what it would have drawn without it: see `stepping`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,15 @@
-"""What one step computes of what the scheduler has planned: hidden states, draws, answers."""
+"""What one step computes of what the scheduler has planned: hidden states, draws, answers.
+
+A decoding row computes its last token and perhaps drafts behind it. At every one of these places the token
+is drawn that would be drawn without drafts: from the same distribution, with the noise of (key, position).
+The first is right in any case; each following one is right if the draft before it is what was drawn. So
+drafts save steps and change no token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,18 +17,62 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.inference.cache import PAGE_TOKENS, PagedCache
-from etude.inference.counters import EngineCounters
 from etude.inference.draft_gauge import DraftGauge
-from etude.inference.drawing import Draws
 from etude.inference.mtp import MtpDrafter
 from etude.inference.native import NativeForward
-from etude.inference.native.drafting import DraftedSteps
+from etude.inference.native.drafting import DecodingSteps
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
-from etude.inference.sequences import Answer, TokenBytes
+from etude.inference.sequences import Answer, Sequences, TokenBytes
 from etude.inference.speculation import CarriedStates, NgramLookup
+from etude.inference.times import EngineCounters
 from etude.inference.weights import DoubleWeights
 from etude.records import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """N draws, those of one session consecutive, for S sessions."""
+
+    sessions: NDArray[np.int64]
+    """[S] rows of `Sequences`."""
+    counts: NDArray[np.int64]
+    """[S] draws of each, at least 1."""
+    owners: NDArray[np.int64]
+    """[N] rows of `Sequences`."""
+    places: NDArray[np.int64]
+    """[N] position of each token that is drawn."""
+    hidden_rows: NDArray[np.int64]
+    """[N] rows of the step from which they are drawn."""
+
+    @staticmethod
+    def of(plan: StepPlan, sequences: Sequences) -> Draws:
+        """All of the decoding members' rows, and the last of each prompt that is complete now."""
+        counts = plan.rows.counts
+        ends = plan.rows.starts + counts
+        drawn = (ends == sequences.length[plan.members]).astype(np.int64)
+        drawn[: plan.num_decode] = counts[: plan.num_decode]
+        back = np.repeat(np.cumsum(drawn), drawn) - 1 - np.arange(int(drawn.sum()))
+        last_rows = np.cumsum(counts) - 1
+        some = drawn > 0
+        return Draws(
+            plan.members[some],
+            drawn[some],
+            np.repeat(plan.members, drawn),
+            np.repeat(ends, drawn) - back,
+            np.repeat(last_rows, drawn) - back,
+        )
+
+    def standing(self, tokens: NDArray[np.int64], sequences: Sequences) -> NDArray[np.int64]:
+        """[S] how many of each session's draws stand, given the tokens [N] that were drawn."""
+        if len(self.owners) == len(self.sessions):
+            return self.counts
+        wrong = tokens != sequences.tokens[self.owners, self.places]
+        wrong[np.cumsum(self.counts) - 1] = True  # whatever lies behind the last draft was not computed
+        wrong_places = np.flatnonzero(wrong)
+        firsts = np.cumsum(self.counts) - self.counts
+        return wrong_places[np.searchsorted(wrong_places, firsts)] - firsts + 1
+
 
 _TRIAL_STEPS = 4
 """Most steps of a run with drafts of which nobody knows yet whether they pay."""
@@ -56,22 +107,27 @@ class Stepper:
         compute = self._weights.active.compute
         if isinstance(compute, NativeForward) and self._scheduler.only_decodes(plan):
             most_steps = min(most_steps, compute.steps_ahead(len(plan.members)))
-            if self._drafter is not None:
-                wanted = self._gauge.wanted(plan.members, self._sequences.arrival[plan.members])
-                if wanted.any():
-                    return self._decode_with_drafts(plan, most_steps, compute, self._drafter, wanted)
-            plan, num_steps = self._scheduler.ahead(plan, most_steps)
-            if num_steps > 1:
-                return self._decode(plan, num_steps, compute)
+            wanted = self._wanted(plan)
+            if wanted.any() and not self._gauge.is_settled(plan.members):
+                most_steps = min(most_steps, _TRIAL_STEPS)
+            plan, num_steps = self._scheduler.ahead(plan, most_steps, int(wanted.max()))
+            if num_steps > 1 or wanted.any():
+                return self._decode(plan, num_steps, compute, wanted)
         hidden, routes = self._weights.active.compute(plan.rows)
         if routes.shape[1]:
             self._cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
         self._count(plan)
         answers = self._sample(plan, hidden)
         if isinstance(self._drafter, MtpDrafter):
-            wanted = self._gauge.wanted(plan.members, self._sequences.arrival[plan.members])
+            wanted = self._wanted(plan)
             self._drafter.follow(plan, hidden, self._weights.active, self._sequences, wanted)
         return answers
+
+    def _wanted(self, plan: StepPlan) -> NDArray[np.int64]:
+        """[S] most drafts for each of the plan's members."""
+        if self._drafter is None:
+            return np.zeros_like(plan.members)
+        return self._gauge.wanted(plan.members, self._sequences.arrival[plan.members])
 
     def _count(self, plan: StepPlan) -> None:
         counters, num_decode = self._counters, plan.num_decode
@@ -101,46 +157,19 @@ class Stepper:
         for row in plan.members[crossed].tolist():
             self._scheduler.pages.publish(row)
 
-    def _decode(self, plan: StepPlan, num_steps: int, compute: NativeForward) -> list[Answer]:
-        """Up to `num_steps` steps of the plan's members, which all decode, in one call."""
-        sequences, members, rows = self._sequences, plan.members, plan.rows
-        later = np.arange(num_steps)[:, None]
-        noise = uniforms(sequences.key[members], rows.starts + 1 + later)
-        stops = sequences.stops(members)
-        tokens, logprobs, routes = compute.decode(rows, self._params(members), noise, stops)
-        taken = len(tokens)
-        computed = rows.starts + later[:taken]
-        pages = rows.tables[np.arange(len(members)), computed // PAGE_TOKENS]
-        self._cache.routes[pages, computed % PAGE_TOKENS] = routes
-        sequences.keep(members, computed + 1, tokens, logprobs)
-        ends = rows.starts + taken
-        sequences.computed[members] = sequences.length[members] = ends
-        self._count_steps(taken)
-        self._counters.decode_tokens += taken * len(members)
-        answers = self._settle(members, tokens[-1], np.ones_like(members), [])
-        self._publish(plan, ends)
-        return answers
-
-    def _decode_with_drafts(
-        self,
-        plan: StepPlan,
-        most_steps: int,
-        compute: NativeForward,
-        drafter: NgramLookup | MtpDrafter,
-        wanted: NDArray[np.int64],
+    def _decode(
+        self, plan: StepPlan, num_steps: int, compute: NativeForward, wanted: NDArray[np.int64]
     ) -> list[Answer]:
-        """Up to `most_steps` steps of the plan's members [S], which all decode, in one call, with up to
+        """Up to `num_steps` steps of the plan's members [S], which all decode, in one call, with up to
         `wanted` [S] drafts in each."""
         sequences, members, most_drafts = self._sequences, plan.members, int(wanted.max())
-        if not self._gauge.is_settled(members):
-            most_steps = min(most_steps, _TRIAL_STEPS)
-        plan, num_steps = self._scheduler.ahead(plan, most_steps, most_drafts)
+        drafter = self._drafter if most_drafts else None
         lengths = sequences.length[members]
         left = sequences.limit[members] - lengths
         places = min(num_steps * (1 + most_drafts), int(left.max())) + most_drafts
         noise = uniforms(sequences.key[members][:, None], lengths[:, None] + np.arange(places))
         ready, source = self._begin_run(members, drafter)
-        run = DraftedSteps(
+        run = DecodingSteps(
             rows=members,
             most_steps=num_steps,
             most_positions=num_steps * len(members),
@@ -151,14 +180,15 @@ class Stepper:
             noise=noise,
             source=source,
         )
-        taken = compute.decode_with_drafts(run, sequences, self._params(members))
+        taken = compute.decode(run, sequences, self._params(members))
         ends = run.lengths - 1
         sequences.computed[members] = sequences.length[members] = ends
         self._count_steps(taken)
         self._counters.decode_tokens += taken * len(members) + int(run.stood.sum())
         self._counters.drafted_tokens += int(run.drafted.sum())
         self._counters.accepted_tokens += int(run.stood.sum())
-        self._gauge.note(members, wanted, run.drafted, run.stood)
+        if drafter is not None:
+            self._gauge.note(members, wanted, run.drafted, run.stood)
         last = sequences.tokens[members, ends].astype(np.int64)
         answers = self._settle(members, last, np.ones_like(members), [])
         if isinstance(drafter, MtpDrafter):
@@ -167,8 +197,8 @@ class Stepper:
         return answers
 
     def _begin_run(
-        self, members: NDArray[np.int64], drafter: NgramLookup | MtpDrafter
-    ) -> tuple[NDArray[np.int64], NgramLookup | CarriedStates]:
+        self, members: NDArray[np.int64], drafter: NgramLookup | MtpDrafter | None
+    ) -> tuple[NDArray[np.int64], NgramLookup | CarriedStates | None]:
         """How many drafts lie behind the tokens of `members` [S], and where native code gets more of them."""
         if isinstance(drafter, MtpDrafter):
             return drafter.begin_run(members, self._sequences, self._weights.active.model.final_norm)

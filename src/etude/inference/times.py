@@ -1,4 +1,4 @@
-"""Where a service's wall time went, and how busy its engine is."""
+"""What an engine has done, where its service's wall time went, and how busy it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What the engine has done since it was made. Units: tokens, steps."""
+
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    steps: int = 0
+    weight_updates: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that needed no computing: their pages were there."""
+    preemptions: int = 0
+    """Times that a request lost its pages to an older one."""
+    drafted_tokens: int = 0
+    """Computed on the guess that they would be sampled."""
+    accepted_tokens: int = 0
+    """Of those, the ones that were."""
 
 
 @dataclass(slots=True)

@@ -11,10 +11,11 @@ off what it wants to do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from etude.kit.tasks import to_the_end
 
 Result = TypeVar("Result")
 
@@ -68,14 +69,8 @@ class EngineTurns:
         async with self._turn:
             self._before()
             self._free.clear()
-            running = asyncio.get_running_loop().run_in_executor(self._thread, work)
             try:
-                return await asyncio.shield(running)
-            except asyncio.CancelledError:
-                while not running.done():  # even if it is cancelled once more
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait((running,))
-                raise
+                return await to_the_end(asyncio.get_running_loop().run_in_executor(self._thread, work))
             finally:
                 self._free.set()
 

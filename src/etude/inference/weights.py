@@ -211,10 +211,15 @@ def check_tensors_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 field=name,
                 received=tuple(tensor.shape),
             )
-        if not bool(torch.isfinite(tensor).all()):
-            raise WeightUpdateError(
-                "holds values that are not finite",
-                field=name,
-                received=f"{int((~torch.isfinite(tensor)).sum())} of {tensor.numel()}",
-                fix="publish a version from before the training diverged",
-            )
+        check_finite(name, tensor)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises WeightUpdateError for weights that are not numbers."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise WeightUpdateError(
+            "holds values that are not finite",
+            field=name,
+            received=f"{int((~torch.isfinite(tensor)).sum())} of {tensor.numel()}",
+            fix="publish a version from before the training diverged",
+        )

@@ -3,7 +3,11 @@
     message := "ETWM" format:u16 head_bytes:u32 head array* xxh3_64:u64 of all before    little-endian
     head    := JSON {"content": ..., "arrays": [[dtype, shape], ...]}
 
-Arrays lie behind the head in their order, in C order and little-endian; in the content stands their number.
+Arrays lie behind the head in their order, in C order and little-endian. In the content whatever JSON does not
+have is an object of one entry, which names what it is:
+
+    {"array": 0}   {"tuple": [...]}   {"set": [...]}   {"map": {...}}   {"error": {...}}
+    {"SampleRequest": {field: value, ...}}     a record, without its fields that are None
 """
 
 from __future__ import annotations
@@ -11,26 +15,33 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.exchange import Command, Event
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores
+from etude.records import (
+    PolicyVersion,
+    SampleChunk,
+    SampleRequest,
+    SamplingParams,
+    Scores,
+    TensorEntry,
+    WeightManifest,
+)
 from etude.serving.errors import decode_error, encode_error
 
 MAGIC = b"ETWM"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+RECORDS = (PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores, TensorEntry, WeightManifest)
 _HEAD = struct.Struct("<4sHI")
 _CHECKSUM = struct.Struct("<Q")
 _DTYPES = frozenset(("int32", "int64", "float32", "float64", "uint8", "uint16"))
 _MAX_RANK = 3
-T = TypeVar("T")
 Array = NDArray[Any]
 
 
@@ -38,28 +49,33 @@ class DamagedMessageError(SamplerError):
     """A message that is cut, altered, or of another format."""
 
 
-# ---- messages -----------------------------------------------------------------------------------
-
-
-def pack(content: Any, arrays: Sequence[Array]) -> bytes:
-    """A message of JSON values and arrays."""
+def pack(content: Any) -> bytes:
+    """A message of JSON values, arrays, tuples, sets, errors and records (dataclasses)."""
+    arrays: list[Array] = []
+    written = _written(content, arrays)
     listed = [[array.dtype.name, list(array.shape)] for array in arrays]
-    head = json.dumps({"content": content, "arrays": listed}, separators=(",", ":")).encode()
+    head = json.dumps({"content": written, "arrays": listed}, separators=(",", ":")).encode()
     parts = [_HEAD.pack(MAGIC, FORMAT_VERSION, len(head)), head]
     parts += [np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes() for array in arrays]
     body = b"".join(parts)
     return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
 
 
-def unpack(data: bytes) -> tuple[Any, list[Array]]:
-    """The reverse of `pack`. Raises DamagedMessageError."""
+def unpack(data: bytes, records: Iterable[type] = RECORDS) -> Any:
+    """The reverse of `pack`. `records`: those that may be in it. Raises DamagedMessageError."""
     try:
-        return _unpack(data)
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedMessageError(f"the message is damaged: {error}", field="body") from error
+        content, arrays = _split(data)
+        return _read(content, arrays, {kind.__name__: kind for kind in records})
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedMessageError(f"the message is damaged: {error!r}", field="body") from error
 
 
-def _unpack(data: bytes) -> tuple[Any, list[Array]]:
+def error_row(error: EtudeError) -> dict[str, Any]:
+    """An error as JSON values. One that only the server knows is an engine's failure to its client."""
+    return {**encode_error(error), "kind": type(error).__name__}
+
+
+def _split(data: bytes) -> tuple[Any, list[Array]]:
     end = len(data) - _CHECKSUM.size
     magic, version, head_bytes = _HEAD.unpack_from(data, 0)
     if (magic, version) != (MAGIC, FORMAT_VERSION):
@@ -84,154 +100,43 @@ def _unpack(data: bytes) -> tuple[Any, list[Array]]:
     return head["content"], arrays
 
 
-# ---- records ------------------------------------------------------------------------------------
+def _written(value: Any, arrays: list[Array]) -> Any:
+    """A value as JSON has it; its arrays are put to the others."""
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, EtudeError):
+        return {"error": error_row(value)}
+    if isinstance(value, Mapping):
+        return {"map": {key: _written(one, arrays) for key, one in value.items()}}
+    if isinstance(value, frozenset):
+        return {"set": sorted(value)}
+    if isinstance(value, list | tuple):
+        listed = [_written(one, arrays) for one in value]
+        return {"tuple": listed} if isinstance(value, tuple) else listed
+    if is_dataclass(value):
+        found = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return {type(value).__name__: {name: _written(x, arrays) for name, x in found if x is not None}}
+    return value
 
 
-def _put(record: Any, arrays: list[Array]) -> dict[str, Any]:
-    """A record's fields that are not at their defaults, as JSON values."""
-    found: dict[str, Any] = {}
-    for one in fields(record):
-        value = getattr(record, one.name)
-        if isinstance(value, np.ndarray):
-            arrays.append(value)
-            value = {"array": len(arrays) - 1}
-        elif isinstance(value, PolicyVersion | SamplingParams):
-            value = {type(value).__name__: asdict(value)}
-        elif isinstance(value, frozenset):
-            value = {"set": sorted(value)}
-        elif isinstance(value, tuple):
-            value = {"tuple": list(value)}
-        if value is not None:
-            found[one.name] = value
-    return found
-
-
-def _take(kind: Callable[..., T], row: Mapping[str, Any], arrays: Sequence[Array]) -> T:
-    return kind(**{name: _value(value, arrays) for name, value in row.items()})
-
-
-def _value(value: Any, arrays: Sequence[Array]) -> Any:
+def _read(value: Any, arrays: Sequence[Array], records: Mapping[str, type]) -> Any:
+    if isinstance(value, list):
+        return [_read(one, arrays, records) for one in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     match kind:
         case "array":
             return arrays[inner]
-        case "PolicyVersion":
-            return PolicyVersion(**inner)
-        case "SamplingParams":
-            return SamplingParams(**inner)
+        case "tuple":
+            return tuple(_read(inner, arrays, records))
         case "set":
             return frozenset(inner)
-        case "tuple":
-            return tuple(inner)
+        case "map":
+            return {key: _read(one, arrays, records) for key, one in inner.items()}
+        case "error":
+            error = decode_error(inner, otherwise=SamplerError)
+            return error if isinstance(error, EtudeError) else SamplerError(str(error))
         case _:
-            raise ValueError(f"a value of kind {kind!r}")
-
-
-def error_row(error: EtudeError) -> dict[str, Any]:
-    """An error as JSON values. One that only the server knows is an engine's failure to its client."""
-    return {**encode_error(error), "kind": type(error).__name__}
-
-
-# ---- what is sent -------------------------------------------------------------------------------
-
-
-def _reading(read: Callable[[Any, list[Array]], T], data: bytes) -> T:
-    content, arrays = unpack(data)
-    try:
-        return read(content, arrays)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise DamagedMessageError(f"the message says something else: {error!r}", field="body") from error
-
-
-def pack_commands(commands: Sequence[Command]) -> bytes:
-    """For `Exchange.exchange` elsewhere."""
-    arrays: list[Array] = []
-    rows = [
-        [name, _put(value, arrays) if isinstance(value, SampleRequest) else value] for name, value in commands
-    ]
-    return pack(rows, arrays)
-
-
-def unpack_commands(data: bytes) -> list[Command]:
-    """The reverse. Raises DamagedMessageError."""
-
-    def read(content: Any, arrays: list[Array]) -> list[Command]:
-        found: list[Command] = []
-        for name, value in content:
-            if name == "stream":
-                found.append((name, _take(SampleRequest, value, arrays)))
-            elif name in ("open", "close", "abort") and isinstance(value, str):
-                found.append((name, value))
-            elif name == "beside":
-                session, other = value
-                if not (isinstance(session, str) and isinstance(other, str)):
-                    raise ValueError(f"must name two sessions: {value!r}")
-                found.append((name, (session, other)))
-            else:
-                raise ValueError(f"no such command: {name!r}")
-        return found
-
-    return _reading(read, data)
-
-
-def pack_events(events: Sequence[Event]) -> bytes:
-    """What `Exchange.poll` told."""
-    arrays: list[Array] = []
-    rows: list[list[Any]] = []
-    for request_id, item in events:
-        if isinstance(item, SampleChunk):
-            rows.append([request_id, "chunk", _put(item, arrays)])
-        elif item is None:
-            rows.append([request_id, "end", None])
-        else:
-            rows.append([request_id, "error", error_row(item)])
-    return pack(rows, arrays)
-
-
-def unpack_events(data: bytes) -> list[Event]:
-    """The reverse. Raises DamagedMessageError."""
-
-    def read(content: Any, arrays: list[Array]) -> list[Event]:
-        found: list[Event] = []
-        for request_id, kind, row in content:
-            if kind == "chunk":
-                found.append((request_id, _take(SampleChunk, row, arrays)))
-            elif kind == "error":
-                error = decode_error(row, otherwise=SamplerError)
-                fits = isinstance(error, EtudeError)
-                found.append((request_id, error if fits else SamplerError(str(error))))
-            elif kind == "end":
-                found.append((request_id, None))
-            else:
-                raise ValueError(f"no such event: {kind!r}")
-        return found
-
-    return _reading(read, data)
-
-
-def pack_question(tokens: NDArray[np.int32], version: PolicyVersion) -> bytes:
-    """The arguments of `Sampler.score`."""
-    return pack(asdict(version), [tokens])
-
-
-def unpack_question(data: bytes) -> tuple[NDArray[np.int32], PolicyVersion]:
-    """The reverse. Raises DamagedMessageError."""
-
-    def read(content: Any, arrays: list[Array]) -> tuple[NDArray[np.int32], PolicyVersion]:
-        (tokens,) = arrays
-        return tokens.astype(np.int32, copy=False), PolicyVersion(**content)
-
-    return _reading(read, data)
-
-
-def pack_scores(scores: Scores) -> bytes:
-    """What `Sampler.score` gave."""
-    arrays: list[Array] = []
-    return pack(_put(scores, arrays), arrays)
-
-
-def unpack_scores(data: bytes) -> Scores:
-    """The reverse. Raises DamagedMessageError."""
-    return _reading(lambda content, arrays: _take(Scores, content, arrays), data)
+            return records[kind](**{name: _read(one, arrays, records) for name, one in inner.items()})

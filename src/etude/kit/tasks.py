@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -79,13 +80,32 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
-    """Awaits `work`; a cancelled caller waits for its end all the same. For what must not stop halfway."""
+async def to_the_end(work: Awaitable[Result]) -> Result:
+    """Awaits `work`; a caller that is cancelled, however often, waits for its end all the same. For what must
+    not stop halfway."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((task,))
+        _note_error(task, lambda error: None)
+        raise
+
+
+@contextlib.contextmanager
+def ended_by_others(explain: Callable[[], None]) -> Iterator[None]:
+    """For the block in which a task waits for a call. Where not the task is cancelled but the call, `explain`
+    may raise why; a task that is cancelled itself, even if at the same moment, hears of that alone."""
+    caller = asyncio.current_task()
+    assert caller is not None, "something is awaited"
+    num_cancelled = caller.cancelling()
+    try:
+        yield
+    except asyncio.CancelledError:
+        if caller.cancelling() == num_cancelled:
+            explain()
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude.errors import ConfigError
@@ -10,19 +10,29 @@ from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
-from etude.sandbox.machine_backend import default_state_directory
+from etude.sandbox.machine_backend import MachineBackend, default_state_directory
+from etude.sandbox.network.addresses import parse_private
 
 ENGINES = ("docker", "podman")
 IMAGES = "images"
 """Directory of the image store, below the state directory."""
 
 
-def open_backend(name: str, state: Path | None = None) -> SandboxBackend:
+def open_backend(name: str, state: Path | None = None, allow_private: Sequence[str] = ()) -> SandboxBackend:
     """A new backend, not yet started. `state`: where snapshots and images lie, if not in the usual place.
+    `allow_private`: `IP:port`s of private addresses that sandboxes may reach where their network allows it.
 
     `docker:IMAGE` and `podman:IMAGE` name the image of sandboxes whose template has none. Raises ConfigError
-    for an unknown name.
+    for an unknown name, and for what is no such address.
     """
+    backend = _open_named(name, state)
+    if isinstance(backend, MachineBackend):
+        parse_private(allow_private)  # to say at once what is wrong with one
+        backend.allow_private = tuple(allow_private)
+    return backend
+
+
+def _open_named(name: str, state: Path | None) -> SandboxBackend:
     engine, colon, image = name.partition(":")
     if engine in ENGINES and (image or not colon):
         return _open_containers(engine, image, state)

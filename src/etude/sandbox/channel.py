@@ -75,7 +75,7 @@ class Channel:
         `deadline_s`: for this request, and as much for each that still waits before it: the server inside
         does them one after the other.
         """
-        header["id"] = request_id = self.next_id()
+        header["id"] = request_id = header.get("id") or self.next_id()
         self._send(pack(header, payload))
         self._num_requests += 1
         try:

@@ -15,9 +15,9 @@ from etude.sandbox.answers import (
     parts,
     rows,
 )
-from etude.sandbox.arguments import check_timeout
 from etude.sandbox.calls import Transport
 from etude.sandbox.inside.frames import Header
+from etude.sandbox.refusals import check_timeout
 from etude.sandbox.types import CommandResult, OnOutput, ProcessInfo
 
 MEMORY_EXCEEDED = "killed: memory limit exceeded\n"
@@ -125,7 +125,7 @@ class Commands:
         return Command(self._sandbox, pid)
 
     async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """See Command.send_stdin."""
+        """Writes to the standard input of a background command."""
         await Command(self._sandbox, pid).send_stdin(data)
 
     async def kill(self, pid: int) -> bool:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.errors import SandboxError
-from etude.sandbox.arguments import check_count, check_life
 from etude.sandbox.calls import Answer, agents_fault, prepared
 from etude.sandbox.errors import (
     SandboxStateError,
@@ -32,9 +31,8 @@ from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of, default_state_directory, transfer
-from etude.sandbox.refusals import check_move, missing_sandbox, unsupported_copy
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import encode_template, unpack_templates
+from etude.sandbox.refusals import check_count, check_life, check_move, missing_sandbox, unsupported_copy
+from etude.sandbox.template import Template, encode_template, unpack_templates
 from etude.sandbox.types import (
     NO_NETWORK,
     Capabilities,
@@ -87,7 +85,6 @@ class MemorySandbox(Sandbox):
         backend.live.add(self)
 
     async def get_info(self) -> SandboxInfo:
-        """See Sandbox.get_info."""
         return self._info
 
     async def set_timeout(self, timeout_s: float | None) -> None:
@@ -137,14 +134,12 @@ class MemorySandbox(Sandbox):
         self._info = replace(self._info, state="paused")
 
     async def resume(self) -> None:
-        """See Sandbox.resume."""
         self._alive()
         self._info = replace(self._info, state="running")
 
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
         if kind == "full":
             raise unsupported_copy(self._backend.capabilities(), "create_snapshot", kind)
         self._awake()
@@ -164,7 +159,6 @@ class MemorySandbox(Sandbox):
         return copies
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate."""
         check_move(self._backend.capabilities(), await abilities_of(target))
         snapshot = await self.create_snapshot()
         expires_s = self._info.expires_s
@@ -182,7 +176,6 @@ class MemorySandbox(Sandbox):
         return moved
 
     async def kill(self) -> None:
-        """See Sandbox.kill."""
         if self._timer is not None:
             self._timer.cancel()
         self._end()
@@ -212,7 +205,7 @@ class _Kept:
     contents: dict[str, bytes]
 
 
-class MemoryBackend:
+class MemoryBackend(SandboxBackend):
     """`SandboxBackend` in this process, for trusted generated code only."""
 
     def __init__(self) -> None:
@@ -220,7 +213,6 @@ class MemoryBackend:
         self._kept: dict[str, _Kept] = {}
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         files: frozenset[SnapshotKind] = frozenset({"filesystem"})
         return Capabilities(
             "memory", "none", False, False, False, files, files, "filesystem", "filesystem", False
@@ -250,7 +242,6 @@ class MemoryBackend:
         return sandbox
 
     async def connect(self, sandbox_id: str) -> MemorySandbox:
-        """See SandboxBackend.connect."""
         for sandbox in self.live:
             if sandbox.id == sandbox_id:
                 await sandbox.resume()
@@ -258,28 +249,23 @@ class MemoryBackend:
         raise missing_sandbox(sandbox_id)
 
     async def list(self) -> list[SandboxInfo]:
-        """See SandboxBackend.list."""
         infos = [await sandbox.get_info() for sandbox in self.live]
         return sorted(infos, key=lambda info: info.created_s)
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
-        """See SandboxBackend.list_snapshots."""
         return [kept.info for kept in self._kept.values()]
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot."""
         self._get(snapshot)
         del self._kept[snapshot]
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot."""
         kept = self._get(snapshot)
         files = Template({**kept.contents}, snapshot)
         frames = pack(*encode_template(kept.template)) + pack(*encode_template(files))
         await asyncio.to_thread(target.write_bytes, frames)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
         data = await asyncio.to_thread(source.read_bytes)
         try:
             template, files = unpack_templates(data, source.name, 2)
@@ -298,12 +284,10 @@ class MemoryBackend:
         return info
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         for sandbox in list(self.live):
             await sandbox.kill()
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         return []
 
     def _get(self, snapshot: str) -> _Kept:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from etude.sandbox.inside import testrunner
-from etude.sandbox.inside.waiting import MOST_WAITING_S
+from etude.sandbox.inside.processes import MOST_WAITING_S
 
 Run = TypeVar("Run")
 

@@ -24,11 +24,11 @@ from typing import Protocol
 
 from etude.errors import SandboxError
 from etude.sandbox.answers import changes, file_kinds, probes_report, root_changes, tests_report, text
-from etude.sandbox.arguments import check_timeout
 from etude.sandbox.calls import Answer
 from etude.sandbox.commands import Command, Commands, command_result
 from etude.sandbox.files import Files
 from etude.sandbox.inside.frames import Header
+from etude.sandbox.refusals import check_timeout
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     Capabilities,

@@ -7,32 +7,27 @@ end) it asks of its backend, a `MachineBackend`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from etude.errors import SandboxError
-from etude.sandbox.arguments import check_count
 from etude.sandbox.calls import Answer, agents_fault, prepared, too_large
 from etude.sandbox.channel import Channel
 from etude.sandbox.commands import process_id
 from etude.sandbox.egress import Egress
 from etude.sandbox.errors import SandboxLostError, SandboxStateError
 from etude.sandbox.inside.frames import FrameError, Header
-from etude.sandbox.inside.waiting import MOST_WAITING_S
+from etude.sandbox.inside.processes import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.outputs import Outputs
-from etude.sandbox.template import Template
+from etude.sandbox.refusals import check_count
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.types import (
-    NO_NETWORK,
-    Network,
-    Resources,
     SandboxInfo,
     SandboxState,
     SnapshotInfo,
@@ -46,18 +41,6 @@ OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself ends it after 20 s."""
 _LASTING = frozenset({"command", "tests", "probes", "shell.run", "wait"})
 """Operations that are answered when what they are about has ended."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What a sandbox was asked to be."""
-
-    template: Template
-    resources: Resources = dataclasses.field(default_factory=Resources)
-    network: Network = NO_NETWORK
-    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    parent: str | None = None
-    """The sandbox or snapshot it continues."""
 
 
 class _Stopwatch:
@@ -252,7 +235,6 @@ class MachineSandbox(Sandbox):
             raise await self._owner.blame(self, error) from error
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See Sandbox.call."""
         operation, ready = header["op"], prepared(header, self.workspace, self.environment)
         if operation == "shell.run":
             # Here, not inside: no command's time runs while it waits for another one of its session.
@@ -261,8 +243,6 @@ class MachineSandbox(Sandbox):
         answer, data = await self.job(ready, payload, on_output, header)
         if operation == "wait":
             self._outputs.ended(header["pid"])
-        elif on_output is not None and header.get("background"):
-            self._outputs.listen(process_id(answer, self.id), on_output)
         return answer, data
 
     async def job(
@@ -284,18 +264,23 @@ class MachineSandbox(Sandbox):
         self, channel: Channel, header: Header, payload: bytes, on_output: OnOutput | None
     ) -> Answer:
         """A quick operation has a deadline of its own, a job that of its time, the wait for one none."""
-        operation = header["op"]
-        if operation not in _LASTING or header.get("background"):
-            return await channel.request(header, payload, OPERATION_S)
+        is_lasting = header["op"] in _LASTING and not header.get("background")
         header["id"] = request_id = channel.next_id()
-        most_s = None if operation == "wait" else header["timeout_s"] + MOST_WAITING_S + OPERATION_S
         if on_output is not None:
             self._outputs.expect(request_id, on_output)
         try:
-            channel.send(header, payload)
-            return await channel.answer(request_id, most_s, self._gate.closed_s)
+            if is_lasting:
+                most_s = (
+                    None if header["op"] == "wait" else header["timeout_s"] + MOST_WAITING_S + OPERATION_S
+                )
+                channel.send(header, payload)
+                return await channel.answer(request_id, most_s, self._gate.closed_s)
+            answer, data = await channel.request(header, payload, OPERATION_S)
+            if on_output is not None and "fault" not in answer:
+                self._outputs.started(process_id(answer, self.id), request_id)
+            return answer, data
         except asyncio.CancelledError:
-            if not channel.closed:
+            if is_lasting and not channel.closed:
                 channel.send({"op": "cancel", "target": request_id})
             raise
         finally:
@@ -310,7 +295,6 @@ class MachineSandbox(Sandbox):
     # Sandbox
 
     async def get_info(self) -> SandboxInfo:
-        """See Sandbox.get_info."""
         return SandboxInfo(
             id=self.id,
             backend=self._owner.name,
@@ -326,21 +310,17 @@ class MachineSandbox(Sandbox):
         )
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         self._owner.expire_at(self, timeout_s)
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
-        """See Sandbox.pause."""
         await self._owner.pause(self, mode)
 
     async def resume(self) -> None:
-        """See Sandbox.resume."""
         await self._owner.resume(self)
 
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
         return await self._owner.snapshot(self, kind, name)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
@@ -349,11 +329,9 @@ class MachineSandbox(Sandbox):
         return await self._owner.fork(self, count)
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate."""
         return await self._owner.migrate(self, target)
 
     async def kill(self) -> None:
-        """See Sandbox.kill."""
         await self._owner.kill(self)
 
 

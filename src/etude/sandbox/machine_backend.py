@@ -14,6 +14,7 @@ A start that fails, times out or is cancelled is stopped; a pause that fails lea
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,24 +23,29 @@ from typing import Any
 
 from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.kit.tasks import to_the_end
-from etude.sandbox.arguments import check_life
 from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
-from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.machine import MachineSandbox, Spec
-from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, transfer
+from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.migration import (
+    abilities_of,
+    default_state_directory,
+    gather_copies,
+    in_place_of,
+    transfer,
+)
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.refusals import (
+    check_life,
     check_move,
     check_resources,
     missing_sandbox,
     unsupported_copy,
 )
 from etude.sandbox.snapshot_keeper import SnapshotKeeper
-from etude.sandbox.snapshots import Snapshot
+from etude.sandbox.snapshots import Snapshot, Spec
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,
@@ -54,7 +60,7 @@ from etude.sandbox.types import (
 __all__ = ["MachineBackend", "default_state_directory", "gather_copies"]
 
 
-class MachineBackend(SnapshotKeeper):
+class MachineBackend(SnapshotKeeper, SandboxBackend):
     """Base of the backends whose sandboxes are `MachineSandbox`es. For one event loop."""
 
     allow_private: tuple[str, ...] = ()
@@ -74,7 +80,6 @@ class MachineBackend(SnapshotKeeper):
     # For each kind of machine
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         raise NotImplementedError
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
@@ -98,7 +103,6 @@ class MachineBackend(SnapshotKeeper):
         return None
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         return []
 
     # SandboxBackend
@@ -112,7 +116,6 @@ class MachineBackend(SnapshotKeeper):
         snapshot: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> MachineSandbox:
-        """See SandboxBackend.create."""
         check_life(timeout_s)
         if snapshot is None:
             spec = Spec(
@@ -127,12 +130,10 @@ class MachineBackend(SnapshotKeeper):
                 fix="give one or the other",
             )
         saved = await self.snapshots.open(snapshot)
-        spec = Spec(
-            saved.template,
-            saved.resources,
-            network or saved.network,
-            dict(metadata if metadata is not None else saved.metadata),
-            parent=snapshot,
+        spec = dataclasses.replace(
+            saved.spec,
+            network=network or saved.spec.network,
+            metadata=dict(saved.spec.metadata if metadata is None else metadata),
         )
         return await self.start(spec, timeout_s, saved)
 
@@ -200,7 +201,6 @@ class MachineBackend(SnapshotKeeper):
         return self._request_log
 
     async def connect(self, sandbox_id: str) -> MachineSandbox:
-        """See SandboxBackend.connect."""
         sandbox = self._live.get(sandbox_id)
         if sandbox is None:
             raise missing_sandbox(sandbox_id)
@@ -209,11 +209,9 @@ class MachineBackend(SnapshotKeeper):
         return sandbox
 
     async def list(self) -> list[SandboxInfo]:
-        """See SandboxBackend.list."""
         return [await sandbox.get_info() for sandbox in self._live.values()]
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         self._closed = True
         ends = [self.kill(sandbox) for sandbox in self._live.values()]
         ends += [self._give_up(snapshot) for snapshot in self._in_transit]
@@ -245,7 +243,6 @@ class MachineBackend(SnapshotKeeper):
         return await self._blame.judge(sandbox.id, error, evidence)
 
     async def kill(self, sandbox: MachineSandbox) -> None:
-        """See Sandbox.kill."""
         if self._live.pop(sandbox.id, None) is None:
             return
         timer = self._timers.pop(sandbox.id, None)
@@ -261,7 +258,6 @@ class MachineBackend(SnapshotKeeper):
             await self.delete_snapshot(saved)
 
     async def pause(self, sandbox: MachineSandbox, mode: SnapshotKind) -> None:
-        """See Sandbox.pause."""
         if mode not in self.capabilities().pause:
             raise unsupported_copy(self.capabilities(), "pause", mode)
         await self.fall_asleep(sandbox, mode)
@@ -282,7 +278,6 @@ class MachineBackend(SnapshotKeeper):
                 await to_the_end(self.stop(sandbox))
 
     async def resume(self, sandbox: MachineSandbox) -> None:
-        """See Sandbox.resume."""
         async with sandbox.lifecycle:
             if sandbox.state != "paused":
                 return
@@ -300,7 +295,6 @@ class MachineBackend(SnapshotKeeper):
     async def snapshot(
         self, sandbox: MachineSandbox, kind: SnapshotKind | None, name: str | None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
         able = self.capabilities().snapshots
         wanted: SnapshotKind = kind or ("full" if "full" in able else "filesystem")
         if wanted not in able:
@@ -309,7 +303,6 @@ class MachineBackend(SnapshotKeeper):
             return await self._save(sandbox, wanted, name)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork."""
         kind = self.capabilities().fork
         if kind is None:
             raise self.unsupported("full")
@@ -348,7 +341,6 @@ class MachineBackend(SnapshotKeeper):
         return await in_place_of(moved, self.kill(sandbox))
 
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         check_life(timeout_s)
         timer = self._timers.pop(sandbox.id, None)
         if timer is not None:
@@ -366,8 +358,7 @@ class MachineBackend(SnapshotKeeper):
 
     def copied_spec(self, sandbox: MachineSandbox) -> Spec:
         """The spec of a copy of a sandbox."""
-        spec = sandbox.spec
-        return Spec(spec.template, spec.resources, spec.network, spec.metadata, parent=sandbox.id)
+        return dataclasses.replace(sandbox.spec, parent=sandbox.id)
 
     def lost(self, sandbox: MachineSandbox) -> None:
         """The sandbox's machine died by itself: it is marked, and kept until it is killed."""

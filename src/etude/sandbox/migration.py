@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from etude.errors import SandboxError
 from etude.kit.leftovers import sweep_work, work_directory
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -117,3 +118,25 @@ def clear_litter(state: Path) -> None:
     """Removes what killed processes left of moves and forks below a state directory. Blocks."""
     SnapshotStore(state / SNAPSHOTS).sweep()
     sweep_work(state / MOVING)
+
+
+async def gather_copies(starting: Sequence[Awaitable[Sandbox]]) -> list[Sandbox | SandboxError]:
+    """Each copy, or the error that prevented it; anything but a SandboxError is raised.
+
+    Then, and when the caller is cancelled, the copies that did start are killed: nobody would ever know.
+    """
+    tasks = [asyncio.ensure_future(copy) for copy in starting]
+    try:
+        copies = await asyncio.gather(*tasks, return_exceptions=True)
+        result: list[Sandbox | SandboxError] = []
+        for copy in copies:
+            if isinstance(copy, BaseException) and not isinstance(copy, SandboxError):
+                raise copy
+            result.append(copy)
+    except BaseException:
+        started = [
+            task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()
+        ]
+        await asyncio.shield(asyncio.gather(*(copy.kill() for copy in started)))
+        raise
+    return result

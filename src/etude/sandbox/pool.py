@@ -42,7 +42,7 @@ class PoolHealth:
     """What went wrong lately behind the scenes."""
 
 
-class PooledBackend:
+class PooledBackend(SandboxBackend):
     """`SandboxBackend` over another one, which it owns and closes. For one event loop."""
 
     def __init__(self, inner: SandboxBackend, max_live: int, queue_timeout_s: float = 60.0) -> None:
@@ -57,11 +57,9 @@ class PooledBackend:
         self._closed = False
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         return self.inner.capabilities()
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         return self.inner.doctor()
 
     def health(self) -> PoolHealth:
@@ -90,34 +88,28 @@ class PooledBackend:
 
     async def connect(self, sandbox_id: str) -> PooledSandbox:
         """See SandboxBackend.connect. Resuming a paused one takes a place."""
-        sandbox = self._live.get(sandbox_id)
-        if sandbox is not None and (await sandbox.get_info()).state == "killed":
-            sandbox.ended(forget=True)
-            sandbox = None
-        if sandbox is None:
+        if sandbox_id in self._live:
+            await self._live[sandbox_id].look()
+        if sandbox_id not in self._live:
             raise missing_sandbox(sandbox_id)
+        sandbox = self._live[sandbox_id]
         await sandbox.resume()
         return sandbox
 
     async def list(self) -> list[SandboxInfo]:
-        """See SandboxBackend.list."""
         infos = await self.inner.list()
         return [self._live[info.id].described(info) for info in infos if info.id in self._live]
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
-        """See SandboxBackend.list_snapshots."""
         return await self.inner.list_snapshots()
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot."""
         await self.inner.delete_snapshot(snapshot)
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot."""
         await self.inner.export_snapshot(snapshot, target)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
         return await self.inner.import_snapshot(source)
 
     async def close(self) -> None:
@@ -169,12 +161,8 @@ class PooledBackend:
 
     async def _look(self) -> None:
         """Takes back the places of sandboxes that ended by themselves."""
-        before = [(sandbox, sandbox.num_turns) for sandbox in self._live.values() if not sandbox.is_turning]
-        states = {info.id: info.state for info in await self.inner.list()}
-        for sandbox, num_turns in before:
-            state = states.get(sandbox.id, "killed")
-            if state != "running" and sandbox.num_turns == num_turns:
-                sandbox.ended(forget=state == "killed")
+        for sandbox in list(self._live.values()):
+            await sandbox.look()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from etude.errors import SandboxError
-from etude.sandbox.arguments import check_count
+from etude.kit.tasks import to_the_end
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.types import (
-    SandboxInfo,
-    SnapshotKind,
-)
+from etude.sandbox.refusals import check_count
+from etude.sandbox.types import SandboxInfo, SnapshotKind
 from etude.sandbox.wrapping import WrappedSandbox
 
 if TYPE_CHECKING:
@@ -35,42 +33,37 @@ class PooledSandbox(WrappedSandbox):
         self._metadata = metadata
         self._lifecycle = asyncio.Lock()
         self._held = True
-        self._killing: asyncio.Task[None] | None = None
-        self.num_turns = 0
-        """Counts pauses, resumes and ends: whoever compares two looks knows that nothing came between."""
-
-    @property
-    def is_turning(self) -> bool:
-        """Whether it is falling asleep, waking or moving: its state says nothing about its place then."""
-        return self._lifecycle.locked()
+        self._ending = asyncio.Lock()
+        self._ends = False
 
     async def reach(self, operation: str) -> Sandbox:
-        """See WrappedSandbox.reach."""
         return self._inner
 
     def described(self, info: SandboxInfo) -> SandboxInfo:
         """What is known of it, with the caller's metadata."""
         return info if self._metadata is None else dataclasses.replace(info, metadata=dict(self._metadata))
 
-    def ended(self, forget: bool) -> None:
-        """It no longer lives by its own doing; `forget`: nothing is left of it."""
-        self._free()
-        if forget:
-            self._pool.forget(self)
+    async def look(self) -> None:
+        """Gives its place back if it has ended by itself: nobody who asks for it finds it any more."""
+        if self._lifecycle.locked():
+            return  # it falls asleep, wakes or moves, and sees to its place itself
+        async with self._lifecycle:
+            state = (await self._inner.get_info()).state
+            if state != "running":
+                self._free()
+            if state == "killed":
+                self._pool.forget(self)
 
     async def get_info(self) -> SandboxInfo:
-        """See Sandbox.get_info."""
         return self.described(await self._inner.get_info())
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         await self._inner.set_timeout(timeout_s)
         self._pool.expect_end(timeout_s)
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """See Sandbox.pause. The place is given back."""
         async with self._lifecycle:
-            self.num_turns += 1
             await self._inner.pause(mode)
             self._free()
 
@@ -81,8 +74,7 @@ class PooledSandbox(WrappedSandbox):
                 await self._inner.resume()
                 return
             await self._pool.acquire(await self._tenant())
-            self.num_turns += 1
-            if self._killing is not None:
+            if self._ends:
                 self._pool.give_back()
                 raise SandboxMissingError(
                     "the sandbox was killed", field="sandbox", received=self.id, fix="make another one"
@@ -113,9 +105,7 @@ class PooledSandbox(WrappedSandbox):
         return result
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate."""
         async with self._lifecycle:
-            self.num_turns += 1
             moved = await self._inner.migrate(target)
             self._free()
         self._pool.forget(self)
@@ -123,25 +113,19 @@ class PooledSandbox(WrappedSandbox):
 
     async def kill(self) -> None:
         """See Sandbox.kill. The place is given back once the inner sandbox is dead."""
-        if self._killing is None or (self._killing.done() and self._failed_to_die()):
-            self._killing = asyncio.ensure_future(self._kill())
-        await asyncio.shield(self._killing)
+        self._ends = True
+        await to_the_end(self._kill())
 
     async def _kill(self) -> None:
-        self.num_turns += 1
-        await self._inner.kill()
+        async with self._ending:
+            await self._inner.kill()
         self._free()
         self._pool.forget(self)
-
-    def _failed_to_die(self) -> bool:
-        task = self._killing
-        return task is not None and (task.cancelled() or task.exception() is not None)
 
     async def _tenant(self) -> str:
         return (await self.get_info()).metadata.get(TENANT, "")
 
     def _free(self) -> None:
         if self._held:
-            self.num_turns += 1
             self._held = False
             self._pool.give_back()

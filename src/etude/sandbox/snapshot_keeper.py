@@ -53,23 +53,19 @@ class SnapshotKeeper:
     # SandboxBackend
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
-        """See SandboxBackend.list_snapshots."""
         asleep = set(self._asleep.values())
         return [info for info in self.snapshots.list(self.name) if info.id not in asleep]
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot."""
         timer = self._in_transit.pop(snapshot, None)
         if timer is not None:
             timer.cancel()
         await asyncio.to_thread(self.snapshots.delete, snapshot)
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot."""
         await self.snapshots.export(snapshot, target)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
         known = self._in_transit
         info = await self.snapshots.import_(source, self.name)
         if info.id not in known and self.snapshots.is_in_transit(info.id):
@@ -110,10 +106,7 @@ class SnapshotKeeper:
                 backend=self.name,
                 backend_version=self.version,
                 sandbox_id=sandbox.id,
-                template=sandbox.spec.template,
-                resources=sandbox.spec.resources,
-                network=sandbox.spec.network,
-                metadata=sandbox.spec.metadata,
+                spec=sandbox.spec,
                 temporary=temporary,
             )
         except BaseException:

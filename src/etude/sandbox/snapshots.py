@@ -32,9 +32,8 @@ from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import SnapshotError, SnapshotMissingError, SnapshotRefusedError
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.refusals import foreign_snapshot
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import encode_template, unpack_templates
-from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
+from etude.sandbox.template import Template, encode_template, unpack_templates
+from etude.sandbox.types import NO_NETWORK, Network, Resources, SnapshotInfo, SnapshotKind
 
 FORMAT = 1
 MANIFEST, TEMPLATE = "manifest.json", "template"
@@ -54,15 +53,25 @@ def this_machine() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Spec:
+    """What a sandbox was asked to be."""
+
+    template: Template
+    resources: Resources = field(default_factory=Resources)
+    network: Network = NO_NETWORK
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    parent: str | None = None
+    """The sandbox or snapshot it continues."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """A snapshot that was opened: every file checked."""
 
     info: SnapshotInfo
     directory: Path
-    template: Template
-    resources: Resources
-    network: Network
-    metadata: Mapping[str, str]
+    spec: Spec
+    """Of the sandbox that continues it."""
     backend_version: str
     machine: Mapping[str, str]
     extra: Mapping[str, Any]
@@ -129,10 +138,7 @@ class SnapshotStore:
         backend: str,
         backend_version: str,
         sandbox_id: str,
-        template: Template,
-        resources: Resources,
-        network: Network,
-        metadata: Mapping[str, str],
+        spec: Spec,
         temporary: bool = False,
     ) -> SnapshotInfo:
         """Digests and syncs every file, then makes the snapshot appear. Raises SnapshotError.
@@ -148,16 +154,16 @@ class SnapshotStore:
             "backend_version": backend_version,
             "machine": this_machine(),
             "sandbox_id": sandbox_id,
-            "template": template.name,
+            "template": spec.template.name,
             "created_s": time.time(),
-            "resources": dataclasses.asdict(resources),
-            "network": list(network.allow),
-            "metadata": dict(metadata),
+            "resources": dataclasses.asdict(spec.resources),
+            "network": list(spec.network.allow),
+            "metadata": dict(spec.metadata),
             "extra": draft.extra,
             "temporary": temporary,
         }
         try:
-            await asyncio.to_thread(self._write, draft, manifest, pack(*encode_template(template)))
+            await asyncio.to_thread(self._write, draft, manifest, pack(*encode_template(spec.template)))
             if temporary:
                 self._temporary[draft.id] = draft
             else:
@@ -194,10 +200,13 @@ class SnapshotStore:
         return Snapshot(
             info=_info(manifest),
             directory=directory,
-            template=unpack_templates(template, snapshot, 1)[0],
-            resources=Resources(**manifest["resources"]),
-            network=Network(tuple(manifest["network"])),
-            metadata=manifest["metadata"],
+            spec=Spec(
+                unpack_templates(template, snapshot, 1)[0],
+                Resources(**manifest["resources"]),
+                Network(tuple(manifest["network"])),
+                manifest["metadata"],
+                parent=snapshot,
+            ),
             backend_version=manifest["backend_version"],
             machine=manifest["machine"],
             extra=manifest["extra"],

@@ -36,40 +36,31 @@ class WrappedSandbox(Sandbox):
         return copy
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See Sandbox.call."""
         return await self.perform(header["op"], lambda s: s.call(header, payload, on_output))
 
     async def get_info(self) -> SandboxInfo:
-        """See Sandbox.get_info."""
         return await self.perform("get_info", lambda s: s.get_info())
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         await self.perform("set_timeout", lambda s: s.set_timeout(timeout_s))
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
-        """See Sandbox.pause."""
         await self.perform("pause", lambda s: s.pause(mode))
 
     async def resume(self) -> None:
-        """See Sandbox.resume."""
         await self.perform("resume", lambda s: s.resume())
 
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
         return await self.perform("create_snapshot", lambda s: s.create_snapshot(kind, name))
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork."""
         copies = await self.perform("fork", lambda s: s.fork(count))
         return [copy if isinstance(copy, SandboxError) else self.wrap(copy) for copy in copies]
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate."""
         return await self.perform("migrate", lambda s: s.migrate(target))
 
     async def kill(self) -> None:
-        """See Sandbox.kill."""
         await self.perform("kill", lambda s: s.kill())

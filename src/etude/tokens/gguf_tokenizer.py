@@ -11,10 +11,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from etude.errors import ConfigError
 from etude.tokens.definition import SPACE
-from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE
+from etude.tokens.tokenizer import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 
-TEMPLATE_FILE = "chat_template.jinja"
-GENERATION_FILE = "generation_config.json"
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 """Types of tokens; others stand for no text that can be written."""
 _PIECES = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 
 NOBODY = 65534
 """Whose processes an owner that is root has on the host."""

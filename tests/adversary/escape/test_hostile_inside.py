@@ -22,7 +22,8 @@ from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 
 Call = Callable[[Sandbox], Awaitable[object]]

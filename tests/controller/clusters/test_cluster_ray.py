@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.controller.clusters.sampling import OVER
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from tests.controller.clusters.running import audit, config, make_token, sample_options, wait_for

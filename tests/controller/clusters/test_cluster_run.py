@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.observe import RunDirectory
 from tests.controller.clusters.running import audit, config, make_token, sample_options
 from tests.controller.running import collected, num_rl_steps, run_elsewhere, wait_until

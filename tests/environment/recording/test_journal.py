@@ -27,7 +27,7 @@ from etude.environment.recording import (
 from etude.environment.recording.journal import SessionJournal, read_journal, replay
 from etude.environment.recording.recovery import find_sessions
 from etude.errors import ConfigError, StoreError
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.records import RewardBreakdown, SampleChunk, SampleRequest
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import CHATML_TEMPLATE

@@ -24,7 +24,7 @@ from etude.environment.recording.errors import SessionEndedError
 from etude.environment.recording.server.process import check_address, read_tokens
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.records import RewardBreakdown, SampleRequest, Status, TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog

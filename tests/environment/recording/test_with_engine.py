@@ -16,7 +16,7 @@ import pytest
 from etude.config import ModelConfig
 from etude.environment.recording import AnswerService, MapLimits, SessionMap
 from etude.inference import Engine, EngineService
-from etude.inference.ports import free_port
+from etude.kit.ports import free_port
 from etude.model import LanguageModel
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences

@@ -147,7 +147,7 @@ def test_one_key_gives_one_session() -> None:
         ({}, "body"),
         ({"task": "tally", "files": {}}, "body"),
         ({"task": "absent"}, "task"),
-        ({"task": {"id": "x"}}, "instruction"),
+        ({"task": {"id": "x"}}, "task.instruction"),
         ({"files": {"a": 1}}, "files"),
         ({"directory": "/etc"}, "directory"),
         ({"repository": "/"}, "repository"),

@@ -25,7 +25,7 @@ from etude.inference.load import (
     synthetic_sessions,
 )
 from etude.inference.load.http_target import HttpTarget
-from etude.inference.load.records import LoadError
+from etude.inference.load.runner import LoadError
 from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 SHAPE = WorkloadShape(

@@ -4,8 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.inference.router.borrowing import Borrower, Borrowing, LoanStage
-from etude.inference.router.pools import Lender, LendingByLoad, LendingWindow
 from etude.inference.router.types import Replica
+from tests.inference.router.test_members import BY_LOAD, POOLS, lender_of
+
+WINDOW = {**POOLS, "count": 1, "start": "00:00", "end": "01:00"}
 
 
 def replicas(*pools: str) -> dict[str, Replica]:
@@ -97,7 +99,7 @@ def test_a_replica_has_one_borrower_and_no_run_more_than_it_wants(moves: list[tu
 
 
 def test_who_is_loaded_gets_its_replica_back_at_once_and_lends_again_later() -> None:
-    lender = Lender(by_load=[LendingByLoad("serve", "rollout", 1000.0, 100.0)], hold_s=60.0)
+    lender = lender_of(by_load=[BY_LOAD], hold_s=60.0)
     every = list(replicas("serve", "serve").values())
     (move,) = lender.moves(every, 0.0, 0.0, {"rollout": 5000.0})
     assert move.pool == "rollout"
@@ -114,7 +116,7 @@ def test_who_is_loaded_gets_its_replica_back_at_once_and_lends_again_later() -> 
 
 
 def test_a_window_closes_while_its_lender_is_loaded() -> None:
-    lender = Lender([LendingWindow("serve", "rollout", 1, 0.0, 3600.0, busy_tokens=1000.0)], hold_s=60.0)
+    lender = lender_of(windows=[{**WINDOW, "busy_tokens": 1000.0}], hold_s=60.0)
     every = list(replicas("serve", "serve").values())
     (move,) = lender.moves(every, 0.0, 10.0)
     lent = next(r for r in every if r.name == move.replica)
@@ -128,7 +130,7 @@ def test_a_window_closes_while_its_lender_is_loaded() -> None:
 
 
 def test_what_was_moved_by_hand_no_rule_moves() -> None:
-    lender = Lender([LendingWindow("serve", "rollout", 1, 0.0, 3600.0)])
+    lender = lender_of(windows=[WINDOW])
     every = replicas("serve", "serve", "serve")
     every["r0"].pool, every["r0"].by_hand = "rollout", True
     assert lender.moves(every.values(), 0.0, 7200.0) == []

@@ -13,11 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from etude.config.routing import HealthCheckConfig, RouterConfig
 from etude.inference.load import LogNormal, WorkloadShape, run_load, summarise, synthetic_sessions
 from etude.inference.load.http_target import HttpTarget
-from etude.inference.ports import free_port
-from etude.inference.router import HealthConfig, MemberState
+from etude.inference.router import MemberState
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
+from etude.kit.ports import free_port
 from tests.fakes.replica import running_server
 from tests.inference.server.checkpoint import write_checkpoint
 
@@ -65,7 +66,7 @@ def test_killing_a_replica_under_load_loses_no_request_in_silence(kind: str, tmp
     async def body() -> None:
         for port in ports:
             await up(port)
-        proxy = Proxy(health=HealthConfig(interval_s=0.2, timeout_s=30.0, backoff_s=0.3))
+        proxy = Proxy(RouterConfig(health=HealthCheckConfig(interval_s=0.2, timeout_s=30.0, backoff_s=0.3)))
         app = build_app(proxy, [ReplicaAddress(f"http://127.0.0.1:{port}") for port in ports])
         victim = f"127.0.0.1:{ports[0]}"
         async with running_server(app) as url:

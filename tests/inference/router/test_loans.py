@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from etude.config.routing import HealthCheckConfig, RouterConfig
 from etude.inference.headers import SESSION_HEADER
 from etude.inference.loan_client import LoanEndedError, LoanHandle
-from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.inference.router.server.app import REPLICA_HEADER
 from tests.fakes.replica import running_server
@@ -70,7 +70,7 @@ class Routing:
 async def routed(
     replicas: list[Served], token: str = ADMIN, pool: str | None = None
 ) -> AsyncIterator[Routing]:
-    proxy = Proxy(health=HealthConfig(interval_s=0.1, timeout_s=30.0), replica_token=token)
+    proxy = Proxy(RouterConfig(health=HealthCheckConfig(interval_s=0.1, timeout_s=30.0)), token)
     addresses = [ReplicaAddress(served.url, pool) for served in replicas]
     async with (
         running_server(build_app(proxy, addresses)) as url,

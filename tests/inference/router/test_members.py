@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from etude.config.routing import HealthCheckConfig, LendingConfig
 from etude.errors import ConfigError
-from etude.inference.router import Ask, HealthConfig, Members, MemberState, NoReplicaError, Router
-from etude.inference.router.pools import Lender, LendingByLoad, LendingWindow, Move
+from etude.inference.router import Ask, Members, MemberState, NoReplicaError, Router
+from etude.inference.router.pools import Lender, Move
 from etude.inference.router.types import Replica
 
 
 def members_of(*names: str, **options: float) -> Members:
-    members = Members(Router(), HealthConfig(**options))  # type: ignore[arg-type]
+    members = Members(Router(), HealthCheckConfig(**options))  # type: ignore[arg-type]
     for name in names:
         members.join(name)
         members.answered(name, 0.0, "run@1")
@@ -113,13 +116,21 @@ def replicas(serve: int, rollout: int, serve_work: int = 0, rollout_work: int = 
     ]
 
 
+POOLS = {"lender": "serve", "borrower": "rollout"}
+BY_LOAD = {**POOLS, "busy_tokens": 1000.0, "idle_tokens": 100.0}
+
+
+def lender_of(**lending: Any) -> Lender:
+    return Lender(LendingConfig(**lending))
+
+
 def apply(moves: list[Move], every: list[Replica]) -> None:
     for move in moves:
         next(r for r in every if r.name == move.replica).pool = move.pool
 
 
 def test_a_schedule_lends_at_night_and_takes_back_in_the_morning() -> None:
-    lender = Lender([LendingWindow("serve", "rollout", 2, 22 * 3600.0, 6 * 3600.0)])
+    lender = lender_of(windows=[{**POOLS, "count": 2, "start": "22:00", "end": "06:00"}])
     every = replicas(4, 1)
     assert lender.moves(every, 0.0, 12 * 3600.0) == []
     apply(lender.moves(every, 1.0, 23 * 3600.0), every)
@@ -130,14 +141,14 @@ def test_a_schedule_lends_at_night_and_takes_back_in_the_morning() -> None:
 
 
 def test_a_schedule_never_empties_a_pool() -> None:
-    lender = Lender([LendingWindow("serve", "rollout", 9, 0.0, 3600.0)])
+    lender = lender_of(windows=[{**POOLS, "count": 9, "start": "00:00", "end": "01:00"}])
     every = replicas(3, 0)
     apply(lender.moves(every, 0.0, 10.0), every)
     assert sum(r.pool == "serve" for r in every) == 1
 
 
 def test_load_lends_one_at_a_time_and_takes_it_back() -> None:
-    lender = Lender(by_load=[LendingByLoad("serve", "rollout", 1000.0, 100.0, most=2)], hold_s=10.0)
+    lender = lender_of(by_load=[{**BY_LOAD, "most": 2}], hold_s=10.0)
     every = replicas(3, 1, serve_work=10, rollout_work=5000)
     first = lender.moves(every, 0.0, 0.0)
     assert [move.pool for move in first] == ["rollout"]
@@ -151,10 +162,5 @@ def test_load_lends_one_at_a_time_and_takes_it_back() -> None:
 
 
 def test_between_the_thresholds_nothing_moves() -> None:
-    lender = Lender(by_load=[LendingByLoad("serve", "rollout", 1000.0, 100.0)])
+    lender = lender_of(by_load=[BY_LOAD])
     assert lender.moves(replicas(3, 1, serve_work=500, rollout_work=5000), 0.0, 0.0) == []
-
-
-def test_thresholds_that_would_swing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="idle_tokens"):
-        LendingByLoad("serve", "rollout", 100.0, 100.0)

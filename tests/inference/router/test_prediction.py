@@ -49,5 +49,5 @@ def test_the_rest_is_never_negative(lengths: list[float], age: float) -> None:
 
 
 def test_a_prior_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(AssertionError, match="positive"):
         ResidualMean(prior=0.0)

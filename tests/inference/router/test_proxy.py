@@ -18,18 +18,18 @@ from fastapi.responses import Response
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.config.routing import HealthCheckConfig, RouterConfig, RouterLimitsConfig
 from etude.errors import ConfigError
-from etude.inference.router import HealthConfig
 from etude.inference.router.members import MemberState
-from etude.inference.router.pools import Lender, LendingWindow, Move
-from etude.inference.router.server import Proxy, ProxyConfig, ReplicaAddress, build_app
+from etude.inference.router.pools import Lender, Move
+from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.inference.router.server.events import EventGuard
 from etude.inference.router.server.hints import read_hints
 from etude.serving.client import Client
 from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 _LIMIT_S = 60.0
-HEALTH = HealthConfig(interval_s=0.05, timeout_s=30.0, backoff_s=0.05)
+HEALTH = HealthCheckConfig(interval_s=0.05, timeout_s=30.0, backoff_s=0.05)
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
@@ -59,12 +59,13 @@ class Setting:
 
 @asynccontextmanager
 async def setting(
-    replicas: Sequence[FakeReplica], config: ProxyConfig | None = None, **options: Any
+    replicas: Sequence[FakeReplica], lender: Lender | None = None, **options: Any
 ) -> AsyncIterator[Setting]:
     token, health = options.pop("admin_token", None), options.pop("health", HEALTH)
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(fake_replica(replica)) for replica in replicas]
-        proxy = Proxy(config, health=health, **options)
+        proxy = Proxy(RouterConfig(health=health, **options))
+        proxy.lender = lender or proxy.lender
         app = build_app(proxy, [ReplicaAddress(url) for url in urls], token)
         url = await stack.enter_async_context(running_server(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60.0))
@@ -174,11 +175,11 @@ def test_the_side_channel_is_fetched_from_the_replica_that_answered(stream: bool
 
 
 def test_pins_arms_and_lent_replicas_work_over_http() -> None:
-    lender = Lender([LendingWindow("serve", "rollout", 1, 0.0, 86_399.0)])
+    window = {"lender": "serve", "borrower": "rollout", "count": 1, "start": "00:00", "end": "23:59"}
 
     async def body() -> None:
         versions = [FakeReplica(version=f"run@{n}") for n in (1, 1, 2)]
-        async with setting(versions, lender=lender, arms={"run@1": 1.0, "run@2": 0.0}) as one:
+        async with setting(versions, lending={"windows": [window]}, arms={"run@1": 1.0, "run@2": 0.0}) as one:
             while not any(r.pool == "rollout" for r in one.proxy.router.replicas.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             pools = {r.name: r.pool for r in one.proxy.router.replicas.values()}
@@ -274,7 +275,7 @@ def test_a_router_begins_without_replicas_and_takes_them_as_they_come() -> None:
 
 def test_a_pin_that_a_replica_no_longer_serves_is_tried_elsewhere() -> None:
     async def body() -> None:
-        health = HealthConfig(interval_s=60.0, timeout_s=30.0)
+        health = HealthCheckConfig(interval_s=60.0, timeout_s=30.0)
         async with setting([FakeReplica(), FakeReplica()], health=health) as one:
             one.replicas[0].version = "fake@1"  # since the last probe
             pin = {"x-etude-version": "fake@0"}
@@ -415,7 +416,9 @@ def test_without_replicas_the_client_is_told_to_wait() -> None:
 
 def test_a_replica_that_says_nothing_in_time_is_told() -> None:
     async def body() -> None:
-        async with setting([FakeReplica(token_s=600.0)], ProxyConfig(answer_s=0.1)) as one:
+        async with setting(
+            [FakeReplica(token_s=600.0)], limits=RouterLimitsConfig.model_construct(answer_s=0.1)
+        ) as one:
             response = await one.chat()
             assert response.status_code == 504
             assert response.json()["error"]["code"] == "replica_slow"
@@ -436,9 +439,9 @@ def test_when_all_replicas_refuse_the_refusal_is_handed_on() -> None:
 
 
 def test_hedging_asks_a_second_replica_only_when_it_is_on() -> None:
-    async def body(after_s: float | None) -> list[int]:
+    async def body(after_s: float) -> list[int]:
         slow = [FakeReplica(token_s=600.0 if after_s else 0.3) for _ in range(2)]
-        async with setting(slow, ProxyConfig(hedge_after_s=after_s)) as one:
+        async with setting(slow, limits={"hedge_after_s": after_s}) as one:
             asking = asyncio.ensure_future(one.chat(max_tokens=1))
             while not any(replica.requests for replica in slow):  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -450,12 +453,12 @@ def test_hedging_asks_a_second_replica_only_when_it_is_on() -> None:
                 await asyncio.sleep(0.01)
             return sorted(len(replica.requests) for replica in one.replicas)
 
-    assert run(body(None)) == [0, 1]
+    assert run(body(0.0)) == [0, 1]
     assert run(body(0.05)) == [1, 1]
 
 
-@pytest.mark.parametrize("hedge_after_s", [None, 0.0])
-def test_a_client_that_leaves_at_any_moment_leaves_nothing_in_flight(hedge_after_s: float | None) -> None:
+@pytest.mark.parametrize("hedge_after_s", [0.0, 1e-9])
+def test_a_client_that_leaves_at_any_moment_leaves_nothing_in_flight(hedge_after_s: float) -> None:
     async def events_of_one() -> AsyncIterator[bytes]:
         yield b"data: {}\n\n"
         await asyncio.Event().wait()
@@ -465,7 +468,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_in_flight(hedge_after
 
     async def leave_after(turns: int) -> bool:
         """Whether the answer had begun."""
-        proxy = Proxy(ProxyConfig(hedge_after_s=hedge_after_s))
+        proxy = Proxy(RouterConfig(limits=RouterLimitsConfig(hedge_after_s=hedge_after_s)))
         proxy.http = Client("", transport=httpx.MockTransport(answer), refusal=None)
         for port in (1, 2):
             proxy.members.answered(proxy.join(ReplicaAddress(f"http://replica:{port}")), 0.0, "fake@0")
@@ -493,7 +496,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_in_flight(hedge_after
 
 def test_large_bodies_and_foreign_names_are_refused() -> None:
     async def body() -> None:
-        async with setting([FakeReplica()], ProxyConfig(body_bytes=100)) as one:
+        async with setting([FakeReplica()], limits={"body_bytes": 100}) as one:
             large = await one.http.post("/v1/completions", content=b"x" * 200)
             assert large.status_code == 413
             assert large.json()["error"]["param"] == "body"

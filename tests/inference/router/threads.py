@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from etude.inference.router import HealthConfig
+from etude.config.routing import HealthCheckConfig, RouterConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from tests.fakes.replica import running_server
 
@@ -43,9 +43,9 @@ def in_thread(opening: AbstractAsyncContextManager[str]) -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def routing(replicas: Sequence[str], **options: Any) -> AsyncIterator[str]:
-    """The address of a router over these, once all of them get requests. `options`: of Proxy."""
-    proxy = Proxy(**{"health": HealthConfig(timeout_s=_LIMIT_S)} | options)
+async def routing(replicas: Sequence[str], replica_token: str = "", **options: Any) -> AsyncIterator[str]:
+    """The address of a router over these, once all of them get requests. `options`: of its configuration."""
+    proxy = Proxy(RouterConfig(**{"health": HealthCheckConfig(timeout_s=_LIMIT_S)} | options), replica_token)
     async with running_server(build_app(proxy, [ReplicaAddress(url) for url in replicas])) as url:
         async with asyncio.timeout(_LIMIT_S):
             while not all(one.ready for one in proxy.router.replicas.values()):  # noqa: ASYNC110

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from etude.inference.exchange import Build
 from etude.inference.loan_client import LoanHandle
 from etude.inference.server import EngineView, ServerState, build_app
 from etude.inference.server.checkpoints import CheckpointWeights
-from etude.inference.server.engine_thread import EngineThread
 from etude.inference.server.loans import Fetch, LoanDesk, fetch_from_store
 from etude.model import LanguageModel, build_model
 from etude.records import PolicyVersion, SampleRequest, SamplingParams, WeightManifest
@@ -50,7 +49,7 @@ def lendable_app(
     engine = Engine(
         model.config, tokenizer.vocab_size, slots, CONTEXT + 1, token_bytes=tokenizer.decode_bytes
     )
-    service = EngineThread(EngineService(engine, weights.fetch, None))
+    service = EngineService(engine, weights.fetch, None)
     manifest = memory.publish(PolicyVersion("tiny", 0), dict(model.named_parameters()))
     about = {
         "build": asdict(Build.here(model.config)),
@@ -58,12 +57,10 @@ def lendable_app(
         "tokenizer": tokenizer.digest,
         "max_context_tokens": CONTEXT,
     }
-    desk = LoanDesk(service, service, weights, manifest, about, open_store)
-
-    async def usage() -> Mapping[str, float]:
-        return await service.ask(lambda inner: asdict(inner.engine.counters))
-
-    view = EngineView(failure=lambda: service.failure, usage=usage)
+    desk = LoanDesk(
+        service, service, weights, manifest, about, open_store, usage=lambda: asdict(service.counters)
+    )
+    view = EngineView(failure=lambda: service.failure)
     state = ServerState(qwen_model(CONTEXT), service, desk.home, admin_token=ADMIN, engine=view, loans=desk)
     app = build_app(state)
     inner = app.router.lifespan_context

@@ -17,7 +17,7 @@ from etude.errors import ConfigError
 from etude.inference.server import KeyLimits, Keys, check_address, read_keys, serve
 from etude.inference.server.errors import RateLimitError
 from etude.inference.server.limits import Key
-from etude.inference.server.metrics import serve_metrics
+from etude.inference.server.state import serve_metrics
 from etude.records import PolicyVersion, TensorEntry, WeightManifest
 from etude.serving.listening import open_listeners
 from etude.weights.documents import manifest_document

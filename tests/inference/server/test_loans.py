@@ -18,11 +18,10 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
 from etude.errors import PartLostError, SamplerError, WeightUpdateError
-from etude.inference import Answer, Engine
+from etude.inference import Answer, Engine, EngineService, wire
 from etude.inference.exchange import Event
 from etude.inference.loan_client import LoanEndedError, LoanHandle
 from etude.inference.server.checkpoints import checkpoint_manifest
-from etude.inference.server.engine_thread import EngineThread
 from etude.inference.server.loans import fetch_from_store
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
@@ -73,7 +72,7 @@ async def serve(handle: LoanHandle, store: RunStore, step: int) -> PolicyVersion
 async def events_of(handle: LoanHandle, ends: int, client: str = "") -> list[Event]:
     found: list[Event] = []
     while sum(not isinstance(item, SampleChunk) for _, item in found) < ends:
-        found += await handle.call("poll", client)
+        found += await handle.call("poll", *([client] if client else []))
     return found
 
 
@@ -82,8 +81,8 @@ def chunks_of(events: list[Event], request: str) -> list[SampleChunk]:
 
 
 def num_decoded(served: Served) -> int:
-    assert isinstance(served.state.sampler, EngineThread)
-    return served.state.sampler.service.counters.decode_tokens
+    assert isinstance(served.state.sampler, EngineService)
+    return served.state.sampler.counters.decode_tokens
 
 
 def test_a_lent_replica_samples_with_the_runs_weights_bit_for_bit_and_comes_home(
@@ -189,19 +188,19 @@ def test_a_renewal_that_is_not_answered_does_not_keep_the_next_ones_back(
     app, pulses, is_renewed = FastAPI(), itertools.count(1), asyncio.Event()
 
     @app.post("/loan/begin")
-    async def _begin() -> dict[str, float]:
-        return {"lease_s": 60.0}
+    async def _begin() -> Response:
+        return Response(wire.pack({"lease_s": 60.0}))
 
     @app.post("/loan/poll")
     async def _poll() -> None:
         await asyncio.Event().wait()
 
     @app.post("/loan/pulse")
-    async def _pulse() -> dict[str, float]:
+    async def _pulse() -> Response:
         if next(pulses) == 1:
             await asyncio.Event().wait()
         is_renewed.set()
-        return {}
+        return Response(wire.pack({}))
 
     async def run() -> None:
         async with running_server(app) as url:
@@ -223,8 +222,8 @@ def test_an_answer_of_something_in_between_does_not_end_the_renewals(monkeypatch
     strange = (Response("<html>back soon</html>"), JSONResponse({"detail": "no"}, 422), JSONResponse([1]))
 
     @app.post("/loan/begin")
-    async def _begin() -> dict[str, float]:
-        return {"lease_s": 60.0}
+    async def _begin() -> Response:
+        return Response(wire.pack({"lease_s": 60.0}))
 
     @app.post("/loan/pulse")
     async def _pulse() -> Response:
@@ -232,7 +231,7 @@ def test_an_answer_of_something_in_between_does_not_end_the_renewals(monkeypatch
         if number < len(strange):
             return strange[number]
         is_renewed.set()
-        return JSONResponse({})
+        return Response(wire.pack({}))
 
     async def run() -> None:
         async with running_server(app) as url:
@@ -248,7 +247,7 @@ def test_an_answer_of_something_in_between_does_not_end_the_renewals(monkeypatch
 @pytest.mark.parametrize("first", ["kill", "cancel"])
 def test_whoever_is_cancelled_while_the_replica_is_let_go_is_cancelled(first: str) -> None:
     class Waiting(LoanHandle):
-        async def _wait(self) -> None:
+        async def _do(self, method: str, *arguments: Any, within_s: float | None = None) -> Any:
             await asyncio.Event().wait()
 
     async def run() -> None:
@@ -415,7 +414,9 @@ def test_who_has_no_right_gets_nothing(served: Served, store: RunStore) -> None:
         assert http.delete("/admin/loan").status_code == 403
         assert http.post("/loan/exchange", content=b"damaged").status_code == 422
         assert http.post("/loan/begin", json={"store": 1}).status_code == 422
-        assert http.post("/loan/end").json()["state"] == "home"
+        assert http.post("/loan/shout").status_code == 404
+        assert http.post("/loan/begin", content=wire.pack([1])).status_code == 422
+        assert wire.unpack(http.post("/loan/end").content)["state"] == "home"
 
 
 def test_what_was_staged_while_the_replica_was_lent_can_be_put_into_service_at_home(

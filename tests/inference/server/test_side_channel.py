@@ -15,10 +15,10 @@ from etude.inference.server.client import WANT_TOKENS, SideChannelClient
 from etude.inference.server.errors import NoSuchAnswerError
 from etude.inference.server.limits import Key, KeyLimits, Keys
 from etude.inference.server.side_channel import (
-    ChoiceRecorder,
     ChoiceTokens,
     SideChannel,
     Span,
+    choice_tokens,
     decode,
     encode,
 )
@@ -94,10 +94,8 @@ def chunk(tokens: list[int], start: int, rows: int, step: int = 0, value: int = 
 
 
 def test_chunks_are_put_together_and_later_routes_replace_earlier_ones() -> None:
-    recorder = ChoiceRecorder(np.arange(4, dtype=np.int32))
-    for one in (chunk([1, 2], 0, 5), chunk([3], 5, 1), chunk([4], 0, 7, step=1, value=9), chunk([], 0, 0)):
-        recorder.take(one)
-    found = recorder.result()
+    chunks = [chunk([1, 2], 0, 5), chunk([3], 5, 1), chunk([4], 0, 7, step=1, value=9), chunk([], 0, 0)]
+    found = choice_tokens(np.arange(4, dtype=np.int32), chunks)
     assert found.tokens.tolist() == [1, 2, 3, 4] and found.logprobs.tolist() == [-1, -2, -3, -4]
     assert [(span.start, span.end, span.version.step) for span in found.spans] == [(0, 3, 0), (3, 4, 1)]
     assert found.routes is not None and found.routes.dtype == np.uint16

@@ -20,7 +20,6 @@ from etude.inference import Answer, Engine, EngineService
 from etude.inference.server import EngineView, ServerState, admin, build_app, loan_routes, routes
 from etude.inference.server.checkpoints import CheckpointWeights, checkpoint_manifest
 from etude.inference.server.client import WANT_TOKENS, SideChannelClient
-from etude.inference.server.engine_thread import EngineThread
 from etude.model import build_model
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
@@ -47,7 +46,7 @@ def make_app(state_of: list[ServerState], engine_type: type[Engine] = Engine) ->
     memory = MemoryWeights()
     weights = CheckpointWeights(config, memory)
     engine = engine_type(config, tokenizer.vocab_size, 8, CONTEXT + 1, token_bytes=tokenizer.decode_bytes)
-    service = EngineThread(EngineService(engine, weights.fetch, None))
+    service = EngineService(engine, weights.fetch, None)
     view = EngineView(failure=lambda: service.failure)
     state = ServerState(qwen_model(CONTEXT), service, service, admin_token=ADMIN, engine=view)
     app = build_app(state)
@@ -76,8 +75,8 @@ def served() -> Iterator[Served]:
 
 def engine_of(served: Served) -> Engine:
     service = served.state.sampler
-    assert isinstance(service, EngineThread)
-    return service.service.engine
+    assert isinstance(service, EngineService)
+    return service.engine
 
 
 def chat(served: Served, **options: Any) -> Any:

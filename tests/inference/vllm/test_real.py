@@ -100,7 +100,7 @@ async def test_sessions_go_on_through_updates_with_true_versions_logprobs_and_ro
             while not all(any(reader.sampled) for reader in readers[::4]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await sampler.activate(manifests[1].version, "recompute")
-        print("32 in flight", sampler.replica.times, sampler.replica.deviation)
+        print("32 in flight", sampler.replica.times)
         await asyncio.gather(*asked)
         assert sum(len({v for v in reader.versions if v is not None}) == 2 for reader in readers) >= 16
         for reader in readers:
@@ -114,7 +114,7 @@ async def test_sessions_go_on_through_updates_with_true_versions_logprobs_and_ro
 
         await sampler.stage(manifests[2])
         await sampler.activate(manifests[2].version)
-        print("idle", sampler.replica.times, sampler.replica.deviation)
+        print("idle", sampler.replica.times)
         await first.ask(sampler, tokens(20, 3).tolist())
         assert first.versions[-1] == manifests[2].version
         scores = await sampler.score(tokens(33, 5), manifests[2].version)

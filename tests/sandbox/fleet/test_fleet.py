@@ -66,7 +66,7 @@ def now_s() -> float:
 
 
 def places(fleet: Fleet) -> dict[str, int]:
-    return {row.name: row.sandboxes for row in fleet.status()}
+    return {row.name: len(row.reservations) for row in fleet.registry.scheduler.hosts.values()}
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 2.0) -> None:
@@ -170,7 +170,7 @@ def test_a_dead_host_ends_calls_in_flight_and_loses_its_sandboxes_at_once():
                 await fleet.connect(box.id)
         assert now_s() == began_s
         assert places(fleet) == {"a": 0, "b": 2}
-        assert [row.alive for row in fleet.status()] == [False, True]
+        assert [row.alive for row in fleet.registry.scheduler.hosts.values()] == [False, True]
         assert (await fleet.create(FILES, BIG)).id.startswith("b:")
 
     with_fleet(hosts, scenario)
@@ -196,7 +196,7 @@ def test_a_host_that_returns_is_emptied_before_it_is_used():
         assert len(hosts["a"].live) == 2
         lost = fleet.mark_dead("a", "its power supply")
         assert set(lost) == {box.id for box in boxes if box.id.startswith("a:")}
-        await until(lambda: fleet.status()[0].alive)
+        await until(lambda: fleet.registry.scheduler.hosts["a"].alive)
         assert not hosts["a"].live
         assert {(await fleet.create(FILES, BIG)).id.split(":")[0] for _ in range(2)} == {"a"}
 

@@ -104,7 +104,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def status_of(fleet: Fleet, host: ServerHost) -> Any:
-    return next(row for row in fleet.status() if row.name == host.name)
+    return fleet.registry.scheduler.hosts[host.name]
 
 
 def on(boxes: list[Any], host: ServerHost) -> list[Any]:
@@ -137,7 +137,7 @@ def test_many_sandboxes_are_spread_and_work_and_their_copies_stay_at_home(hosts:
         spread = Counter(box.host.name for box in boxes)
         assert set(spread) == {host.name for host in hosts.hosts}
         assert max(spread.values()) <= 2 * NUM_SANDBOXES / len(hosts.hosts)
-        await until(lambda: is_even([row.pressure.worst for row in fleet.status()]))
+        await until(lambda: is_even([row.live.worst for row in fleet.registry.scheduler.hosts.values()]))
 
         texts = [f"sandbox {number}" for number in range(NUM_SANDBOXES)]
         await asyncio.gather(
@@ -256,7 +256,7 @@ def test_a_host_that_was_cut_off_is_dead_and_comes_back_empty(hosts: Network):
             assert on(made, host) == []
             await in_flight
             await until(lambda: not status_of(fleet, host).alive)
-            assert status_of(fleet, host).sandboxes == 0
+            assert status_of(fleet, host).reservations == {}
             await known_losses(gone[1:])
             assert len(host.survivors()) > len(gone), "the host itself lives on"
             assert on(await make(fleet, 12), host) == []

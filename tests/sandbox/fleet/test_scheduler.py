@@ -197,7 +197,7 @@ def test_forks_stay_on_their_host_first():
 
 def test_a_suspended_host_is_left_alone_for_a_while():
     scheduler = build(2)
-    scheduler.suspend("h0", until_s=10.0)
+    scheduler.hosts["h0"].suspended_until_s = 10.0
     assert set(fill(scheduler, 4)) == {"h1"}
     placement = scheduler.place(Request(SMALL), 11.0)
     assert placement is not None and placement.host == "h0"
@@ -206,10 +206,10 @@ def test_a_suspended_host_is_left_alone_for_a_while():
 def test_popularity_decays_and_survives_a_long_time():
     scheduler = build(1, Policy(popularity_half_life_s=1.0))
     popularity = scheduler.popularity
-    popularity.add("old", 1, 0.0)
-    popularity.add("old", 1, 0.0)
+    popularity.add("old", 0.0)
+    popularity.add("old", 0.0)
     assert popularity.count("old", 1.0) == pytest.approx(1.0)
-    popularity.add("new", 1, 5000.0)
+    popularity.add("new", 5000.0)
     assert popularity.count("new", 5000.0) == pytest.approx(1.0)
     assert popularity.count("old", 5000.0) == pytest.approx(0.0)
 

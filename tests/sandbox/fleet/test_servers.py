@@ -165,7 +165,7 @@ def test_clients_of_the_same_servers_leave_each_other_s_sandboxes_alone() -> Non
             await until(lambda: one.registry.hosts["a"].is_dead is False)
             assert [info.metadata["owner"] for info in await backends["a"].list()] == ["other"]
             assert (await theirs.get_info()).state == "running"
-            assert [row.sandboxes for row in one.status()] == [0]
+            assert [len(row.reservations) for row in one.registry.scheduler.hosts.values()] == [0]
             await one.close()
             assert (await theirs.get_info()).state == "running"
             await other.close()
@@ -201,7 +201,7 @@ def test_a_server_that_is_down_at_the_start_is_used_when_it_answers() -> None:
             async with served(app_of(MemoryBackend()), port):
                 await until(lambda: fleet.registry.hosts["b"].ask_capacity is None)
                 await until(lambda: not fleet.registry.hosts["b"].missed)
-                fleet.registry.scheduler.suspect("b", 0.0)
+                fleet.registry.scheduler.hosts["b"].suspected_until_s = 0.0
                 assert await hosts_of(fleet) == {"a", "b"}
                 await fleet.close()
 

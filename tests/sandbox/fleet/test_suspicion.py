@@ -83,7 +83,7 @@ def test_suspected_hosts_are_used_where_there_are_no_others():
         fleet = fleet_of({"a": FakeHost(), "b": FakeHost()}, QUIET)
         await fleet.start()
         for host in fleet.registry.hosts.values():
-            fleet.suspect(host)
+            fleet.registry.suspect(host)
         assert await hosts_of(fleet, 8) == {"a", "b"}
         await fleet.close()
 
@@ -113,7 +113,7 @@ def test_a_snapshot_leaves_one_fleet_and_enters_another(tmp_path: Path):
         await first.export_snapshot(info.id, tmp_path / "snapshot")
         entered = await second.import_snapshot(tmp_path / "snapshot")
         assert entered.id in {known.id for known in await second.list_snapshots()}
-        assert {row.sandboxes for row in second.status()} == {0}
+        assert {len(row.reservations) for row in second.registry.scheduler.hosts.values()} == {0}
         copy = await second.create(snapshot=entered.id)
         assert await copy.files.read("kept.txt") == b"kept"
         await first.close()
@@ -135,7 +135,7 @@ def test_a_host_that_is_removed_while_a_start_on_it_is_under_way_is_only_a_lost_
         fleet.mark_dead("slow", "a cable")
         assert await fleet.remove_host("slow")
         assert (await starting).host.name == "other"
-        assert [row.name for row in fleet.status()] == ["other"]
+        assert list(fleet.registry.hosts) == ["other"]
         await fleet.close()
 
     run_virtual(scenario())

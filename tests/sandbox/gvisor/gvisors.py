@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 
+from etude.kit.leftovers import owner_key
 from etude.sandbox.gvisor.backend import GvisorBackend
 from etude.sandbox.gvisor.runsc import find_problems
 from etude.sandbox.machine import MachineSandbox
@@ -82,8 +83,8 @@ def leftovers(state: Path) -> list[str]:
     found = [str(path) for path in (state / "gvisor").glob("*")]
     found += [line for line in Path("/proc/mounts").read_text().splitlines() if str(state) in line]
     groups = Path("/sys/fs/cgroup")
-    for pattern in ("gvisor-etude-*", "*/gvisor-etude-*"):
-        found += [str(path) for path in groups.glob(pattern) if f"-{os.getpid()}-" in path.name]
+    own = f"etude-{owner_key()}-*/gvisor-*"
+    found += [str(path) for pattern in (own, f"*/{own}") for path in groups.glob(pattern)]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:

@@ -12,7 +12,7 @@ import pytest
 
 from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.bases import Base, DebianBases
+from etude.sandbox.images.base_sources import Base, DebianBases
 from etude.sandbox.images.debootstrap import parse_sources
 from etude.sandbox.images.image_store import ImageStore
 from tests.sandbox.images.image_builders import file_member, leftovers, read_image, tar_bytes

@@ -24,8 +24,7 @@ from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images import layers
 from etude.sandbox.images.extract import OPAQUE_XATTR
-from etude.sandbox.images.layers import LayerStore, default_owner
-from etude.sandbox.images.pack import pack_directory
+from etude.sandbox.images.layers import LayerStore, default_owner, pack_directory
 from tests.sandbox.images.image_builders import (
     Row,
     add,

@@ -20,9 +20,9 @@ from etude.sandbox.images.oci import (
     LAYERS,
     OCI,
     architecture,
+    export_image,
     import_image,
 )
-from etude.sandbox.images.oci_export import export_image
 from etude.sandbox.template import Image
 from tests.sandbox.images.image_builders import (
     Layout,

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.network.bodies import LAST_CHUNK, read_body, send_body
-from etude.sandbox.network.messages import Framing, Refusal
+from etude.sandbox.network.messages import LAST_CHUNK, Framing, Refusal, read_body, send_body
 from etude.sandbox.network.streams import BufferedStream
 from tests.fakes.network import memory_streams
 from tests.sandbox.network.builders import read_all

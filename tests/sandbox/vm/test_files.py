@@ -21,8 +21,14 @@ from hypothesis import strategies as st
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.types import Resources
-from etude.sandbox.vm.cpio import DIRECTORY, FILE, pack_cpio
-from etude.sandbox.vm.guest_boot import init_script, lasting_bounds, machine_archive
+from etude.sandbox.vm.guest_boot import (
+    DIRECTORY,
+    FILE,
+    init_script,
+    lasting_bounds,
+    machine_archive,
+    pack_cpio,
+)
 from etude.sandbox.vm.image import (
     FIX,
     VmImage,

@@ -19,7 +19,7 @@ from etude.sandbox.errors import TemplateError, Unsupported
 from etude.sandbox.snapshots import this_machine
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Resources
-from etude.sandbox.vm import probe, templates
+from etude.sandbox.vm import templates
 from etude.sandbox.vm.backend import VmBackend
 from etude.sandbox.vm.image import VmImage
 from etude.sandbox.vm.qemu import PROGRAM, Boot, Hardware, command_line
@@ -100,18 +100,18 @@ def test_a_template_is_found_only_for_what_it_was_made_of(monkeypatch: pytest.Mo
 
 
 def test_without_the_device_guests_are_emulated(tmp_path: Path) -> None:
-    assert asyncio.run(probe.choose_accelerator(tmp_path, IMAGE, tmp_path / "none")) == "tcg"
+    assert asyncio.run(templates.choose_accelerator(tmp_path, IMAGE, tmp_path / "none")) == "tcg"
 
 
 def test_the_probe_is_done_once_for_a_machine_and_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "qemu_version", lambda: "7.2.0")
+    monkeypatch.setattr(templates, "qemu_version", lambda: "7.2.0")
     device = tmp_path / "kvm"
     device.touch()
     here = {**this_machine(), "qemu": "7.2.0", "image": IMAGE.digest}
     (tmp_path / "vm-accelerator.json").write_text(json.dumps({"here": here, "accelerator": "kvm"}))
-    assert asyncio.run(probe.choose_accelerator(tmp_path, IMAGE, device)) == "kvm"
+    assert asyncio.run(templates.choose_accelerator(tmp_path, IMAGE, device)) == "kvm"
 
 
 @pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"{PROGRAM} is not installed")

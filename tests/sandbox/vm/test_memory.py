@@ -18,7 +18,6 @@ from etude.errors import SandboxError
 from etude.sandbox.vm.memory import (
     PAGE_BYTES,
     copy_sparse,
-    data_ranges,
     find_mappings,
     make_sparse,
     save_memory,
@@ -94,9 +93,7 @@ def test_holes_stay_holes_in_a_copy(tmp_path: Path) -> None:
     data = make_base(source, 7)
     copy_sparse(source, tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == data
-    assert (tmp_path / "copy").stat().st_blocks <= source.stat().st_blocks
-    with (tmp_path / "copy").open("rb") as file:
-        assert sum(end - start for start, end in data_ranges(file.fileno())) < len(data)
+    assert (tmp_path / "copy").stat().st_blocks * 512 < len(data) / 4
 
 
 def test_a_copy_never_overwrites(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.vm.qmp import Qmp, QmpError
+from etude.sandbox.vm.qmp import Event, Qmp, QmpError
 
 Reply = Callable[[dict[str, Any], list[int]], list[dict[str, Any]] | None]
 
@@ -87,7 +87,7 @@ def test_death_in_the_middle_of_a_command_is_a_lost_sandbox() -> None:
 
     async def scenario(qmp: Qmp) -> None:
         qmp.on_end = lambda: ended.append("ended")
-        waiting = asyncio.ensure_future(qmp.event(lambda event: False, 60, qmp.mark))
+        waiting = asyncio.ensure_future(qmp.event(lambda event: False, 60))
         with pytest.raises(SandboxLostError):
             await qmp.execute("stop")
         with pytest.raises(SandboxLostError):
@@ -104,24 +104,26 @@ def test_silence_ends_at_the_deadline() -> None:
         converse(lambda request, descriptors: [], lambda qmp: qmp.execute("stop", deadline_s=0.05))
 
 
-def test_events_are_kept_from_the_mark_on() -> None:
+def test_an_event_is_found_whether_it_came_before_or_comes_after_the_question() -> None:
     def reply(request: dict[str, Any], descriptors: list[int]) -> list[dict[str, Any]]:
-        number = request["arguments"]["n"]
-        stamp = {"seconds": number, "microseconds": 0}
+        stamp = {"seconds": 1, "microseconds": 0}
         return [
-            {"event": "JOB", "data": {"n": number}, "timestamp": stamp},
+            {"event": "JOB", "data": request["arguments"], "timestamp": stamp},
             {"return": {}, "id": request["id"]},
         ]
 
+    def is_job(number: int) -> Callable[[Event], bool]:
+        return lambda event: event["event"] == "JOB" and event["data"]["n"] == number
+
     async def scenario(qmp: Qmp) -> tuple[Any, Any]:
         await qmp.execute("x", {"n": 1})
-        mark = qmp.mark
+        later = asyncio.ensure_future(qmp.event(is_job(2), 60))
+        before = await qmp.event(is_job(1), 60)
+        assert not later.done()
         await qmp.execute("x", {"n": 2})
-        after = await qmp.event(lambda event: event["event"] == "JOB", 60, mark)
-        before = await qmp.event(lambda event: event["event"] == "JOB", 60, 0)
         with pytest.raises(SandboxError, match="no thing within"):
-            await qmp.event(lambda event: False, 0.05, 0, "thing")
-        return before["data"]["n"], after["data"]["n"]
+            await qmp.event(lambda event: False, 0.05, "thing")
+        return before["data"]["n"], (await later)["data"]["n"]
 
     assert converse(reply, scenario) == (1, 2)
 

@@ -41,6 +41,8 @@ class SandboxChoice:
     """A Dockerfile, built in its directory."""
     allow: tuple[str, ...] = ()
     """Hosts that commands may reach, and RUN of the Dockerfile."""
+    allow_private: tuple[str, ...] = ()
+    """`IP:port`s that such hosts may have although they are private."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ async def open_surroundings(
     if choice.image or choice.dockerfile:
         _check_image_choice(choice)
         image = await _find_image(choice, network, note)
-        backend = open_people_backend(choice.backend)
+        backend = open_people_backend(choice.backend, allow_private=choice.allow_private)
         note(f"image {image.name}: the files lie in {Template(image=image).workspace}")
         return backend, Surroundings(image, network, {}, has_environment=True)
     if choice.backend != "local":
@@ -77,11 +79,13 @@ async def open_surroundings(
                 received=f"{choice.venv} with --backend {choice.backend}",
                 fix="leave one of them out",
             )
-        return open_people_backend(choice.backend), Surroundings(network=network)
+        backend = open_people_backend(choice.backend, allow_private=choice.allow_private)
+        return backend, Surroundings(network=network)
     view = HostView(project)
     has_environment = _add_environment(view, project, choice.venv, note)
     files = {".git": f"gitdir: {project}/.git\n".encode()} if view.add_history() else {}
-    return open_people_backend("local", view), Surroundings(None, network, files, has_environment)
+    backend = open_people_backend("local", view, choice.allow_private)
+    return backend, Surroundings(None, network, files, has_environment)
 
 
 def _add_environment(view: HostView, project: Path, venv: str, note: Callable[[str], None]) -> bool:
@@ -146,6 +150,5 @@ async def _find_image(choice: SandboxChoice, network: Network, note: Callable[[s
         )
     name = "agent/" + (re.sub(r"[^a-z0-9]+", "-", file.parent.name.lower()).strip("-") or "project")[:60]
     note(f"building {file}")
-    return await build_image(
-        file.parent, name, store, dockerfile=file.name, options=BuildOptions(network=network)
-    )
+    options = BuildOptions(network=network, allow_private=choice.allow_private)
+    return await build_image(file.parent, name, store, dockerfile=file.name, options=options)

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, PartLostError, SamplerError
-from etude.inference.counters import EngineCounters
 from etude.inference.exchange import Command, Event
-from etude.inference.times import ServiceTimes
+from etude.inference.times import EngineCounters, ServiceTimes
 from etude.protocols import Handle, KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 

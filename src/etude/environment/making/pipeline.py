@@ -161,7 +161,8 @@ class _Maker:
         if self._settings.image is not None:
             found = await find_project_image(self._project, self._settings.image, store, images.bases)
         else:
-            options = BuildOptions(images.bases, network=Network(tuple(images.allow)), volumes=images.volumes)
+            network, private = Network(tuple(images.allow)), tuple(images.allow_private)
+            options = BuildOptions(images.bases, network, private, images.volumes)
             found = await build_project_image(
                 self._project, self._settings.base, store, options, self._backend
             )

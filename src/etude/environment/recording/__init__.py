@@ -4,8 +4,7 @@
 `sessions` stores them, `server` speaks HTTP (and alone needs FastAPI).
 """
 
-from etude.environment.recording.limits import RecordingLimits
-from etude.environment.recording.live import LiveSessions, RecordedSession
+from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits
 from etude.environment.recording.service import AnswerService, Ask, Serving
 from etude.environment.recording.session_map import MapLimits, SessionMap
 from etude.environment.recording.sessions import Recordings

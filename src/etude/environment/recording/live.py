@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from blake3 import blake3
@@ -22,14 +22,27 @@ from etude.environment.recording.errors import (
     SessionEndedError,
 )
 from etude.environment.recording.journal import SessionJournal
-from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.service import AnswerService, Serving
-from etude.environment.recording.session_map import KeepRoutes, SessionMap
+from etude.environment.recording.session_map import KeepRoutes, MapLimits, SessionMap
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import EtudeError
 from etude.protocols import Sampler
 from etude.records import RewardBreakdown, Status, Trajectory
 from etude.tokens.chat.shelf import RendererShelf
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingLimits:
+    """What a server takes from its clients."""
+
+    body_bytes: int = 64 << 20
+    sessions_per_tenant: int = 1024
+    requests_per_session: int = 64
+    """At the same time."""
+    idle_s: float = 3600.0
+    """A session that nobody uses for so long is ended: see `Recordings.expire`."""
+    session: MapLimits = field(default_factory=MapLimits)
+    default_max_tokens: int = 4096
 
 
 @dataclass(slots=True, eq=False)

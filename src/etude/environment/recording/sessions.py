@@ -25,8 +25,7 @@ from etude.environment.recording.errors import (
     SessionEndedError,
 )
 from etude.environment.recording.journal import SessionJournal
-from etude.environment.recording.limits import RecordingLimits
-from etude.environment.recording.live import LiveSessions, RecordedSession, new_names
+from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits, new_names
 from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec
@@ -78,7 +77,6 @@ class Recordings(LiveSessions):
         return tenant
 
     def find(self, session_id: str) -> RecordedSession:
-        """See LiveSessions.find."""
         if session_id not in self._sessions and session_id in self._ended:
             raise SessionEndedError("the session has ended", field="session")
         return super().find(session_id)

@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from etude.config import LengthConfig, RewardConfig
-from etude.environment.rewards.evidence import Evidence
+from etude.environment.grading import Verdict
 from etude.environment.rewards.length import Effort, concave_price
 from etude.environment.rewards.review import find_linter
 from etude.errors import ConfigError
 from etude.kit.importing import import_callable
-from etude.records import RewardBreakdown, Status, ToolErrorClass
+from etude.records import RewardBreakdown, Status, Task, ToolErrorClass
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What terms of the reward see; nothing of it did the agent write down about itself."""
+
+    task: Task
+    status: Status
+    verdict: Verdict
+    facts: Mapping[str, Any]
+    """`SessionFacts.to_dict()`: counts over the session."""
+
+    def count(self, name: str) -> int:
+        """A count among the facts."""
+        return int(self.facts.get(name, 0))
+
+    def errors(self, kind: str) -> int:
+        """Tool errors of one class (`ToolErrorClass`)."""
+        return int(self.facts.get("errors_by_class", {}).get(kind, 0))
+
 
 REWARD_VERSION = "1"
 """Version of what the terms mean. What they weigh is the run's configuration."""

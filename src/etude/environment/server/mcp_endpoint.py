@@ -3,14 +3,72 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
+from mcp.server import Server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from starlette.types import Receive, Scope, Send
 
-from etude.environment.mcp import RunTurn, session_server
+from etude.agent.mcp.server import mcp_server, serve_stdio
+from etude.agent.tools import Access, Tool, ToolContext
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import SandboxError
+from etude.records import ToolCall, ToolResult
+from etude.tokens.grammar import ToolSchema
+
+RunTurn = Callable[[Sequence[ToolCall]], Awaitable[list[ToolResult]]]
+
+
+class TurnTool:
+    """Implements `Tool`: a call of the inner tool is a turn of a session."""
+
+    def __init__(self, tool: Tool, run_turn: RunTurn) -> None:
+        self.schema: ToolSchema = tool.schema
+        self._tool = tool
+        self._run_turn = run_turn
+
+    @property
+    def repeatable(self) -> bool:
+        """Never: the session itself tries again where that is safe."""
+        return False
+
+    def access(self, arguments: Mapping[str, str]) -> Access:
+        """See Tool."""
+        return self._tool.access(arguments)
+
+    async def run(self, arguments: Mapping[str, str], context: ToolContext) -> ToolResult:
+        """See Tool."""
+        (result,) = await self._run_turn([ToolCall(self.schema.name, arguments)])
+        return result
+
+
+def turn_context(session: EnvironmentSession, run_turn: RunTurn | None = None) -> ToolContext:
+    """A context in which every call is a turn of the session. `run_turn`: how one is run, if not directly."""
+
+    async def run_directly(calls: Sequence[ToolCall]) -> list[ToolResult]:
+        return await session.run_calls(calls, {}, _nobody, _nobody)
+
+    run = run_turn or run_directly
+    tools = {name: TurnTool(tool, run) for name, tool in session.context.tools.items()}
+    return replace(session.context, tools=tools)
+
+
+def session_server(session: EnvironmentSession, run_turn: RunTurn | None = None) -> Server[Any]:
+    """An MCP server with the tools of a session."""
+    return mcp_server(turn_context(session, run_turn), name=f"etude {session.id}")
+
+
+async def serve_session_stdio(session: EnvironmentSession) -> None:
+    """Serves one client over standard input and output, until the input ends."""
+    await serve_stdio(turn_context(session), name=f"etude {session.id}")
+
+
+def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
+    """Whom progress is told: an MCP client sees results only."""
+
 
 _START_S = 60.0
 

@@ -105,7 +105,6 @@ class TurnFrames(OutputBuffer):
         self._add({"event": "call_ended", "position": position, "result": result_document(result)})
 
     def take(self) -> list[bytes]:
-        """See OutputBuffer.take."""
         frames, self._frames, self._frame_bytes = self._frames, [], 0
         super().take()
         return frames

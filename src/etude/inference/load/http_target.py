@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from etude.inference.headers import SESSION_HEADER
-from etude.inference.load.records import LoadError, TurnRecord
-from etude.inference.load.runner import Clock
+from etude.inference.load.runner import Clock, LoadError, TurnRecord
 from etude.inference.load.workload import LoadSession
 from etude.serving.client import Answer, Client, NoAnswerError, check_address, error_in, read_events
 

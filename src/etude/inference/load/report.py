@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.inference.load.records import TurnRecord
+from etude.inference.load.runner import TurnRecord
 
 
 @dataclass(frozen=True, slots=True)

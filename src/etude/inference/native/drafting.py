@@ -1,4 +1,4 @@
-"""Runs of decoding steps with drafts, as native code reads and writes them."""
+"""Runs of decoding steps, perhaps with drafts, as native code reads and writes them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from etude.records import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class DraftedSteps:
-    """N sessions that decode with drafts, for some steps; what the run changes is written here and into
-    `Sequences`' tokens and log-probabilities."""
+class DecodingSteps:
+    """N sessions that decode, perhaps with drafts, for some steps; what the run changes is written here and
+    into `Sequences`' tokens and log-probabilities."""
 
     rows: NDArray[np.int64]
     """[N] of `Sequences`."""
@@ -38,8 +38,8 @@ class DraftedSteps:
     stops: Sequence[Collection[int]]
     noise: NDArray[np.float64]
     """[N, places] for the place behind each session's tokens and those that follow."""
-    source: NgramLookup | CarriedStates
-    """What drafts: layers, where it is their states."""
+    source: NgramLookup | CarriedStates | None
+    """What drafts: layers, where it is their states; None where nobody wants any."""
     drafted: NDArray[np.int64] = field(init=False)
     """[N] out: drafts that were verified."""
     stood: NDArray[np.int64] = field(init=False)
@@ -71,7 +71,7 @@ class NativeRun:
 
     def __init__(
         self,
-        steps: DraftedSteps,
+        steps: DecodingSteps,
         sequences: Sequences,
         columns: Columns,
         layers: NativeDraftWeights | None,
@@ -120,7 +120,7 @@ class NativeRun:
             lookup = Lookup(steps.source.longest, steps.source.shortest)
             self._held.append(lookup)
             self.native.lookup = address(lookup)
-        else:
+        elif steps.source is not None:
             self._add_layers(steps.source, layers)
 
     def _add_layers(self, carried: CarriedStates, weights: NativeDraftWeights | None) -> None:

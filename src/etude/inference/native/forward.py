@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from etude.config import ModelConfig
 from etude.inference.cache import PagedCache, StepRows
-from etude.inference.native.drafting import Columns, DraftedSteps, NativeRun
-from etude.inference.native.structures import DecodeRun, Draw, Step
+from etude.inference.native.drafting import Columns, DecodingSteps, NativeRun
+from etude.inference.native.structures import Draw, Step
 from etude.inference.native.weights import NativeAdapter, NativeDraftWeights, NativeWeights
 from etude.inference.sequences import Sequences
 from etude.model import DraftLayers, LanguageModel
@@ -108,14 +108,28 @@ class NativeForward:
         count = len(hidden)
         threads = self._threads_for(count * self._model.head.numel())
         self._reserve_sampling(threads)
-        drawn = _Drawn(1, count, self._model.vocab_size)
+        tokens, logprobs = aligned((count,), torch.int64), aligned((count,))
+        logits = aligned((count, self._model.vocab_size))
         hidden, columns, noise = hidden.contiguous(), Columns.of(params), np.ascontiguousarray(draws)
-        draw = drawn.native(hidden, columns, noise)
+        draw = Draw(
+            rows=count,
+            vocabulary=self._model.vocab_size,
+            hidden=hidden.data_ptr(),
+            temperatures=columns.temperatures.ctypes.data,
+            top_p=columns.top_p.ctypes.data,
+            min_p=columns.min_p.ctypes.data,
+            top_k=columns.top_k.ctypes.data,
+            draws=noise.ctypes.data,
+            logits=logits.data_ptr(),
+            tokens=tokens.data_ptr(),
+            logprobs=logprobs.data_ptr(),
+            raw_logprobs=None,
+        )
         head = ctypes.byref(self._weights.head.native[0])
         self._library.etude_sample(
             ctypes.byref(draw), head, ctypes.c_int64(threads), pointer(self._sample_scratch)
         )
-        return drawn.tokens[0], drawn.logprobs[0]
+        return tokens, logprobs
 
     def steps_ahead(self, num_rows: int) -> int:
         """How many steps of so many decoding rows a call of `decode` may take at most: about a millisecond's,
@@ -123,52 +137,7 @@ class NativeForward:
         work = num_rows * (self._weights.work_per_row + self._model.head.numel())
         return max(1, min(MAX_STEPS_AHEAD, WORK_AHEAD // work))
 
-    def decode(
-        self,
-        rows: StepRows,
-        params: Sequence[SamplingParams],
-        draws: NDArray[np.float64],
-        stops: Sequence[Collection[int]],
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[Any]]:
-        """As many steps as `draws` [steps, N] has noise for, of N `rows` that are one each of N sequences;
-        fewer if one of them draws a token of its `stops`. The tables have places for all steps.
-
-        Returns the tokens and log-probabilities [taken, N] drawn after each of the `taken` steps, and the
-        routes [taken, N, MoE layers, top_k] of what each computed: the same bits as of single steps.
-        """
-        steps, count = draws.shape
-        work = self._weights.work_per_row + self._model.head.numel()
-        threads = self._threads_for(count * work)
-        self._reserve(count, threads, self._weights)
-        self._reserve_sampling(threads)
-        hidden = aligned((count, self._model.config.hidden_size))
-        routes = self._empty_routes(self._model.config, steps, count)
-        step = self._step(rows, hidden, routes)
-        drawn, columns = _Drawn(steps, count, self._model.vocab_size), Columns.of(params)
-        noise = np.ascontiguousarray(draws)
-        draw = drawn.native(hidden, columns, noise)
-        first_stops = np.cumsum([0, *map(len, stops)])
-        stop_tokens = np.array([token for row in stops for token in row], dtype=np.int64)
-        run = DecodeRun(steps, first_stops.ctypes.data, stop_tokens.ctypes.data)
-        tokens, positions = rows.tokens.copy(), rows.positions.copy()
-        taken = self._library.etude_decode(
-            ctypes.byref(self._weights.model),
-            self._weights.layers,
-            ctypes.byref(self._weights.head.native[0]),
-            ctypes.byref(step),
-            ctypes.byref(draw),
-            ctypes.byref(run),
-            ctypes.c_void_p(tokens.ctypes.data),
-            ctypes.c_void_p(positions.ctypes.data),
-            ctypes.c_int64(threads),
-            pointer(self._scratch),
-            pointer(self._sample_scratch),
-        )
-        return drawn.tokens[:taken].numpy(), drawn.logprobs[:taken].numpy(), routes[:taken]
-
-    def decode_with_drafts(
-        self, steps: DraftedSteps, sequences: Sequences, params: Sequence[SamplingParams]
-    ) -> int:
+    def decode(self, steps: DecodingSteps, sequences: Sequences, params: Sequence[SamplingParams]) -> int:
         """Takes up to so many steps, until a session ends or lacks a page; returns how many. Tokens,
         log-probabilities and routes are the bits of single steps without drafts."""
         columns, vocabulary = Columns.of(params), self._model.vocab_size
@@ -226,8 +195,8 @@ class NativeForward:
         return max(1, min(self._num_threads, work // MIN_WORK_PER_THREAD))
 
     @staticmethod
-    def _empty_routes(config: ModelConfig, *leading: int) -> NDArray[Any]:
-        return np.empty((*leading, config.num_moe_layers, config.routes_per_token), dtype=config.route_dtype)
+    def _empty_routes(config: ModelConfig, count: int) -> NDArray[Any]:
+        return np.empty((count, config.num_moe_layers, config.routes_per_token), dtype=config.route_dtype)
 
     def _step(self, rows: StepRows, hidden: Tensor, routes: NDArray[Any]) -> Step:
         """`hidden` and `routes`: what the native code writes to."""
@@ -257,30 +226,3 @@ class NativeForward:
         needed = self._library.etude_sample_floats(vocabulary, ctypes.c_int64(threads))
         if len(self._sample_scratch) < needed:
             self._sample_scratch = aligned((needed,))
-
-
-class _Drawn:
-    """Where native code puts what it draws: for each of some steps, of N rows each."""
-
-    def __init__(self, steps: int, count: int, vocabulary: int) -> None:
-        self.tokens = aligned((steps, count), torch.int64)
-        self.logprobs = aligned((steps, count))
-        self._logits = aligned((count, vocabulary))
-
-    def native(self, hidden: Tensor, columns: Columns, draws: NDArray[np.float64]) -> Draw:
-        """From `hidden` [N, width], with noise `draws` [steps, N]; all must outlive the call that uses it."""
-        count, vocabulary = self._logits.shape
-        return Draw(
-            rows=count,
-            vocabulary=vocabulary,
-            hidden=hidden.data_ptr(),
-            temperatures=columns.temperatures.ctypes.data,
-            top_p=columns.top_p.ctypes.data,
-            min_p=columns.min_p.ctypes.data,
-            top_k=columns.top_k.ctypes.data,
-            draws=draws.ctypes.data,
-            logits=self._logits.data_ptr(),
-            tokens=self.tokens.data_ptr(),
-            logprobs=self.logprobs.data_ptr(),
-            raw_logprobs=None,
-        )

@@ -1,47 +1,37 @@
-"""The structures that `forward.h`, `sampling.h`, `drafting.h` and `decode.c` declare, field by field."""
+"""The structures that `forward.h`, `sampling.h` and `drafting.h` declare, field by field."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from etude.model.kernels.native.matrices import NativeMatrix
+
+
+def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
+    """Consecutive fields of one type."""
+    return [(name, kind) for name in names.split()]
+
+
+def _counts(names: str) -> list[tuple[str, type[Any]]]:
+    return _fields(ctypes.c_int64, names)
+
+
+def _pointers(names: str) -> list[tuple[str, type[Any]]]:
+    return _fields(ctypes.c_void_p, names)
 
 
 class Model(ctypes.Structure):
     """`Model` of forward.h."""
 
     _fields_: ClassVar = [
-        ("width", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
-        ("value_dim", ctypes.c_int64),
-        ("layers", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("expert_size", ctypes.c_int64),
-        ("inner", ctypes.c_int64),
-        ("normalise", ctypes.c_int64),
-        ("latent", ctypes.c_int64),
-        ("query_rank", ctypes.c_int64),
-        ("nope", ctypes.c_int64),
-        ("rope", ctypes.c_int64),
-        ("head_value_dim", ctypes.c_int64),
-        ("sigmoid", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-        ("top_groups", ctypes.c_int64),
-        ("shared_inner", ctypes.c_int64),
-        ("drafting", ctypes.c_int64),
-        ("adapter_rank", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("latent_eps", ctypes.c_float),
-        ("query_scale", ctypes.c_float),
-        ("gate_scale", ctypes.c_float),
-        ("embedding", ctypes.c_void_p),
-        ("cosine", ctypes.c_void_p),
-        ("signed_sine", ctypes.c_void_p),
-        ("final_norm", ctypes.c_void_p),
+        *_counts(
+            "width heads kv_heads dim value_dim layers experts top_k expert_size inner normalise "
+            "latent query_rank nope rope head_value_dim sigmoid groups top_groups shared_inner "
+            "drafting adapter_rank"
+        ),
+        *_fields(ctypes.c_float, "eps latent_eps query_scale gate_scale"),
+        *_pointers("embedding cosine signed_sine final_norm"),
     ]
 
 
@@ -49,43 +39,29 @@ class Layer(ctypes.Structure):
     """`Layer` of forward.h."""
 
     _fields_: ClassVar = [
-        ("attention_norm", ctypes.c_void_p),
-        ("query_norm", ctypes.c_void_p),
-        ("key_norm", ctypes.c_void_p),
-        ("experts_norm", ctypes.c_void_p),
-        ("qkv_bias", ctypes.c_void_p),
-        ("score_bias", ctypes.c_void_p),
-        ("qkv", NativeMatrix),
-        ("query_up", NativeMatrix),
-        ("out", NativeMatrix),
-        ("router", NativeMatrix),
-        ("key_up", ctypes.c_void_p),
-        ("value_up", ctypes.c_void_p),
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-        ("shared_gate_up", ctypes.c_void_p),
-        ("shared_down", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("route_layer", ctypes.c_int64),
-        ("factors", ctypes.c_void_p),
+        *_pointers("attention_norm query_norm key_norm experts_norm qkv_bias score_bias"),
+        *_fields(NativeMatrix, "qkv query_up out router"),
+        *_pointers("key_up value_up gate_up down shared_gate_up shared_down keys values"),
+        *_counts("route_layer"),
+        *_pointers("factors"),
     ]
 
 
 class Factors(ctypes.Structure):
     """`Factors` of common.h."""
 
-    _fields_: ClassVar = [("count", ctypes.c_int64), ("down", ctypes.c_void_p), ("up", ctypes.c_void_p)]
+    _fields_: ClassVar = [
+        *_counts("count"),
+        *_pointers("down up"),
+    ]
 
 
 class Entrance(ctypes.Structure):
     """`Entrance` of forward.h."""
 
     _fields_: ClassVar = [
-        ("token_norm", ctypes.c_void_p),
-        ("hidden_norm", ctypes.c_void_p),
-        ("final_norm", ctypes.c_void_p),
-        ("projection", NativeMatrix),
+        *_pointers("token_norm hidden_norm final_norm"),
+        *_fields(NativeMatrix, "projection"),
     ]
 
 
@@ -93,17 +69,8 @@ class Step(ctypes.Structure):
     """`Step` of forward.h."""
 
     _fields_: ClassVar = [
-        ("rows", ctypes.c_int64),
-        ("max_pages", ctypes.c_int64),
-        ("route_layers", ctypes.c_int64),
-        ("route_bytes", ctypes.c_int64),
-        ("tokens", ctypes.c_void_p),
-        ("sequences", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("hidden", ctypes.c_void_p),
-        ("routes", ctypes.c_void_p),
-        ("adapters", ctypes.c_void_p),
+        *_counts("rows max_pages route_layers route_bytes"),
+        *_pointers("tokens sequences positions tables hidden routes adapters"),
     ]
 
 
@@ -111,48 +78,26 @@ class Draw(ctypes.Structure):
     """`Draw` of sampling.h."""
 
     _fields_: ClassVar = [
-        ("rows", ctypes.c_int64),
-        ("vocabulary", ctypes.c_int64),
-        ("hidden", ctypes.c_void_p),
-        ("temperatures", ctypes.c_void_p),
-        ("top_p", ctypes.c_void_p),
-        ("min_p", ctypes.c_void_p),
-        ("top_k", ctypes.c_void_p),
-        ("draws", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("logprobs", ctypes.c_void_p),
-        ("raw_logprobs", ctypes.c_void_p),
-    ]
-
-
-class DecodeRun(ctypes.Structure):
-    """`DecodeRun` of decode.c."""
-
-    _fields_: ClassVar = [
-        ("steps", ctypes.c_int64),
-        ("first_stops", ctypes.c_void_p),
-        ("stops", ctypes.c_void_p),
+        *_counts("rows vocabulary"),
+        *_pointers("hidden temperatures top_p min_p top_k draws logits tokens logprobs raw_logprobs"),
     ]
 
 
 class Lookup(ctypes.Structure):
     """`Lookup` of drafting.h."""
 
-    _fields_: ClassVar = [("longest", ctypes.c_int64), ("shortest", ctypes.c_int64)]
+    _fields_: ClassVar = [
+        *_counts("longest shortest"),
+    ]
 
 
 class DraftLayers(ctypes.Structure):
     """`DraftLayers` of drafting.h."""
 
     _fields_: ClassVar = [
-        ("model", ctypes.c_void_p),
-        ("layers", ctypes.c_void_p),
-        ("entrances", ctypes.c_void_p),
-        ("depth", ctypes.c_int64),
-        ("carried", ctypes.c_void_p),
-        ("carried_counts", ctypes.c_void_p),
-        ("carried_ends", ctypes.c_void_p),
+        *_pointers("model layers entrances"),
+        *_counts("depth"),
+        *_pointers("carried carried_counts carried_ends"),
     ]
 
 
@@ -160,36 +105,14 @@ class DraftRun(ctypes.Structure):
     """`DraftRun` of drafting.h."""
 
     _fields_: ClassVar = [
-        ("count", ctypes.c_int64),
-        ("steps", ctypes.c_int64),
-        ("positions", ctypes.c_int64),
-        ("most_drafts", ctypes.c_int64),
-        ("max_tokens", ctypes.c_int64),
-        ("lines", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("logprobs", ctypes.c_void_p),
-        ("lengths", ctypes.c_void_p),
-        ("limits", ctypes.c_void_p),
-        ("rooms", ctypes.c_void_p),
-        ("wanted", ctypes.c_void_p),
-        ("ready", ctypes.c_void_p),
-        ("drafted", ctypes.c_void_p),
-        ("stood", ctypes.c_void_p),
-        ("first_stops", ctypes.c_void_p),
-        ("stops", ctypes.c_void_p),
-        ("noise", ctypes.c_void_p),
-        ("noise_places", ctypes.c_int64),
-        ("temperatures", ctypes.c_void_p),
-        ("top_p", ctypes.c_void_p),
-        ("min_p", ctypes.c_void_p),
-        ("top_k", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("max_pages", ctypes.c_int64),
-        ("routes", ctypes.c_void_p),
-        ("route_layers", ctypes.c_int64),
-        ("route_bytes", ctypes.c_int64),
-        ("vocabulary", ctypes.c_int64),
-        ("lookup", ctypes.c_void_p),
-        ("layers", ctypes.c_void_p),
-        ("adapters", ctypes.c_void_p),
+        *_counts("count steps positions most_drafts max_tokens"),
+        *_pointers(
+            "lines tokens logprobs lengths limits rooms wanted ready drafted stood first_stops stops noise"
+        ),
+        *_counts("noise_places"),
+        *_pointers("temperatures top_p min_p top_k tables"),
+        *_counts("max_pages"),
+        *_pointers("routes"),
+        *_counts("route_layers route_bytes vocabulary"),
+        *_pointers("lookup layers adapters"),
     ]

@@ -3,14 +3,13 @@
 The proxy is in `etude.inference.router.server`, which alone needs web libraries.
 """
 
-from etude.inference.router.members import HealthConfig, Member, Members, MemberState
+from etude.inference.router.members import Member, Members, MemberState
 from etude.inference.router.policy import Router
 from etude.inference.router.sampler import RoutedSampler, SamplerReplica
-from etude.inference.router.types import Ask, NoReplicaError, Replica, Routing, RoutingConfig
+from etude.inference.router.types import Ask, NoReplicaError, Replica, RoutingConfig
 
 __all__ = [
     "Ask",
-    "HealthConfig",
     "Member",
     "MemberState",
     "Members",
@@ -18,7 +17,6 @@ __all__ = [
     "Replica",
     "RoutedSampler",
     "Router",
-    "Routing",
     "RoutingConfig",
     "SamplerReplica",
 ]

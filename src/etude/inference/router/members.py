@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from etude.config.routing import HealthCheckConfig
 from etude.errors import ConfigError
 from etude.inference.router.policy import Router
 from etude.kit.retry import Backoff
@@ -27,28 +28,6 @@ class MemberState(StrEnum):
     EJECTED = "ejected"
     DRAINING = "draining"
     """Takes nothing new; gone when its last request ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthConfig:
-    """When a replica is left alone, and when it is tried again."""
-
-    interval_s: float = 1.0
-    """Between two probes of one replica."""
-    timeout_s: float = 2.0
-    """Of one probe."""
-    eject_after: int = 2
-    """Failures in a row, of probes or requests."""
-    backoff_s: float = 1.0
-    """First wait of an ejected replica until it is probed again; doubles with every further failure."""
-    most_backoff_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("interval_s", "timeout_s", "eject_after", "backoff_s", "most_backoff_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(
-                    "must be positive", field=f"HealthConfig.{name}", received=getattr(self, name)
-                )
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +48,8 @@ class Member:
 class Members:
     """Keeps the router's table of replicas in line with their health."""
 
-    def __init__(self, router: Router, config: HealthConfig | None = None) -> None:
-        self.config = config or HealthConfig()
+    def __init__(self, router: Router, config: HealthCheckConfig | None = None) -> None:
+        self.config = config or HealthCheckConfig()
         self.router = router
         self.members: dict[str, Member] = {}
         self.ejections = 0

@@ -145,7 +145,11 @@ class Router:
         return chosen.name
 
     def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
-        """See Routing.begin."""
+        """The name of the replica that gets the request; it counts there from now on. Times are seconds of
+        any one clock. `begin` and `end` come in pairs for each request id.
+
+        `exclude`: replicas that have failed this request already. Raises NoReplicaError.
+        """
         if ask.id in self._flights:
             raise ValueError(f"Router.begin: request {ask.id!r} is in flight already")
         candidates = self._candidates(ask, exclude)
@@ -162,13 +166,14 @@ class Router:
         return chosen.name
 
     def progress(self, ask_id: str, generated_tokens: int) -> None:
-        """See Routing.progress."""
+        """A request in flight has its input computed and so many tokens sampled. Unknown ids are ignored."""
         flight = self._flights.get(ask_id)
         if flight is not None:
             flight.set_work(self._rest_of_output(flight.ask, generated_tokens))
 
     def end(self, ask_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None) -> None:
-        """See Routing.end."""
+        """A request is over. `held_tokens`: what the replica holds of the session now; None if it failed.
+        Unknown ids are ignored."""
         flight = self._flights.pop(ask_id, None)
         if flight is None:
             return
@@ -189,7 +194,7 @@ class Router:
         session.set_resident(round(self._lengths.rest(session.done)))
 
     def close_session(self, session: str) -> None:
-        """See Routing.close_session."""
+        """The session has ended. Unknown ones are ignored."""
         known = self._sessions.pop(session, None)
         if known is not None:
             self._detach(session, known)
@@ -332,10 +337,7 @@ class ResidualMean:
 
     def __init__(self, prior: float, first_age: float = 1.0, num_buckets: int = 24) -> None:
         """`prior`: mean length expected at the start; it counts for four samples, not more."""
-        if prior <= 0.0 or first_age <= 0.0 or num_buckets < 1:
-            raise ValueError(
-                f"ResidualMean: all must be positive, received {(prior, first_age, num_buckets)}"
-            )
+        assert prior > 0.0 and first_age > 0.0 and num_buckets > 0, "all must be positive"
         self._ages = [0.0, *(first_age * 2.0**n for n in range(num_buckets - 1))]
         self._buckets = [_Bucket(max(prior, age), 4.0) for age in self._ages]
 

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError, SamplerError
+from etude.inference.requests import serves
 from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
-from etude.inference.versions import serves
 from etude.protocols import BranchingSampler, Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 

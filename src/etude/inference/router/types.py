@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from etude.errors import SamplerError
 
@@ -57,21 +55,6 @@ class RoutingConfig:
     max_sessions: int = 100_000
     """Sessions that are remembered; the oldest are forgotten first."""
 
-    def __post_init__(self) -> None:
-        checks = (
-            ("prefill_weight", self.prefill_weight >= 0.0, ">= 0"),
-            ("spill_factor", self.spill_factor >= 1.0, ">= 1"),
-            ("spill_floor_tokens", self.spill_floor_tokens >= 0.0, ">= 0"),
-            ("resident_weight", self.resident_weight >= 0.0, ">= 0"),
-            ("expected_output_tokens", self.expected_output_tokens > 0.0, "> 0"),
-            ("expected_session_tokens", self.expected_session_tokens > 0.0, "> 0"),
-            ("session_idle_s", self.session_idle_s > 0.0, "> 0"),
-            ("max_sessions", self.max_sessions >= 1, ">= 1"),
-        )
-        for name, holds, bound in checks:
-            if not holds:
-                raise ValueError(f"RoutingConfig.{name}: must be {bound}, received {getattr(self, name)}")
-
 
 @dataclass(slots=True, eq=False)
 class Replica:
@@ -103,32 +86,3 @@ class Replica:
         if tokens > 0 and elapsed_s > 0.0:
             rate = tokens / elapsed_s
             self.rate = rate if self.rate is None else self.rate + _RATE_SHARE * (rate - self.rate)
-
-
-class Routing(Protocol):
-    """Who gets which request. The proxy, the sampler and the simulation drive all policies through this.
-
-    `begin` and `end` come in pairs for each request id. Times are seconds of any one clock.
-    """
-
-    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
-        """The name of the replica that gets the request; it counts there from now on.
-
-        `exclude`: replicas that have failed this request already. Raises NoReplicaError.
-        """
-        ...
-
-    def progress(self, ask_id: str, generated_tokens: int) -> None:
-        """A request in flight has its input computed and so many tokens sampled. Unknown ids are ignored."""
-        ...
-
-    def end(self, ask_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None) -> None:
-        """A request is over. `held_tokens`: what the replica holds of the session now; None if it failed.
-
-        Unknown ids are ignored.
-        """
-        ...
-
-    def close_session(self, session: str) -> None:
-        """The session has ended. Unknown ones are ignored."""
-        ...

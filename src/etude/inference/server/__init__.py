@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from etude.inference.server.app import build_app
+from etude.inference.server.chat import ServedModel
 from etude.inference.server.limits import KeyLimits, Keys, read_keys
-from etude.inference.server.model import ServedModel
 from etude.inference.server.process import DEFAULT_PORT, check_address, serve
 from etude.inference.server.state import EngineView, ServerLimits, ServerState
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from etude.errors import WeightUpdateError
 from etude.inference.server.requests import body_of, check_admin, state_of
 from etude.protocols import KvPolicy
-from etude.records import PolicyVersion, WeightManifest
+from etude.records import PolicyVersion
 from etude.serving.describing import described
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import unsupported, wrong
@@ -21,18 +21,6 @@ from etude.weights.documents import manifest_of, version_document, version_of
 
 router = APIRouter(tags=["admin"])
 _BODY_FIELDS = {"manifest", "version", "kv"}
-
-
-def read_manifest(value: object) -> WeightManifest:
-    """A manifest of a request. Raises BadRequestError."""
-    with _refused():
-        return manifest_of(value)
-
-
-def read_version(value: object) -> PolicyVersion:
-    """A policy version of a request. Raises BadRequestError."""
-    with _refused():
-        return version_of(value)
 
 
 @contextlib.contextmanager

@@ -88,4 +88,4 @@ async def _figures(request: Request) -> str:
     if state.loans is not None:
         gauges["etude_serve_lent"] = float(state.loans.loan is not None)
         gauges["etude_serve_last_return_seconds"] = state.loans.last_return_s
-    return state.metrics.text({**gauges, **await state.engine.gauges()})
+    return state.metrics.text({**gauges, **state.engine.gauges()})

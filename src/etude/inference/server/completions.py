@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.inference.server.answering import Job, random_key
-from etude.inference.server.chat import ServedAnswer
-from etude.inference.server.model import ServedModel, room_for
+from etude.inference.server.chat import ServedAnswer, ServedModel, room_for
 from etude.records import SampleChunk
 from etude.tokens.chat.answers import Document, Ended, Event, Usage, top_pairs
 from etude.tokens.chat.errors import ContextLengthError

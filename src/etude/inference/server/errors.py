@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from etude.errors import EtudeError, InfrastructureError, UserError
 from etude.serving.access import AccessError
 from etude.serving.errors import BodyTooLargeError, OpenAIErrors
@@ -39,16 +41,8 @@ class LoanConflictError(UserError):
 class _LaterError(EtudeError):
     """Something that may go well after `retry_after_s` seconds."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str | None = None,
-        received: object = None,
-        fix: str | None = None,
-        retry_after_s: float = 1.0,
-    ) -> None:
-        super().__init__(message, field=field, received=received, fix=fix)
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, **details: Any) -> None:
+        super().__init__(message, **details)
         self.retry_after_s = retry_after_s
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -58,34 +59,25 @@ class HomeWeights:
 
     async def stage(self, manifest: WeightManifest) -> None:
         """See WeightSink.stage. While the replica is lent the weights are only looked at."""
-        while True:
+        async with self.swapping:
             if self.is_away:
                 await in_thread(lambda: self._weights.fetch(manifest))
-                self._next, self._is_staged = manifest, False
-                return
-            async with self.swapping:
-                if not self.is_away:  # else it was lent while this waited
-                    await self._sink.stage(manifest)
-                    self._next, self._is_staged = manifest, True
-                    return
+            else:
+                await self._sink.stage(manifest)
+            self._next, self._is_staged = manifest, not self.is_away
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. While the replica is lent: what it will come home to."""
-        staged = check_staged(version, self._next)
-        tensors: Mapping[str, Tensor] | None = None
-        while True:
-            if self.is_away and tensors is None:
+        async with self.swapping:
+            staged = check_staged(version, self._next)
+            tensors: Mapping[str, Tensor] | None = None
+            if self.is_away:
                 tensors = await in_thread(lambda: self._weights.fetch(staged))
-            async with self.swapping:
-                if self.is_away and tensors is None:
-                    continue  # it was lent while this waited
-                if not self.is_away:
-                    if not self._is_staged:  # it was away then
-                        await self.put_beside(staged, tensors)
-                    await self._sink.activate(version, kv)
-                self._manifest, self._tensors = staged, tensors if self.is_away else None
-                self._next = None
-                return
+            else:
+                if not self._is_staged:  # it was away then
+                    await self.put_beside(staged, None)
+                await self._sink.activate(version, kv)
+            self._manifest, self._tensors, self._next = staged, tensors, None
 
     def current(self) -> PolicyVersion | None:
         """See WeightSink.current: what users get; None while they get nothing."""
@@ -96,17 +88,14 @@ class HomeWeights:
     async def leave(self) -> None:
         """From now on the engine is another's; what users get is in host memory.
 
-        Raises WeightUpdateError where it cannot be kept, LoanConflictError where it has just changed; then
-        nothing has.
+        Raises WeightUpdateError where it cannot be kept, LoanConflictError where it is lent already; then
+        nothing has changed.
         """
-        manifest = self._manifest
-        tensors = await in_thread(lambda: self._weights.fetch(manifest))
         async with self.swapping:
-            if self.is_away or self._manifest is not manifest:
-                raise LoanConflictError(
-                    "the replica has just been lent, or got new weights", field="state", fix="ask again"
-                )
-            self._tensors, self.is_away, self._is_staged = tensors, True, False
+            if self.is_away:
+                raise LoanConflictError("the replica has just been lent", field="state", fix="recall it")
+            self._tensors = await in_thread(lambda: self._weights.fetch(self._manifest))
+            self.is_away, self._is_staged = True, False
 
     async def put_back(self) -> bool:
         """Puts what users get back into service; False, with `trouble`, where that failed. With `swapping`
@@ -137,25 +126,14 @@ class HomeWeights:
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """What `work` gives, in a thread that nobody need wait for: reading a store may take long."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = work()
-        except BaseException as error:  # handed to whoever waits
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_result(work())
+        except BaseException as error:  # handed to the code that waits
+            future.set_exception(error)
 
     threading.Thread(target=run, name="loan-weights", daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)

@@ -94,9 +94,11 @@ class LoanDesk:
         about: Mapping[str, Any],
         open_store: Callable[[str], Fetch] = fetch_from_store,
         clock: Callable[[], float] = time.monotonic,
+        usage: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`sampler`, `sink`: of the engine, which fetches from `weights`. `home`: in service now. `about`:
-        what a borrower is told of the engine. `open_store`: reads the store that a borrower names."""
+        what a borrower is told of the engine. `open_store`: reads the store that a borrower names. `usage`:
+        what the engine has done so far, by the names in EngineCounters and ServiceTimes."""
         self.home = HomeWeights(sink, weights, home)
         """The replica's WeightSink for administrators."""
         self.state = LoanState.HOME
@@ -107,7 +109,7 @@ class LoanDesk:
         self._sampler, self._sink = sampler, sink
         self._about = about
         self._open_store = open_store
-        self._clock = clock
+        self._clock, self._usage = clock, usage
         self._past: Loan | None = None
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
@@ -132,27 +134,23 @@ class LoanDesk:
     async def lend(self, borrower: str, lease_s: float) -> Loan:
         """Takes nothing new of users from now on. Raises LoanConflictError where it is lent already, and
         WeightUpdateError where what it serves cannot be kept; then nothing has changed."""
-        self._check_not_lent()
+        if self.loan is not None:
+            raise LoanConflictError(
+                "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
+            )
         await self.home.leave()
         self.loan = Loan(borrower, lease_s, self._clock())
         self.state = LoanState.LENT
         self._watching = asyncio.create_task(self._watch(self.loan))
         return self.loan
 
-    async def recall(self, cause: str) -> PolicyVersion | None:
-        """Brings the replica home; returns the version that it then serves. Idempotent."""
+    async def recall(self, cause: str) -> None:
+        """Brings the replica home. Idempotent."""
         if self.loan is not None and self._returning is None:
             _log.info("the replica comes home: %s", cause)
             self._returning = asyncio.create_task(self._return(self.loan))
         if self._returning is not None:
             await asyncio.shield(self._returning)
-        return self._sink.current()
-
-    def _check_not_lent(self) -> None:
-        if self.loan is not None:
-            raise LoanConflictError(
-                "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
-            )
 
     async def _watch(self, loan: Loan) -> None:
         while (left_s := loan.renewed_s + loan.lease_s - self._clock()) > 0:  # noqa: ASYNC110 (a clock's time)
@@ -186,6 +184,17 @@ class LoanDesk:
             self.home.come_home()
             return True
 
+    def standing(self) -> dict[str, Any]:
+        """Where the replica stands, as JSON values."""
+        version = self.home.current()
+        return {
+            "state": str(self.state),
+            "borrower": None if self.loan is None else self.loan.borrower,
+            "version": None if version is None else str(version),
+            "last_return_s": self.last_return_s,
+            "trouble": self.home.trouble or None,
+        }
+
     # ---- the borrower's side --------------------------------------------------------------------
 
     def find(self, token: str) -> Loan:
@@ -195,11 +204,12 @@ class LoanDesk:
                 return loan
         raise LoanOverError("there is no such loan, or it has ended", field="authorization")
 
-    def renew(self, loan: Loan) -> None:
-        """The borrower lives. Raises LoanOverError."""
+    async def pulse(self, loan: Loan) -> Mapping[str, float]:
+        """Renews the lease: the borrower lives. What the engine has done so far. Raises LoanOverError."""
         if loan.over.is_set():
             self._check_open(loan)
         loan.renewed_s = self._clock()
+        return self._usage()
 
     async def begin(self, loan: Loan, store: str) -> dict[str, Any]:
         """The run begins, or begins anew, with its weights in `store`; returns what it is told of the engine.
@@ -214,7 +224,7 @@ class LoanDesk:
         await asyncio.gather(*(exchange.end(_ABORT_S) for exchange in exchanges.values()))
         return {**self._about, "lease_s": loan.lease_s}
 
-    async def stage_rollout(self, loan: Loan, manifest: WeightManifest) -> None:
+    async def stage(self, loan: Loan, manifest: WeightManifest) -> None:
         """Fetches the run's weights, and puts them beside those in service. A recall does not wait for the
         fetching. Raises LoanOverError, WeightUpdateError, StoreError."""
         self._check_open(loan)
@@ -226,8 +236,8 @@ class LoanDesk:
             self._check_open(loan)
             await self.home.put_beside(manifest, tensors)
 
-    async def activate_rollout(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> None:
-        """Serves the run's weights, once no user is answered any more. Raises LoanOverError,
+    async def activate(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> Mapping[str, float]:
+        """Serves the run's weights, once no user is answered any more; as `pulse`. Raises LoanOverError,
         WeightUpdateError."""
         if self._until_no_user is not None:
             await self._unless_over(loan, asyncio.ensure_future(self._until_no_user()))
@@ -238,8 +248,9 @@ class LoanDesk:
                 loan.has_swapped = True
             await self._sink.activate(version, kv)
             loan.served.add(version)
+        return self._usage()
 
-    def exchange(self, loan: Loan, client: str, commands: Sequence[Command]) -> None:
+    async def exchange(self, loan: Loan, commands: Sequence[Command], client: str) -> None:
         """See Exchange.exchange. Raises LoanOverError, and LoanConflictError before a version is served."""
         if loan.over.is_set():
             self._check_open(loan)
@@ -279,6 +290,12 @@ class LoanDesk:
         if version not in loan.served:
             raise SamplerError("the loan does not serve this version", field="version", received=str(version))
         return await self._unless_over(loan, asyncio.ensure_future(self._sampler.score(tokens, version)))
+
+    async def end(self, loan: Loan) -> dict[str, Any]:
+        """The run gives the replica back."""
+        if self.loan is loan:
+            await self.recall(f"{loan.borrower} gives it back")
+        return self.standing()
 
     def _check_open(self, loan: Loan) -> None:
         if loan.closing.is_set():

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from etude.inference.server.chat import ServedAnswer, answer_chat, lay_out
+from etude.errors import EtudeError, UserError
+from etude.inference.headers import SIDE_CHANNEL_HEADER
+from etude.inference.server.chat import ServedAnswer, answer_chat, check_model, lay_out
 from etude.inference.server.completions import answer_completion, read_completion, read_token_ids
-from etude.inference.server.errors import NoSuchModelError
+from etude.inference.server.errors import ERRORS, NoSuchModelError
 from etude.inference.server.limits import Key
-from etude.inference.server.model import check_model
 from etude.inference.server.requests import (
     conversation_of,
     key_of,
@@ -21,12 +23,14 @@ from etude.inference.server.requests import (
     wants_tokens,
     with_body,
 )
-from etude.inference.server.responding import respond
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
-from etude.inference.server.state import Asked, ServerState
-from etude.serving.application import Binary
+from etude.inference.server.state import Asked, LiveRequest, ServerState
+from etude.serving.answers import EventStream, Sending
+from etude.serving.application import Binary, unless_gone
 from etude.serving.describing import answering, described
-from etude.tokens.chat.dialects import DIALECTS, MESSAGES, Dialect
+from etude.serving.errors import ErrorAnswer
+from etude.tokens.chat.answers import encode_event, written, written_whole
+from etude.tokens.chat.dialects import DIALECTS, MESSAGES, Dialect, respell_error
 from etude.tokens.chat.fields import flag, text, wrong
 from etude.tokens.chat.messages import num_characters
 from etude.tokens.chat.openai_chat import read_conversation
@@ -195,8 +199,43 @@ def _model_row(state: ServerState) -> dict[str, Any]:
 
 @router.get(SIDE_CHANNEL_PATH + "/{answer_id}", tags=["side_channel"], response_class=Binary)
 async def side_channel(request: Request, answer_id: str) -> Response:
-    """The tokens of an answer as binary frames."""
+    """The tokens of an answer as a binary message."""
     state = state_of(request)
     body = state.channel.get(answer_id, key_of(request).name)
     state.metrics.count("etude_serve_requests", endpoint="side_channel", status="200")
     return Binary(body)
+
+
+_log = logging.getLogger("etude.inference.server")
+
+
+async def respond(request: Request, live: LiveRequest, endpoint: str, stream: bool) -> Response:
+    """The answer to a request that has begun. Raises what the sampler raises before the first event."""
+    headers: dict[str, str] = {}
+    if live.asked.with_tokens:
+        headers[SIDE_CHANNEL_HEADER] = f"{SIDE_CHANNEL_PATH}/{live.answer.writer.id}"
+    metrics = live.state.metrics
+
+    def describe(error: Exception) -> ErrorAnswer:
+        """Status, document and headers; defects of ours are logged."""
+        if not isinstance(error, UserError):
+            metrics.count("etude_serve_engine_failures")
+        if not isinstance(error, EtudeError):
+            _log.error("a request failed", exc_info=error)
+        return respell_error(request.url.path, error, ERRORS.describe(error))
+
+    def ended(status: int) -> None:
+        live.leave()
+        metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
+
+    events = live.events()
+    if stream:
+        return EventStream(
+            Sending(written(events, live.answer.writer), describe, encode_event, ended, headers)
+        )
+    try:
+        document = await unless_gone(request, written_whole(events, live.answer.writer))
+    finally:
+        live.leave()
+    ended(200)
+    return JSONResponse(document, headers=headers)

@@ -1,19 +1,9 @@
-"""Token ids, log-probabilities, versions and routes of answers, as binary frames beside the JSON.
+"""Token ids, log-probabilities, versions and routes of answers, as a binary message beside the JSON.
 
 A request with `x-etude-extensions: tokens` gets, in its answer's `x-etude-side-channel` header, a path; once
-the answer is complete, `GET` on it returns the frames of all its choices. They are kept for a while, for the
+the answer is complete, `GET` on it returns the tokens of all its choices. They are kept for a while, for the
 key that asked. So the answer itself stays what OpenAI's clients expect, streamed or not, and routes (about
 1 KB a token on the largest models) never become JSON.
-
-    body   := "ETSC" version:u16 choices:u16 frame* end
-    frame  := tag:4 bytes, choice:u16, dtype:u8, rank:u8, start:u64, shape:u32[rank], length:u64,
-              xxh3_64:u64 of all else in the frame, payload:length bytes      numbers are little-endian
-    end    := a frame with tag "END.", choice = number of frames before it, no payload
-
-    PROM int32 [p]             the prompt          TOKS int32 [n]           the sampled tokens
-    LOGP float32 [n]           processed           RAWL float32 [n]         raw, where asked for
-    VERS uint8 [bytes]         JSON: [[start, end, version, kv_oldest], ...], places among the n
-    ROUT uint8 | uint16 [r, layers, top_k]         of the positions from `start` on, prompt included
 
 Positions before the first routes' `start` were computed with an earlier request of the conversation. Of the
 last sampled token nothing is computed yet.
@@ -21,19 +11,17 @@ last sampled token nothing is computed yet.
 
 from __future__ import annotations
 
-import json
-import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
 from etude.errors import StoreError
+from etude.inference import wire
 from etude.inference.headers import EXTENSIONS_HEADER
 from etude.inference.server.errors import NoSuchAnswerError
 from etude.records import PolicyVersion, SampleChunk
@@ -41,17 +29,6 @@ from etude.records import PolicyVersion, SampleChunk
 SIDE_CHANNEL_PATH = "/v1/side_channel"
 WANT_TOKENS = {EXTENSIONS_HEADER: "tokens"}
 """Headers of a request whose tokens are wanted: `extra_headers` of OpenAI's client."""
-
-MAGIC = b"ETSC"
-FORMAT_VERSION = 1
-_HEAD = struct.Struct("<4sHH")
-_FRAME = struct.Struct("<4sHBBQ")
-_CHECKSUM = struct.Struct("<Q")
-_DTYPES: tuple[np.dtype[Any], ...] = tuple(
-    np.dtype(name) for name in ("int32", "float32", "uint8", "uint16", "int64")
-)
-_END = b"END."
-_MAX_RANK = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +56,19 @@ class ChoiceTokens:
     routes_start: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class ChoiceRecorder:
-    """Collects one answer's chunks."""
-
-    prompt: NDArray[np.int32]
-    _chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
-
-    def take(self, chunk: SampleChunk) -> None:
-        """Takes a chunk in."""
-        self._chunks.append(chunk)
-
-    def result(self) -> ChoiceTokens:
-        """The chunks together. Later routes of a position replace earlier ones."""
-        chunks = self._chunks
-        raw = [chunk.raw_logprobs for chunk in chunks if chunk.raw_logprobs is not None]
-        routes, start = _merged_routes(chunks)
-        return ChoiceTokens(
-            prompt=self.prompt,
-            tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(chunk.tokens for chunk in chunks)]),
-            logprobs=np.concatenate([np.zeros(0, dtype=np.float32), *(chunk.logprobs for chunk in chunks)]),
-            raw_logprobs=np.concatenate(raw) if raw else None,
-            spans=_spans(chunks),
-            routes=routes,
-            routes_start=start,
-        )
+def choice_tokens(prompt: NDArray[np.int32], chunks: Sequence[SampleChunk]) -> ChoiceTokens:
+    """One answer's chunks together. Later routes of a position replace earlier ones."""
+    raw = [chunk.raw_logprobs for chunk in chunks if chunk.raw_logprobs is not None]
+    routes, start = _merged_routes(chunks)
+    return ChoiceTokens(
+        prompt=prompt,
+        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(chunk.tokens for chunk in chunks)]),
+        logprobs=np.concatenate([np.zeros(0, dtype=np.float32), *(chunk.logprobs for chunk in chunks)]),
+        raw_logprobs=np.concatenate(raw) if raw else None,
+        spans=_spans(chunks),
+        routes=routes,
+        routes_start=start,
+    )
 
 
 def _merged_routes(chunks: Sequence[SampleChunk]) -> tuple[Any, int]:
@@ -133,95 +98,17 @@ def _spans(chunks: Sequence[SampleChunk]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-# ---- frames -------------------------------------------------------------------------------------
-
-
 def encode(choices: Sequence[ChoiceTokens]) -> bytes:
-    """The frames of an answer."""
-    parts = [_HEAD.pack(MAGIC, FORMAT_VERSION, len(choices))]
-    num_frames = 0
-    for index, choice in enumerate(choices):
-        for tag, start, array in _arrays(choice):
-            parts.append(_frame(tag, index, start, array))
-            num_frames += 1
-    return b"".join([*parts, _frame(_END, num_frames, 0, np.zeros(0, dtype=np.uint8))])
-
-
-def _arrays(choice: ChoiceTokens) -> Iterator[tuple[bytes, int, NDArray[Any]]]:
-    yield b"PROM", 0, choice.prompt
-    yield b"TOKS", len(choice.prompt), choice.tokens
-    yield b"LOGP", len(choice.prompt), choice.logprobs
-    if choice.raw_logprobs is not None:
-        yield b"RAWL", len(choice.prompt), choice.raw_logprobs
-    rows = [[one.start, one.end, asdict(one.version), asdict(one.kv_oldest)] for one in choice.spans]
-    yield b"VERS", 0, np.frombuffer(json.dumps(rows).encode(), dtype=np.uint8)
-    if choice.routes is not None:
-        yield b"ROUT", choice.routes_start, choice.routes
-
-
-def _frame(tag: bytes, choice: int, start: int, array: NDArray[Any]) -> bytes:
-    payload = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    head = _FRAME.pack(tag, choice, _DTYPES.index(array.dtype), array.ndim, start)
-    head += struct.pack(f"<{array.ndim}IQ", *array.shape, len(payload))
-    return b"".join([head, _CHECKSUM.pack(xxh3_64_intdigest(head + payload)), payload])
+    """The tokens of an answer, as `etude.inference.wire` writes them."""
+    return wire.pack(list(choices))
 
 
 def decode(body: bytes) -> list[ChoiceTokens]:
     """What `encode` was given. Raises StoreError for a body that is cut, damaged or of another format."""
     try:
-        return _decode(body)
-    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
-        message = f"the frames are damaged: {error}"
-        raise StoreError(message, field="side_channel", fix="fetch them again") from error
-
-
-def _decode(body: bytes) -> list[ChoiceTokens]:
-    magic, version, num_choices = _HEAD.unpack_from(body, 0)
-    if (magic, version) != (MAGIC, FORMAT_VERSION):
-        raise ValueError(f"neither {MAGIC!r} nor version {FORMAT_VERSION}: {magic!r}, {version}")
-    found: list[dict[bytes, tuple[int, NDArray[Any]]]] = [{} for _ in range(num_choices)]
-    offset, num_frames = _HEAD.size, 0
-    while True:
-        tag, choice, start, array, offset = _read_frame(body, offset)
-        if tag == _END:
-            if choice != num_frames or offset != len(body):
-                raise ValueError(f"{num_frames} frames, not {choice}, in {offset} of {len(body)} bytes")
-            return [_choice(frames) for frames in found]
-        found[choice][tag] = (start, array)
-        num_frames += 1
-
-
-def _read_frame(body: bytes, offset: int) -> tuple[bytes, int, int, NDArray[Any], int]:
-    tag, choice, dtype, rank, start = _FRAME.unpack_from(body, offset)
-    if rank > _MAX_RANK or dtype >= len(_DTYPES):
-        raise ValueError(f"dtype {dtype} of rank {rank}")
-    numbers = struct.Struct(f"<{rank}IQ")
-    *shape, length = numbers.unpack_from(body, offset + _FRAME.size)
-    end = offset + _FRAME.size + numbers.size
-    (checksum,) = _CHECKSUM.unpack_from(body, end)
-    head, offset = body[offset:end], end + _CHECKSUM.size
-    payload = body[offset : offset + length]
-    if len(payload) != length or xxh3_64_intdigest(head + payload) != checksum:
-        raise ValueError(f"frame {tag!r} is cut or altered")
-    array = np.frombuffer(payload, dtype=_DTYPES[dtype].newbyteorder("<")).astype(_DTYPES[dtype])
-    return tag, choice, start, array.reshape(shape), offset + length
-
-
-def _choice(frames: dict[bytes, tuple[int, NDArray[Any]]]) -> ChoiceTokens:
-    rows = json.loads(frames[b"VERS"][1].tobytes())
-    routes_start, routes = frames.get(b"ROUT", (0, None))
-    return ChoiceTokens(
-        prompt=frames[b"PROM"][1],
-        tokens=frames[b"TOKS"][1],
-        logprobs=frames[b"LOGP"][1],
-        raw_logprobs=frames[b"RAWL"][1] if b"RAWL" in frames else None,
-        spans=tuple(Span(a, b, PolicyVersion(**one), PolicyVersion(**other)) for a, b, one, other in rows),
-        routes=routes,
-        routes_start=routes_start,
-    )
-
-
-# ---- keeping ------------------------------------------------------------------------------------
+        return wire.unpack(body, (ChoiceTokens, Span, PolicyVersion))
+    except wire.DamagedMessageError as error:
+        raise StoreError(error.message, field="side_channel", fix="fetch them again") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +119,7 @@ class _Kept:
 
 
 class SideChannel:
-    """The frames of answers until they are fetched; bounded in bytes, the oldest go first."""
+    """The tokens of answers until they are fetched; bounded in bytes, the oldest go first."""
 
     def __init__(
         self,
@@ -247,7 +134,7 @@ class SideChannel:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     def put(self, answer_id: str, key_name: str, body: bytes) -> None:
-        """Keeps the frames of an answer."""
+        """Keeps what `encode` made of an answer."""
         self._kept[answer_id] = _Kept(body, key_name, self._clock() + self._keep_s)
         self._num_bytes += len(body)
         now_s = self._clock()
@@ -258,7 +145,7 @@ class SideChannel:
             self._num_bytes -= len(self._kept.pop(oldest).body)
 
     def get(self, answer_id: str, key_name: str) -> bytes:
-        """The frames. Raises NoSuchAnswerError: not complete, another key's, or no longer kept."""
+        """What was kept. Raises NoSuchAnswerError: not complete, another key's, or no longer kept."""
         kept = self._kept.get(answer_id)
         if kept is None or kept.key_name != key_name or kept.until_s < self._clock():
             raise NoSuchAnswerError(

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from etude.inference.headers import VERSION_HEADER
 from etude.inference.server.answering import Answering
-from etude.inference.server.chat import ServedAnswer
+from etude.inference.server.chat import ServedAnswer, ServedModel
 from etude.inference.server.errors import UnavailableError, VersionNotServedError
 from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
 from etude.inference.server.loans import LoanDesk
-from etude.inference.server.metrics import serve_metrics
-from etude.inference.server.model import ServedModel
-from etude.inference.server.side_channel import ChoiceRecorder, SideChannel, encode
+from etude.inference.server.side_channel import SideChannel, choice_tokens, encode
 from etude.protocols import Sampler, WeightSink
-from etude.records import PolicyVersion
+from etude.records import PolicyVersion, SampleChunk
+from etude.serving.metrics import Metrics
 from etude.tokens.chat.answers import Ended, Event, Sampled
 from etude.tokens.chat.histories import ChatFrames
+
+LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Upper ends of the buckets for whole waits."""
+STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Upper ends of the buckets for the time from token to token."""
+
+_HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = {
+    "etude_serve_time_to_first_token_seconds": (LATENCY_S, "From the request's arrival to its first token."),
+    "etude_serve_inter_token_seconds": (STEP_S, "From token to token of one answer."),
+    "etude_serve_request_seconds": (LATENCY_S, "From the request's arrival to the end of its answer."),
+}
+_COUNTERS: Mapping[str, str] = {
+    "etude_serve_requests": "Requests that were answered, by endpoint and status.",
+    "etude_serve_prompt_tokens": "Tokens of prompts, cached ones included.",
+    "etude_serve_cached_tokens": "Tokens of prompts that were not computed again.",
+    "etude_serve_sampled_tokens": "Tokens sampled.",
+    "etude_serve_aborted": "Requests whose client left before the answer was complete.",
+    "etude_serve_engine_failures": "Requests that failed by no fault of their client's.",
+    "etude_serve_weight_updates": "Versions put into service.",
+}
+
+
+def serve_metrics() -> Metrics:
+    """Counts and times of one inference server."""
+    return Metrics("etude_serve", _COUNTERS, _HISTOGRAMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +85,14 @@ class Asked:
             )
 
 
-async def _nothing() -> Mapping[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """What the engine behind the sampler can tell of itself."""
 
-    gauges: Callable[[], Awaitable[Mapping[str, float]]] = _nothing
+    gauges: Callable[[], Mapping[str, float]] = dict
     """By metric name, for `/metrics`."""
     failure: Callable[[], BaseException | None] = lambda: None
     """Why it will never answer again; None while it works."""
-    usage: Callable[[], Awaitable[Mapping[str, float]]] = _nothing
-    """What it has done so far, for a run that it is lent to: counters and seconds, by their names in
-    EngineCounters and ServiceTimes."""
 
 
 class ServerState:
@@ -176,12 +193,12 @@ class LiveRequest:
     """Tokens of each answer that has begun."""
     _last_s: dict[int, float] = field(default_factory=dict[int, float])
     _ended: set[int] = field(default_factory=set[int])
-    _recorders: list[ChoiceRecorder] = field(default_factory=list[ChoiceRecorder])
+    _chunks: list[list[SampleChunk]] = field(init=False)
+    """Of each answer, where its tokens are kept for the side channel."""
     _left: bool = False
 
     def __post_init__(self) -> None:
-        if self.asked.with_tokens:
-            self._recorders = [ChoiceRecorder(job.prompt) for job in self.answer.jobs]
+        self._chunks = [[] for _ in self.answer.jobs]
 
     @property
     def num_left(self) -> int:
@@ -211,8 +228,9 @@ class LiveRequest:
             async for event in events:
                 self._measure(event)
                 yield event
-            if self._recorders:
-                body = encode([recorder.result() for recorder in self._recorders])
+            if self.asked.with_tokens:
+                found = zip(self.answer.jobs, self._chunks, strict=True)
+                body = encode([choice_tokens(job.prompt, chunks) for job, chunks in found])
                 self.state.channel.put(self.answer.writer.id, self.key.name, body)
             metrics.observe("etude_serve_request_seconds", time.monotonic() - self.began_s)
         except (GeneratorExit, asyncio.CancelledError):  # the client has left
@@ -239,8 +257,8 @@ class LiveRequest:
         if count := len(event.chunk.tokens):
             self.asked.check(event.chunk.version)
             self._measure_tokens(event, count)
-        if self._recorders:
-            self._recorders[event.index].take(event.chunk)
+        if self.asked.with_tokens:
+            self._chunks[event.index].append(event.chunk)
 
     def _measure_tokens(self, event: Sampled, count: int) -> None:
         metrics, now_s = self.state.metrics, time.monotonic()

@@ -56,21 +56,13 @@ def probe_tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
     return np.random.default_rng(_SEED).integers(0, vocab_size, length).astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """How far what is observed is from the reference, over the tokens of the probe."""
-
-    mean: float
-    largest: float
-
-
 def check_probe(
     observed: NDArray[np.float32],
     expected: Probe,
     previous: Probe | None,
     dtype: str,
     tolerance: float = 0.0,
-) -> Deviation:
+) -> None:
     """Compares log-probabilities of `expected.tokens`. `tolerance`: of the mean; 0: by number format.
 
     Small updates move log-probabilities by less than bfloat16's noise, so what is observed must also be
@@ -95,7 +87,6 @@ def check_probe(
             + ("; nearer to the version before" if is_stale else ""),
             fix=f"allowed are {bound:g} and {bound * _LARGEST_FACTOR:g}",
         )
-    return Deviation(mean, largest)
 
 
 def _moved(expected: Probe, previous: Probe | None) -> float:

@@ -14,10 +14,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +24,17 @@ from numpy.typing import NDArray
 from etude.errors import EtudeError, ResourceError, SamplerError, WeightUpdateError
 from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part
-from etude.inference.vllm.asking import Abilities, greet, score_tokens
-from etude.inference.vllm.client import VllmClient
-from etude.inference.vllm.probes import Deviation, Probe, check_probe
+from etude.inference.vllm.client import Abilities, VllmClient, greet, score_tokens
+from etude.inference.vllm.probes import Probe, check_probe
 from etude.inference.vllm.servers import VllmServer
 from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot
+from etude.kit.tasks import to_the_end
 from etude.model.loading import load_any_model
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
 
 MOST_RESTARTS = 3
 _LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 
 ReferenceProbe = Callable[[Path], Probe]
 """Scores a snapshot's probe with a freshly loaded model."""
@@ -104,8 +102,6 @@ class Replica:
         self.abilities: Abilities | None = None
         self.times = UpdateTimes()
         """Of the last update."""
-        self.deviation: Deviation | None = None
-        """Of the last probe."""
         self.restarts = 0
 
     # ---- weights --------------------------------------------------------------------------------
@@ -122,14 +118,15 @@ class Replica:
 
     async def stage(self, manifest: WeightManifest) -> None:
         """See WeightSink.stage: checks every byte, scores the probe, and starts the server if need be.
+        Cancelled, it goes on to its end: half an update would be worse than a late one.
 
         Raises ResourceError where it does not start.
         """
-        await _to_its_end(self._stage(manifest))
+        await to_the_end(self._stage(manifest))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Raises WeightUpdateError; then the old version is in service again."""
-        await _to_its_end(self._activate(version, kv))
+        await to_the_end(self._activate(version, kv))
 
     async def close(self) -> None:
         """Ends everything."""
@@ -289,7 +286,7 @@ class Replica:
         assert part.prompt_logprobs is not None
         previous = self._served.probe if self._served is not None else None
         same = self._served is not None and self._served.version == snapshot.version
-        self.deviation = check_probe(
+        check_probe(
             part.prompt_logprobs,
             snapshot.probe,
             None if same else previous,
@@ -398,15 +395,3 @@ class Replica:
             if self._served is not None:
                 with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
                     await self._begin_again(self._served, reason)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Half an update would be worse than a late one: cancellation waits for it."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait((task,))
-        if not task.cancelled() and task.exception() is not None:
-            _LOG.warning("a cancelled update failed: %s", task.exception())
-        raise

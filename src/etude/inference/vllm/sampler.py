@@ -20,14 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.counters import EngineCounters
-from etude.inference.times import ServiceTimes
+from etude.inference.requests import serves
+from etude.inference.times import EngineCounters, ServiceTimes
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
-from etude.inference.vllm.asking import Abilities
-from etude.inference.vllm.client import VllmClient
+from etude.inference.vllm.client import Abilities, VllmClient
 from etude.inference.vllm.replica import Replica
-from etude.inference.vllm.requests import Running, check_request
-from etude.inference.vllm.sessions import Sessions
+from etude.inference.vllm.requests import Running, Sessions, check_request
 from etude.kit.tasks import Tasks
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
@@ -301,12 +299,7 @@ class VllmSampler:
 
     def _check_version(self, wanted: PolicyVersion, *, is_minimum: bool) -> None:
         current = self.current()
-        serves = current is not None and current.lineage == wanted.lineage
-        if current is not None and serves and current.step == wanted.step:
-            serves = wanted.digest in ("", current.digest)
-        elif current is not None:
-            serves = serves and is_minimum and current.step > wanted.step
-        if not serves:
+        if not serves(current, wanted, is_minimum):
             raise SamplerError(
                 "version is not served", field="version", received=f"{wanted}; serving {current}"
             )

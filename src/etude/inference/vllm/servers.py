@@ -12,21 +12,20 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from etude.errors import ConfigError, ResourceError, SamplerError
-from etude.inference.ports import free_port
-from etude.inference.vllm.client import VllmClient
+from etude.inference.vllm.client import ADAPTERS, VllmClient
 from etude.inference.vllm.snapshots import ADAPTER
 from etude.kit.leftovers import ScratchDirectory, sweep
+from etude.kit.ports import free_port
+from etude.kit.tasks import to_the_end
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 """What vLLM's interpreter finds beside its own packages."""
-ADAPTERS = "etude-adapter"
-"""The name of the adapters of a server that has some."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That vLLM makes room for."""
 _LAUNCHER = WORKER_FOLDER / "etude_vllm_launch.py"
@@ -125,12 +124,7 @@ class ManagedServer:
         process, self._process = self._process, None
         try:
             if process is not None:
-                ending = asyncio.ensure_future(self._end(process))
-                try:
-                    await asyncio.shield(ending)
-                except asyncio.CancelledError:
-                    await asyncio.wait((ending,))
-                    raise
+                await to_the_end(self._end(process))
         finally:
             self._log = None
             self._scratch.close()
@@ -153,28 +147,25 @@ class ManagedServer:
             await client.close()
 
     async def _wait_until_healthy(self) -> None:
-        process, client = self._process, VllmClient(self._url)
+        process = self._process
         assert process is not None
-        try:
-            async with asyncio.timeout(self.start_timeout_s):
-                while not await client.is_healthy():
-                    if process.returncode is not None:
-                        raise SamplerError(
-                            "vLLM did not start",
-                            field="engine.vllm",
-                            received=f"exit code {process.returncode}",
-                            fix=f"its last words: {self._tail()}",
-                        )
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
+
+        def check_alive() -> None:
+            if process.returncode is not None:
+                raise SamplerError(
+                    "vLLM did not start",
+                    field="engine.vllm",
+                    received=f"exit code {process.returncode}",
+                    fix=f"its last words: {self._tail()}",
+                )
+
+        if not await _is_healthy_within(self.start_timeout_s, VllmClient(self._url), check_alive):
             raise SamplerError(
                 f"vLLM was not ready within {self.start_timeout_s:g} s",
                 field="engine.vllm.start_timeout_s",
                 received=self._tail(),
                 fix="give it more time",
-            ) from None
-        finally:
-            await client.close()
+            )
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -206,20 +197,13 @@ class ExternalServer:
     async def start(self, directory: Path) -> str:
         """See VllmServer.start: waits until it is healthy."""
         del directory
-        client = VllmClient(self.url, self.key)
-        try:
-            async with asyncio.timeout(self.start_timeout_s):
-                while not await client.is_healthy():  # noqa: ASYNC110 - another process becomes ready
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
+        if not await _is_healthy_within(self.start_timeout_s, VllmClient(self.url, self.key)):
             raise SamplerError(
                 f"vLLM was not healthy within {self.start_timeout_s:g} s",
                 field="engine.vllm.url",
                 received=self.url,
                 fix="start it, or name another one",
-            ) from None
-        finally:
-            await client.close()
+            )
         return self.url
 
     async def stop(self) -> None:
@@ -235,6 +219,22 @@ class ExternalServer:
         finally:
             await client.close()
         return "does not answer"
+
+
+async def _is_healthy_within(
+    timeout_s: float, client: VllmClient, check: Callable[[], None] = lambda: None
+) -> bool:
+    """Waits until a server is healthy; raises what `check` does meanwhile. Closes the client."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await client.is_healthy():
+                check()
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        return False
+    finally:
+        await client.close()
+    return True
 
 
 def _kill_group(leader: asyncio.subprocess.Process) -> None:

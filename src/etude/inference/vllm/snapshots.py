@@ -1,4 +1,4 @@
-"""Weights that reach vLLM: directories in Hugging Face's format, with a manifest and a probe.
+"""Weights that reach vLLM: directories in Hugging Face's format, with a probe.
 
 The probe is a fixed sequence and the log-probabilities that the publisher's own model gives it. Whoever loads
 the weights computes them again, because neither a success status nor a version number proves what is in use.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from etude.errors import CheckpointError, StoreError, WeightUpdateError
 from etude.inference.vllm.probes import Probe
+from etude.inference.weights import check_finite
 from etude.kit.durable import DRAFTS, publish_directory
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.model.peft import PEFT_PREFIX
-from etude.records import PolicyVersion, TensorEntry, WeightManifest
+from etude.records import PolicyVersion, WeightManifest
 from etude.weights import check_tensors, describe_tensors
 
 ADAPTER = "adapter"
@@ -88,7 +88,8 @@ class SnapshotDirectory:
                 if _is_whole(manifest, final):
                     os.utime(final)  # it is the newest again
                 else:
-                    (draft / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
+                    record = {"probe": None if probe is None else probe.to_lists()}
+                    (draft / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
                     publish_directory(draft, final, keep=lambda: False, sync=False)
         except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in words of its own
             raise StoreError(
@@ -133,13 +134,7 @@ def open_snapshot(manifest: WeightManifest) -> Snapshot:
         ) from error
     check_tensors(manifest, tensors)
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise WeightUpdateError(
-                "holds values that are not finite",
-                field=name,
-                received=f"{int((~torch.isfinite(tensor)).sum())} of {tensor.numel()}",
-                fix="publish a version from before the training diverged",
-            )
+        check_finite(name, tensor)
     return Snapshot(directory, manifest, probe)
 
 
@@ -178,24 +173,6 @@ def check_same_shapes(served: WeightManifest, staged: WeightManifest) -> None:
         )
 
 
-def read_manifest(directory: Path) -> WeightManifest:
-    """The manifest that lies in a published directory. Raises StoreError."""
-    try:
-        values = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
-        return WeightManifest(
-            PolicyVersion(**values["version"]),
-            tuple(
-                TensorEntry(entry["name"], tuple(entry["shape"]), entry["dtype"], entry["digest"])
-                for entry in values["tensors"]
-            ),
-            _SCHEME + str(directory.resolve()),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"no snapshot here: {error}", field=_RECORD, received=str(directory), fix="publish one"
-        ) from error
-
-
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of a directory's safetensors files, and of its adapters. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}
@@ -211,12 +188,3 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
                 f"cannot be read: {error}", field=path.name, received=str(path), fix="publish it again"
             ) from error
     return tensors
-
-
-def _dump(manifest: WeightManifest, probe: Probe | None) -> str:
-    values: Mapping[str, Any] = {
-        "version": asdict(manifest.version),
-        "tensors": [asdict(entry) for entry in manifest.tensors],
-        "probe": None if probe is None else probe.to_lists(),
-    }
-    return json.dumps(values) + "\n"

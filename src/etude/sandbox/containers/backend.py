@@ -34,9 +34,9 @@ from etude.sandbox.containers.arguments import (
 from etude.sandbox.containers.engine import Engine
 from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.installing import install_template
-from etude.sandbox.machine import MachineSandbox, Spec, greeting
+from etude.sandbox.machine import MachineSandbox, greeting
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.snapshots import Snapshot, SnapshotDraft
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, Spec
 from etude.sandbox.template import Image
 from etude.sandbox.types import Capabilities, SnapshotInfo, SnapshotKind
 
@@ -124,7 +124,6 @@ class ContainerBackend(MachineBackend):
     # The life of a machine
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
-        """See MachineBackend.boot."""
         channel = await self._run(sandbox, self._image_for(sandbox.spec))
         template = sandbox.spec.template
         await install_template(channel, template, INSTALL_S, keep=template.image is not None)
@@ -151,7 +150,6 @@ class ContainerBackend(MachineBackend):
         draft.extra["image"] = image
 
     async def stop(self, sandbox: MachineSandbox) -> None:
-        """See MachineBackend.stop."""
         container = self._containers.pop(sandbox.id, None)
         if container is None:
             return
@@ -176,7 +174,6 @@ class ContainerBackend(MachineBackend):
             await asyncio.to_thread(_join, parts, target)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
         with tempfile.TemporaryDirectory(prefix="etude-import-", dir=source.parent) as directory:
             await asyncio.to_thread(_part, source, Path(directory))
             info = await super().import_snapshot(Path(directory, _EXPORT[0]))

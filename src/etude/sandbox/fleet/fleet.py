@@ -23,11 +23,10 @@ from typing import Literal
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fleet.forking import fork_sandbox
 from etude.sandbox.fleet.heartbeat import Heartbeats
 from etude.sandbox.fleet.host import FleetHost, HostSpec, kill
 from etude.sandbox.fleet.hosts import Demand, Placement, Request
-from etude.sandbox.fleet.registry import FleetConfig, HostStatus, Registry
+from etude.sandbox.fleet.registry import FleetConfig, Registry
 from etude.sandbox.fleet.sandbox import FleetSandbox
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
@@ -38,7 +37,7 @@ _ISOLATION: tuple[_Isolation, ...] = ("none", "namespaces", "container", "gvisor
 """Weakest first."""
 
 
-class Fleet:
+class Fleet(SandboxBackend):
     """`SandboxBackend` over named hosts. For one event loop; heartbeats begin with the first call."""
 
     def __init__(
@@ -50,7 +49,7 @@ class Fleet:
         if not hosts:
             raise ConfigError("a fleet without hosts", field="hosts", fix="name at least one host")
         self.config = config or FleetConfig()
-        self.registry = Registry(self.config, clock, self)
+        self.registry = Registry(self.config, clock)
         self._heartbeats = Heartbeats(self.registry)
         self._closed = False
         for name, host in hosts.items():
@@ -94,7 +93,7 @@ class Fleet:
             except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
                 self._count_failure(host, error)
                 if isinstance(error, SandboxLostError):
-                    self.suspect(host)
+                    self.registry.suspect(host)
                 request = dataclasses.replace(request, exclude=request.exclude | {host.name})
                 if holder or len(request.exclude) >= self.config.attempts or not self._others(request):
                     if isinstance(error, (InfrastructureError, ResourceError)):
@@ -232,31 +231,10 @@ class Fleet:
         """For who knows before the heartbeats that a host is gone: ids of the sandboxes lost with it."""
         return self.registry.mark_dead(name, reason)
 
-    def status(self) -> list[HostStatus]:
-        """Every host as it is known now."""
-        return self.registry.status()
-
     def reopen(self, name: str) -> None:
         """A retired host takes sandboxes again. Raises ConfigError for an unknown one."""
         self.registry.scheduler.reopen(self.registry.host(name).name)
         self.registry.queue.pump()
-
-    # Owner of FleetSandbox
-
-    def forget(self, sandbox: FleetSandbox) -> None:
-        """A sandbox has ended: its place is free."""
-        self.registry.forget(sandbox)
-
-    def suspect(self, host: FleetHost) -> None:
-        """See Registry.suspect."""
-        self.registry.suspect(host)
-
-    async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]:
-        """See FleetSandbox.fork."""
-        try:
-            return await fork_sandbox(self.registry, sandbox, count)
-        finally:
-            self.registry.queue.pump()
 
     def _request(self, template: Template | None, resources: Resources | None, holder: str | None) -> Request:
         image = None if template is None else template.image

@@ -104,7 +104,7 @@ class Heartbeats:
         async def ask() -> tuple[Pressure | None, list[SandboxInfo]]:
             if host.ask_capacity is not None:
                 host.capacity, host.ask_capacity = await host.ask_capacity(), None
-                self._registry.scheduler.resize(host.name, host.capacity)
+                self._registry.scheduler.hosts[host.name].resize(host.capacity)
             pressure, rows = await asyncio.gather(host.probe.pressure(), host.backend.list())
             return pressure, [info for info in rows if host.owns(info)]
 

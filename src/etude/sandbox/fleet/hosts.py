@@ -169,6 +169,7 @@ class Reservation:
     host: HostState
     demand: Demand
     image: str | None
+    image_bytes: int
     sandbox: str | None = None
     confirmed_s: float = math.inf
 

@@ -2,21 +2,87 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from etude.errors import ConfigError
-from etude.sandbox.errors import SandboxLostError, SandboxMissingError, SnapshotMissingError
+from etude.sandbox.errors import CapacityError, SandboxLostError, SandboxMissingError, SnapshotMissingError
 from etude.sandbox.fleet.host import FleetHost, HostSpec
-from etude.sandbox.fleet.hosts import Placement, Policy, Pressure
-from etude.sandbox.fleet.queue import PlacementQueue
+from etude.sandbox.fleet.hosts import Placement, Policy, Request
 from etude.sandbox.fleet.sandbox import FleetSandbox
 from etude.sandbox.fleet.scheduler import Scheduler
 from etude.sandbox.interface import Sandbox
 
-if TYPE_CHECKING:
-    from etude.sandbox.fleet.fleet import Fleet
+
+class PlacementQueue:
+    """First come, first served: a request for much room is not starved by many for little."""
+
+    def __init__(
+        self, scheduler: Scheduler, clock: Callable[[], float], wait_s: float, max_waiting: int
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._wait_s = wait_s
+        self._max_waiting = max_waiting
+        self._waiting: deque[tuple[Request, asyncio.Future[Placement]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def place(self, request: Request) -> Placement:
+        """A reservation. Raises CapacityError after the longest wait, or at once if too many wait."""
+        pinned = request.only is not None
+        if pinned or not self._waiting:
+            placement = self._scheduler.place(request, self._clock())
+            if placement is not None:
+                return placement
+        if len(self._waiting) >= self._max_waiting:
+            raise self._full(f"{self._max_waiting} requests wait already")
+        future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+        row = (request, future)
+        self._waiting.append(row)
+        delivered = False
+        try:
+            async with asyncio.timeout(self._wait_s):
+                placement = await future
+            delivered = True
+            return placement
+        except TimeoutError as error:
+            raise self._full(f"waited {self._wait_s} s") from error
+        finally:
+            self._leave(row, delivered)
+
+    def pump(self) -> None:
+        """Something changed: serves as many as there is room for."""
+        while self._waiting:
+            request, future = self._waiting[0]
+            if not future.done():
+                placement = self._scheduler.place(request, self._clock())
+                if placement is None:
+                    return
+                future.set_result(placement)
+            self._waiting.popleft()
+
+    def _leave(self, row: tuple[Request, asyncio.Future[Placement]], delivered: bool) -> None:
+        """The caller is done waiting; a place that came in the instant of giving up is given back."""
+        if row in self._waiting:
+            self._waiting.remove(row)
+        if delivered:
+            return
+        future = row[1]
+        if future.done() and not future.cancelled():
+            self._scheduler.cancel(future.result().ticket)
+        self.pump()
+
+    def _full(self, why: str) -> CapacityError:
+        return CapacityError(
+            f"no host has room for another sandbox: {why}",
+            field="fleet",
+            received=f"{len(self._waiting)} waiting",
+            fix="add hosts, end sandboxes, or allow a longer wait",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +111,15 @@ class FleetConfig:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HostStatus:
-    """One host as the fleet sees it."""
-
-    name: str
-    alive: bool
-    draining: bool
-    """Whether it takes nothing new."""
-    pressure: Pressure
-    """As last reported."""
-    sandboxes: int
-    """Places taken, those in the making included."""
-    missed_heartbeats: int
-    last_error: str | None
-
-
 class Registry:
     """Hosts, places and handles. What changes here serves the queue."""
 
-    def __init__(self, config: FleetConfig, clock: Callable[[], float], owner: Fleet) -> None:
+    def __init__(self, config: FleetConfig, clock: Callable[[], float]) -> None:
         self.config = config
         self.clock = clock
         self.scheduler = Scheduler(policy=config.policy, seed=config.seed)
         self.queue = PlacementQueue(self.scheduler, clock, config.queue_wait_s, config.max_queued)
         self.hosts: dict[str, FleetHost] = {}
-        self._owner = owner
         self._sandboxes: dict[str, FleetSandbox] = {}
 
     def add(self, name: str, spec: HostSpec) -> FleetHost:
@@ -107,15 +156,16 @@ class Registry:
         return list(lost.sandboxes)
 
     def suspect(self, host: FleetHost) -> None:
-        """The host did not answer: until its next heartbeats say more, others are asked."""
+        """The host did not answer: for a while it is the last to be asked, and not shut out, as where all are
+        slow all are suspected."""
         until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
         if self.hosts.get(host.name) is host:  # else it has left
-            self.scheduler.suspect(host.name, until_s)
+            self.scheduler.hosts[host.name].suspected_until_s = until_s
 
     def suspend(self, host: FleetHost) -> None:
         """Starts fail there: for a while nothing is placed on it."""
         if self.hosts.get(host.name) is host:
-            self.scheduler.suspend(host.name, self.clock() + self.config.suspend_s)
+            self.scheduler.hosts[host.name].suspended_until_s = self.clock() + self.config.suspend_s
 
     def placed(self, placement: Placement) -> FleetHost:
         """The host of a placement. Raises SandboxLostError where it has died and left since."""
@@ -123,24 +173,6 @@ class Registry:
         if host is None:
             raise SandboxLostError("its host has left the fleet", field="sandbox", received=placement.host)
         return host
-
-    def status(self) -> list[HostStatus]:
-        """Every host as it is known now."""
-        rows: list[HostStatus] = []
-        for host in self.hosts.values():
-            state = self.scheduler.hosts[host.name]
-            rows.append(
-                HostStatus(
-                    host.name,
-                    state.alive,
-                    state.retiring,
-                    state.live,
-                    len(state.reservations),
-                    host.missed,
-                    host.last_error,
-                )
-            )
-        return rows
 
     def forget(self, sandbox: FleetSandbox) -> None:
         """A sandbox has ended: its place is free."""
@@ -150,7 +182,7 @@ class Registry:
 
     def wrap(self, host: FleetHost, inner: Sandbox) -> FleetSandbox:
         """A handle for a sandbox whose place is confirmed."""
-        sandbox = self._sandboxes[host.id_of(inner.id)] = FleetSandbox(self._owner, host, inner)
+        sandbox = self._sandboxes[host.id_of(inner.id)] = FleetSandbox(self, host, inner)
         return sandbox
 
     def handle(self, sandbox_id: str) -> FleetSandbox | None:

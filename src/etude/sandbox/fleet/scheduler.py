@@ -15,6 +15,7 @@ What was promised in all is bounded whatever the measurement says.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import random
@@ -35,10 +36,52 @@ from etude.sandbox.fleet.hosts import (
     Reservation,
     Use,
 )
-from etude.sandbox.fleet.popularity import Popularity
 
 _SUSPICION = 1e9
 """Added to the score of a suspected host: more than any pressure."""
+
+MAX_IMAGES = 100_000
+_MAX_EXPONENT = 500.0
+"""2 to this power is still far from the largest float."""
+
+
+class Popularity:
+    """How often each image was asked for lately: counts that halve with every half-life.
+
+    Instead of all counts decaying, each new one weighs more.
+    """
+
+    def __init__(self, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self._epoch_s: float | None = None
+        self._counts: dict[str, float] = {}
+
+    def add(self, image: str, now_s: float) -> None:
+        """One more request for an image."""
+        weight = 2.0 ** self._exponent(now_s)
+        self._counts[image] = self._counts.get(image, 0.0) + weight
+        if len(self._counts) > MAX_IMAGES:
+            self._forget()
+
+    def count(self, image: str, now_s: float) -> float:
+        """Requests of late: one made just now counts 1, one made a half-life ago 0.5."""
+        return self._counts.get(image, 0.0) / 2.0 ** self._exponent(now_s)
+
+    def _exponent(self, now_s: float) -> float:
+        if self._epoch_s is None:
+            self._epoch_s = now_s
+        exponent = (now_s - self._epoch_s) / self._half_life_s
+        if exponent > _MAX_EXPONENT:
+            scale = math.ldexp(1.0, -int(_MAX_EXPONENT))
+            self._counts = {image: count * scale for image, count in self._counts.items()}
+            self._epoch_s += int(_MAX_EXPONENT) * self._half_life_s
+            return self._exponent(now_s)
+        return exponent
+
+    def _forget(self) -> None:
+        """Drops the less popular half."""
+        kept = heapq.nlargest(MAX_IMAGES // 2, self._counts, key=self._counts.__getitem__)
+        self._counts = {image: self._counts[image] for image in kept}
 
 
 class Scheduler:
@@ -86,10 +129,6 @@ class Scheduler:
         self.mark_dead(name)
         del self.hosts[name]
 
-    def resize(self, host: str, capacity: Capacity) -> None:
-        """The host has become another size, or says what it has for the first time."""
-        self.hosts[host].resize(capacity)
-
     def place(self, request: Request, now_s: float) -> Placement | None:
         """Reserves a place; None if no host has room. Unless cancelled or confirmed it stays reserved."""
         best, least = None, math.inf
@@ -106,7 +145,7 @@ class Scheduler:
         if best is None:
             return None
         if request.image is not None:
-            self.popularity.add(request.image, request.image_bytes, now_s)
+            self.popularity.add(request.image, now_s)
         return self._reserve(best, request, now_s)
 
     def confirm(self, ticket: int, sandbox: str, now_s: float) -> None:
@@ -133,11 +172,6 @@ class Scheduler:
         reservation = self._by_sandbox.pop(sandbox, None)
         if reservation is not None:
             self.cancel(reservation.ticket)
-
-    def host_of(self, sandbox: str) -> str | None:
-        """The host on which a confirmed sandbox runs; None if there is no such sandbox."""
-        reservation = self._by_sandbox.get(sandbox)
-        return None if reservation is None else reservation.host.name
 
     def adopt(self, host: str, sandbox: str, demand: Demand, now_s: float) -> None:
         """Counts a sandbox that was found on a host, even on one that is full. Idempotent."""
@@ -181,16 +215,6 @@ class Scheduler:
         if state.images.pop(image, None) is not None:
             state.end_fetch(image, now_s)
             self._drop_holder(state, image)
-
-    def suspend(self, host: str, until_s: float) -> None:
-        """Nothing is placed on a host for a while: its starts fail, and failing it would look empty."""
-        self.hosts[host].suspended_until_s = until_s
-
-    def suspect(self, host: str, until_s: float) -> None:
-        """The host did not answer: for a while it is the last to be asked, but not shut out: where all are
-        slow, all are suspected.
-        """
-        self.hosts[host].suspected_until_s = until_s
 
     def mark_dead(self, host: str) -> Lost:
         """The host is gone, and with it what ran or was being made there. Idempotent."""
@@ -237,7 +261,7 @@ class Scheduler:
         source = self._by_sandbox.get(sandbox)
         if source is None:
             raise SandboxMissingError("no such sandbox in the fleet", field="sandbox", received=sandbox)
-        request = self._again(source, frozenset())
+        request = Request(source.demand, source.image, source.image_bytes)
         here = source.host
         places: list[Placement | None] = []
         for _ in range(count):
@@ -292,7 +316,7 @@ class Scheduler:
         if not there:
             assert request.image is not None
             self._fetch(host, request.image, request.image_bytes, now_s)
-        reservation = Reservation(ticket, host, request.demand, request.image)
+        reservation = Reservation(ticket, host, request.demand, request.image, request.image_bytes)
         self._reservations[ticket] = reservation
         host.reserve(reservation)
         return Placement(ticket, host.name, there)
@@ -310,8 +334,3 @@ class Scheduler:
     def _close(self, host: HostState) -> None:
         if host in self._open:
             self._open.remove(host)
-
-    def _again(self, reservation: Reservation, exclude: frozenset[str]) -> Request:
-        image = reservation.image
-        image_bytes = 0 if image is None else self.popularity.image_bytes(image)
-        return Request(reservation.demand, image, image_bytes, exclude)

@@ -90,7 +90,6 @@ class ServerFleet(Fleet):
         return {name: found for name, found in zip(clients, answers, strict=True) if found}
 
     def doctor(self) -> list[str]:
-        """See Fleet.doctor."""
         return [f"{name}: {one}" for name, found in self.problems().items() for one in found]
 
     async def start(self) -> None:
@@ -100,7 +99,6 @@ class ServerFleet(Fleet):
             self._following = asyncio.create_task(self._follow(self._changed))
 
     async def close(self) -> None:
-        """See Fleet.close."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])

@@ -21,12 +21,14 @@ from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
 from etude.sandbox.gvisor.container import IMAGE_FILES, Container
+from etude.sandbox.gvisor.memory import OVERHEAD_BYTES
 from etude.sandbox.gvisor.runsc import Runsc, find_problems
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
-from etude.sandbox.machine import MachineSandbox, Spec, greeting
+from etude.sandbox.local.cgroups import ControlGroups
+from etude.sandbox.machine import MachineSandbox, greeting
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.snapshots import Snapshot, SnapshotDraft
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, Spec
 from etude.sandbox.types import Capabilities, SnapshotKind
 
 
@@ -45,12 +47,12 @@ class GvisorBackend(MachineBackend):
         self._program = program
         self._interpreter = Interpreter.of_this_process()
         self._work: ScratchDirectory | None = None
+        self._groups: ControlGroups | None = None
         self._preparing: asyncio.Future[Runsc] | None = None
         self._numbers = itertools.count(1)
         self._containers: dict[str, Container] = {}
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         full: frozenset[SnapshotKind] = frozenset({"full"})
         return Capabilities(
             backend=self.name,
@@ -66,11 +68,9 @@ class GvisorBackend(MachineBackend):
         )
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         return find_problems(self._program)
 
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.agents_doing."""
         container = self._containers.get(sandbox.id)
         if container is None:
             return None
@@ -79,7 +79,6 @@ class GvisorBackend(MachineBackend):
         return "the agent's processes used up the sandbox's memory" if container.num_oom_kills else None
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.host_failure."""
         container = self._containers.get(sandbox.id)
         if container is None or self.agents_doing(sandbox) is not None:
             return None
@@ -93,13 +92,11 @@ class GvisorBackend(MachineBackend):
     async def start(
         self, spec: Spec, timeout_s: float | None = None, snapshot: Snapshot | None = None
     ) -> MachineSandbox:
-        """See MachineBackend.start."""
         if not self._closed:
             await self._prepare()
         return await super().start(spec, timeout_s, snapshot)
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
-        """See MachineBackend.boot."""
         container = await self._new_container(sandbox)
         async with self._beginning(sandbox, container, "start", [], READY + 1) as channel:
             await channel.answer(READY, self.start_s)
@@ -108,7 +105,6 @@ class GvisorBackend(MachineBackend):
         return channel
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
-        """See MachineBackend.restore."""
         image = [snapshot.file(name) for name in IMAGE_FILES]
         container = await self._new_container(sandbox)
         # What the source was asked before the checkpoint is answered here too, to nobody.
@@ -142,7 +138,6 @@ class GvisorBackend(MachineBackend):
         container.watch(sandbox.spec.resources, channel, on_end)
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        """See MachineBackend.save."""
         if kind != "full":
             raise self.unsupported(kind)
         container = self._containers[sandbox.id]
@@ -155,13 +150,11 @@ class GvisorBackend(MachineBackend):
             draft.extra["next_id"] = channel.next_id()
 
     async def stop(self, sandbox: MachineSandbox) -> None:
-        """See MachineBackend.stop."""
         container = self._containers.pop(sandbox.id, None)
         if container is not None:
             await container.end()
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         try:
             await super().close()
         finally:
@@ -169,6 +162,8 @@ class GvisorBackend(MachineBackend):
                 await asyncio.wait([self._preparing])
             if self._work is not None:
                 await asyncio.to_thread(self._work.close)
+            if self._groups is not None:
+                await asyncio.to_thread(self._groups.close)
 
     async def _prepare(self) -> tuple[Path, Runsc]:
         """Finds runsc and makes what all containers share, once. Raises ResourceError."""
@@ -188,13 +183,14 @@ class GvisorBackend(MachineBackend):
         if os.geteuid() == 0:
             for path in (rootfs, *rootfs.rglob("*")):
                 os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        self._groups = ControlGroups.open(kernel_bytes=OVERHEAD_BYTES)
         self._work = work
         return runsc
 
     async def _new_container(self, sandbox: MachineSandbox) -> Container:
         work, runsc = await self._prepare()
         name = f"{sandbox.id}-{next(self._numbers)}"
-        container = Container(name, work / name, runsc, self._interpreter, work / "rootfs")
+        container = Container(name, work / name, runsc, self._interpreter, work / "rootfs", self._groups)
         self._containers[sandbox.id] = container
         return container
 

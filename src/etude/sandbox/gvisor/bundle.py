@@ -20,7 +20,7 @@ from typing import Any
 
 from etude.sandbox.guest_program import guest_program
 from etude.sandbox.gvisor.entering import PREFIX, ROOTFS
-from etude.sandbox.inside.namespaces import HOST_DIRECTORIES, SANDBOX_UID
+from etude.sandbox.inside.namespaces import ETC_DIRECTORIES, HOST_DIRECTORIES, SANDBOX_UID
 from etude.sandbox.types import Resources
 
 SHARED_MEMORY_BYTES = 16 << 20
@@ -126,7 +126,7 @@ def _mounts(interpreter: Interpreter, resources: Resources) -> list[dict[str, ob
         _memory("/tmp", "1777", resources.disk_bytes),
         _memory("/workspace", "755", resources.disk_bytes),
     ]
-    shown = [Path("/", name) for name in (*HOST_DIRECTORIES, "etc/alternatives")]
+    shown = [Path("/", name) for name in (*HOST_DIRECTORIES, *ETC_DIRECTORIES)]
     mounts += [_shown(str(path), str(path)) for path in shown if path.is_dir() and not path.is_symlink()]
     if interpreter.is_apart:
         mounts.append(_shown(interpreter.prefix, PREFIX))
@@ -158,7 +158,8 @@ def build_rootfs(root: Path, interpreter: Interpreter) -> None:
         (root / interpreter.prefix.lstrip("/")).mkdir(parents=True)
     for name, text in _ETC.items():
         (root / "etc" / name).write_text(text, encoding="utf-8")
-    (root / "etc/alternatives").mkdir()
+    for name in ETC_DIRECTORIES:
+        (root / name).mkdir(parents=True)
     cache = Path("/etc/ld.so.cache")
     if cache.is_file():
         shutil.copyfile(cache, root / "etc/ld.so.cache")

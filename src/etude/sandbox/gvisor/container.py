@@ -24,12 +24,12 @@ from pathlib import Path
 from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.guarded import GuardedProcess
-from etude.sandbox.gvisor.bounding import MemoryBound
 from etude.sandbox.gvisor.bundle import Interpreter, configuration
 from etude.sandbox.gvisor.entering import IMAGE, PREFIX, ROOTFS, WORK
-from etude.sandbox.gvisor.memory import OVERHEAD_BYTES, ControlGroup, MemoryFile
+from etude.sandbox.gvisor.memory import MemoryBound, MemoryFile
 from etude.sandbox.gvisor.runsc import Runsc, checkpoint_words, restore_words, run_words
 from etude.sandbox.inside.rights import NOBODY
+from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.types import Resources
 
 IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
@@ -40,7 +40,13 @@ class Container:
     """A container of one sandbox. `start` it once; `end` it in any case."""
 
     def __init__(
-        self, name: str, directory: Path, runsc: Runsc, interpreter: Interpreter, rootfs: Path
+        self,
+        name: str,
+        directory: Path,
+        runsc: Runsc,
+        interpreter: Interpreter,
+        rootfs: Path,
+        groups: ControlGroups | None,
     ) -> None:
         self.name = name
         self.directory = directory
@@ -50,7 +56,7 @@ class Container:
         self._interpreter = interpreter
         self._rootfs = rootfs
         self._starting: asyncio.Task[GuardedProcess] | None = None
-        self._group: ControlGroup | None = None
+        self._groups = groups
         self._watch: asyncio.Task[None] | None = None
 
     async def start(
@@ -74,16 +80,16 @@ class Container:
         self, resources: Resources, hostname: str, image: Sequence[Path], line: socket.socket
     ) -> GuardedProcess:
         with line:
-            self._group = await asyncio.to_thread(self._prepare, resources, hostname, image)
+            control = await asyncio.to_thread(self._prepare, resources, hostname, image)
             binds = {WORK: self.directory, ROOTFS: self._rootfs}
             if self._interpreter.is_apart:
                 binds[PREFIX] = Path(self._interpreter.prefix)
             binds.update({f"{IMAGE}/{path.name}": path for path in image})
             words = restore_words(self.name) if image else run_words(self.name)
-            control = self._group.processes if self._group else []
             return await self._runsc.spawn(words, binds, control, line.fileno())
 
-    def _prepare(self, resources: Resources, hostname: str, image: Sequence[Path]) -> ControlGroup | None:
+    def _prepare(self, resources: Resources, hostname: str, image: Sequence[Path]) -> list[Path]:
+        """The files by which its processes enter their control groups; none where there are no groups."""
         self.directory.mkdir(mode=0o755)
         for name in ("bundle", "state", "image"):
             (self.directory / name).mkdir(mode=0o755)
@@ -94,8 +100,11 @@ class Container:
         if os.geteuid() == 0:
             for path in (self.directory, *self.directory.iterdir()):
                 os.chown(path, NOBODY, NOBODY)
-        limit_bytes = resources.memory_bytes + resources.disk_bytes + OVERHEAD_BYTES
-        return ControlGroup.make(self.name, limit_bytes, resources.cpus)
+        if self._groups is None:
+            return []
+        self._groups.create(self.name)
+        self._groups.limit(self.name, resources)
+        return self._groups.entrances(self.name)
 
     async def checkpoint(self, target: Path, deadline_s: float) -> None:
         """Writes the state into `target`; the container goes on. Raises SandboxError."""
@@ -177,7 +186,7 @@ class Container:
     @property
     def num_oom_kills(self) -> int:
         """How many of its processes the host's kernel has ended for want of memory."""
-        return 0 if self._group is None else self._group.num_oom_kills
+        return 0 if self._groups is None else self._groups.num_killed_for_memory(self.name)
 
     def used_bytes(self) -> int:
         """What the programs and files inside hold now; 0 if nothing runs."""
@@ -197,5 +206,6 @@ class Container:
 
     def _clear(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
-        if self._group is not None:
-            self._group.remove()
+        if self._groups is not None:
+            self._groups.remove(self.name)
+            self._groups.remove_rest()

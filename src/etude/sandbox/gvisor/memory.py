@@ -1,28 +1,20 @@
-"""How much memory a container uses, and the control group that bounds it where one may be made.
+"""How much memory a container uses, and when that is too much.
 
 What its programs and its files hold lies in one memory file of gVisor's kernel, whose size the host can
 read; what they make that kernel hold itself (messages, buffers of sockets, names of files) is its private
-memory. `bounding` judges both. In a control group the host's kernel bounds all of it together.
+memory. `MemoryBound` judges both. In a control group the host's kernel bounds all of it together.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import time
 from pathlib import Path
-
-from etude.kit.leftovers import is_owner_alive, owner_tag
-from etude.sandbox.oom import num_oom_kills
+from typing import Literal
 
 OVERHEAD_BYTES = 256 << 20
 """What gVisor's kernel, its file server and the program inside may use beside the agent's programs."""
 _MEMORY_FILE = "/memfd:runsc-memory"
-_PREFIX = "gvisor-etude-"
-_REMOVE_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_SHARES, _WEIGHT = 1024, 100
-"""One core's worth, in version 1 and in version 2."""
 
 
 class MemoryFile:
@@ -59,79 +51,67 @@ class MemoryFile:
         return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
-class ControlGroup:
-    """A sandbox's memory limit and share of the cores: one directory, or in version 1 one for each of them.
+SERVER_BYTES = 16 << 20
+"""What the program inside holds itself: 9 to 12 MiB were seen."""
+KERNEL_BYTES = 96 << 20
+"""What gVisor's kernel may hold beside: 10 MiB at the start; 58 MiB with 20,000 files."""
+STEP_BYTES = 16 << 20
+"""By how much memory must grow to count as growing."""
+PATIENCE_S = 2.0
+"""How long a container may stay over a limit after its programs were ended."""
+SHORTEST_S, LONGEST_S = 0.05, 0.25
+"""Bounds of the time between two looks."""
+_FASTEST_BYTES_PER_S = 2 << 30
+"""How fast programs are taken to fill memory; 1.1 GiB/s was seen on two cores."""
 
-    Removed with the sandbox or, if we die, by the next owner. Unlike the local backend's: gVisor's own
-    kernel lives in it too, from its first instruction on.
+Verdict = Literal["within", "over", "waiting", "hopeless"]
+"""`over`: end the agent's processes now. `waiting`: that was done, and may need a moment."""
+
+
+class MemoryBound:
+    """The limits of one container, and how long it has exceeded them.
+
+        within the limits     nothing is done
+        over one of them      the agent's processes are killed
+        still over, later     the sandbox ends: what its files hold nobody else can free
+
+    gVisor's kernel gives back late what it has freed: up to `OVERHEAD_BYTES` it is tolerated, as long as it
+    does not grow further. The watch looks as often as the room that is left demands.
     """
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
+    def __init__(self, limit_bytes: int) -> None:
+        """`limit_bytes`: of programs and files together."""
+        self.pause_s = LONGEST_S
+        """When to look again."""
+        self._programs_bytes = limit_bytes + SERVER_BYTES
+        self._usual_bytes = self._programs_bytes + KERNEL_BYTES
+        self._most_bytes = limit_bytes + OVERHEAD_BYTES
+        self._tolerated_bytes = self._usual_bytes
+        self._since_s: float | None = None
+        self._seen_bytes = 0
 
-    @classmethod
-    def make(
-        cls, name: str, limit_bytes: int, cpus: float, root: Path = Path("/sys/fs/cgroup")
-    ) -> ControlGroup | None:
-        """A group with a limit; None where no group may be made: then the watch alone bounds memory."""
-        group = cls([])
-        memory = {"memory.limit_in_bytes": limit_bytes, "memory.memsw.limit_in_bytes": limit_bytes}
-        if group._add(root / "memory", name, memory):
-            group._add(root / "cpu", name, {"cpu.shares": max(2, int(_SHARES * cpus))})
-            return group
-        weight = max(1, min(10_000, int(_WEIGHT * cpus)))
-        unified = {"memory.max": limit_bytes, "memory.swap.max": 0, "cpu.weight": weight}
-        return group if group._add(root, name, unified) else None
+    def look(self, programs_bytes: int, kernel_bytes: int, now_s: float) -> Verdict:
+        """Judges what is held now."""
+        total_bytes = programs_bytes + kernel_bytes
+        # Once the kernel has given something back, it may not grow into it again.
+        self._tolerated_bytes = max(self._usual_bytes, min(self._tolerated_bytes, total_bytes + STEP_BYTES))
+        room_bytes = min(self._programs_bytes - programs_bytes, self._tolerated_bytes - total_bytes)
+        self.pause_s = min(LONGEST_S, max(SHORTEST_S, room_bytes / _FASTEST_BYTES_PER_S))
+        if room_bytes >= 0:
+            self._since_s = None
+            return "within"
+        if self._since_s is None:
+            self._since_s = now_s
+        elif now_s - self._since_s > PATIENCE_S:
+            return self._after_patience(programs_bytes, total_bytes)
+        elif total_bytes <= self._seen_bytes + STEP_BYTES:
+            return "waiting"
+        self._seen_bytes = total_bytes
+        return "over"
 
-    def _add(self, parent: Path, name: str, values: dict[str, int]) -> bool:
-        """Makes a directory below `parent` and writes the values; the first of them must be there."""
-        path = parent / f"{_PREFIX}{owner_tag()}-{name}"
-        if not (parent / "cgroup.procs").exists() or not os.access(parent, os.W_OK):
-            return False
-        _sweep(parent)
-        try:
-            path.mkdir()
-            for index, (file, value) in enumerate(values.items()):
-                if index == 0 or (path / file).exists():
-                    (path / file).write_text(str(value))
-        except OSError:
-            # Not ours to make, or the controller is not handed down to here.
-            _remove(path)
-            return False
-        self.paths.append(path)
-        return True
-
-    @property
-    def processes(self) -> list[Path]:
-        """Whoever writes its process id into these enters the group, with all that it will start."""
-        return [path / "cgroup.procs" for path in self.paths]
-
-    @property
-    def num_oom_kills(self) -> int:
-        """How many processes the kernel has ended because the group's memory was used up."""
-        return num_oom_kills(self.paths[0])
-
-    def remove(self) -> None:
-        """Removes the group once its last process has ended. Blocks for a moment; idempotent."""
-        for path in self.paths:
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    end_s = time.monotonic() + _REMOVE_S
-    while True:
-        try:
-            path.rmdir()
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > end_s:
-                # Not there, or left to the next owner's sweep.
-                return
-            time.sleep(0.01)
-
-
-def _sweep(parent: Path) -> None:
-    """Removes the groups of dead owners."""
-    for path in parent.glob(f"{_PREFIX}*"):
-        if not is_owner_alive(path.name.removeprefix(_PREFIX)):
-            _remove(path)
+    def _after_patience(self, programs_bytes: int, total_bytes: int) -> Verdict:
+        if programs_bytes > self._programs_bytes or total_bytes > self._most_bytes:
+            return "hopeless"
+        self._tolerated_bytes = total_bytes + STEP_BYTES
+        self._since_s = None
+        return "within"

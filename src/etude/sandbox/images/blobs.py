@@ -33,7 +33,7 @@ class Blobs(Protocol):
         ...
 
 
-class DirectoryBlobs:
+class DirectoryBlobs(Blobs):
     """Parts as files below a directory; a name or link that leads out of it names nothing."""
 
     def __init__(self, root: Path) -> None:
@@ -46,7 +46,6 @@ class DirectoryBlobs:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Readable]:
-        """See Blobs.open."""
         if not self.has(name):
             raise _missing(name)
         try:
@@ -57,7 +56,7 @@ class DirectoryBlobs:
             yield file
 
 
-class TarBlobs:
+class TarBlobs(Blobs):
     """Parts as members of an uncompressed tar file, which stays open."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -83,7 +82,6 @@ class TarBlobs:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Readable]:
-        """See Blobs.open."""
         place = self._places.get(self._find(name))
         if place is None:
             raise _missing(name)

@@ -21,8 +21,7 @@ from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import BaseFile, find_in_store, find_stored, full_name
 from etude.sandbox.images.buildah import Buildah, OnLine, open_buildah
 from etude.sandbox.images.image_store import ImageStore, check_name
-from etude.sandbox.images.oci import architecture, import_image
-from etude.sandbox.images.oci_export import export_image
+from etude.sandbox.images.oci import architecture, export_image, import_image
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.template import Image

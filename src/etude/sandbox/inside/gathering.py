@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import MAX_ENTRIES
-from etude.sandbox.inside.walking import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
+from etude.sandbox.inside.packing import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
 
 OWN = "var/lib/etude"
 """Where a guest keeps what is its own."""

@@ -166,12 +166,14 @@ class Job:
     timeout_s: float
     """How long it may take; infinite where nothing bounds it."""
     deadline_s: float
-    """When to look whether it ends: see `waiting`."""
+    """When to look whether it ends: see `processes.extension_s`."""
     spare: set[int]
     keep_background: bool
     """Whether processes that the child leaves behind may live on."""
     request_id: int = 0
     """Whom to answer at its end; 0: it runs in the background."""
+    started_by: int = 0
+    """The request that started one in the background, which its output names."""
     cmd: str = ""
     stream: bool = False
     """Whether output is sent on as it comes."""

@@ -18,8 +18,16 @@ import os
 import stat
 from collections.abc import Callable
 
-from etude.sandbox.inside.packing import LayerError, UnpackableError, pack_tree, unpack_tree
-from etude.sandbox.inside.walking import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
+from etude.sandbox.inside.packing import (
+    DIRECTORY_FLAGS,
+    OPAQUE,
+    Folder,
+    LayerError,
+    UnpackableError,
+    attributes,
+    pack_tree,
+    unpack_tree,
+)
 
 __all__ = [
     "OPAQUE",

@@ -49,6 +49,7 @@ _WATCH_SHARES = 16
 """So many sandboxes can have all that they may."""
 FILES, FILES_RO, IMAGES = "/files", "/files_ro", "/images"
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+ETC_DIRECTORIES = ("etc/alternatives", "etc/ssl/certs")  # the second: whom programs trust in TLS
 ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
 """For commands of an emulated root: apt must not try to become another user, of whom there is none."""
 PYTHON = "/dev/etude/python"
@@ -222,7 +223,9 @@ def _fill_etc(files: Mapping[str, str]) -> None:
     if os.path.isfile("/host/etc/ld.so.cache"):
         with open("/host/etc/ld.so.cache", "rb") as source, open("/root/etc/ld.so.cache", "wb") as target:
             target.write(source.read())
-    _show("etc/alternatives")
+    os.mkdir("/root/etc/ssl")
+    for name in ETC_DIRECTORIES:
+        _show(name)
 
 
 def _fill_dev(prefix: str) -> None:

@@ -4,19 +4,64 @@ In OCI's form: `.wh.name` for a whiteout, `.wh..wh..opq` for an opaque directory
 user, so owners are not kept. What would not come back from a tar file is refused when it is packed. Nothing
 here recurses: the agent made these trees.
 
-Not images/pack.py: that one writes the archives of images, equal bytes for equal trees, with whole seconds
+Not images/layers.py: that one writes the archives of images, equal bytes for equal trees, with whole seconds
 and without pipes, by a writer of its own; this one keeps times to the nanosecond, pipes and names of any
 kind, and is all standard library.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tarfile
+from dataclasses import dataclass, field
 from typing import IO
 
-from etude.sandbox.inside.walking import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
+OPAQUE = "user.overlay.opaque"
+"""Attribute of a directory that hides what lies below it in an overlay."""
+DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass
+class Folder:
+    """A directory that is being gone through."""
+
+    descriptor: int
+    prefix: str
+    """Its path with a slash at the end; empty for the uppermost."""
+    status: os.stat_result
+    copy: int = -1
+    names: list[str] = field(default_factory=list)
+    """What is still to be seen, last one first."""
+
+    def __post_init__(self) -> None:
+        self.names = sorted(os.listdir(self.descriptor), reverse=True)
+
+    def enter(self, name: str, status: os.stat_result, copy: int = -1) -> Folder:
+        """The directory `name` below. Raises OSError."""
+        inner = os.open(name, DIRECTORY_FLAGS, dir_fd=self.descriptor)
+        return Folder(inner, f"{self.prefix}{name}/", status, copy)
+
+    def close(self) -> None:
+        """Closes its descriptors."""
+        os.close(self.descriptor)
+        if self.copy >= 0:
+            os.close(self.copy)
+
+
+def attributes(name: str, folder: int) -> list[str]:
+    """The extended attributes of a directory; none where the file system has none. Raises OSError."""
+    descriptor = os.open(name, DIRECTORY_FLAGS, dir_fd=folder)
+    try:
+        return os.listxattr(descriptor)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return []
+    finally:
+        os.close(descriptor)
+
 
 MAX_PATH_BYTES = 3500
 """The longest path that is packed: less than the kernel takes, because it is unpacked below another one."""

@@ -25,6 +25,7 @@ from etude.sandbox.inside.jobs import (
 from etude.sandbox.inside.memory_watch import MemoryWatch
 from etude.sandbox.inside.processes import (
     Processes,
+    extension_s,
     families,
     kill_all_but,
     reap,
@@ -33,7 +34,6 @@ from etude.sandbox.inside.processes import (
 )
 from etude.sandbox.inside.sessions import Sessions
 from etude.sandbox.inside.settings import Settings, check_texts
-from etude.sandbox.inside.waiting import extension_s
 from etude.sandbox.inside.wire import Wire
 
 MAX_RESULT_BYTES = 4 << 20
@@ -176,6 +176,7 @@ class Running:
         if job.input is not None and not background:
             self._feed(job, payload, close=True)
         if background:
+            job.started_by = header["id"]
             return {"pid": job.pid}, b""
         job.request_id = header["id"]
         return None
@@ -223,7 +224,7 @@ class Running:
                 time.sleep(_INSIST_PAUSE_S)
 
     def note_child(self, now_s: float) -> None:
-        """See Jobs.note_child."""
+        """There is a child to look after."""
         self._has_children = True
         self._memory.put_off(now_s)
 
@@ -242,7 +243,12 @@ class Running:
 
     def _send_on(self, job: Job, index: int, data: bytes) -> None:
         if job.stream and data:
-            event = {"event": "output", "pid": job.pid, "id": job.request_id, "fd": index + 1}
+            event = {
+                "event": "output",
+                "pid": job.pid,
+                "id": job.request_id or job.started_by,
+                "fd": index + 1,
+            }
             self._wire.send(event, data)
 
     def _listen_again(self) -> None:
@@ -302,7 +308,7 @@ class Running:
             output.close()
 
     def job_pids(self) -> list[int]:
-        """See Jobs.job_pids."""
+        """The commands and test runs that are under way."""
         return [job.pid for job in self._jobs.values()]
 
     # Killing: what belongs to one job, and to no other

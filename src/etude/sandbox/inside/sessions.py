@@ -6,7 +6,7 @@ import os
 import select
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header
@@ -16,25 +16,11 @@ from etude.sandbox.inside.settings import Settings, check_texts
 from etude.sandbox.inside.shells import STATUS_DESCRIPTOR, Shell, shell_program
 from etude.sandbox.inside.wire import Wire
 
+if TYPE_CHECKING:
+    from etude.sandbox.inside.running import Running
+
 Answer = tuple[Header, bytes]
-Started = TypeVar("Started")
 _NO_SESSION = "session", "no such session is open: it has ended, or never began"
-
-
-class Jobs(Protocol):
-    """What sessions need to know of the commands that run beside them."""
-
-    def insist(self, start: Callable[[], Started]) -> Started:
-        """Starts a child even if the agent's processes have used up the sandbox's limit."""
-        ...
-
-    def note_child(self, now_s: float) -> None:
-        """There is a child to look after."""
-        ...
-
-    def job_pids(self) -> list[int]:
-        """The commands and test runs that are under way."""
-        ...
 
 
 class Sessions:
@@ -48,7 +34,7 @@ class Sessions:
         settings: Settings,
         limits: ChildLimits,
         root: str,
-        jobs: Jobs,
+        jobs: Running,
     ) -> None:
         self._wire = wire
         self._poll = poll

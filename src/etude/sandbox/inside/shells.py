@@ -15,8 +15,7 @@ import time
 
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.jobs import Child, Input, Job, Output, start_job
-from etude.sandbox.inside.processes import Table, families
-from etude.sandbox.inside.waiting import extension_s
+from etude.sandbox.inside.processes import Table, extension_s, families
 
 STATUS_DESCRIPTOR = 3
 _STATUS_BYTES = 64
@@ -142,7 +141,7 @@ class Shell:
     def expire(self, table: Table, now_s: float) -> str:
         """What is due: "command" (kill what it started), "shell" (kill the shell itself) or "".
 
-        Either is put off while it waits for a processor: see `waiting`.
+        Either is put off while it waits for a processor: see `extension_s`.
         """
         own = families(table, [self.job.pid]) - self.spare | {self.job.pid}
         rows = [table[pid] for pid in own if pid in table]

@@ -24,9 +24,8 @@ from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.forkserver import ForkServer
 from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.local.host_view import HostView
-from etude.sandbox.local.plans import plan_request
 from etude.sandbox.local.spares import NUM_AHEAD, Spares
-from etude.sandbox.local.templates import TemplateUses, pack_files
+from etude.sandbox.local.templates import TemplateUses, pack_files, plan_request
 from etude.sandbox.machine import OPERATION_S, MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
@@ -89,7 +88,6 @@ class ForkServerBackend(MachineBackend):
         return (0, 0) if self._spares is None else self._spares.counts
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         return Capabilities(
             backend=self.name,
             isolation="namespaces",
@@ -103,11 +101,9 @@ class ForkServerBackend(MachineBackend):
         )
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
-        """See MachineBackend.boot."""
         return await self._clone(sandbox, ())
 
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.agents_doing."""
         clone = self._clones.get(sandbox.id)
         if clone is None or self._groups is None or self.host_failure(sandbox) is not None:
             # With the fork server every sandbox ends, whatever its agent did before.
@@ -117,7 +113,6 @@ class ForkServerBackend(MachineBackend):
         return None
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.host_failure."""
         clone = self._clones.get(sandbox.id)
         if clone is None or not clone.server.alive:
             return "the fork server has ended"
@@ -126,7 +121,6 @@ class ForkServerBackend(MachineBackend):
         return None
 
     async def stop(self, sandbox: MachineSandbox) -> None:
-        """See MachineBackend.stop."""
         clone = self._clones.pop(sandbox.id, None)
         if clone is None:
             return
@@ -142,7 +136,6 @@ class ForkServerBackend(MachineBackend):
             self._release_layers(clone.layers)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork."""
         async with sandbox.lifecycle:
             layers = await self._save_layer(sandbox)
         try:
@@ -153,7 +146,6 @@ class ForkServerBackend(MachineBackend):
             self._release_layers(layers)
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        """See MachineBackend.save."""
         layers = await self._save_layer(sandbox)
         try:
             for index, layer in enumerate(layers):
@@ -164,7 +156,6 @@ class ForkServerBackend(MachineBackend):
             self._release_layers(layers)
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
-        """See MachineBackend.restore."""
         await self._ensure_started()
         layers = tuple(self._new_layer() for _ in range(snapshot.extra["num_layers"]))
         self._layer_uses.update(layers)
@@ -177,7 +168,6 @@ class ForkServerBackend(MachineBackend):
             self._release_layers(layers)
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         try:
             await super().close()
         finally:
@@ -392,7 +382,6 @@ class LocalBackend(ForkServerBackend):
         return find_problems()
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         ids = self._spare_ids
         # Without root's rights layers of images cannot be shown as another user's: all that have one share.
         share = ids is None or (self._images is not None and bool(ids.programs))

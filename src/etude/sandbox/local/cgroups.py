@@ -1,5 +1,7 @@
 """Control groups for sandboxes, where this process may make them: memory, processes, a share of cores.
 
+A sandbox under gVisor is not bounded in processes: those of its kernel are not the agent's.
+
 Version 1 (one tree for each controller, as root) and version 2 (a delegated subtree) are both used. Where
 neither is writable there is none, and the watchdog inside each sandbox bounds its memory instead.
 
@@ -18,11 +20,10 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from etude.kit.leftovers import live_keys, owner_key
-from etude.sandbox.oom import num_oom_kills, reached_limit
 from etude.sandbox.types import Resources
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -33,7 +34,12 @@ _SHARES, _WEIGHT = 1024, 100
 """One core's worth, in version 1 and in version 2."""
 _TCP_BYTES = 32 << 20
 """Version 1 counts the buffers of connections apart."""
-_OPTIONAL = ("cpu.weight", "memory.kmem.tcp.limit_in_bytes")
+_OPTIONAL = (
+    "cpu.weight",
+    "memory.kmem.tcp.limit_in_bytes",
+    "memory.memsw.limit_in_bytes",
+    "memory.swap.max",
+)
 """Not handed down everywhere, or not in every kernel."""
 _SERVER = "server"
 _REMOVE_S = 2.0
@@ -42,23 +48,29 @@ _REMOVE_S = 2.0
 class ControlGroups:
     """The groups of one backend's sandboxes."""
 
-    def __init__(self, parents: dict[str, Path]) -> None:
-        """`parents`: controller -> this owner's directory; all the same one in version 2."""
+    def __init__(self, parents: dict[str, Path], kernel_bytes: int = 0) -> None:
+        """`parents`: controller -> this owner's directory; all the same one in version 2. `kernel_bytes`: of
+        a kernel that runs in each group as a program, such as gVisor's; 0: none does."""
         self._parents = parents
+        self._kernel_bytes = kernel_bytes
         self._doomed: list[Path] = []
         self._lock = threading.Lock()
         """Around the doomed: they are removed in threads."""
 
     @classmethod
-    def open(cls, root: Path = _ROOT) -> ControlGroups | None:
-        """Makes this backend's groups and removes those of dead owners. None where that is not allowed."""
+    def open(cls, root: Path = _ROOT, kernel_bytes: int = 0) -> ControlGroups | None:
+        """Makes this backend's groups and removes those of dead owners. None where that is not allowed.
+
+        `kernel_bytes`: see `__init__`.
+        """
         with _left_lock:
             _left[:] = _remove(_left)
         name = f"{_PREFIX}{owner_key()}-{next(_numbers)}"
+        wanted = ("memory", "cpu") if kernel_bytes else ("memory", "pids", "cpu")
         for find in (_version_2, _version_1):
-            parents = find(root, name)
+            parents = find(root, name, wanted)
             if parents:
-                return cls(parents)
+                return cls(parents, kernel_bytes)
         return None
 
     def create(self, name: str) -> None:
@@ -72,10 +84,33 @@ class ControlGroups:
     def limit(self, name: str, resources: Resources) -> None:
         """Sets the limits of a sandbox's groups. Raises OSError."""
         for controller, parent in self._parents.items():
-            for file, value in _limits(controller, resources):
+            for file, value in self._limits(controller, resources):
                 if file in _OPTIONAL and not (parent / name / file).exists():
                     continue
                 _write(parent / name / file, value)
+
+    def _limits(self, controller: str, resources: Resources) -> Iterable[tuple[str, str]]:
+        overhead_bytes = self._kernel_bytes or _OVERHEAD_BYTES
+        memory = str(resources.memory_bytes + resources.disk_bytes + overhead_bytes)
+        processes = str(resources.num_processes + 1)
+        if controller == "memory":
+            yield "memory.limit_in_bytes", memory
+            if self._kernel_bytes:
+                yield "memory.memsw.limit_in_bytes", memory
+            else:
+                yield "memory.kmem.tcp.limit_in_bytes", str(_TCP_BYTES)
+        elif controller == "pids":
+            yield "pids.max", processes
+        elif controller == "cpu":
+            yield "cpu.shares", str(max(2, int(_SHARES * resources.cpus)))
+        else:
+            yield "memory.max", memory
+            yield ("memory.swap.max", "0") if self._kernel_bytes else ("pids.max", processes)
+            yield "cpu.weight", str(max(1, min(10_000, int(_WEIGHT * resources.cpus))))
+
+    def entrances(self, name: str) -> list[Path]:
+        """Whoever writes its process id into these enters a sandbox's groups, with all that it will start."""
+        return [parent / name / "cgroup.procs" for parent in self._parents.values()]
 
     def admit(self, pid: int) -> None:
         """Moves a fork server and its parent `pid`, before there are sandboxes. Raises OSError."""
@@ -92,8 +127,8 @@ class ControlGroups:
 
         Blocks for 0.1 to 20 ms: the kernel waits until no process anywhere is being forked.
         """
-        for parent in self._parents.values():
-            _write(parent / name / "cgroup.procs", str(pid))
+        for entrance in self.entrances(name):
+            _write(entrance, str(pid))
 
     def remove(self, name: str) -> None:
         """Notes that a sandbox's groups are to go, once the kernel has ended its processes: `remove_rest`."""
@@ -146,14 +181,14 @@ _left: list[Path] = []
 _left_lock = threading.Lock()
 _numbers = itertools.count()
 """A process may have several backends; each has groups of its own."""
-_V1 = ("memory", "pids", "cpu")
-_NEEDED = {"memory", "pids"}
-"""A sandbox in groups may have memory that belongs to no process: without these nothing would bound it."""
+_SHARE = "cpu"
+"""The one controller that a sandbox can do without: it may have memory that belongs to no process, which the
+others bound."""
 
 
-def _version_1(root: Path, name: str) -> dict[str, Path]:
+def _version_1(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
     parents: dict[str, Path] = {}
-    for controller in _V1:
+    for controller in wanted:
         directory = root / controller
         if not (directory / "cgroup.procs").exists() or not os.access(directory, os.W_OK):
             continue
@@ -167,30 +202,30 @@ def _version_1(root: Path, name: str) -> dict[str, Path]:
             parents[controller] = parent
         except OSError:
             _remove([parent])
-    if not _NEEDED.issubset(parents):
+    if not {*wanted} - {_SHARE} <= parents.keys():
         _remove(list(parents.values()))
         return {}
     return parents
 
 
-def _version_2(root: Path, name: str) -> dict[str, Path]:
+def _version_2(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
     """Below our own group, if it was delegated to us with the controllers that count."""
     try:
         own = [row[3:] for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::")]
         directory = root / own[0].lstrip("/")
         able = (directory / "cgroup.controllers").read_text().split()
-        if not _NEEDED.issubset(able):
+        if not {*wanted} - {_SHARE} <= {*able}:
             return {}
         _sweep(directory)
         parent = directory / name
         parent.mkdir()
     except (OSError, IndexError):
         return {}
-    wanted = " ".join(f"+{controller}" for controller in _V1 if controller in able)
+    handed = " ".join(f"+{controller}" for controller in wanted if controller in able)
     try:
         # No internal processes: a group whose controllers are handed down may hold none itself.
         for group in (directory, parent):
-            _write(group / "cgroup.subtree_control", wanted)
+            _write(group / "cgroup.subtree_control", handed)
     except OSError:
         _remove([parent])
         return {}
@@ -208,22 +243,6 @@ def _descendants(pid: int) -> set[int]:
                 found.add(int(child))
                 pending.append(int(child))
     return found
-
-
-def _limits(controller: str, resources: Resources) -> Iterable[tuple[str, str]]:
-    memory = str(resources.memory_bytes + resources.disk_bytes + _OVERHEAD_BYTES)
-    processes = str(resources.num_processes + 1)
-    if controller == "memory":
-        yield "memory.limit_in_bytes", memory
-        yield "memory.kmem.tcp.limit_in_bytes", str(_TCP_BYTES)
-    elif controller == "pids":
-        yield "pids.max", processes
-    elif controller == "cpu":
-        yield "cpu.shares", str(max(2, int(_SHARES * resources.cpus)))
-    else:
-        yield "memory.max", memory
-        yield "pids.max", processes
-        yield "cpu.weight", str(max(1, min(10_000, int(_WEIGHT * resources.cpus))))
 
 
 def _sweep(directory: Path) -> None:
@@ -254,3 +273,32 @@ def _write(path: Path, value: str) -> None:
         os.write(descriptor, value.encode())
     finally:
         os.close(descriptor)
+
+
+def num_oom_kills(group: Path) -> int:
+    """Processes of a group that the kernel has ended because the group's memory was used up; 0 if it is gone.
+
+    Version 2 counts in `memory.events`, version 1 in `memory.oom_control`.
+    """
+    return _count(group / "memory.events", "oom_kill") or _count(group / "memory.oom_control", "oom_kill")
+
+
+def reached_limit(group: Path) -> bool:
+    """Whether the group itself has been at its limit: not, where the whole machine lacked memory.
+
+    Version 2 counts in `memory.events`, version 1 in `memory.failcnt`.
+    """
+    if _count(group / "memory.events", "oom") > 0:
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        return int((group / "memory.failcnt").read_text()) > 0
+    return False
+
+
+def _count(file: Path, wanted: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == wanted:
+                return int(value)
+    return 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.errors import ConfigError
-from etude.sandbox.inside.namespaces import HOST_DIRECTORIES
+from etude.sandbox.inside.namespaces import ETC_DIRECTORIES, HOST_DIRECTORIES
 from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.paths import WORKSPACE
 
@@ -156,7 +156,7 @@ class HostView:
         shown = [
             *self.directories,
             os.path.realpath(sys.base_prefix),
-            *(f"/{name}" for name in (*HOST_DIRECTORIES, "etc/alternatives")),
+            *(f"/{name}" for name in (*HOST_DIRECTORIES, *ETC_DIRECTORIES)),
         ]
         return any(f"{path}/".startswith(f"{one}/") for one in shown)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.inside.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameError, pack
+from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
+from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 
 MAX_IDLE_TEMPLATES = 256
@@ -84,3 +88,34 @@ def pack_files(template: Template) -> int:
 def layer_folder(digest: str) -> str:
     """Where the layer store keeps a layer's files, below its directory of layers."""
     return f"{digest.removeprefix('sha256:')}/root"
+
+
+def plan_request(
+    number: int, spec: Spec, layers: Sequence[str], has_groups: bool, new_template: bool
+) -> dict[str, object]:
+    """The request `begin` for first process `number`; see `inside.zygote`.
+
+    `layers`: saved ones that it stands on, uppermost first.
+    """
+    template, resources = spec.template, spec.resources
+    image = template.image
+    is_root = image is not None and image.user in ("", "root", "0")
+    image_env = {} if image is None else dict(image.env)
+    return {
+        "op": "begin",
+        "id": number,
+        "plan": {
+            "digest": template.digest,
+            "disk_bytes": resources.disk_bytes,
+            "layers": layers,
+            "has_image": image is not None,
+            "images": () if image is None else [layer_folder(layer) for layer in image.layers[::-1]],
+            "workspace": template.workspace,
+            "user": "agent" if image is None else image.user,
+        },
+        "limits": dataclasses.asdict(resources),
+        "env": {**ROOT_ENVIRONMENT, **image_env} if is_root else image_env,
+        "emulate_root": is_root,
+        "has_groups": has_groups,
+        "new_template": new_template,
+    }

@@ -37,7 +37,6 @@ class UnisolatedBackend(ForkServerBackend):
         return dataclasses.replace(super().capabilities(), isolation="none", network=False, images=False)
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         await super().close()
         while self._bases:
             await asyncio.to_thread(shutil.rmtree, self._bases.pop(), ignore_errors=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 from etude.kit.tasks import end_tasks
 from etude.sandbox.network import tls
-from etude.sandbox.network.bodies import read_body, send_body
 from etude.sandbox.network.messages import (
     MAX_HEAD_BYTES,
     Framing,
@@ -22,6 +21,8 @@ from etude.sandbox.network.messages import (
     ResponseHead,
     client_head,
     parse_response_head,
+    read_body,
+    send_body,
     upstream_head,
 )
 from etude.sandbox.network.streams import CHUNK_BYTES, BufferedStream, Stream, UpstreamError, UpstreamStream

@@ -31,7 +31,7 @@ class Stream(Protocol):
         ...
 
 
-class AsyncioStream:
+class AsyncioStream(Stream):
     """`Stream` over a pair of asyncio streams."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -41,16 +41,13 @@ class AsyncioStream:
         writer.transport.set_write_buffer_limits(high=0)
 
     async def read(self, num_bytes: int) -> bytes:
-        """See Stream.read."""
         return await self._reader.read(num_bytes)
 
     async def write(self, data: bytes) -> None:
-        """See Stream.write."""
         self._writer.write(data)
         await self._writer.drain()
 
     async def write_eof(self) -> None:
-        """See Stream.write_eof."""
         if self._writer.can_write_eof() and not self._writer.transport.is_closing():
             self._writer.write_eof()
 
@@ -62,7 +59,7 @@ class AsyncioStream:
             self._writer.close()
 
 
-class BufferedStream:
+class BufferedStream(Stream):
     """`Stream` around another that can also be read by line and by message head."""
 
     def __init__(self, stream: Stream) -> None:
@@ -70,7 +67,6 @@ class BufferedStream:
         self._buffer = bytearray()
 
     async def read(self, num_bytes: int) -> bytes:
-        """See Stream.read."""
         if not self._buffer:
             return await self._stream.read(num_bytes)
         data = bytes(self._buffer[:num_bytes])
@@ -113,15 +109,12 @@ class BufferedStream:
                 raise EOFError("the stream ended within a head")
 
     async def write(self, data: bytes) -> None:
-        """See Stream.write."""
         await self._stream.write(data)
 
     async def write_eof(self) -> None:
-        """See Stream.write_eof."""
         await self._stream.write_eof()
 
     def close(self) -> None:
-        """See Stream.close."""
         self._stream.close()
 
     async def _fill(self) -> bool:
@@ -139,7 +132,7 @@ class UpstreamError(Exception):
     """The server's side of a connection failed; tells its errors from the client's."""
 
 
-class UpstreamStream:
+class UpstreamStream(Stream):
     """`Stream` to a server: counts bytes, reports progress, and raises UpstreamError instead of OSError."""
 
     def __init__(self, stream: Stream, counted: Callable[[int, int], None]) -> None:
@@ -173,7 +166,6 @@ class UpstreamStream:
             raise UpstreamError(str(error)) from error
 
     def close(self) -> None:
-        """See Stream.close."""
         self._stream.close()
 
     def _moved(self, sent: int, received: int) -> None:

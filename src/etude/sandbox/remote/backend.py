@@ -24,8 +24,7 @@ from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, or_killed, transfer
 from etude.sandbox.refusals import check_move
 from etude.sandbox.remote.connection import BATCH_BYTES, RETRY, Connection, OnFrame, OutputStream
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import encode_template, template_key
+from etude.sandbox.template import Template, encode_template, template_key
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo, SnapshotKind
 from etude.sandbox.wire_types import (
     SPEAKS,
@@ -44,7 +43,7 @@ _READING = frozenset(
 """Operations that do the same when they are done twice."""
 
 
-class RemoteBackend:
+class RemoteBackend(SandboxBackend):
     """`SandboxBackend` on a server. For one event loop.
 
     `close` kills the sandboxes that this client made or woke; `disconnect` lets them live.
@@ -132,7 +131,6 @@ class RemoteBackend:
             return await self._create(header)
 
     async def connect(self, sandbox_id: str) -> RemoteSandbox:
-        """See SandboxBackend.connect."""
         await self.hello()
         path = f"sandboxes/{quote(sandbox_id, safe='')}/connect"
         await self.line.long("POST", path, header={}, again=True)
@@ -144,16 +142,13 @@ class RemoteBackend:
         return self.line.decoded(lambda raw: [decode_info(row) for row in raw], rows)
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
-        """See SandboxBackend.list_snapshots."""
         rows = await self.line.call("GET", "snapshots", self._named(), again=True)
         return self.line.decoded(lambda raw: [decode_snapshot(row) for row in raw], rows)
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot."""
         await self.line.call("DELETE", f"snapshots/{quote(snapshot, safe='')}", self._named())
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot."""
         path = f"snapshots/{quote(snapshot, safe='')}/export"
         with receive_file(target) as writer:
 
@@ -165,7 +160,6 @@ class RemoteBackend:
                 raise self.line.lost("the stream of the file is not whole")
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
         if not await asyncio.to_thread(source.is_file):
             raise SnapshotError("no such file", field="source", received=str(source), fix="name an export")
         async with contextlib.aclosing(pack_file(source)) as frames:
@@ -316,32 +310,26 @@ class RemoteSandbox(Sandbox):
             await output.stop()
 
     async def get_info(self) -> SandboxInfo:
-        """See Sandbox.get_info."""
         return self._line.decoded(decode_info, await self._line.call("GET", self._base, again=True))
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
         header = {"timeout_s": timeout_s}
         await self._line.call("POST", f"{self._base}/timeout", header=header, again=True)
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
-        """See Sandbox.pause."""
         await self._line.long("POST", f"{self._base}/pause", header={"mode": mode}, again=True)
 
     async def resume(self) -> None:
-        """See Sandbox.resume."""
         await self._line.long("POST", f"{self._base}/resume", header={}, again=True)
 
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
         header = {"kind": kind, "name": name}
         value, _ = await self._line.long("POST", f"{self._base}/snapshots", header=header)
         return self._line.decoded(decode_snapshot, value)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork."""
         rows, _ = await self._line.long("POST", f"{self._base}/fork", header={"count": count})
         return [self._copy(row) for row in rows]
 
@@ -355,7 +343,6 @@ class RemoteSandbox(Sandbox):
         return await in_place_of(await self._copy_to(target), self.kill())
 
     async def kill(self) -> None:
-        """See Sandbox.kill."""
         await self.close()
         await self._line.long("DELETE", self._base, again=True)
         self._owner.forget(self.id)

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from etude.errors import UserError
-from etude.sandbox.arguments import check_timeout
 from etude.sandbox.commands import process_id
 from etude.sandbox.inside.frames import Header, pack
+from etude.sandbox.refusals import check_timeout
 from etude.sandbox.server.requests import Box, State, check_numbers, is_plain, long, long_answer, read_request
 from etude.serving.describing import BINARY, JSON, answering, object_schema
 from etude.serving.long_answers import OutputBuffer

@@ -26,8 +26,7 @@ from etude.sandbox.server.requests import (
     resources_of,
 )
 from etude.sandbox.server.state import Creation, ServerState
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import decode_template
+from etude.sandbox.template import Template, decode_template
 from etude.sandbox.wire_types import encode, encode_error
 from etude.serving.application import Json
 from etude.serving.describing import answering, described

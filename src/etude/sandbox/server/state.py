@@ -23,8 +23,7 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
 from etude.sandbox.refusals import missing_sandbox
-from etude.sandbox.template import Template
-from etude.sandbox.template_packing import template_key
+from etude.sandbox.template import Template, template_key
 from etude.serving.long_answers import OutputBuffer
 from etude.serving.messages import Encoded
 from etude.serving.metrics import Labels, Metrics

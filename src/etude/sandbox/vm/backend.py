@@ -27,10 +27,9 @@ from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
 from etude.sandbox.vm.image import VmImage, find_image, images_directory
-from etude.sandbox.vm.probe import choose_accelerator
 from etude.sandbox.vm.qemu import Hardware, qemu_version
 from etude.sandbox.vm.state import Machine, start_machine
-from etude.sandbox.vm.templates import WarmTemplates
+from etude.sandbox.vm.templates import WarmTemplates, choose_accelerator
 
 INSTALL_S = 120.0
 Step = Callable[[str], Awaitable[None]]
@@ -69,7 +68,6 @@ class VmBackend(MachineBackend):
         self._preparing = asyncio.Lock()
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
         return Capabilities(
             backend=self.name,
             isolation="vm",
@@ -89,7 +87,6 @@ class VmBackend(MachineBackend):
         return "QEMU was killed" if machine is not None and machine.qemu.was_killed else None
 
     def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
         problems: list[str] = []
         try:
             qemu_version()
@@ -118,13 +115,11 @@ class VmBackend(MachineBackend):
         return channel
 
     async def stop(self, sandbox: MachineSandbox) -> None:
-        """See MachineBackend.stop."""
         machine = self._machines.pop(sandbox.id, None)
         if machine is not None:
             await machine.close()
 
     async def close(self) -> None:
-        """See SandboxBackend.close."""
         try:
             await super().close()
         finally:
@@ -133,16 +128,14 @@ class VmBackend(MachineBackend):
                 self._work = None
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        """See MachineBackend.save."""
         if kind != "full":
             raise self.unsupported(kind)
         machine = self._machine(sandbox)
         await self._write(sandbox, machine, draft.directory, draft.extra)
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
-        """See MachineBackend.restore."""
         _, accelerator = await self._prepare()
-        hardware = Hardware.for_resources(snapshot.resources, accelerator)
+        hardware = Hardware.for_resources(snapshot.spec.resources, accelerator)
         if snapshot.extra.get("hardware") != _fields(hardware):
             raise SnapshotError(
                 f"the snapshot is of another machine: {snapshot.extra.get('hardware')}",

@@ -28,8 +28,16 @@ from etude.kit.durable import DRAFTS, publish_directory, sync_tree, write_text
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.debootstrap import write_archive
-from etude.sandbox.vm.cpio import DIRECTORY, FILE, PROGRAM, Entry, pack_cpio
-from etude.sandbox.vm.guest_boot import DIRECTORIES, MODULES, init_script
+from etude.sandbox.vm.guest_boot import (
+    DIRECTORIES,
+    DIRECTORY,
+    FILE,
+    MODULES,
+    PROGRAM,
+    Entry,
+    init_script,
+    pack_cpio,
+)
 
 FORMAT = 1
 FIX = "etude sandbox image build"

@@ -300,10 +300,9 @@ class Qemu:
         """Puts a saved state of processors and devices into a machine that waits; it stands still then."""
         with path.open("rb") as file:
             await self.qmp.execute("getfd", {"fdname": "state"}, STATE_S, descriptor=file.fileno())
-        since = self.qmp.mark
         await self.execute("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
         await self.execute("migrate-incoming", uri="fd:state")
-        event = await self.qmp.event(_is_end_of_loading, STATE_S, since, "loaded state")
+        event = await self.qmp.event(_is_end_of_loading, STATE_S, "loaded state")
         if event["data"]["status"] != "completed":
             raise SandboxError(f"the state was not loaded: {self.log()[-1000:]}", field="sandbox")
 

@@ -12,8 +12,8 @@ import itertools
 import json
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxLostError
@@ -23,6 +23,7 @@ _MAX_EVENTS = 512
 _MAX_LINE_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 16
 
+_T = TypeVar("_T")
 Event = Mapping[str, Any]
 """`event`, `data` and `timestamp`, as QEMU sends them."""
 
@@ -40,11 +41,10 @@ class Qmp:
         self._sock = sock
         self._name = name
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._events: deque[tuple[int, Event]] = deque(maxlen=_MAX_EVENTS)
-        self._num_events = 0
-        self._watchers: list[asyncio.Future[None]] = []
-        self._greeted = asyncio.get_running_loop().create_future()
+        self._greeting: dict[str, Any] | None = None
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._news = asyncio.Event()
         self._sending = asyncio.Lock()
         self._end: str | None = None
         self.on_end: Callable[[], None] = lambda: None
@@ -58,11 +58,8 @@ class Qmp:
 
     async def negotiate(self, deadline_s: float = COMMAND_S) -> None:
         """Waits for QEMU's greeting and enters command mode. Raises SandboxError."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.shield(self._greeted)
-        except TimeoutError as error:
-            raise self._late("greeting", deadline_s) from error
+        async with self._within(deadline_s, "greeting"):
+            await self._next(lambda: self._greeting)
         await self.execute("qmp_capabilities", deadline_s=deadline_s)
 
     async def execute(
@@ -76,48 +73,38 @@ class Qmp:
 
         Raises QmpError if QEMU refuses, SandboxLostError if it died, SandboxError after `deadline_s`.
         """
-        if self._end is not None:
-            raise self._lost()
         number = next(self._ids)
         request: dict[str, Any] = {"execute": command, "id": number}
         if arguments:
             request["arguments"] = dict(arguments)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._send(json.dumps(request).encode() + b"\n", descriptor)
-                answer = await future
-        except TimeoutError as error:
-            raise self._late(command, deadline_s) from error
-        finally:
-            self._waiting.pop(number, None)
+        async with self._within(deadline_s, command):
+            await self._send(json.dumps(request).encode() + b"\n", descriptor)
+            answer = await self._next(lambda: self._answers.pop(number, None))
         if "error" in answer:
             raise QmpError(f"QEMU refuses {command}: {answer['error'].get('desc')}", field=self._name)
         return answer["return"]
 
-    @property
-    def mark(self) -> int:
-        """The present point in the stream of events, for `event`."""
-        return self._num_events
+    async def event(self, matches: Callable[[Event], bool], deadline_s: float, what: str = "event") -> Event:
+        """The first event that matches. Raises as `execute`."""
+        async with self._within(deadline_s, what):
+            return await self._next(lambda: next(filter(matches, self._events), None))
 
-    async def event(
-        self, matches: Callable[[Event], bool], deadline_s: float, since: int, what: str = "event"
-    ) -> Event:
-        """The first event after the mark `since` that matches. Raises as `execute`."""
+    async def _next(self, find: Callable[[], _T | None]) -> _T:
+        """What `find` returns as soon as it is there. Raises SandboxLostError."""
+        while (found := find()) is None:
+            if self._end is not None:
+                raise self._lost()
+            await self._news.wait()
+        return found
+
+    @contextlib.asynccontextmanager
+    async def _within(self, deadline_s: float, what: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(deadline_s):
-                while True:
-                    for number, event in self._events:
-                        if number >= since and matches(event):
-                            return event
-                    if self._end is not None:
-                        raise self._lost()
-                    watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._watchers.append(watcher)
-                    await watcher
+                yield
         except TimeoutError as error:
-            raise self._late(what, deadline_s) from error
+            message = f"QEMU: no {what} within {deadline_s:g} s"
+            raise SandboxError(message, field="sandbox", received=self._name) from error
 
     def close(self) -> None:
         """Lets go of QEMU. Idempotent."""
@@ -127,6 +114,8 @@ class Qmp:
     async def _send(self, data: bytes, descriptor: int | None) -> None:
         loop = asyncio.get_running_loop()
         async with self._sending:
+            if self._end is not None:
+                raise self._lost()
             try:
                 if descriptor is not None:
                     sent = socket.send_fds(self._sock, [data], [descriptor])
@@ -158,22 +147,16 @@ class Qmp:
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "QMP" in message:
-            if not self._greeted.done():
-                self._greeted.set_result(None)
+            self._greeting = message
         elif "event" in message:
-            self._events.append((self._num_events, message))
-            self._num_events += 1
-            self._wake()
+            self._events.append(message)
         else:
-            future = self._waiting.get(message.get("id", 0))
-            if future is not None and not future.done():
-                future.set_result(message)
+            self._answers[message.get("id", 0)] = message
+        self._wake()
 
     def _wake(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _finish(self, reason: str) -> None:
         if self._end is not None:
@@ -181,17 +164,8 @@ class Qmp:
         self._end = reason
         with contextlib.suppress(OSError):
             self._sock.close()
-        for future in [*self._waiting.values(), self._greeted]:
-            if not future.done():
-                future.set_exception(self._lost())
-        # Nobody may be left to look at the greeting's failure.
-        if self._greeted.exception() is not None:
-            self._greeted.exception()
         self._wake()
         self.on_end()
 
     def _lost(self) -> SandboxLostError:
         return SandboxLostError(self._end or "QEMU ended", field="sandbox", received=self._name)
-
-    def _late(self, what: str, deadline_s: float) -> SandboxError:
-        return SandboxError(f"QEMU: no {what} within {deadline_s:g} s", field="sandbox", received=self._name)

@@ -8,8 +8,7 @@ The grammar's own parser reads what stands behind the headers, and reasoning bet
 
 from __future__ import annotations
 
-from etude.records import ToolCall
-from etude.tokens.grammar.events import ParseEvent, finished_calls
+from etude.tokens.grammar.events import ParseEvent
 from etude.tokens.grammar.interface import CallParser
 from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.pieces import Control, Piece
@@ -58,14 +57,6 @@ class ChannelParser:
         """`parser` recognises marks of reasoning at least as control tokens."""
         self._parser = parser
         self._marks = ChannelMarks()
-
-    def feed(self, piece: Piece) -> list[ToolCall]:
-        """The calls that this piece finishes."""
-        return finished_calls(self.feed_events(piece))
-
-    def finish(self) -> list[ToolCall]:
-        """The calls that the message leaves open, as malformed calls."""
-        return finished_calls(self.finish_events())
 
     def feed_events(self, piece: Piece) -> list[ParseEvent]:
         """What this piece adds; the words of a header add nothing."""

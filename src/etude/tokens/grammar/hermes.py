@@ -29,9 +29,9 @@ from etude.tokens.grammar.hermes_reader import (
     HermesTags,
     tool_table,
 )
-from etude.tokens.grammar.interface import CallParser, Kind, ReasoningMarks, ToolSchema, check_names
+from etude.tokens.grammar.interface import Kind, ToolSchema, check_names
 from etude.tokens.grammar.json_reader import check_json
-from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split_tags, tag_pattern
+from etude.tokens.grammar.message_parser import CallReader, ParserMode, TagGrammar, split_tags, tag_pattern
 from etude.tokens.pieces import Control, Piece, join_text
 
 BEFORE_TOOLS = """# Tools
@@ -49,7 +49,7 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""  # noqa: E501  (the words that these models were trained with)
 
 
-class HermesGrammar:
+class HermesGrammar(TagGrammar):
     """The grammar above for a fixed set of tools.
 
     `told_by_template`: the model's own chat template announces them, in words of its own. Raises ConfigError
@@ -94,19 +94,11 @@ class HermesGrammar:
             body = body.replace(tag, "\\u003c" + tag[1:])
         return [Control(CALL_OPEN), f"\n{body}\n", Control(CALL_CLOSE)]
 
-    def split(self, text: str) -> list[Piece]:
-        """The tags and the marks of reasoning as control tokens."""
-        return split_tags(text, self._tag_pattern)
-
-    def parser(
-        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
-    ) -> CallParser:
-        """A fresh parser for one message."""
-        mode = ParserMode.choose(text_mode, reasoning)
-        sets = self._sets.get(mode)
-        if sets is None:
-            sets = self._sets[mode] = HermesTags(mode)
-        return MessageParser(HermesReader(self._table, sets), mode.reasoning, begun)
+    def reader(self, mode: ParserMode) -> CallReader:
+        """See TagGrammar."""
+        if mode not in self._sets:
+            self._sets[mode] = HermesTags(mode)
+        return HermesReader(self._table, self._sets[mode])
 
 
 def _render_value(text: str, kind: Kind) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.grammar.events import ParseEvent
+from etude.tokens.grammar.events import ParseEvent, finished_calls
 from etude.tokens.pieces import Piece
 
 Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
@@ -129,17 +129,9 @@ class ToolSchema:
 class CallParser(Protocol):
     """Takes one message of the agent piece by piece and tells what it says as soon as that is decided.
 
-    Either `feed` or `feed_events` is called for each piece; at the end `finish` or `finish_events`, once.
-    Takes time linear in the message, however it is cut. Never raises, whatever the pieces are.
+    At the end `finish_events` is called, once. Takes time linear in the message, however it is cut. Never
+    raises, whatever the pieces are.
     """
-
-    def feed(self, piece: Piece) -> list[ToolCall]:
-        """The calls that this piece finishes."""
-        ...
-
-    def finish(self) -> list[ToolCall]:
-        """The calls that only the message's end decides: those left unclosed. Ends the parser's life."""
-        ...
 
     def feed_events(self, piece: Piece) -> list[ParseEvent]:
         """What this piece adds. Of text only a beginning that may become a tag is held back."""
@@ -211,10 +203,7 @@ def _can_be_named(name: str, marks: Sequence[str]) -> bool:
 
 def parse_calls(parser: CallParser, pieces: Sequence[Piece]) -> list[ToolCall]:
     """All calls of one whole message."""
-    calls: list[ToolCall] = []
-    for piece in pieces:
-        calls += parser.feed(piece)
-    return calls + parser.finish()
+    return finished_calls(parse_events(parser, pieces))
 
 
 def parse_events(parser: CallParser, pieces: Sequence[Piece]) -> list[ParseEvent]:

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from etude.records import ToolCall
-from etude.tokens.grammar.events import ParseEvent, ReasoningDelta, finished_calls
-from etude.tokens.grammar.interface import ReasoningMarks
+from etude.tokens.grammar.events import ParseEvent, ReasoningDelta
+from etude.tokens.grammar.interface import CallParser, ReasoningMarks
 from etude.tokens.pieces import Control, Piece, join_text
 
 THINK_OPEN = "<think>"
@@ -125,14 +124,6 @@ class MessageParser:
         self._thinking = begun and reasoning != "off"
         self._held = ""
 
-    def feed(self, piece: Piece) -> list[ToolCall]:
-        """The calls that this piece finishes."""
-        return finished_calls(self.feed_events(piece))
-
-    def finish(self) -> list[ToolCall]:
-        """The calls that the message leaves open, as malformed calls."""
-        return finished_calls(self.finish_events())
-
     def feed_events(self, piece: Piece) -> list[ParseEvent]:
         """What this piece adds."""
         out: list[ParseEvent] = []
@@ -201,6 +192,27 @@ class MessageParser:
                 self._thinking = name == THINK_OPEN
             return True
         return self._reader.take_tag(name, out)
+
+
+class TagGrammar:
+    """What grammars have in common whose calls stand between tags. See `Grammar`."""
+
+    _tag_pattern: re.Pattern[str]
+
+    def split(self, text: str) -> list[Piece]:
+        """The tags of these tools and the marks of reasoning as control tokens; others stay text."""
+        return split_tags(text, self._tag_pattern)
+
+    def parser(
+        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
+    ) -> CallParser:
+        """A fresh parser for one message."""
+        mode = ParserMode.choose(text_mode, reasoning)
+        return MessageParser(self.reader(mode), mode.reasoning, begun)
+
+    def reader(self, mode: ParserMode) -> CallReader:
+        """What reads the calls of one message."""
+        raise NotImplementedError
 
 
 def split_tags(text: str, pattern: re.Pattern[str]) -> list[Piece]:

@@ -16,15 +16,15 @@ from etude.records import ToolCall
 from etude.tokens.grammar.call_forms import CALL_FORMS, CallForm
 from etude.tokens.grammar.hermes import HermesGrammar
 from etude.tokens.grammar.hermes_reader import tool_table
-from etude.tokens.grammar.interface import CallParser, Grammar, ReasoningMarks, ToolSchema, check_names
-from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split_tags, tag_pattern
+from etude.tokens.grammar.interface import Grammar, ToolSchema, check_names
+from etude.tokens.grammar.message_parser import CallReader, ParserMode, TagGrammar, tag_pattern
 from etude.tokens.grammar.native_reader import FormTags, NativeReader
 from etude.tokens.pieces import Piece, join_text
 
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
-class NativeGrammar:
+class NativeGrammar(TagGrammar):
     """One form for a fixed set of tools. Raises ConfigError for names that cannot be written."""
 
     def __init__(self, form: CallForm, tools: Sequence[ToolSchema]) -> None:
@@ -65,19 +65,11 @@ class NativeGrammar:
             pieces += [text, *self.split(form.value[1])]
         return [*pieces, *self.split(form.call[1])]
 
-    def split(self, text: str) -> list[Piece]:
-        """The form's tags and the marks of reasoning as control tokens."""
-        return split_tags(text, self._tag_pattern)
-
-    def parser(
-        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
-    ) -> CallParser:
-        """A fresh parser for one message."""
-        mode = ParserMode.choose(text_mode, reasoning)
-        sets = self._sets.get(mode)
-        if sets is None:
-            sets = self._sets[mode] = FormTags(self.form, mode)
-        return MessageParser(NativeReader(self._table, sets), mode.reasoning, begun)
+    def reader(self, mode: ParserMode) -> CallReader:
+        """See TagGrammar."""
+        if mode not in self._sets:
+            self._sets[mode] = FormTags(self.form, mode)
+        return NativeReader(self._table, self._sets[mode])
 
 
 TOLD_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {

@@ -25,12 +25,12 @@ from collections.abc import Iterable, Sequence
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.grammar.interface import CallParser, Parameter, ReasoningMarks, ToolSchema
+from etude.tokens.grammar.interface import Parameter, ToolSchema
 from etude.tokens.grammar.message_parser import (
     THINK_MARKS,
-    MessageParser,
+    CallReader,
     ParserMode,
-    split_tags,
+    TagGrammar,
     tag_pattern,
 )
 from etude.tokens.grammar.xml_reader import TagSets, TagTable, XmlReader
@@ -48,7 +48,7 @@ _HINTS = {
 }
 
 
-class XmlGrammar:
+class XmlGrammar(TagGrammar):
     """The grammar above for a fixed set of tools.
 
     Raises ConfigError if a name cannot be a tag, or names both a tool and a parameter.
@@ -85,19 +85,11 @@ class XmlGrammar:
             pieces += [self._tag(f"<{name}>"), pad_body(value), self._tag(f"</{name}>")]
         return join_text([*pieces, self._tag(f"</{call.name}>")])
 
-    def split(self, text: str) -> list[Piece]:
-        """Known tags and marks of reasoning as control tokens; unknown ones stay text."""
-        return split_tags(text, self._tag_pattern)
-
-    def parser(
-        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
-    ) -> CallParser:
-        """A fresh parser for one message."""
-        mode = ParserMode.choose(text_mode, reasoning)
-        sets = self._sets.get(mode)
-        if sets is None:
-            sets = self._sets[mode] = TagSets(self._table, mode)
-        return MessageParser(XmlReader(self._table, sets), mode.reasoning, begun)
+    def reader(self, mode: ParserMode) -> CallReader:
+        """See TagGrammar."""
+        if mode not in self._sets:
+            self._sets[mode] = TagSets(self._table, mode)
+        return XmlReader(self._table, self._sets[mode])
 
     def _tag(self, tag: str) -> Piece:
         """A tag of these tools; any other name may come from outside, and is text."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from etude.environment.names import check_run_name, check_task_name
-from etude.environment.recording.limits import RecordingLimits
+from etude.environment.recording.live import RecordingLimits
 from etude.environment.recording.server.requests import body_of, recordings_of, tenant_of
 from etude.environment.recording.spec import SamplingDefaults, SessionSpec
 from etude.errors import StoreError

@@ -2,6 +2,6 @@
 
 from etude.inference.router.server.app import build_app
 from etude.inference.router.server.process import serve
-from etude.inference.router.server.proxy import Proxy, ProxyConfig, ReplicaAddress
+from etude.inference.router.server.proxy import Proxy, ReplicaAddress
 
-__all__ = ["Proxy", "ProxyConfig", "ReplicaAddress", "build_app", "serve"]
+__all__ = ["Proxy", "ReplicaAddress", "build_app", "serve"]

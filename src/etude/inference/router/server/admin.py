@@ -17,11 +17,15 @@ PUT    /router/arms                   {"run@7": 0.9, "run@8": 0.1}; {} gives all
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
+from etude.config import parse_section
+from etude.config.base import Section
+from etude.config.routing import Name
 from etude.errors import ConfigError, UserError
 from etude.inference.router.borrowing import Borrower
 from etude.inference.router.members import Member
@@ -35,8 +39,38 @@ from etude.serving.listening import is_loopback
 
 router = APIRouter(prefix="/router")
 _BODY_BYTES = 1 << 20
-_MOST = 1e15
-"""Of any number here."""
+Number = Annotated[float, Field(ge=0, le=1e15)]
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+class NewReplica(Section):
+    """A replica that joins."""
+
+    url: Name
+    pool: Name | None = None
+
+
+class PoolChoice(Section):
+    """The pool that a replica is to work for."""
+
+    pool: Name
+
+
+class Arms(RootModel[dict[Name, Number]]):
+    """Share of the sessions by version."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class BorrowerWish(Section, strict=True):
+    """What a run wants that checks in."""
+
+    pool: Name
+    wanted: int = Field(default=0, ge=0)
+    lease_s: Number = 15.0
+    load_tokens: Number = 0.0
+    refused: list[str] = Field(default_factory=list[str])
+    over: list[str] = Field(default_factory=list[str])
 
 
 class NoSuchReplicaError(UserError):
@@ -57,9 +91,8 @@ async def list_replicas(request: Request) -> Response:
 async def add_replica(request: Request) -> Response:
     """A replica joins; it gets requests after its first good probe."""
     proxy = _proxy_of(request)
-    body = await _body_of(request, {"url", "pool"})
-    url, pool = _text(body, "url"), None if body.get("pool") is None else _text(body, "pool")
-    return JSONResponse({"name": proxy.join(ReplicaAddress(url, pool))}, 201)
+    new = await _read(request, NewReplica)
+    return JSONResponse({"name": proxy.join(ReplicaAddress(new.url, new.pool))}, 201)
 
 
 @router.patch("/replicas/{name}", openapi_extra=described({"pool": (str,)}))
@@ -67,7 +100,7 @@ async def move_replica(request: Request, name: str) -> Response:
     """A replica changes its pool for good: new requests of that pool alone reach it from now on."""
     proxy = _proxy_of(request)
     _check_known(proxy, name)
-    pool = _text(await _body_of(request, {"pool"}), "pool")
+    pool = (await _read(request, PoolChoice)).pool
     proxy.router.move(name, pool)
     return JSONResponse(_row(proxy, name, proxy.members.members[name]))
 
@@ -77,7 +110,7 @@ async def lend_replica(request: Request, name: str) -> Response:
     """A replica works for another pool until somebody recalls it."""
     proxy = _proxy_of(request)
     _check_known(proxy, name)
-    pool = _text(await _body_of(request, {"pool"}), "pool")
+    pool = (await _read(request, PoolChoice)).pool
     _set_by_hand(proxy, name, pool)
     return JSONResponse(_row(proxy, name, proxy.members.members[name]))
 
@@ -129,23 +162,11 @@ async def arms(request: Request) -> Response:
 async def set_arms(request: Request) -> Response:
     """Other shares. Sessions move only as far as the shares do."""
     proxy = _proxy_of(request)
-    body = await _body_of(request, None)
-    for version, share in body.items():
-        known = isinstance(share, int | float) and not isinstance(share, bool)
-        if not version or not known or not 0 <= share <= _MOST:
-            raise UserError(
-                "must be a share, a number from 0 on",
-                field=version or "body",
-                received=share,
-                fix='send {"run@7": 0.9, "run@8": 0.1}',
-            )
-    proxy.router.arms = {version: float(share) for version, share in body.items()}
+    proxy.router.arms = (await _read(request, Arms)).root
     return JSONResponse(proxy.router.arms)
 
 
 # ---- runs that borrow ---------------------------------------------------------------------------
-
-_BORROWER_FIELDS = {"pool", "wanted", "lease_s", "load_tokens", "refused", "over"}
 
 
 @router.get("/borrowers")
@@ -170,18 +191,17 @@ async def check_in(request: Request, name: str) -> Response:
     """A run says what it wants, and learns what it has."""
     proxy = _proxy_of(request, borrowing=True)
     keeper = _keeper_of(proxy)
-    body = await _body_of(request, _BORROWER_FIELDS)
-    lease_s = _number(body, "lease_s", 15.0)
+    wish = await _read(request, BorrowerWish)
     keeper.books.check_in(
         Borrower(
             name,
-            _text(body, "pool"),
-            int(_number(body, "wanted", 0.0)),
-            min(max(lease_s, 0.1), 3600.0),
+            wish.pool,
+            wish.wanted,
+            min(max(wish.lease_s, 0.1), 3600.0),
             time.monotonic(),
-            _number(body, "load_tokens", 0.0),
-            _names(body, "refused"),
-            _names(body, "over"),
+            wish.load_tokens,
+            frozenset(wish.refused),
+            frozenset(wish.over),
         )
     )
     keeper.tick(time.monotonic())
@@ -208,20 +228,6 @@ def _keeper_of(proxy: Proxy) -> LoanKeeper:
             "this router lends no replicas to runs", field="path", fix="start it with --replica-token-file"
         )
     return proxy.loans
-
-
-def _names(body: dict[str, Any], field: str) -> frozenset[str]:
-    value = body.get(field, [])
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UserError("must be a list of names", field=field, received=value, fix="correct the value")
-    return frozenset(value)
-
-
-def _number(body: dict[str, Any], field: str, default: float) -> float:
-    value = body.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise UserError("must be a number from 0 on", field=field, received=value, fix="correct the value")
-    return float(value)
 
 
 # ---- rights and bodies --------------------------------------------------------------------------
@@ -264,28 +270,14 @@ def _check_known(proxy: Proxy, name: str) -> None:
         raise NoSuchReplicaError("no such replica", field="name", received=name, fix=fix)
 
 
-async def _body_of(request: Request, known: set[str] | None) -> dict[str, Any]:
-    """The JSON object of a request; with `known`, of these fields alone. Raises UserError."""
-    data = await read_body(request, _BODY_BYTES)
-    try:
-        body = parse_json(data)
-    except UserError:
-        body = None
+async def _read(request: Request, kind: type[AnyBody]) -> AnyBody:
+    """The body of a request. Raises UserError."""
+    body = parse_json(await read_body(request, _BODY_BYTES))
     if not isinstance(body, dict):
         raise UserError(
             "must be a JSON object", field="body", fix="send an object, as docs/routing.md has it"
         )
-    for name in body.keys() - known if known is not None else ():
-        fix = f"send {' and '.join(sorted(known or ()))}"
-        raise UserError("there is no such field", field=name, received=body[name], fix=fix)
-    return body
-
-
-def _text(body: dict[str, Any], field: str) -> str:
-    value = body.get(field)
-    if not isinstance(value, str) or not value:
-        raise UserError("must be a text", field=field, received=value, fix="name it")
-    return value
+    return parse_section(kind, body)
 
 
 def _check_admin(request: Request, other: str | None = None) -> None:

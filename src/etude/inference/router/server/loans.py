@@ -33,8 +33,6 @@ class LoanKeeper:
         self._proxy = proxy
         self._headers = {"authorization": f"Bearer {token}"}
         self._tasks = Tasks()
-        self._ending: dict[str, asyncio.Task[None]] = {}
-        """By replica."""
 
     def tick(self, now_s: float) -> None:
         """Begins what is due. Returns at once."""
@@ -47,7 +45,7 @@ class LoanKeeper:
         for _ in self.books.expire(now_s):
             self._proxy.metrics.count("etude_router_borrowers_lost")
         for one in self.books.to_end(alive):
-            self._ending[one.replica] = self._tasks.start(self._end(one))
+            self._tasks.start(self._end(one))
         for one in self.books.to_lend(alive, now_s):
             self._proxy.router.set_ready(one.replica, False)
             self._tasks.start(self._lend(one))
@@ -59,10 +57,7 @@ class LoanKeeper:
             one = self.books.lent.get(replica)
             if one is None or one.stage is LoanStage.GRANTED:
                 return
-            if (ending := self._ending.get(replica)) is not None:
-                await asyncio.shield(ending)
-            else:
-                await asyncio.sleep(_TICK_S)  # it is being lent at this moment
+            await asyncio.sleep(_TICK_S)
 
     async def close(self) -> None:
         """Stops what is under way. Loans go on for as long as their runs renew them."""
@@ -93,7 +88,6 @@ class LoanKeeper:
         except (EtudeError, AttributeError) as error:
             self._note_failure(one, f"does not come home: {error!r}")
         finally:
-            self._ending.pop(one.replica, None)
             self.books.ended(one)
         if isinstance(version, str):
             self._proxy.members.answered(one.replica, time.monotonic(), version)

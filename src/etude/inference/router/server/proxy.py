@@ -18,9 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
+from etude.config import RouterConfig
 from etude.errors import SamplerError
 from etude.inference.headers import SIDE_CHANNEL_HEADER
-from etude.inference.router.members import HealthConfig, Members
+from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.pools import DAY_S, Lender
 from etude.inference.router.server.events import EventGuard, error_event, usage_in
@@ -71,22 +72,6 @@ class ReplicaAddress:
         return urlsplit(self.url).netloc.rpartition("@")[2].lower()
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyConfig:
-    """How requests are handed on."""
-
-    answer_s: float = 600.0
-    """A replica that sends nothing for so long has lost its request."""
-    attempts: int = 3
-    """Replicas that are tried for one request, at most."""
-    body_bytes: int = 64 << 20
-    """Largest request."""
-    hedge_after_s: float | None = None
-    """Without a first byte for so long, ask a second replica as well and take who is first. None: never."""
-    pool: str = "serve"
-    """Of requests that name none."""
-
-
 @dataclass(slots=True, eq=False)
 class Opened:
     """An answer that has begun: of a stream the first event, of anything else the whole body."""
@@ -104,24 +89,20 @@ class Proxy:
 
     def __init__(
         self,
-        config: ProxyConfig | None = None,
-        routing: RoutingConfig | None = None,
-        health: HealthConfig | None = None,
-        arms: Mapping[str, float] | None = None,
-        lender: Lender | None = None,
+        config: RouterConfig | None = None,
         replica_token: str = "",
         day: Callable[[], float] = lambda: time.time() % DAY_S,
     ) -> None:
         """`replica_token`: the replicas' administrators'; without it none is lent to a run. `day`: second of
         the day, UTC, for lending by schedule."""
-        self.config = config or ProxyConfig()
-        self.router = Router(routing, arms)
-        self.members = Members(self.router, health)
-        self.lender, self.day = lender or Lender(), day
+        self.config = config = config or RouterConfig()
+        self.router = Router(RoutingConfig(spill_factor=config.spill_factor), config.arms)
+        self.members = Members(self.router, config.health)
+        self.lender, self.day = Lender(config.lending), day
         self.addresses: dict[str, ReplicaAddress] = {}
         self.metrics = Metrics("etude_router")
         self.draining = False
-        self.http = Client("", within_s=self.config.answer_s, connect_s=_CONNECT_S, refusal=None)
+        self.http = Client("", within_s=self.config.limits.answer_s, connect_s=_CONNECT_S, refusal=None)
         """Asks any replica, by its whole address."""
         self.loans = LoanKeeper(self, replica_token) if replica_token else None
         self._places: OrderedDict[str, str] = OrderedDict()
@@ -150,7 +131,7 @@ class Proxy:
         sending = _Sending(method, target, _sendable(headers), body)
         failed: dict[str, str] = {}
         refusal: Opened | None = None
-        for attempt in range(self.config.attempts):
+        for attempt in range(self.config.limits.attempts):
             try:
                 opened = await self._hedged(hints, attempt, sending, failed)
             except NoReplicaError:
@@ -182,8 +163,8 @@ class Proxy:
         first = asyncio.create_task(self._attempt(ask, name, sending, failed))
         tasks = {first}
         try:
-            if self.config.hedge_after_s is not None:
-                await asyncio.wait(tasks, timeout=self.config.hedge_after_s)
+            if self.config.limits.hedge_after_s:
+                await asyncio.wait(tasks, timeout=self.config.limits.hedge_after_s)
                 if not first.done():
                     tasks |= self._second(hints, attempt, name, sending, failed)
             chosen = await _first_opened(tasks)
@@ -223,7 +204,7 @@ class Proxy:
         except SilentServerError as error:
             self._fail(name, error)
             raise ReplicaSlowError(
-                "the replica sent nothing in time", field="answer_s", received=self.config.answer_s
+                "the replica sent nothing in time", field="answer_s", received=self.config.limits.answer_s
             ) from error
         except NoAnswerError as error:
             self._fail(name, error)

@@ -164,8 +164,10 @@ def _cut_key(key_dim: int, value_dim: int, value_in_key: bool) -> tuple[int, int
     """A key's width as two powers of two, the second perhaps 0. Raises ValueError."""
     main_dim = value_dim if value_in_key else 1 << (key_dim.bit_length() - 1)
     tail_dim = key_dim - main_dim
-    if any(dim & (dim - 1) for dim in (main_dim, tail_dim, value_dim)):
-        raise ValueError(f"head widths must be powers of two, or keys two of them: {key_dim}, {value_dim}")
+    if any(dim & (dim - 1) or 0 < dim < 16 for dim in (main_dim, tail_dim, value_dim)):
+        raise ValueError(
+            f"head widths must be powers of two of at least 16, or keys two of them: {key_dim}, {value_dim}"
+        )
     return main_dim, tail_dim
 
 

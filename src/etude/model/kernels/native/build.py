@@ -15,7 +15,6 @@ _SIZES = (
     "etude_scratch_bytes",
     "etude_sample_floats",
     "etude_attention_floats",
-    "etude_decode",
     "etude_look_up",
     "etude_drafting_bytes",
     "etude_drafting_rows",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.inference import ports
+from etude.kit import ports
 
 RANGE = tuple(int(word) for word in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
 
