@@ -1,60 +1,71 @@
-"""What ruff finds in a project's own modules, with a fixed selection and no settings of the project's.
+"""Smells of a project: what ruff finds in its modules, and whether it finds what is planted.
 
 own text ──> findings of one rule in one function, all with safe fixes ──> Change, whose solution is the fixes
 planted  ──> whether ruff finds the smell too
+
+The rules are a fixed few; no settings of the project's count, nor its `# noqa`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 from etude.agent.tools.linters import Finding, HostRuff
+from etude.environment.making.planning import in_turn
 from etude.tasks.making.changes import Change, Rejection
-from etude.tasks.making.refactoring import SMELLS, is_reached
+from etude.tasks.making.refactoring import SMELLS, is_removed, plan_smells
 from etude.tasks.making.source import Edit, Source, apply_edits, read_sources
 
-RULES = f"--select={','.join(sorted(SMELLS))}"
+_RULES = f"--select={','.join(sorted(SMELLS))}"
 
 
-async def find_lints(ruff: HostRuff, sources: Mapping[str, str]) -> list[Change]:
-    """The project's own smells, by path, that ruff's safe fixes remove. Raises InfrastructureError."""
+async def find_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change] | None:
+    """Smells that ruff finds and planted ones in turn; None without ruff. Raises InfrastructureError."""
+    ruff = HostRuff.find(_RULES)
+    if ruff is None:
+        return None
+    return in_turn([iter(await _find_own(ruff, sources)), plan_smells(sources, seed)])
+
+
+async def find_disagreement(change: Change, sources: Mapping[str, str]) -> Rejection | None:
+    """Why a planted smell makes no task: ruff does not find it. Raises InfrastructureError."""
+    ruff = HostRuff.find(_RULES)
+    if ruff is None or change.kind != "planted_smell":
+        return None
+    wanted = change.smell, change.places[0].name
+    counts = [
+        Counter(_code_and_scope(row, source) for row in await _read_rows(ruff, source))[wanted]
+        for texts in (change.files, change.solved(sources))
+        for source in read_sources(texts)
+    ]
+    return None if counts[0] > counts[1] else Rejection(f"ruff does not find it: {change.smell}")
+
+
+async def _find_own(ruff: HostRuff, sources: Mapping[str, str]) -> list[Change]:
+    """The project's own smells that ruff's safe fixes remove, those of one rule in one function together."""
     changes: list[Change] = []
     for source in read_sources(sources):
         groups: dict[tuple[str, str], list[Any]] = {}
         for row in await _read_rows(ruff, source):
-            groups.setdefault(_key(row, source), []).append(row["fix"])
+            groups.setdefault(_code_and_scope(row, source), []).append(row["fix"])
         for (code, scope), fixes in groups.items():
             if not scope or any(fix is None or fix["applicability"] != "safe" for fix in fixes):
                 continue
-            edits = sorted(_edit(one, source) for fix in fixes for one in fix["edits"])
-            if any(one.end > two.start for one, two in pairwise(edits)):
+            edits = sorted(_read_edit(one, source) for fix in fixes for one in fix["edits"])
+            place = source.place(edits)
+            if place.name != scope or any(one.end > two.start for one, two in pairwise(edits)):
                 continue
-            solution, goal = (
-                apply_edits(source.text, edits),
-                {"code": code, "path": source.path, "scope": scope},
-            )
             change = Change(
-                "found_smell", SMELLS[code][0], {source.path: source.text}, (source.place(edits),),
-                goal=goal, solution={source.path: solution},
+                "found_smell", SMELLS[code][0], {source.path: source.text}, (place,),
+                smell=code, solution={source.path: apply_edits(source.text, edits)},
             )  # fmt: skip
-            if change.places[0].name == scope and is_reached(change, sources):
+            if is_removed(change, sources):
                 changes.append(change)
     return changes
-
-
-async def find_disagreement(ruff: HostRuff, change: Change, sources: Mapping[str, str]) -> Rejection | None:
-    """Why a planted smell makes no task: ruff does not find it. Raises InfrastructureError."""
-    key = change.goal["code"], change.goal["scope"]
-    found = [
-        Counter(_key(row, source) for row in await _read_rows(ruff, source))[key]
-        for text in (change.files, sources)
-        if (source := Source.parse(change.goal["path"], text[change.goal["path"]])) is not None
-    ]
-    return None if found[0] > found[-1] else Rejection(f"ruff does not find it: {key[0]}")
 
 
 async def _read_rows(ruff: HostRuff, source: Source) -> list[Any]:
@@ -62,12 +73,12 @@ async def _read_rows(ruff: HostRuff, source: Source) -> list[Any]:
     return [] if isinstance(found, Finding) else json.loads(found)
 
 
-def _key(row: Any, source: Source) -> tuple[str, str]:
+def _code_and_scope(row: Any, source: Source) -> tuple[str, str]:
     line = row["location"]["row"]
     return str(row["code"]), source.scope_name(line, line)
 
 
-def _edit(row: Any, source: Source) -> Edit:
+def _read_edit(row: Any, source: Source) -> Edit:
     start, end = (
         source.starts[at["row"] - 1] + at["column"] - 1 for at in (row["location"], row["end_location"])
     )

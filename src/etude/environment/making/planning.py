@@ -1,7 +1,7 @@
 """Which changes are tested, in which order, and which of those that tests notice become tasks.
 
-past changes, bugs, deletions ──in turn──> singles ──noticed──> combinations of bugs, a share of all
-                                              └───────────────────────┴──> selection by quotas
+past changes, bugs, deletions, smells ──in turn──> singles ──noticed──> combinations of bugs, a share of all
+                                                      └───────────────────────┴──> selection by quotas
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
 from etude.tasks.making.hiding import hide_tests
-from etude.tasks.making.instructions import Instruction, write_instruction
-from etude.tasks.making.refactoring import write_request
+from etude.tasks.making.instructions import write_instruction
 from etude.tasks.making.selection import is_compound, names_edited_line, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
@@ -106,13 +105,10 @@ class Planner:
         """Takes a change that tests notice; why it becomes no candidate, or None."""
         groups = [{one.test for one in self._found[part].noticed.failures} for part in change.parts]
         failures = noticed.failures
-        if change.goal:
-            instruction = Instruction(write_request(change, self._seed))
-        else:
-            instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
+        instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
         if isinstance(instruction, Rejection):
             return instruction.reason
-        hidden = hide_tests(self._tests, noticed.hidden)
+        hidden = hide_tests(self._tests, failures)
         if hidden is None:
             return "not hidden: a failing test cannot be taken out of its file"
         change = replace(change, removed_tests=hidden)

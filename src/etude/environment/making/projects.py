@@ -60,12 +60,6 @@ class Project:
         prefix = f"{self.source_root}/" if self.source_root else ""
         return tuple(sorted(prefix + top for top in tops))
 
-    def holds(self, path: str) -> bool:
-        """Whether a path is of a module that a solution may change."""
-        below = [one.removesuffix("**") for one in self.source_patterns]
-        is_below = any(path.startswith(one) if one.endswith("/") else path == one for one in below)
-        return is_below and path.endswith((".py", ".so", ".pyd"))
-
     @property
     def test_texts(self) -> dict[str, str]:
         """The test files that are text, by path."""

@@ -30,17 +30,10 @@ class Noticed:
     """A change that tests notice."""
 
     failures: tuple[TestFailure, ...]
-    """Of tests that fail each time, and pass without the change."""
+    """Of tests that fail each time, and pass without the change; with a smell: see `guard`."""
     passing: tuple[str, ...]
     """Tests that pass each time, with the change and without."""
     num_suspect_lines: int
-    guards: tuple[TestFailure, ...] = ()
-    """Of a refactoring, with which nothing fails: tests that are taken out of the workspace all the same."""
-
-    @property
-    def hidden(self) -> tuple[TestFailure, ...]:
-        """The tests that the workspace lacks."""
-        return self.failures or self.guards
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON values, without `passing`, which nearly all stable tests are: what is missing there."""
@@ -72,11 +65,11 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     """
     if not any(baseline.coverage.is_run(place.path, _lines(place)) for place in change.places):
         return Rejection("not covered: no test runs the lines")
-    if change.goal:
-        return await _verify_refactoring(change, suite.within(baseline.timeout_s), baseline)
     covering = sorted(_find_covering(change, baseline))
     rounds = [covering] if 0 < len(covering) <= _MOST_COVERING else []
     suite = suite.within(baseline.timeout_s)
+    if change.smell:
+        return await _verify_smell(change, suite, baseline)
     runs = await suite.run_rounds(change.files, [*rounds, *[None] * _ROUNDS], baseline.stable)
     problem = next((run.problem for run in runs if run.problem is not None), None)
     if problem is not None:
@@ -90,7 +83,7 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     return _compare(change, [*runs[-_ROUNDS:], graded], baseline)
 
 
-async def _verify_refactoring(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
+async def _verify_smell(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
     """All tests must pass with what is not the project's own text: with the smell, or without it."""
     for seed in (1, None):
         run = await suite.run(seed, files=change.solution or change.files)
@@ -101,15 +94,17 @@ async def _verify_refactoring(change: Change, suite: Suite, baseline: Baseline) 
     return Noticed((), baseline.stable, 0)
 
 
-def find_guards(change: Change, baseline: Baseline, twins: ProjectTwins) -> tuple[TestFailure, ...]:
-    """Tests of half of the functions that run a refactoring's lines and that exams can change, 8 at most."""
+def guard(noticed: Noticed, change: Change, baseline: Baseline, twins: ProjectTwins) -> Noticed:
+    """Has some tests stand for those that a smell does not make fail, which the workspace lacks and exams
+    change: of half of the functions that run its lines and that exams can change, 8 at most."""
     covering = _find_covering(change, baseline)
     names = sorted(name for name, tests in twins.tests.items() if covering & twins.turned.intersection(tests))
-    chosen = Random(f"guards/{change.id}").sample(names, min(_MOST_GUARDS, (len(names) + 1) // 2))
-    return tuple(
-        TestFailure(test, "", file=path, function=function)
-        for path, _, function in (name.partition("::") for name in sorted(chosen))
-        for test in twins.tests[f"{path}::{function}"]
+    chosen = Random(change.id).sample(names, min(_MOST_GUARDS, (len(names) + 1) // 2))
+    guards = {test: name.split("::") for name in sorted(chosen) for test in twins.tests[name]}
+    return Noticed(
+        tuple(TestFailure(test, "", file=path, function=name) for test, (path, name) in guards.items()),
+        tuple(test for test in noticed.passing if test not in guards),
+        noticed.num_suspect_lines,
     )
 
 

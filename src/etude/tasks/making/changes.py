@@ -1,7 +1,7 @@
 """What a made task changes in a project, and what its tests then say.
 
 plan_bugs, plan_deletions, plan_undone, combine     a project's text -> Change
-plan_smells, plan_renames                           the same, of refactorings
+plan_smells                                         the same, of code that works
 (the pipeline runs the tests of each)   Change -> TestFailure
 write_instruction                       -> text | Rejection
 find_leaks                              the image's files -> Leak
@@ -16,14 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ChangeKind = Literal[
-    "planted_bug",
-    "deleted_feature",
-    "past_change",
-    "combined",
-    "planted_smell",
-    "found_smell",
-    "planted_name",
-]
+    "planted_bug", "deleted_feature", "past_change", "combined", "planted_smell", "found_smell"
+]  # fmt: skip
 Split = Literal["train", "validation", "heldout"]
 
 OPERATOR_JOIN = " + "
@@ -56,8 +50,8 @@ class Change:
     """Test files as they stand in the workspace, without the tests that the change makes fail."""
     parts: tuple[str, ...] = ()
     """Ids of the changes that it combines."""
-    goal: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of a refactoring, whose tests pass before and after: see `etude.tasks.making.refactoring`."""
+    smell: str = ""
+    """Of code that works: the rule of ruff that finds something in the function of its only place."""
     solution: Mapping[str, str] = field(default_factory=dict[str, str])
     """Path -> text, where the solution is not the project's own: then its own text has the smell."""
 

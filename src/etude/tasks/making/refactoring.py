@@ -2,35 +2,30 @@
 
 planted smell    clean code, changed so that ruff finds something and nothing behaves otherwise
 found smell      of the project itself, with ruff's own safe fix for a solution
-planted name     a private name, changed into one that says nothing
 
-A goal is a plain mapping: `code`, `path` and `scope` of a smell, or `old`, `new`, `path` and `scope` of a
-name. `etude.tasks.making.structure_inside` says whether it is reached.
+`etude.tasks.making.structure_inside` says whether a smell is gone.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from random import Random
 from typing import Any
 
-from etude.tasks.making.changes import Change, Place
+from etude.tasks.making.changes import Change
 from etude.tasks.making.source import Edit, Function, Source, apply_edits, blocks, read_sources
-from etude.tasks.making.structure_inside import JUMPS, find_fault, survey
+from etude.tasks.making.structure_inside import JUMPS, count_smells, find_fault, survey
 
 SMELLS = {
     "RET504": ("assignment before return", "a variable that is only there to be returned"),
-    "RET505": ("else after a jump", "an `else` or `elif` after a `return`"),
-    "RET506": ("else after a jump", "an `else` or `elif` after a `raise`"),
-    "RET507": ("else after a jump", "an `else` or `elif` after a `continue`"),
-    "RET508": ("else after a jump", "an `else` or `elif` after a `break`"),
+    "RET505": ("else after a return", "an `else` or `elif` after a `return`"),
+    "RET506": ("else after a raise", "an `else` or `elif` after a `raise`"),
+    "RET507": ("else after a continue", "an `else` or `elif` after a `continue`"),
+    "RET508": ("else after a break", "an `else` or `elif` after a `break`"),
     "SIM102": ("nested ifs", "an `if` with nothing but another `if` in it"),
-    "SIM103": ("spelt out condition", "an `if` that returns nothing but `True` and `False`"),
-    "SIM114": ("repeated branch", "two branches that do the same"),
     "PLR5501": ("if in an else", "an `else` with nothing but an `if` in it"),
 }
 """Rule of ruff -> what was done, as operators of changes are called, and what a user sees."""
@@ -41,17 +36,10 @@ _ASKING = (
     "{path}: `{scope}` could be simpler, there is {what} ({code}).",
 )
 _TERMS = (
-    " Please write it properly, with no noqa and nothing new from ruff's RET, SIM or PLR5501. It has to work"
-    " as before.",
-    " Clean that up; behaviour stays as it is, and ruff (RET, SIM, PLR5501) should find nothing new.",
-    " Fix it without changing what it does. No noqa, and nothing new from RET, SIM and PLR5501.",
+    " Please write it properly, with nothing new from ruff ({codes}). It has to work as before.",
+    " Clean that up; behaviour stays as it is, and ruff ({codes}) should find nothing new.",
+    " Fix it without changing what it does. No noqa, and nothing new of {codes}.",
 )
-_RENAMING = (
-    "`{old}` in {path} says nothing. Rename it to `{new}`, wherever it is used.",
-    "Please rename `{old}` ({path}) to `{new}` everywhere; the old name should be gone.",
-    "{path}: `{old}` should be called `{new}`. Change it in the whole project.",
-)
-_POOR_NAMES = ("thing", "stuff", "helper", "do_it", "process", "handle", "misc", "run_it", "data2", "tmp")
 _MOST_LINES = 30
 """Of code that is indented."""
 _Planted = Iterator[tuple[str, Edit]]
@@ -60,36 +48,26 @@ _Planted = Iterator[tuple[str, Edit]]
 
 def write_request(change: Change, seed: int) -> str:
     """What a user would ask for, the same for the same seed."""
-    rng = Random(f"refactoring/{seed}/{change.id}")
-    if "old" in change.goal:
-        return rng.choice(_RENAMING).format(**change.goal)
-    words = {**change.goal, "what": SMELLS[change.goal["code"]][1]}
-    return (rng.choice(_ASKING) + rng.choice(_TERMS)).format(**words)
+    rng, place = Random(f"refactoring/{seed}/{change.id}"), change.places[0]
+    words = {"code": change.smell, "what": SMELLS[change.smell][1], "codes": ", ".join(sorted(SMELLS))}
+    return (rng.choice(_ASKING) + rng.choice(_TERMS)).format(**words, path=place.path, scope=place.name)
 
 
-def write_check(
-    goal: Mapping[str, str], modules: Mapping[str, str | None], patterns: Sequence[str]
-) -> dict[str, Any]:
-    """What `structure_inside` reads: a goal, and the workspace's modules, which `patterns` find."""
-    found = {path: survey(text) for path, text in modules.items()}
-    kept = {
-        path: sorted(name for name in one.defined if not re.search(r"(^|\.)_[^_]", name))
-        for path, one in found.items()
-    }
-    kept[goal["path"]] += [goal["scope"]]
-    limits = sum((one.counts() for one in found.values()), Counter[str]())
-    check: dict[str, Any] = {"patterns": [*patterns], "kept": kept, "clean": [], "gone": [], "used": []}
-    if "old" in goal:
-        return {**check, "limits": limits, "gone": [goal["old"]], "used": [goal["new"]]}
-    code, path, scope = goal["code"], goal["path"], goal["scope"]
-    limits[code] -= found[path].smells[code, scope]
-    return {**check, "limits": limits, "clean": [(code, path, scope)]}
+def write_check(change: Change, modules: Mapping[str, bytes], patterns: Sequence[str]) -> dict[str, Any]:
+    """What `structure_inside` reads, by the workspace's modules, which `patterns` find."""
+    path, scope = change.places[0].path, change.places[0].name
+    limits = count_smells(modules)
+    limits[change.smell] -= survey(modules[path])[0][change.smell, scope]
+    kept = {path: sorted(survey(data)[1]) for path, data in modules.items()}
+    return {"patterns": [*patterns], "kept": kept, "clean": [change.smell, path, scope], "limits": limits}
 
 
-def is_reached(change: Change, sources: Mapping[str, str]) -> bool:
-    """Whether the solution of a refactoring reaches its goal, and the workspace does not."""
-    check = write_check(change.goal, change.files, ())
-    return find_fault(check, change.files) is not None and find_fault(check, change.solved(sources)) is None
+def is_removed(change: Change, sources: Mapping[str, str]) -> bool:
+    """Whether the solution lacks the smell, and the workspace has it."""
+    before = {path: text.encode() for path, text in change.files.items()}
+    after = {path: text.encode() for path, text in change.solved(sources).items()}
+    check = write_check(change, before, ())
+    return find_fault(check, before) is not None and find_fault(check, after) is None
 
 
 def plan_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
@@ -104,14 +82,12 @@ def plan_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
         rng.shuffle(by_code[code])
     for code, source, edit in filter(None, chain(*zip_longest(*(by_code[code] for code in sorted(by_code))))):
         text, place = apply_edits(source.text, [edit]), source.place([edit])
-        goal = {"code": code, "path": source.path, "scope": place.name}
-        change = Change("planted_smell", SMELLS[code][0], {source.path: text}, (place,), goal=goal)
-        if is_reached(change, sources):
+        change = Change("planted_smell", SMELLS[code][0], {source.path: text}, (place,), smell=code)
+        if is_removed(change, sources):
             yield change
 
 
 def _plant(source: Source, function: Function) -> _Planted:
-    words = source.segment(function)
     todo: list[ast.AST] = [function]
     while todo:
         node = todo.pop()
@@ -122,25 +98,19 @@ def _plant(source: Source, function: Function) -> _Planted:
                     yield from _add_else(source, statement, block[at + 1 :])
                     yield from _split_elif(source, statement)
                 elif isinstance(statement, ast.Return):
-                    yield from _spell_out(source, statement, words)
+                    yield from _name_result(source, statement, function)
         todo += [one for one in ast.iter_child_nodes(node) if not isinstance(one, Function | ast.ClassDef)]
 
 
 def _split_condition(source: Source, statement: ast.If) -> _Planted:
-    """`if a and b` becomes an if in an if, and `if a or b` two branches that do the same."""
+    """`if a and b` becomes an if in an if."""
     span, indent = source.own_lines(statement, statement), " " * statement.col_offset
-    body = source.own_lines(statement.body[0], statement.body[-1])
-    if not isinstance(statement.test, ast.BoolOp) or span is None or body is None:
+    body, test = source.own_lines(statement.body[0], statement.body[-1]), statement.test
+    if not isinstance(test, ast.BoolOp) or isinstance(test.op, ast.Or) or span is None or body is None:
         return
-    first, *rest = statement.test.values
-    if "#" in source.text[span[0] : body[0]]:
-        return
-    one, two = source.segment(first), source.text[source.start(rest[0]) : source.end(rest[-1])]
-    text = source.text[slice(*body)]
-    if isinstance(statement.test.op, ast.Or):
-        new = f"{indent}if {one}:\n{text}{indent}elif {two}:\n{text}"
-        yield "SIM114", Edit(span[0], body[1], new)
-    elif not statement.orelse and (inner := _indent(text)) is not None:
+    inner, (first, *rest) = _indent(source.text[slice(*body)]), test.values
+    if inner is not None and not statement.orelse and "#" not in source.text[span[0] : body[0]]:
+        one, two = source.segment(first), source.text[source.start(rest[0]) : source.end(rest[-1])]
         yield "SIM102", Edit(*span, f"{indent}if {one}:\n{indent}    if {two}:\n{inner}")
 
 
@@ -167,22 +137,14 @@ def _split_elif(source: Source, statement: ast.If) -> _Planted:
         branch = inner
 
 
-def _spell_out(source: Source, statement: ast.Return, words: str) -> _Planted:
-    """A result is given a name, a condition is spelt out."""
-    span, value, indent = source.own_lines(statement, statement), statement.value, " " * statement.col_offset
-    if span is None or value is None or "#" in source.text[slice(*span)]:
-        return
-    test = ast.unparse(value)
-    match value:
-        case ast.Compare(ops=[ast.Is() | ast.IsNot() | ast.In() | ast.NotIn()]) | ast.UnaryOp(op=ast.Not()):
-            text = f"{indent}if {test}:\n{indent}    return True\n{indent}return False\n"
-            yield "SIM103", Edit(*span, text)
-        case _:
-            pass
+def _name_result(source: Source, statement: ast.Return, function: Function) -> _Planted:
+    """A result is given a name before it is returned."""
+    span, words = source.own_lines(statement, statement), source.segment(function)
     name = next((one for one in ("result", "value", "found") if not re.search(rf"\b{one}\b", words)), "")
-    if name and not isinstance(value, ast.Name | ast.Constant):
+    is_plain = isinstance(statement.value, ast.Name | ast.Constant | None)
+    if span is not None and name and not is_plain and "#" not in source.text[slice(*span)]:
         lines = source.text[slice(*span)].rstrip("\n").replace("return", f"{name} =", 1)
-        yield "RET504", Edit(*span, f"{lines}\n{indent}return {name}\n")
+        yield "RET504", Edit(*span, f"{lines}\n{' ' * statement.col_offset}return {name}\n")
 
 
 def _indent(text: str) -> str | None:
@@ -190,29 +152,3 @@ def _indent(text: str) -> str | None:
     if re.search(r"\"\"\"|'''|\\\n|\t", text) or text.count("\n") > _MOST_LINES:
         return None
     return "".join(f"    {line}" if line.strip() else line for line in text.splitlines(keepends=True))
-
-
-def plan_renames(sources: Mapping[str, str], others: Sequence[str], seed: int) -> Iterator[Change]:
-    """Private functions, classes and constants under names that say nothing, wherever they are used.
-
-    `others` are the project's other texts: what they name too is left as it is.
-    """
-    files, rng = read_sources(sources), Random(f"names/{seed}")
-    foreign = set(re.findall(r"\w+", "\n".join(others)))
-    words = Counter(re.findall(r"\w+", "\n".join(sources.values())))
-    names = [(source, name) for source in files for name in sorted(survey(source.text).defined)]
-    rng.shuffle(names)
-    for source, name in names:
-        own, pattern = name.rpartition(".")[2], re.compile(rf"\b{name.rpartition('.')[2]}\b")
-        if not re.fullmatch(r"_[a-zA-Z]\w{3,}", own) or own in foreign or words[own] < 2:
-            continue
-        poor = f"_{rng.choice(_POOR_NAMES)}"
-        poor = f"_{poor.title().replace('_', '')}" if own[1].isupper() else poor
-        changed = [one for one in files if pattern.search(one.text)]
-        lines = [(one, at) for one in changed for at, line in enumerate(one.lines, 1) if pattern.search(line)]
-        places = [Place(one.path, one.scope_name(at, at), at, at) for one, at in lines]
-        texts = {one.path: pattern.sub(poor, one.text) for one in changed}
-        goal = {"old": poor, "new": own, "path": source.path, "scope": name}
-        change = Change("planted_name", "poor name", texts, tuple(places), goal=goal)
-        if poor not in foreign and poor not in words and is_reached(change, sources):
-            yield change

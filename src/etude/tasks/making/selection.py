@@ -114,7 +114,7 @@ def _refusal(
     quotas: Quotas,
 ) -> str:
     """Why a candidate cannot be taken whatever else is; empty where it can."""
-    if not candidate.failures and not candidate.change.goal:
+    if not candidate.failures:
         return "no test fails"
     if len({split_of(path) for path in candidate.change.files}) > 1:
         return "its modules are of different splits"
@@ -151,7 +151,7 @@ def _worst(kept: Sequence[_Facts], quotas: Quotas) -> tuple[int, str] | None:
 
 def _grade(kept: Sequence[Verified]) -> tuple[Selected, ...]:
     def hardness(verified: Verified) -> tuple[float, int]:
-        return verified.num_suspect_lines / max(1, len(verified.failures)), len(verified.change.places)
+        return verified.num_suspect_lines / len(verified.failures), len(verified.change.places)
 
     order = sorted(range(len(kept)), key=lambda at: hardness(kept[at]))
     rank = {at: place / max(1, len(kept) - 1) for place, at in enumerate(order)}

@@ -1,8 +1,8 @@
-"""Whether a refactoring is done, by the text of a project's modules alone.
+"""Whether a smell is gone from a project's modules, by their text alone.
 
 Runs in a fresh sandbox beside a task's `test.sh`, before anything that the agent left behind does; standard
-library only. A smell has the code of the rule by which ruff finds it and is looked for as ruff does, but
-no settings count, and no `# noqa`.
+library only. A smell has the code of the rule by which ruff finds it, and is looked for as ruff does it,
+whatever settings and `# noqa` say.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import ast
 import json
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,167 +23,116 @@ LOGS = "/logs/verifier"
 NAME = "structure"
 """Of the check among the outcomes of tests."""
 JUMPS = {ast.Return: "RET505", ast.Raise: "RET506", ast.Continue: "RET507", ast.Break: "RET508"}
-_DYNAMIC = re.compile(
-    r"exec|eval|__import__|import_module|_*builtins(__)?|importlib|runpy|marshal|ctypes|codeop|FunctionType"
-    r"|CodeType|__code__|__loader__|spec_from_\w+"
+NO_MODULE = b"\0"
+_RUNS_TEXT = re.compile(
+    r"exec|eval|__import__|import_module|importlib|_*builtins(__)?|runpy|marshal|ctypes|codeop|FunctionType"
+    r"|CodeType|__code__|__loader__"
 )
-"""Names by which code could run that no syntax tree shows."""
-_SILENCED = re.compile(r"#.*\b(noqa|(ruff|flake8|pylint):)", re.IGNORECASE)
-_CODING = re.compile(r"^[ \t\f]*#.*?coding[:=]")
-_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@dataclass
-class Survey:
-    """What is counted in a module."""
-
-    smells: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    """By code and qualified name of the innermost function or class."""
-    defined: set[str] = field(default_factory=set[str])
-    """Qualified names of functions and classes, and of what a module or class assigns."""
-    words: Counter[str] = field(default_factory=Counter[str])
-    """Identifiers."""
-    hiding: Counter[str] = field(default_factory=Counter[str])
-    """Things that could hide a smell."""
-
-    def counts(self) -> Counter[str]:
-        """How many of each smell there are, and of each thing that could hide one."""
-        smells: Counter[str] = Counter()
-        for (code, _), count in self.smells.items():
-            smells[code] += count
-        return smells + self.hiding
 
 
 @lru_cache(256)
-def survey(text: str | None) -> Survey:
-    """Looks through a module; None stands for one that is no text."""
-    found = Survey()
+def survey(data: bytes) -> tuple[Counter[tuple[str, str]], set[str]]:
+    """What a module has: smells and what could hide one, by code and innermost function or class; and the
+    qualified names of its functions and classes. The bytes are decoded as Python does it."""
+    smells: Counter[tuple[str, str]] = Counter()
+    defined: set[str] = set()
     try:
-        tree = ast.parse(text or "")
-        if text is None:
-            raise ValueError
-        for node, scope, function in _walk(tree):
-            _look_at(node, scope, function, found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            todo: list[tuple[ast.AST, str]] = [(ast.parse(data), "")]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Survey(hiding=Counter({"modules that cannot be read": 1}))
-    found.hiding["suppressed findings"] = len(_SILENCED.findall(text))
-    found.hiding["declared encodings"] = sum(map(bool, map(_CODING.match, text.split("\n")[:2])))
-    dynamic = sum(count for word, count in found.words.items() if _DYNAMIC.fullmatch(word))
-    found.hiding["ways to run text as code"] += dynamic
-    return found
-
-
-def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str, bool]]:
-    """Each node with the function or class that it stands in or is, and whether it is in a function."""
-    todo: list[tuple[ast.AST, str, bool]] = [(tree, "", False)]
+        return Counter({("modules that cannot be read", ""): 1}), defined
     while todo:
-        node, scope, is_inside = todo.pop()
-        if isinstance(node, (*_Function, ast.ClassDef)):
-            scope, is_inside = f"{scope}.{node.name}".lstrip("."), isinstance(node, _Function)
-        yield node, scope, is_inside
-        todo += [(child, scope, is_inside) for child in ast.iter_child_nodes(node)]
+        node, scope = todo.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            scope = f"{scope}.{node.name}".lstrip(".")
+            defined.add(scope)
+        names = [getattr(node, key, None) for key in ("id", "attr", "name", "module", "value")]
+        words = [word for name in names if isinstance(name, str) for word in name.split(".")]
+        is_compile = isinstance(node, ast.Name) and node.id == "compile"
+        if is_compile or any(map(_RUNS_TEXT.fullmatch, words)):
+            smells["ways to run text as code", scope] += 1
+        smells.update((code, scope) for code in _find_smells(node))
+        todo += [(child, scope) for child in ast.iter_child_nodes(node)]
+    return smells, defined
 
 
-def _look_at(node: ast.AST, scope: str, is_inside: bool, found: Survey) -> None:
-    names = [getattr(node, field, None) for field in ("id", "attr", "name", "asname", "module", "arg")]
-    found.words.update(word for name in names if isinstance(name, str) for word in name.split("."))
-    found.hiding["ways to run text as code"] += isinstance(node, ast.Name) and node.id == "compile"
-    if isinstance(node, (*_Function, ast.ClassDef)):
-        found.defined.add(scope)
-    elif isinstance(node, ast.Assign | ast.AnnAssign) and not is_inside:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        found.defined.update(f"{scope}.{one.id}".lstrip(".") for one in targets if isinstance(one, ast.Name))
+def _find_smells(node: ast.AST) -> Iterator[str]:
+    """The codes of the smells among the statements of a node's blocks."""
     for name in ("body", "orelse", "finalbody"):
-        block = _block(getattr(node, name, []))
-        for at, statement in enumerate(block):
-            is_elif = name == "orelse" and isinstance(node, ast.If) and _is_elif(node, statement)
-            codes = _smells_of(statement, block[at + 1 : at + 2], is_elif)
-            found.smells.update((code, scope) for code in codes)
+        block = _block(getattr(node, name, None))
+        for statement, following in zip_longest(block, block[1:]):
+            if isinstance(statement, ast.If):
+                is_elif = name == "orelse" and isinstance(node, ast.If) and _is_elif(node, statement)
+                yield from _find_smells_of_if(statement, is_elif)
+            elif isinstance(statement, ast.Assign) and isinstance(following, ast.Return):
+                target, value = statement.targets[-1], following.value
+                if isinstance(target, ast.Name) and isinstance(value, ast.Name) and target.id == value.id:
+                    yield "RET504"
+
+
+def _find_smells_of_if(statement: ast.If, is_elif: bool) -> Iterator[str]:
+    body, orelse = _block(statement.body), _block(statement.orelse)
+    if orelse and not is_elif and (code := JUMPS.get(type(body[-1]))):
+        yield code
+    if not orelse and len(body) == 1 and isinstance(body[0], ast.If) and not body[0].orelse:
+        yield "SIM102"
+    if len(orelse) == 1 and isinstance(orelse[0], ast.If) and not _is_elif(statement, orelse[0]):
+        yield "PLR5501"
 
 
 def _block(statements: Any) -> list[ast.stmt]:
-    """The statements that do something; all where none does, and none for an expression's part."""
+    """The statements that do something, else all: one that does nothing hides no smell."""
     if not isinstance(statements, list):
         return []
     return [one for one in statements if not _is_idle(one)] or statements
 
 
 def _is_idle(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Pass) or (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    )
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or isinstance(statement, ast.Pass)
 
 
-def _is_elif(node: ast.If, statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.If) and statement.col_offset == node.col_offset
+def _is_elif(node: ast.If, statement: ast.If) -> bool:
+    return statement.col_offset == node.col_offset
 
 
-def _smells_of(statement: ast.stmt, following: Sequence[ast.stmt], is_elif: bool) -> Iterator[str]:
-    """The codes of the smells that a statement has, or it and the next one."""
-    match statement, following:
-        case ast.Assign([ast.Name(id=name)]), [ast.Return(ast.Name(id=returned))] if returned == name:
-            yield "RET504"
-        case ast.If(), _:
-            body, orelse = _block(statement.body), _block(statement.orelse)
-            if orelse and not is_elif and type(body[-1]) in JUMPS:
-                yield JUMPS[type(body[-1])]
-            if not orelse and len(body) == 1 and isinstance(body[0], ast.If) and not body[0].orelse:
-                yield "SIM102"
-            if len(orelse) == 1 and isinstance(inner := orelse[0], ast.If):
-                if not _is_elif(statement, inner):
-                    yield "PLR5501"
-                elif list(map(ast.dump, body)) == list(map(ast.dump, _block(inner.body))):
-                    yield "SIM114"
-            if {_truth(body), _truth(orelse or following)} == {True, False}:
-                yield "SIM103"
-        case _:
-            pass
+def count_smells(modules: Mapping[str, bytes]) -> Counter[str]:
+    """How many there are in all modules, by code."""
+    counts: Counter[str] = Counter()
+    for data in modules.values():
+        for (code, _), count in survey(data)[0].items():
+            counts[code] += count
+    return counts
 
 
-def _truth(block: Sequence[ast.stmt]) -> bool | None:
-    """What a block of one `return True` or `return False` gives."""
-    match block:
-        case [ast.Return(ast.Constant(bool() as value))]:
-            return value
-        case _:
-            return None
+def find_fault(request: Mapping[str, Any], modules: Mapping[str, bytes]) -> str | None:
+    """Why modules, by path, are not what `request` asks for; None if they are.
 
-
-def find_fault(request: Mapping[str, Any], texts: Mapping[str, str | None]) -> str | None:
-    """Why modules are not what `request` asks for; None if they are. A text is None for what is no UTF-8.
-
-    Its `kept` are names that modules must have, by path; `clean` is a code, a path and a scope without this
-    smell; `gone` a name that stands nowhere, `used` one that is used; `limits` the most of what is counted.
+    Its `kept` are the functions and classes that must be there, by path; `clean` is a code, a path and a
+    function without that smell; `limits` the most there may be of each smell in all modules.
     """
-    found = {path: survey(text) for path, text in texts.items()}
     for path, names in request["kept"].items():
-        if missing := set(names) - (found[path].defined if path in found else set()):
+        if missing := set(names) - survey(modules.get(path, b""))[1]:
             return f"{path} lacks {min(missing)}"
-    for code, path, scope in request["clean"]:
-        if (code, scope) in found[path].smells:
-            return f"{path} still has {code} in {scope}"
-    for gone in request["gone"]:
-        if any(re.search(rf"\b{gone}\b", text or "") for text in texts.values()):
-            return f"{gone} is still there"
-    for used in request["used"]:
-        if sum(one.words[used] for one in found.values()) < 2:
-            return f"{used} is not used"
-    counts = sum((one.counts() for one in found.values()), Counter[str]())
-    more = [name for name, count in counts.items() if count > request["limits"].get(name, 0)]
-    return f"{min(more)}: {counts[min(more)]}, which is more than before" if more else None
+    code, path, scope = request["clean"]
+    if survey(modules[path])[0][code, scope]:
+        return f"{path} still has {code} in {scope}"
+    for what, count in count_smells(modules).items():
+        if count > request["limits"].get(what, 0):
+            return f"{what}: {count}, which is more than before"
+    return None
 
 
-def read_modules(patterns: Sequence[str]) -> dict[str, str | None]:
-    """The modules of the working directory below `FOLDER/**`, or at a path."""
-    found: dict[str, str | None] = {}
+def read_modules(patterns: Sequence[str]) -> dict[str, bytes]:
+    """The files of the working directory below `FOLDER/**`, or at a path; of what is no module nothing that
+    can be read, so that another one counts."""
+    found: dict[str, bytes] = {}
     for pattern in patterns:
-        folder = Path(pattern.removesuffix("/**"))
-        for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
-            if path.is_file() and path.suffix in (".py", ".so", ".pyd"):
-                try:
-                    found[path.as_posix()] = path.read_bytes().decode()
-                except UnicodeDecodeError:
-                    found[path.as_posix()] = None
+        folder = Path(re.sub(r"/\*\*$", "", pattern))
+        for path in [folder, *folder.rglob("*")]:
+            if path.is_file():
+                found[path.as_posix()] = path.read_bytes() if path.suffix == ".py" else NO_MODULE
     return found
 
 
