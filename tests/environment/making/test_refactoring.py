@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
-from etude.environment.checking import judge_solution
 from etude.environment.making import planning
-from etude.environment.verdicts import Grader
-from etude.sandbox.types import Resources
-from etude.tasks.harbor import read_harbor
 from etude.tasks.making.changes import Change
-from tests.environment.making.scene import QUOTAS, Making
+from tests.environment.making.scene import Making
 
 
 @pytest.mark.slow
-def test_smells_become_tasks(making: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smells_become_tasks_whose_solution_earns_1_and_nothing_0(
+    making: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nothing(*given: object) -> Iterator[Change]:
         return iter(())
 
     for name in ("plan_bugs", "plan_deletions", "plan_undone"):
         monkeypatch.setattr(planning, name, nothing)
-    report = making.make(quotas=replace(QUOTAS, most_tasks=2))
-    print(report.to_document())
-    assert report.written and report.reverified == 1.0
+    report = making.make(num_runs=2)
+    assert (len(report.written), report.reverified) == (2, 1.0)
+    assert report.kinds == {"planted_smell": 2}
+    assert report.left_out["planted_bug"] == "no such change was tried"
