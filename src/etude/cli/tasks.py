@@ -181,9 +181,9 @@ def make_command(
     """Make verified tasks from a Python project that has tests.
 
     Its tests run many times, so that flaky ones decide nothing. Then its code is changed: past commits or
-    releases are undone, bugs planted, features deleted. A change that the tests notice becomes a task, if its
-    solution earns 1 and doing nothing 0. Killed at any time, the same command goes on. Exits with 1 if no
-    task was made.
+    releases are undone, bugs planted, features deleted, working code written worse. What the tests notice, or
+    ruff of working code, becomes a task, if its solution earns 1 and doing nothing 0. Killed at any time, the
+    same command goes on. Exits with 1 if no task was made.
     """
     from etude.config import load_config
     from etude.controller.task_making import make_task_set
@@ -258,6 +258,7 @@ def _print_report(report: MakeReport) -> None:
         (report.num_noticed, "changes that tests notice"),
         (report.num_checked, "tasks checked by the grader"),
         (len(report.written), "tasks made"),
+        *((count, f"of these of the kind {kind}") for kind, count in report.kinds.most_common()),
         (report.num_open, "of these that could be forged in part: no exam changes some failing test"),
         (report.num_naming_every_call, "of these whose instruction names every failing call"),
         *((-count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
@@ -265,6 +266,8 @@ def _print_report(report: MakeReport) -> None:
     for count, words in rows:
         table.add_row(str(count), words)
     output_console().print(table)
+    for kind, why in report.left_out.items():
+        output_console().print(f"no {kind}: {why}", highlight=False)
     if report.missed:
         output_console().print(report.missed, highlight=False)
 

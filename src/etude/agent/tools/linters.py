@@ -89,28 +89,33 @@ class SandboxRuff:
 class HostRuff:
     """This machine's ruff, with rules that nobody disputes."""
 
-    def __init__(self, program: Path) -> None:
-        self._program = program
+    def __init__(self, program: Path, rules: str = _HOST_RULES) -> None:
+        self._program, self._rules = program, rules
 
     @classmethod
-    def find(cls) -> HostRuff | None:
+    def find(cls, rules: str = _HOST_RULES) -> HostRuff | None:
         """The one beside this interpreter, else that on the path; None if there is none."""
         beside = Path(sys.executable).with_name("ruff")
         found = str(beside) if beside.is_file() else shutil.which("ruff")
-        return None if found is None else cls(Path(found))
+        return None if found is None else cls(Path(found), rules)
 
     async def lint(self, path: str, content: bytes) -> list[Finding]:
         """See Linter. Raises InfrastructureError if ruff refuses to run."""
+        found = await self.report(path, content)
+        return [found] if isinstance(found, Finding) else parse_findings(found, content)
+
+    async def report(self, path: str, content: bytes) -> str | Finding:
+        """ruff's JSON on a content, or why there is none. Raises InfrastructureError."""
         try:
             content.decode()
         except UnicodeDecodeError:
-            return [Finding(1, _NOT_LINTED, "not UTF-8", "")]
+            return Finding(1, _NOT_LINTED, "not UTF-8", "")
         process = await asyncio.create_subprocess_exec(
             self._program,
             "check",
             "--isolated",
             "--ignore-noqa",
-            _HOST_RULES,
+            self._rules,
             *_OPTIONS,
             f"--stdin-filename={path}",
             "-",
@@ -124,7 +129,7 @@ class HostRuff:
             async with asyncio.timeout(LINT_S):
                 out, err = await process.communicate(content)
         except TimeoutError:
-            return [Finding(1, _NOT_LINTED, "took too long", "")]
+            return Finding(1, _NOT_LINTED, "took too long", "")
         finally:
             if process.returncode is None:
                 process.kill()
@@ -135,8 +140,8 @@ class HostRuff:
             )
         if process.returncode != 0:
             # Ended by a signal: it choked on what the agent wrote.
-            return [Finding(1, _NOT_LINTED, "the linter cannot read it", "")]
-        return parse_findings(out.decode(errors="replace"), content)
+            return Finding(1, _NOT_LINTED, "the linter cannot read it", "")
+        return out.decode(errors="replace")
 
 
 def is_linted(path: str) -> bool:

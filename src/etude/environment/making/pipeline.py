@@ -14,8 +14,8 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ from etude.environment.checking import check_tasks
 from etude.environment.making.baseline import LOAD, Baseline, measure_baseline
 from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import ProjectImage, build_project_image, find_project_image
+from etude.environment.making.lints import find_disagreement, find_smells
 from etude.environment.making.planning import Found, Planner
 from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.scanning import scan_layers, scan_workspace
 from etude.environment.making.suites import Suite
 from etude.environment.making.twinning import ROUNDS, ProjectTwins, find_project_twins
-from etude.environment.making.verifying import differing, noticed_of, verify_change
+from etude.environment.making.verifying import differing, guard, noticed_of, verify_change
 from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
 from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
@@ -46,14 +47,16 @@ from etude.sandbox.images.building import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Network
-from etude.tasks.making.changes import Change, Quotas, Rejection, split_of
+from etude.tasks.exams import Exam
+from etude.tasks.making import structure_inside
+from etude.tasks.making.changes import Change, Quotas, Rejection, Verified, split_of
 from etude.tasks.making.instructions import find_refusal
 from etude.tasks.making.undoing import PastChange
 
 STATE = ".making"
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
-VERSION = 5
+VERSION = 6
 """Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
 _VERIFIER_S = 60.0
 _AHEAD = 2
@@ -202,13 +205,19 @@ class _Maker:
         """Tests changes, selects, looks for leaks, checks and writes."""
         report = MakeReport(self._project, baseline, len(twins.turned))
         project, settings = self._project, self._settings
-        planner = Planner(project.sources, project.test_texts, settings.seed, settings.quotas, self._past)
+        smells = await find_smells(project.sources, settings.seed)
+        if smells is None:
+            why = "there is no ruff on this machine (pip install ruff)"
+            report.impossible = {"planted_smell": why, "found_smell": why}
+        planner = Planner(
+            project.sources, project.test_texts, settings.seed, settings.quotas, self._past, smells or ()
+        )
         suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
         path = self._out / STATE / "journal"
         journal, lines = _open_journal(path)
         known = {line["id"]: line for line in lines}
         try:
-            search = _Search(suite, baseline, twins.turned, planner, journal, known, report)
+            search = _Search(suite, baseline, twins, planner, journal, known, report)
             self._observer.stage_begins("changes", self._settings.quotas.most_tasks, "task")
             until = time.monotonic() + self._settings.budget_s
             await search.run(self._settings.at_once, until, self._observer)
@@ -226,7 +235,11 @@ class _Maker:
     def _made(self, found: Found, image: ProjectImage, twins: ProjectTwins, limit_s: float) -> MadeTask:
         failing = tuple(one.test for one in found.noticed.failures)
         passing, change = found.noticed.passing, found.change
-        exams = twins.write_exams(failing, passing, self._changer, seed_exams(self._project, change))
+        exams = twins.write_exams(failing, passing, self._changer, seed_exams(self._project, found.verified))
+        if change.smell:
+            # In the first one nothing of the agent's runs, so that its outcome cannot be forged.
+            exams = replace(exams, exams=(Exam({"suite.py": ""}, (structure_inside.NAME,)), *exams.exams))
+            failing, passing = (), (*failing, *passing)
         split = split_of(change.places[0].path)
         return MadeTask(self._project, image, found.verified, failing, passing, limit_s, split, exams)
 
@@ -291,12 +304,13 @@ class _Maker:
             report.count_check(made, found.reason)
 
 
-def seed_exams(project: Project, change: Change) -> str:
+def seed_exams(project: Project, verified: Verified) -> str:
     """What a task's exams are drawn by: its solution and the tests that are taken out, which the workspace
     lacks, so that nothing there could draw them again."""
     digest = blake2b(digest_size=32)
-    for path in sorted({*change.files, *change.removed_tests}):
-        data = project.files[path]
+    solved = {path: text.encode() for path, text in verified.reference.items()}
+    for path in sorted({*solved, *verified.change.removed_tests}):
+        data = solved.get(path, project.files[path])
         digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
     return digest.hexdigest()
 
@@ -308,13 +322,13 @@ class _Search:
         self,
         suite: Suite,
         baseline: Baseline,
-        turned: Collection[str],
+        twins: ProjectTwins,
         planner: Planner,
         journal: LineJournal,
         known: dict[str, dict[str, Any]],
         report: MakeReport,
     ) -> None:
-        self._suite, self._baseline, self._turned, self._planner = suite, baseline, turned, planner
+        self._suite, self._baseline, self._twins, self._planner = suite, baseline, twins, planner
         self._journal, self._known, self._report = journal, known, report
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
@@ -349,7 +363,8 @@ class _Search:
             await end_tasks(*(testing for _, testing in under_way))
 
     async def _test(self, change: Change) -> dict[str, Any]:
-        found = find_refusal(change, self._suite.project.sources)
+        sources = self._suite.project.sources
+        found = find_refusal(change, sources) or await find_disagreement(change, sources)
         found = found or await verify_change(change, self._suite, self._baseline)
         line: dict[str, Any] = {"id": change.id}
         if isinstance(found, Rejection):
@@ -363,8 +378,10 @@ class _Search:
         reason = line.get("reason")
         if reason is None:
             noticed = noticed_of(line, self._baseline)
-            reason = "forgeable: no exam can change a failing test"
-            if any(failure.test in self._turned for failure in noticed.failures):
+            if change.smell:
+                noticed = guard(noticed, change, self._baseline, self._twins)
+            reason = "forgeable: no exam can change a failing test, or one that runs the lines of a smell"
+            if any(failure.test in self._twins.turned for failure in noticed.failures):
                 reason = await asyncio.to_thread(self._planner.take, change, noticed)
         self._report.count_change(change, reason)
 

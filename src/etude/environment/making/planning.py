@@ -1,7 +1,7 @@
 """Which changes are tested, in which order, and which of those that tests notice become tasks.
 
-past changes, bugs, deletions ──in turn──> singles ──noticed──> combinations of bugs, a share of all
-                                              └───────────────────────┴──> selection by quotas
+past changes, bugs, deletions, smells ──in turn──> singles ──noticed──> combinations of bugs, a share of all
+                                                      └───────────────────────┴──> selection by quotas
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ class Planner:
         seed: int,
         quotas: Quotas,
         past: Iterable[PastChange] = (),
+        refactorings: Iterable[Change] = (),
     ) -> None:
         self._sources, self._tests, self._seed = sources, tests, seed
         self._quotas = quotas
         self._given: dict[str, None] = {}
         """Ids of changes, in the order in which they were planned."""
         bugs = plan_bugs(sources, seed)
-        self._singles = in_turn([plan_undone(sources, past), bugs, plan_deletions(sources, seed), bugs])
+        deletions = plan_deletions(sources, seed)
+        self._singles = in_turn([plan_undone(sources, past), bugs, deletions, bugs, iter(refactorings)])
         self._pairs: Iterator[Change] = iter(())
         self._num_paired = 0
         """Bugs of which combinations were planned."""
@@ -110,9 +112,8 @@ class Planner:
         if hidden is None:
             return "not hidden: a failing test cannot be taken out of its file"
         change = replace(change, removed_tests=hidden)
-        reference = {path: self._sources[path] for path in change.files}
         verified = Verified(
-            change, reference, failures, instruction.text, noticed.num_suspect_lines,
+            change, change.solved(self._sources), failures, instruction.text, noticed.num_suspect_lines,
             names_every_call=instruction.names_every_call,
         )  # fmt: skip
         self._found[change.id] = Found(change, noticed, verified)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.projects import Project
 from etude.environment.making.writing import MadeTask
-from etude.tasks.making.changes import Change
+from etude.tasks.making.changes import Change, ChangeKind
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class MakeReport:
     num_twinned: int = 0
     """Tests that exams can change."""
     rejects: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-    """For each: the change's id, operator and place, the stage, the reason."""
+    """For each: the change's id, kind, operator and place, the stage, the reason."""
     num_tested: int = 0
     num_noticed: int = 0
     num_checked: int = 0
@@ -36,12 +36,15 @@ class MakeReport:
     """Tasks whose instruction tells the call of each failing test."""
     missed: str = ""
     """The least share that selection could not meet, and what it came to."""
+    impossible: dict[str, str] = field(default_factory=dict[str, str])
+    """Kinds of changes that could not be looked for -> why."""
     duration_s: float = 0.0
 
     def reject(self, change: Change, stage: str, reason: str) -> None:
         """Keeps why no task is made of a change."""
         place = f"{change.places[0].path}:{change.places[0].first_line}" if change.places else ""
-        row = {"id": change.id, "operator": change.operator, "place": place, "stage": stage, "reason": reason}
+        row = {"id": change.id, "kind": change.kind, "operator": change.operator, "place": place}
+        row |= {"stage": stage, "reason": reason}
         self.rejects.append(row)
 
     def count_change(self, change: Change, reason: str | None) -> None:
@@ -70,6 +73,15 @@ class MakeReport:
         return Counter(f"{row['stage']}: {row['reason'].partition(':')[0]}" for row in self.rejects)
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """Kinds of which there is no task -> why, or what most of their changes were rejected for."""
+        found: dict[str, str] = dict.fromkeys(get_args(ChangeKind), "no such change was tried")
+        for kind in found:
+            mine = Counter(row["reason"].partition(":")[0] for row in self.rejects if row["kind"] == kind)
+            found[kind] = next((reason for reason, _ in mine.most_common(1)), found[kind])
+        return {kind: why for kind, why in {**found, **self.impossible}.items() if not self.kinds[kind]}
+
+    @property
     def reverified(self) -> float | None:
         """Share of the selected tasks whose solution earned 1 and nothing 0, twice; None: there are none."""
         return len(self.written) / self.num_checked if self.num_checked else None
@@ -94,6 +106,7 @@ class MakeReport:
             "reverified": self.reverified,
             "kinds": dict(self.kinds.most_common()),
             "operators": dict(self.operators.most_common()),
+            "kinds_left_out": self.left_out,
             "missed_share": self.missed,
             "rejects_by_reason": dict(self.reasons.most_common()),
             "rejects": self.rejects,

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from random import Random
 from typing import Any
 
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.suites import Suite, SuiteRun
+from etude.environment.making.twinning import ProjectTwins
 from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
 
 _ROUNDS = 2
 """Of the whole suite in one sandbox, with another hash seed and time zone than those of grading."""
+_MOST_GUARDS = 8
 _MOST_COVERING = 300
 """Tests that are tried first; where there are more, all are."""
 
@@ -27,7 +30,7 @@ class Noticed:
     """A change that tests notice."""
 
     failures: tuple[TestFailure, ...]
-    """Of tests that fail each time, and pass without the change."""
+    """Of tests that fail each time, and pass without the change; with a smell: see `guard`."""
     passing: tuple[str, ...]
     """Tests that pass each time, with the change and without."""
     num_suspect_lines: int
@@ -65,6 +68,8 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     covering = sorted(_find_covering(change, baseline))
     rounds = [covering] if 0 < len(covering) <= _MOST_COVERING else []
     suite = suite.within(baseline.timeout_s)
+    if change.smell:
+        return await _verify_smell(change, suite, baseline)
     runs = await suite.run_rounds(change.files, [*rounds, *[None] * _ROUNDS], baseline.stable)
     problem = next((run.problem for run in runs if run.problem is not None), None)
     if problem is not None:
@@ -76,6 +81,31 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     if graded.problem is not None:
         return Rejection(graded.problem)
     return _compare(change, [*runs[-_ROUNDS:], graded], baseline)
+
+
+async def _verify_smell(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
+    """All tests must pass with what is not the project's own text: with the smell, or without it."""
+    for seed in (1, None):
+        run = await suite.run(seed, files=change.solution or change.files)
+        if run.problem is not None:
+            return Rejection(run.problem)
+        if missed := sorted(set(baseline.stable) - run.passed):
+            return Rejection(f"behaves otherwise: {missed[0]} does not pass")
+    return Noticed((), baseline.stable, 0)
+
+
+def guard(noticed: Noticed, change: Change, baseline: Baseline, twins: ProjectTwins) -> Noticed:
+    """Has some tests stand for those that a smell does not make fail, which the workspace lacks and exams
+    change: of half of the functions that run its lines and that exams can change, 8 at most."""
+    covering = _find_covering(change, baseline)
+    names = sorted(name for name, tests in twins.tests.items() if covering & twins.turned.intersection(tests))
+    chosen = Random(change.id).sample(names, min(_MOST_GUARDS, (len(names) + 1) // 2))
+    guards = {test: name.split("::") for name in sorted(chosen) for test in twins.tests[name]}
+    return Noticed(
+        tuple(TestFailure(test, "", file=path, function=name) for test, (path, name) in guards.items()),
+        tuple(test for test in noticed.passing if test not in guards),
+        noticed.num_suspect_lines,
+    )
 
 
 def _find_covering(change: Change, baseline: Baseline) -> set[str]:

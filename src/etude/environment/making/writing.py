@@ -6,7 +6,8 @@ environment/workspace/    the project with the change
 tests/test.sh             puts the project's own tests in place, and runs those that decide
 tests/hidden/, tests/expected.json, tests/suite.py
 tests/exams.json          runs with changed tests, which decide; not shown to what the agent left behind
-solution/solve.sh         puts the project's own text in place
+tests/structure.py, tests/structure.json    of a refactoring: whether it is done, by the text alone
+solution/solve.sh         puts the project's own text in place, or what it is to become
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from etude.environment.grading import matches_any
 from etude.environment.making.images import WORKSPACE, ProjectImage
 from etude.environment.making.projects import Project, read_text
 from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
@@ -24,12 +26,16 @@ from etude.kit.durable import whole_directory
 from etude.records import Task
 from etude.tasks.exams import EXAMS, ExamSet
 from etude.tasks.harbor import read_harbor, toml_value
+from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified
+from etude.tasks.making.refactoring import write_check
 
 _SOLVE = f"""#!/bin/sh
 set -e
 cp -R "$(dirname "$0")/files/." {WORKSPACE}/
 """
+_CHECK = b"PYTHONPATH= python3 -s /tests/structure.py /tests/structure.json || exit 0\n"
+"""Of a refactoring: before anything of the agent's has run."""
 TEST = f"""#!/bin/sh
 # Puts the project's own tests in place and runs those that decide: all must pass.
 cd {WORKSPACE} || exit 1
@@ -114,9 +120,20 @@ def _files(made: MadeTask) -> dict[str, bytes]:
         f"tests/{EXAMS}": made.exams.to_text().encode(),
         "solution/solve.sh": _SOLVE.encode(),
     }
+    if change.smell:
+        modules = {
+            path: data if path.endswith(".py") else structure_inside.NO_MODULE
+            for path, data in made.workspace.items()
+            if matches_any(path, project.source_patterns)
+        }
+        check = write_check(change, modules, project.source_patterns)
+        files["tests/structure.py"] = Path(structure_inside.__file__).read_bytes()
+        files["tests/structure.json"] = json.dumps(check, indent=1).encode() + b"\n"
+        files["tests/test.sh"] = files["tests/test.sh"].replace(b"rm -rf", _CHECK + b"rm -rf", 1)
     files |= below("environment/workspace", made.workspace)
     files |= below("tests/hidden", {path: project.files[path] for path in project.tests})
-    return files | below("solution/files", {path: project.files[path] for path in change.files})
+    solution = {path: text.encode() for path, text in made.verified.reference.items()}
+    return files | below("solution/files", solution)
 
 
 def below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:

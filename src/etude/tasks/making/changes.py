@@ -1,6 +1,7 @@
 """What a made task changes in a project, and what its tests then say.
 
 plan_bugs, plan_deletions, plan_undone, combine     a project's text -> Change
+plan_smells                                         the same, of code that works
 (the pipeline runs the tests of each)   Change -> TestFailure
 write_instruction                       -> text | Rejection
 find_leaks                              the image's files -> Leak
@@ -14,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ChangeKind = Literal["planted_bug", "deleted_feature", "past_change", "combined"]
+ChangeKind = Literal[
+    "planted_bug", "deleted_feature", "past_change", "combined", "planted_smell", "found_smell"
+]  # fmt: skip
 Split = Literal["train", "validation", "heldout"]
 
 OPERATOR_JOIN = " + "
@@ -34,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A broken or earlier state of some files; the project's own text of them is the solution."""
+    """A broken, earlier or less tidy state of some files; the project's own text of them is the solution."""
 
     kind: ChangeKind
     operator: str
@@ -47,12 +50,20 @@ class Change:
     """Test files as they stand in the workspace, without the tests that the change makes fail."""
     parts: tuple[str, ...] = ()
     """Ids of the changes that it combines."""
+    smell: str = ""
+    """Of code that works: the rule of ruff that finds something in the function of its only place."""
+    solution: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Path -> text, where the solution is not the project's own: then its own text has the smell."""
+
+    def solved(self, sources: Mapping[str, str]) -> dict[str, str]:
+        """Path -> text of the solution, of all files that it edits. `sources`: the project's own texts."""
+        return {path: self.solution.get(path, sources[path]) for path in self.files}
 
     @property
     def id(self) -> str:
         """16 hexadecimal digits of the digest of the files; the tests that are hidden follow from these."""
         digest = hashlib.sha256()
-        for path, text in sorted(self.files.items()):
+        for path, text in [*sorted(self.files.items()), *sorted(self.solution.items())]:
             digest.update(f"{len(path)}:{path}{len(text)}:{text}".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from etude.tasks.making.changes import Change, Rejection, TestFailure
+from etude.tasks.making.refactoring import write_request
 from etude.tasks.making.source import read_tree
 from etude.tasks.making.symptoms import Call, Symptom, find_calls, find_symptom
 from etude.tasks.making.tokens import changed_text, code_tokens, runs
@@ -100,6 +101,9 @@ def write_instruction(
     the tests that each part of a combined change fails by itself: each part gets a symptom of its own. The
     call of at least one failing test is not told, if there is another one that is.
     """
+    reference = _reference_runs(change, sources)
+    if change.smell:
+        return _check_text(Instruction(write_request(change, seed)), reference)
     rng = Random(f"instruction/{seed}/{change.id}")
     needed = find_needed(change, sources, tests, failures)
     private = [name for name in needed if name.startswith("_") and name.isidentifier()]
@@ -107,7 +111,6 @@ def write_instruction(
         return Rejection(f"underspecified: tests use the private name {private[0]}")
     if len(needed) > _MOST_NEEDED or any(len(text) > _MOST_TEXT for text in needed):
         return Rejection(f"underspecified: tests need {len(needed)} names and texts that the workspace lacks")
-    reference = _reference_runs(change, sources)
     is_past = change.kind == "past_change"
     deleted = _describe_deleted(change, sources, rng) if is_past or change.kind == "deleted_feature" else ""
     if isinstance(deleted, Rejection):
@@ -129,9 +132,13 @@ def write_instruction(
     if wordings:
         text += f" Wording: {', '.join(f'`{wording}`' for wording in wordings)}."
     text += rng.choice(_CLOSINGS)
-    if reference & set(runs(_plain_tokens(text), RUN_LENGTH)):
+    return _check_text(Instruction(text, told.is_whole(told.calls)), reference)
+
+
+def _check_text(instruction: Instruction, reference: set[tuple[str, ...]]) -> Instruction | Rejection:
+    if reference & set(runs(_plain_tokens(instruction.text), RUN_LENGTH)):
         return Rejection("gives the solution away: the instruction has a run of tokens of the reference")
-    return Instruction(text, told.is_whole(told.calls))
+    return instruction
 
 
 def find_refusal(change: Change, sources: Mapping[str, str]) -> Rejection | None:
@@ -179,8 +186,9 @@ def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) ->
 
 
 def _reference_runs(change: Change, sources: Mapping[str, str]) -> set[tuple[str, ...]]:
+    solved = change.solved(sources)
     both = "\n".join(
-        text for path, broken in change.files.items() for text in changed_text(broken, sources[path])
+        text for path, broken in change.files.items() for text in changed_text(broken, solved[path])
     )
     return set(runs(_plain_tokens(both), RUN_LENGTH))
 
