@@ -189,12 +189,34 @@ def test_a_failure_is_checked_again_and_a_pass_is_not(
     write_task(tmp_path / "tasks/one")
     reasons = ["timeout: tests/test.sh did not end within 600 s", None]
 
-    async def check(tasks: Sequence[Task], *_: Any) -> list[TaskReport]:
-        return [TaskReport(task.id, reasons.pop(0)) for task in tasks]
+    async def check(tasks: Sequence[Task], *others: Any) -> list[TaskReport]:
+        found = [TaskReport(task.id, reasons.pop(0)) for task in tasks]
+        for report in found:
+            others[-1](report)
+        return found
 
     monkeypatch.setattr(task_sets, "check_tasks", check)
     found = [reports(tmp_path / "tasks", "unisolated")["one"].report.reason for _ in range(3)]
     assert found == ["timeout: tests/test.sh did not end within 600 s", None, None]
+
+
+def test_a_check_that_is_cut_off_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        write_task(tmp_path / "tasks" / name)
+    asked: list[list[str]] = []
+
+    async def check(tasks: Sequence[Task], *others: Any) -> list[TaskReport]:
+        asked.append([task.id for task in tasks])
+        others[-1](TaskReport(tasks[0].id, None))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(task_sets, "check_tasks", check)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            reports(tmp_path / "tasks", "unisolated")
+    assert asked == [["one", "two"], ["two"]]
 
 
 def test_a_task_that_cannot_be_read_or_whose_image_fails_is_left_out_alone(

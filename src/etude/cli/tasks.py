@@ -110,7 +110,7 @@ def sessions_command(
     from etude.controller.starting import settle_run_servers
 
     run_config = settle_run_servers(load_config(config, settings or []))
-    sessions = open_family(run_config).sessions(count, open_observer())
+    sessions = open_family(run_config, open_observer()).sessions(count, open_observer())
     written = write_chats(sessions, file, run_config.agent, flawless=flawless)
     error_console().print(f"{written} of {len(sessions)} sessions")
 
@@ -132,7 +132,8 @@ def check_command(
     from etude.controller.task_sets import check_task_set
 
     chosen = [f"sandbox.backend={backend}"] if backend is not None else []
-    checked = check_task_set(directory, "DIR", load_config(config, [*(settings or []), *chosen]))
+    run_config = load_config(config, [*(settings or []), *chosen])
+    checked = check_task_set(directory, "DIR", run_config, open_observer())
     if as_json:
         print_json([one.to_document() for one in checked])
     else:

@@ -107,7 +107,7 @@ def train_command(
         run, run_config = resumed_run(run_config, drop or [])
     else:
         run_config = settle_run_servers(run_config)
-        check_start(run_config)
+        check_start(run_config, open_observer())
         run = RunDirectory.create(run_config)
 
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
     sessions failed through no fault of the agent.
     """
     target = find_target(request.target, request.options)
-    tasks = load_suite(request.suite, request.num_tasks, target.config, observer.say)
+    tasks = load_suite(request.suite, request.num_tasks, target.config, observer)
     target = _with_servers(target, tasks)
     with contextlib.ExitStack() as stack:
         log = None
@@ -88,13 +88,11 @@ def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult
     return result
 
 
-def load_suite(
-    suite: str, num_tasks: int, config: RunConfig, say: Callable[[str], None] = lambda words: None
-) -> list[Task]:
+def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer | None = None) -> list[Task]:
     """The first tasks of a suite; of a directory, those that are verified. A word is a split before it is a
     directory. Raises ConfigError, TaskError."""
     if Path(suite).name == suite or not Path(suite).is_dir():
-        family = open_family(config)
+        family = open_family(config, observer)
         if suite in family.splits:
             return family.evaluation_tasks(suite, num_tasks)
         if not Path(suite).is_dir():
@@ -104,9 +102,9 @@ def load_suite(
                 received=suite,
                 fix=f"one of {', '.join(family.splits)}, or a directory of tasks",
             )
-    tasks, notes = load_task_set(Path(suite), "--suite", config)
-    for words in notes:
-        say(words)
+    tasks, notes = load_task_set(Path(suite), "--suite", config, observer)
+    for words in notes if observer is not None else ():
+        observer.say(words)
     return tasks[:num_tasks]
 
 

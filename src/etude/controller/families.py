@@ -91,15 +91,15 @@ class TaskFamily(Protocol):
 _MEMBERS = [name for name in dir(TaskFamily) if not name.startswith("_")]
 
 
-def open_family(config: RunConfig) -> TaskFamily:
-    """The family that a configuration names.
+def open_family(config: RunConfig, observer: Observer | None = None) -> TaskFamily:
+    """The family that a configuration names. `observer` sees tasks of a directory being checked.
 
     Raises TaskError for directories of tasks that cannot be read, ConfigError for a family that cannot be
     imported or lacks a member of TaskFamily.
     """
     name = config.tasks.family
     if name == "directory":
-        return DirectoryTasks(config)
+        return DirectoryTasks(config, observer)
     family = _import_family(name)(config)
     missing = [member for member in _MEMBERS if not hasattr(family, member)]
     if missing:
@@ -141,14 +141,14 @@ class DirectoryTasks:
 
     acting = ()
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, observer: Observer | None = None) -> None:
         from etude.controller.task_sets import load_task_set  # with the sandboxes
 
         self._config = config
-        tasks, self.notes = load_task_set(Path(config.tasks.directory), "tasks.directory", config)
+        tasks, self.notes = load_task_set(Path(config.tasks.directory), "tasks.directory", config, observer)
         if config.tasks.heldout_directory:
             heldout = Path(config.tasks.heldout_directory)
-            judged, notes = load_task_set(heldout, "tasks.heldout_directory", config)
+            judged, notes = load_task_set(heldout, "tasks.heldout_directory", config, observer)
             self._tasks = {"train": tasks, "heldout": judged}
             self.notes += notes
         else:

@@ -21,6 +21,7 @@ from etude.controller.planning import check_machine
 from etude.environment.origins import Origin, task_origin
 from etude.environment.rewards import check_reward
 from etude.inference.vllm import check_vllm
+from etude.observe import Observer
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
@@ -29,8 +30,9 @@ from etude.training.parallel.division import check_division
 from etude.weights import check_store
 
 
-def check_start(config: RunConfig) -> None:
-    """Refuses, before a run directory is made, what would end the run sooner or later.
+def check_start(config: RunConfig, observer: Observer | None = None) -> None:
+    """Refuses, before a run directory is made, what would end the run sooner or later. `observer` sees tasks
+    of a directory being checked.
 
     Raises ConfigError for an initial checkpoint that is none, does not fit or cannot be spoken to as asked,
     experts that cannot be divided so, a term of the reward that cannot be computed, sandboxes in which a
@@ -44,7 +46,7 @@ def check_start(config: RunConfig) -> None:
     check_division(config.model, config.parallel)
     if not config.rl.stream.source:  # what was recorded was graded then
         check_reward(config.rl.reward)
-        open_family(config)
+        open_family(config, observer)
         check_run_backend(config.sandbox)
         check_harness(config)
         check_run_index(config.agent.index)

@@ -31,8 +31,8 @@ from etude.environment.episodes import EpisodeLimits
 from etude.environment.wire import task_document
 from etude.errors import SandboxError, TaskError, UserError
 from etude.kit.durable import write_json
+from etude.observe import Observer, SilentObserver
 from etude.records import Task
-from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.types import Resources
 from etude.tasks.harbor import find_directories, read_harbor
@@ -59,23 +59,27 @@ class CheckedTask:
         return {"name": self.name, "verified": self.report.reason is None, **asdict(self.report)}
 
 
-def check_task_set(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
+def check_task_set(
+    directory: Path, field: str, config: RunConfig, observer: Observer | None = None
+) -> list[CheckedTask]:
     """Checks the tasks of a directory, in the order of their names.
 
     Raises TaskError where there is none, or if two have one id; what is wrong with a task stands in its
     report.
     """
-    return run_interruptibly(_check(directory, field, config))
+    return run_interruptibly(_check(directory, field, config, observer or SilentObserver()))
 
 
-def load_task_set(directory: Path, field: str, config: RunConfig) -> tuple[list[Task], list[str]]:
+def load_task_set(
+    directory: Path, field: str, config: RunConfig, observer: Observer | None = None
+) -> tuple[list[Task], list[str]]:
     """The verified tasks of a directory, and a few lines about it: how many are verified, which are left out
     and why, how many are forgeable.
 
     Raises TaskError as `check_task_set`; where none is verified; and, with `tasks.check = "stop"`, where one
     is not.
     """
-    checked = check_task_set(directory, field, config)
+    checked = check_task_set(directory, field, config, observer)
     verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
     forgeable = [one for one in checked if one.report.reason is None and one.report.forgeable]
     left_out = [f"{one.name}: {one.report.reason}" for one in checked if one.report.reason is not None]
@@ -137,7 +141,7 @@ def run_interruptibly(work: Coroutine[Any, Any, Done]) -> Done:
             raise
 
 
-async def _check(directory: Path, field: str, config: RunConfig) -> list[CheckedTask]:
+async def _check(directory: Path, field: str, config: RunConfig, observer: Observer) -> list[CheckedTask]:
     state, settings = default_state_directory(), config.sandbox
     is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
     images = _open_images("a server" if is_elsewhere else settings.backend, config.images)
@@ -154,24 +158,31 @@ async def _check(directory: Path, field: str, config: RunConfig) -> list[Checked
     backend_name = settings.backend if not is_elsewhere else settings.model_dump_json()
     keys = [_key(row.task, backend_name, limits) if row.task is not None else "" for row in rows]
     known = [_recall(state, key) for key in keys]
-    open_rows = [place for place, row in enumerate(rows) if row.task is not None and known[place] is None]
-    reports = await _reports([rows[place].task for place in open_rows], config, limits)
-    for place, report in zip(open_rows, reports, strict=True):
+    unknown = {
+        row.task.id: (place, row.task)
+        for place, row in enumerate(rows)
+        if row.task is not None and known[place] is None
+    }
+
+    def keep(report: TaskReport) -> None:
+        place, _ = unknown[report.id]
         known[place] = report
         if report.reason is None:
             write_json(_file(state, keys[place]), asdict(report))
+        observer.stage_advances(sum(known[one] is not None for one, _ in unknown.values()), {})
+
+    if unknown:
+        observer.stage_begins("checks of tasks", len(unknown), "task")
+        try:
+            backend = open_run_backend(settings)
+            try:
+                tasks, at_once = [task for _, task in unknown.values()], max(2, os.cpu_count() or 1)
+                await check_tasks(tasks, backend, limits, at_once, keep)
+            finally:
+                await backend.close()
+        finally:
+            observer.stage_ends()
     return [replace(row, report=known[place] or row.report) for place, row in enumerate(rows)]
-
-
-async def _reports(tasks: Sequence[Task | None], config: RunConfig, limits: Resources) -> list[TaskReport]:
-    wanted = [task for task in tasks if task is not None]
-    if not wanted:
-        return []
-    backend: SandboxBackend = open_run_backend(config.sandbox)
-    try:
-        return await check_tasks(wanted, backend, limits, max(2, os.cpu_count() or 1))
-    finally:
-        await backend.close()
 
 
 def _with_network(task: Task, public: tuple[str, ...]) -> Task:

@@ -147,7 +147,7 @@ class _Run:
         self.executor: Executor | None = None
         """Starts the parts of a run that has them apart."""
         self.throughput = RunThroughput()
-        self.family = open_family(config)
+        self.family = open_family(config, observer)
 
     def go(self) -> dict[str, Any]:
         for words in self.family.notes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from etude.environment.grading import Verdict, allowed_changes
@@ -41,13 +41,17 @@ async def check_tasks(
     backend: SandboxBackend,
     limits: Resources | None = None,
     at_once: int = 4,
+    on_report: Callable[[TaskReport], None] = lambda report: None,
 ) -> list[TaskReport]:
-    """A report for each task, in order; `at_once` of them are checked at the same time."""
+    """A report for each task, in order; `at_once` of them are checked at the same time. `on_report` is called
+    with each as it is found."""
     grader, places = Grader(backend, limits), asyncio.Semaphore(at_once)
 
     async def check(task: Task) -> TaskReport:
         async with places:
-            return await _check_task(task, grader, backend, limits or Resources())
+            report = await _check_task(task, grader, backend, limits or Resources())
+            on_report(report)
+            return report
 
     return await asyncio.gather(*map(check, tasks))
 
