@@ -41,7 +41,7 @@ from etude.evaluation import (
 )
 from etude.evaluation.results import PLAN, TRAJECTORIES
 from etude.kit.durable import make_directory, write_json
-from etude.observe import Observer, RunDirectory, summarize_behaviour
+from etude.observe import Observer, RunDirectory, SilentObserver, summarize_behaviour
 from etude.records import Task, Trajectory
 from etude.store.trajectories import TrajectoryLog
 
@@ -103,8 +103,8 @@ def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer
                 fix=f"one of {', '.join(family.splits)}, or a directory of tasks",
             )
     tasks, notes = load_task_set(Path(suite), "--suite", config, observer)
-    for words in notes if observer is not None else ():
-        observer.say(words)
+    for words in notes:
+        (observer or SilentObserver()).say(words)
     return tasks[:num_tasks]
 
 

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -80,6 +81,19 @@ def test_the_contract_holds(tmp_path: Path) -> None:
         await contract.agents_can_change_what_the_tools_wrote(s)
 
     play(tmp_path, scenario)
+
+
+def test_podman_leaves_no_temporary_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    async def scenario(backend: ContainerBackend) -> None:
+        await (await backend.create(Template(FILES))).kill()
+
+    play(tmp_path / "state", scenario)
+    assert list(temporary.iterdir()) == []
 
 
 def test_it_is_locked_down(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -38,12 +40,15 @@ class Engine:
         """`program`: `docker` or `podman`, or a path of one."""
         self.program = program
 
-    async def run(self, *words: str, given: bytes = b"", deadline_s: float = CALL_S) -> str:
-        """Runs `program words...` with `given` as its input: what it wrote. Raises EngineError."""
-        pipe = asyncio.subprocess.PIPE
+    async def run(
+        self, *words: str, given: bytes = b"", deadline_s: float = CALL_S, scratch: str | None = None
+    ) -> str:
+        """Runs `program words...` with `given` as its input: what it wrote. `scratch`: for its temporary
+        files. Raises EngineError."""
+        pipe, env = asyncio.subprocess.PIPE, None if scratch is None else {**os.environ, "TMPDIR": scratch}
         try:
             process = await asyncio.create_subprocess_exec(
-                self.program, *words, stdin=pipe, stdout=pipe, stderr=pipe
+                self.program, *words, stdin=pipe, stdout=pipe, stderr=pipe, env=env
             )
         except OSError as error:
             raise self._error(words[0], f"it cannot be started: {error.strerror}") from error
@@ -63,7 +68,9 @@ class Engine:
     async def create(self, container: str, arguments: Sequence[str], archive: bytes) -> None:
         """Makes a container, which does not run yet, and unpacks a tar archive at its root."""
         await self.run("create", "--name", container, *arguments)
-        await self.run("cp", "-", f"{container}:/", given=archive)
+        # Podman leaves what it read behind, in a file of its own.
+        with tempfile.TemporaryDirectory(prefix="etude-copy-") as scratch:
+            await self.run("cp", "-", f"{container}:/", given=archive, scratch=scratch)
 
     async def attach(
         self, container: str, line: socket.socket, said: IO[bytes]
