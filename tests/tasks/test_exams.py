@@ -22,7 +22,7 @@ from etude.environment.wire import task_document, task_of
 from etude.errors import TaskError
 from etude.tasks.exams import EXAMS, Exam, ExamSet, read_exams, read_outcomes
 from etude.tasks.harbor import read_harbor
-from etude.tasks.making.changes import Change, Place
+from etude.tasks.making.changes import Change, Place, Verified
 from tests.sandbox.images.image_builders import write_tree
 
 TASK_TOML = """\
@@ -192,7 +192,8 @@ def test_exams_are_drawn_by_what_the_workspace_lacks(tmp_path: Path) -> None:
     seeds: set[str] = set()
     for number, (source, tests) in enumerate([("str", TESTS), ("bool", TESTS), ("str", f"{TESTS}\n")]):
         files = {"pyproject.toml": "", "prices.py": f"total = {source}\n", "tests/test_prices.py": tests}
-        seeds.add(seed_exams(read_project(write_tree(tmp_path / str(number), files)), change))
+        verified = Verified(change, {"prices.py": files["prices.py"]}, ())
+        seeds.add(seed_exams(read_project(write_tree(tmp_path / str(number), files)), verified))
     assert len(seeds) == 3
 
 
