@@ -26,6 +26,7 @@ from etude.environment.scripts import run_solution
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, TaskError
+from etude.kit.tasks import end_tasks
 from etude.observe import Observer
 from etude.records import Task, ToolCall
 
@@ -76,9 +77,11 @@ async def play_references(
             return found
 
     observer.stage_begins("reference sessions", min(count, len(tasks)), "session")
+    playing = [asyncio.create_task(play(task)) for task in tasks]
     try:
-        played = await asyncio.gather(*map(play, tasks))
+        played = await asyncio.gather(*playing)
     finally:
+        await end_tasks(*playing)
         observer.stage_ends()
         await backend.close()
     for reason, number in reasons.most_common():

@@ -29,7 +29,6 @@ class DirectorySearch:
         self._ripgrep = Ripgrep()
 
     async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
-        """See CodeSearch."""
         place = self._root / request.path
         if place.resolve() != place:
             # A link may lead anywhere on the host: the sandbox knows where it may.
@@ -55,7 +54,7 @@ class DirectorySearch:
         """See CodeSearch: nothing is remembered."""
 
     def changed_somewhere(self) -> None:
-        """See CodeSearch."""
+        """The same."""
 
     def close(self) -> None:
         """Nothing: no index is held."""
