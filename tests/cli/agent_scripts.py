@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typer.testing import CliRunner, Result
 
 from etude.agent import AgentSession, LocalWorkspace, ScriptedSampler, ToolContext, play, run_session
 from etude.agent.journal import replay
+from etude.cli import app
 from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.trees import DirectoryTree
@@ -111,3 +113,12 @@ def _parts(message: list[Any]) -> list[Any]:
     return [
         one if isinstance(one, str) else ToolCall(one["name"], one.get("arguments", {})) for one in message
     ]
+
+
+def ran(root: Path, *arguments: str, stdin: str = "") -> Result:
+    """`etude agent` in this process; sessions lie below `root`."""
+    settings = {"COLUMNS": "100", "XDG_STATE_HOME": str(root / "state")}
+    done = CliRunner().invoke(app, ["agent", *arguments], input=stdin, env=settings)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from etude.cli import app
 from etude.cli.agent_input import Lines
 from etude.cli.agent_terminal import TerminalFace, TerminalUser
 from etude.controller.agent.events import CallDone, CallRuns, CallsMade
@@ -34,6 +33,7 @@ from tests.cli.agent_scripts import (
     environment,
     make_repository,
     plain_tokens,
+    ran,
     recorded_tokens,
     session_folders,
     write_script,
@@ -54,15 +54,6 @@ def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str =
     script = write_script(root / "script.json", messages)
     more = ("--script", script, "--backend", backend)
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
-
-
-def ran(root: Path, *arguments: str, stdin: str = "") -> Result:
-    """`etude agent` in this process; sessions lie below `root`."""
-    settings = {"COLUMNS": "100", "XDG_STATE_HOME": str(root / "state")}
-    done = CliRunner().invoke(app, ["agent", *arguments], input=stdin, env=settings)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
 
 
 def tally(root: Path) -> str:

@@ -6,9 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from etude.cli import app
 from etude.sandbox.backends import open_backend
 from tests.cli.agent_scripts import (
     FINISH,
@@ -18,6 +17,7 @@ from tests.cli.agent_scripts import (
     command,
     environment,
     make_repository,
+    ran,
     session_folders,
     write_script,
 )
@@ -44,14 +44,6 @@ def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str =
     script = write_script(root / "script.json", messages)
     more = ("--script", script, "--tools", "full", "--backend", backend)
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
-
-
-def ran(root: Path, *arguments: str, stdin: str = "") -> Result:
-    settings = {"COLUMNS": "100", "XDG_STATE_HOME": str(root / "state")}
-    done = CliRunner().invoke(app, ["agent", *arguments], input=stdin, env=settings)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
 
 
 def shell(text: str) -> dict:

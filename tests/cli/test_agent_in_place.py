@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from etude.cli import app
 from etude.sandbox.backends import open_backend
 from tests.cli.agent_scripts import (
     FINISH,
@@ -21,6 +20,7 @@ from tests.cli.agent_scripts import (
     environment,
     make_repository,
     plain_tokens,
+    ran,
     recorded_tokens,
     write_script,
 )
@@ -47,14 +47,6 @@ def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str =
     script = write_script(root / "script.json", messages)
     more = ("--script", script, "--tools", "full", "--backend", backend, "--in-place")
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
-
-
-def ran(root: Path, *arguments: str, stdin: str = "") -> Result:
-    settings = {"COLUMNS": "100", "XDG_STATE_HOME": str(root / "state")}
-    done = CliRunner().invoke(app, ["agent", *arguments], input=stdin, env=settings)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
 
 
 def contents(directory: Path) -> dict[str, tuple[int, int, bytes]]:
