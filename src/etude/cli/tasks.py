@@ -1,4 +1,4 @@
-"""`etude tasks show`, `export`, `sessions`, `check` and `make`."""
+"""`etude tasks show`, `export`, `sessions`, `check`, `calibrate`, `make` and `import`."""
 
 from __future__ import annotations
 
@@ -148,6 +148,25 @@ def check_command(
     error_console().print(words, highlight=False)
     if num_failed:
         raise typer.Exit(1)
+
+
+@tasks_app.command("calibrate")
+def calibrate_command(
+    directory: Annotated[Path, typer.Argument(help="Directory with one Harbor task directory per task.")],
+    evaluation: Annotated[
+        Path, typer.Argument(help="What `etude eval TARGET --suite DIRECTORY --samples 8 --out DIR` wrote.")
+    ],
+) -> None:
+    """Write into each task how many of a model's sessions solve it, and how difficult it is by that.
+
+    A task that none solves keeps its difficulty, which is by its tests; one that was not tried stays as it
+    is. Runs choose tasks by it: `tasks.only.difficulty`.
+    """
+    from etude.controller.task_sets import calibrate_task_set
+
+    levels = calibrate_task_set(directory, evaluation)
+    shown = ", ".join(f"{count} {level}" for level, count in sorted(levels.items()))
+    error_console().print(f"{levels.total()} tasks: {shown}", highlight=False)
 
 
 @tasks_app.command("make")

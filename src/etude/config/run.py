@@ -130,6 +130,9 @@ class TasksConfig(Section):
     """Settings of a family of your own."""
     directory: str = ""
     """With `family = "directory"`: directory with one Harbor task directory per task."""
+    only: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """With `family = "directory"`: only tasks whose metadata have these values, such as
+    `difficulty = "easy"`."""
     observed_share: float = Field(default=0.0, ge=0, le=1)
     """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test
     run tells. Above 0 the run is also evaluated on them. See docs/tasks.md."""
@@ -191,8 +194,9 @@ class TasksConfig(Section):
                 "observed_share, composed_share: must be at most 1 together, received "
                 f"{self.observed_share:g} and {self.composed_share:g}"
             )
-        if self.heldout_directory and not self.directory:
-            raise ValueError("heldout_directory: needs directory")
+        for name in ("heldout_directory", "only"):
+            if getattr(self, name) and not self.directory:
+                raise ValueError(f"{name}: needs directory")
         return self
 
 

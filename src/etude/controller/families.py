@@ -145,10 +145,14 @@ class DirectoryTasks:
         from etude.controller.task_sets import load_task_set  # with the sandboxes
 
         self._config = config
-        tasks, self.notes = load_task_set(Path(config.tasks.directory), "tasks.directory", config, observer)
+        tasks, self.notes = load_task_set(
+            Path(config.tasks.directory), "tasks.directory", config, observer, config.tasks.only
+        )
         if config.tasks.heldout_directory:
             heldout = Path(config.tasks.heldout_directory)
-            judged, notes = load_task_set(heldout, "tasks.heldout_directory", config, observer)
+            judged, notes = load_task_set(
+                heldout, "tasks.heldout_directory", config, observer, config.tasks.only
+            )
             self._tasks = {"train": tasks, "heldout": judged}
             self.notes += notes
         else:

@@ -30,12 +30,16 @@ from etude.environment.checking import TaskReport, check_tasks
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.wire import task_document
 from etude.errors import SandboxError, TaskError, UserError
+from etude.evaluation import EvaluationResult
+from etude.evaluation.statistics import verdicts_by_task
 from etude.kit.durable import write_json
 from etude.observe import Observer, SilentObserver
 from etude.records import Task
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.types import Resources
+from etude.tasks.calibration import calibrate, find_difficulty
 from etude.tasks.harbor import find_directories, read_harbor
+from etude.tasks.making.selection import NOT_CALIBRATED
 
 if TYPE_CHECKING:
     from etude.environment.task_images import TaskImages
@@ -60,26 +64,35 @@ class CheckedTask:
 
 
 def check_task_set(
-    directory: Path, field: str, config: RunConfig, observer: Observer | None = None
+    directory: Path,
+    field: str,
+    config: RunConfig,
+    observer: Observer | None = None,
+    only: Mapping[str, object] | None = None,
 ) -> list[CheckedTask]:
-    """Checks the tasks of a directory, in the order of their names.
+    """Checks the tasks of a directory, in the order of their names; with `only`, those that have these
+    metadata.
 
     Raises TaskError where there is none, or if two have one id; what is wrong with a task stands in its
     report.
     """
-    return run_interruptibly(_check(directory, field, config, observer or SilentObserver()))
+    return run_interruptibly(_check(directory, field, config, observer or SilentObserver(), only or {}))
 
 
 def load_task_set(
-    directory: Path, field: str, config: RunConfig, observer: Observer | None = None
+    directory: Path,
+    field: str,
+    config: RunConfig,
+    observer: Observer | None = None,
+    only: Mapping[str, object] | None = None,
 ) -> tuple[list[Task], list[str]]:
-    """The verified tasks of a directory, and a few lines about it: how many are verified, which are left out
-    and why, how many are forgeable.
+    """The verified tasks of a directory, with `only` those that have these metadata, and a few lines about
+    it: how many are verified, which are left out and why, how many are forgeable.
 
     Raises TaskError as `check_task_set`; where none is verified; and, with `tasks.check = "stop"`, where one
     is not.
     """
-    checked = check_task_set(directory, field, config, observer)
+    checked = check_task_set(directory, field, config, observer, only)
     verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
     forgeable = [one for one in checked if one.report.reason is None and one.report.forgeable]
     left_out = [f"{one.name}: {one.report.reason}" for one in checked if one.report.reason is not None]
@@ -99,6 +112,28 @@ def load_task_set(
         *(f"  forgeable: {one.name}: {one.report.forgeable[0]}" for one in forgeable[:_NAMED]),
     ]
     return verified, words
+
+
+def calibrate_task_set(directory: Path, evaluation: Path) -> Counter[str]:
+    """Writes into the tasks of a directory how many of an evaluation's sampled sessions solve them. How many
+    there are by difficulty, or `not calibrated`.
+
+    Raises TaskError where there is no task, or none that was evaluated; ConfigError, StoreError for what is
+    no result of an evaluation.
+    """
+    modes = EvaluationResult.read(evaluation).modes
+    verdicts = verdicts_by_task((modes.get("sampled") or modes["greedy"]).rows)
+    levels = Counter[str]()
+    for path in find_directories(directory, "DIRECTORY"):
+        if tried := verdicts.get(read_harbor(path).id):
+            calibrate(path, sum(tried), len(tried))
+            levels[find_difficulty(sum(tried) / len(tried)) if any(tried) else NOT_CALIBRATED] += 1
+    if not levels:
+        raise TaskError(
+            "holds none of the tasks that were evaluated", field="DIRECTORY", received=str(directory),
+            fix="name the directory that was the --suite",
+        )  # fmt: skip
+    return levels
 
 
 def read_with_images(directories: Sequence[Path], backend: str, host_env: Sequence[str] = ()) -> list[Task]:
@@ -141,7 +176,9 @@ def run_interruptibly(work: Coroutine[Any, Any, Done]) -> Done:
             raise
 
 
-async def _check(directory: Path, field: str, config: RunConfig, observer: Observer) -> list[CheckedTask]:
+async def _check(
+    directory: Path, field: str, config: RunConfig, observer: Observer, only: Mapping[str, object]
+) -> list[CheckedTask]:
     state, settings = default_state_directory(), config.sandbox
     is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
     images = _open_images("a server" if is_elsewhere else settings.backend, config.images)
@@ -149,10 +186,18 @@ async def _check(directory: Path, field: str, config: RunConfig, observer: Obser
     for path in find_directories(directory, field):
         try:
             task = read_harbor(path, config.tasks.host_env)
+            if any(task.metadata.get(key) != value for key, value in only.items()):
+                continue
             task = _with_network(task, tuple(config.tasks.public_hosts))
             rows.append(CheckedTask(path.name, await images.find(task), TaskReport(task.id, None)))
         except (UserError, SandboxError) as error:
             rows.append(CheckedTask(path.name, None, TaskReport(path.name, str(error))))
+    if not rows:
+        wanted = ", ".join(f"{key} = {value!r}" for key, value in only.items())
+        raise TaskError(
+            f"holds no task whose metadata have {wanted}", field=field, received=str(directory),
+            fix="change tasks.only",
+        )  # fmt: skip
     _refuse_twice_named(rows, field)
     limits = EpisodeLimits.from_config(config).sandbox
     backend_name = settings.backend if not is_elsewhere else settings.model_dump_json()
@@ -207,7 +252,7 @@ def _refuse_twice_named(rows: Sequence[CheckedTask], field: str) -> None:
 
 
 def _key(task: Task, backend: str, limits: Resources) -> str:
-    what = [__version__, task_document(task), backend, asdict(limits)]
+    what = [__version__, task_document(replace(task, metadata={})), backend, asdict(limits)]
     return blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -131,7 +131,7 @@ async def make_task(folder: Path, backend: SandboxBackend) -> Task:
     failures = tuple(TestFailure(test, "assert") for test in FAILING)
     verified = Verified(change, {"prices.py": PRICES}, failures, "total is wrong")
     image = ProjectImage(TaskImage("host"), "FROM host\n")
-    made = MadeTask(project, image, verified, tuple(FAILING), tuple(PASSING), 60.0, "train", exams)
+    made = MadeTask(project, image, verified, tuple(FAILING), tuple(PASSING), 60.0, "train", "easy", exams)
     write_made_task(made, folder / "task")
     task = read_made_task(made, folder / "task")
     assert task.machine is not None and task.verifier is not None

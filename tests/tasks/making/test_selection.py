@@ -76,9 +76,7 @@ def test_near_duplicates_are_dropped() -> None:
     ]
 
 
-def test_difficulty_ranks_by_lines_to_search_and_an_untried_task_is_not_calibrated() -> None:
+def test_a_task_is_harder_the_more_lines_there_are_to_search() -> None:
     tasks = [verified(at, "abc"[at], f"f{at}", files=2) for at in range(3)]
     kept = select(tasks, QUOTAS).kept
-    assert [one.difficulty for one in kept] == [0, 0.5, 1]
-    assert {one.calibration for one in kept} == {"not calibrated"}
-    assert len({one.split for one in kept}) == 1
+    assert [one.difficulty for one in kept] == ["easy", "medium", "hard"]

@@ -241,7 +241,9 @@ class _Maker:
             exams = replace(exams, exams=(Exam({"suite.py": ""}, (structure_inside.NAME,)), *exams.exams))
             failing, passing = (), (*failing, *passing)
         split = split_of(change.places[0].path)
-        return MadeTask(self._project, image, found.verified, failing, passing, limit_s, split, exams)
+        return MadeTask(
+            self._project, image, found.verified, failing, passing, limit_s, split, found.difficulty, exams
+        )
 
     async def _check_and_write(self, kept: Sequence[MadeTask], report: MakeReport) -> None:
         made = await self._drop_leaked(kept, report)

@@ -20,7 +20,7 @@ from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
 from etude.tasks.making.hiding import hide_tests
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import is_compound, names_edited_line, select
+from etude.tasks.making.selection import Difficulty, is_compound, names_edited_line, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
 _SPARE = 1.1
@@ -39,6 +39,8 @@ class Found:
     change: Change
     noticed: Noticed
     verified: Verified
+    difficulty: Difficulty = "easy"
+    """As selection finds it."""
 
 
 class Planner:
@@ -134,7 +136,7 @@ class Planner:
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)
         report.missed = found.missed
-        return [self._found[one.verified.change.id] for one in found.kept]
+        return [replace(self._found[one.verified.change.id], difficulty=one.difficulty) for one in found.kept]
 
     def _is_new(self, change: Change) -> bool:
         is_new = change.id not in self._given

@@ -29,6 +29,7 @@ from etude.tasks.harbor import read_harbor, toml_value
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified
 from etude.tasks.making.refactoring import write_check
+from etude.tasks.making.selection import NOT_CALIBRATED, Difficulty
 
 _SOLVE = f"""#!/bin/sh
 set -e
@@ -57,6 +58,7 @@ class MadeTask:
     pass_to_pass: tuple[str, ...]
     verifier_s: float
     split: str
+    difficulty: Difficulty
     exams: ExamSet
 
     @property
@@ -149,6 +151,8 @@ def _toml(made: MadeTask) -> str:
         "kind": change.kind,
         "operator": change.operator,
         "split": made.split,
+        "difficulty": made.difficulty,
+        "calibration": NOT_CALIBRATED,
         "num_failing_tests": len(made.fail_to_pass),
         "num_suspect_lines": made.verified.num_suspect_lines,
         "names_every_call": made.verified.names_every_call,

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from etude.tasks.making.changes import Quotas, Rejection, Split, Verified, split_of
+from etude.tasks.making.changes import Quotas, Rejection, Verified, split_of
 from etude.tasks.making.tokens import changed_lines, changed_text, code_tokens, runs
 
+Difficulty = Literal["easy", "medium", "hard"]
+NOT_CALIBRATED = "not calibrated"
+"""Of a task that no model has solved yet: its difficulty is by its tests."""
+_LEVELS: tuple[Difficulty, ...] = ("easy", "medium", "hard")
 _DUPLICATE = 0.8
 """Share of their differences' runs of three tokens from which two changes count as the same."""
 
@@ -18,11 +23,8 @@ class Selected:
     """A task that is kept."""
 
     verified: Verified
-    split: Split
-    difficulty: float
-    """0 (easiest) to 1 by rank among the kept: many lines to search and few failing tests are hard."""
-    calibration: str
-    """A model's rate of passing as text, or `not calibrated` where it is 0 or none has tried."""
+    difficulty: Difficulty
+    """A third of the kept each: many lines to search and few failing tests are hard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +156,5 @@ def _grade(kept: Sequence[Verified]) -> tuple[Selected, ...]:
         return verified.num_suspect_lines / len(verified.failures), len(verified.change.places)
 
     order = sorted(range(len(kept)), key=lambda at: hardness(kept[at]))
-    rank = {at: place / max(1, len(kept) - 1) for place, at in enumerate(order)}
-    return tuple(
-        Selected(
-            one,
-            split_of(min(one.change.files)),
-            rank[at],
-            f"{one.pass_rate:.2f}" if one.pass_rate else "not calibrated",
-        )
-        for at, one in enumerate(kept)
-    )
+    level = {at: _LEVELS[len(_LEVELS) * place // len(kept)] for place, at in enumerate(order)}
+    return tuple(Selected(one, level[at]) for at, one in enumerate(kept))
