@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common import Figures
 
@@ -53,6 +53,7 @@ def well_formed_share(
 class Demonstration:
     """One seed of it."""
 
+    config: ClassVar[Path] = CONFIG
     directory: Path
     """Of everything: model, chats, runs, evaluations. Shared by seeds."""
     gguf: Path
@@ -70,7 +71,7 @@ class Demonstration:
         stages = (trained.read_json(trained.report_file) or {})["stages"]
         num_steps = max(1, round(stages["rl_s"] / self._step_s("sft-1")))
         control = self.train("sft", "more", tuned, f"sft.num_steps={num_steps}")
-        results = [self._judge(run, "heldout", self.num_tasks) for run in (tuned, control, trained)]
+        results = [self.judge(run, "heldout", self.num_tasks) for run in (tuned, control, trained)]
         return {
             "seed": float(self.seed),
             "sft_rounds": float(len(rates)),
@@ -86,7 +87,7 @@ class Demonstration:
         if not base.exists():
             self.ask("model", "import", self.gguf, base)
         if not chats.exists():
-            options = ("--config", CONFIG, "--flawless", "--count", self.num_sessions)
+            options = ("--config", self.config, "--flawless", "--count", self.num_sessions)
             self.ask("tasks", "sessions", chats, *options)
         return base
 
@@ -98,14 +99,14 @@ class Demonstration:
         while not ended:
             start = _final(rounds[-1]) if rounds else base
             rounds.append(self.train("sft", f"sft-{len(rounds) + 1}", start, f"sft.num_steps={ROUND_STEPS}"))
-            rates.append(_pass_rate(self._judge(rounds[-1], "validation", self.num_validation_tasks)))
+            rates.append(pass_rate(self.judge(rounds[-1], "validation", self.num_validation_tasks)))
             best, ended = find_best(rates)
             print(f"SFT round {len(rates)}: {rates[-1]:.1%} of validation", flush=True)
         return rates, rounds[best]
 
     def train(self, command: str, name: str, start: Path | RunDirectory, *settings: str) -> RunDirectory:
         """The finished run of this name, begun or continued where it is not."""
-        path = self._run(name)
+        path = self.run_path(name)
         chosen = self.options(start, *settings, f'name="{path.name}"')
         self.ask(command, *chosen, *(["--resume"] if path.exists() else []))
         return RunDirectory.open(path)
@@ -120,24 +121,26 @@ class Demonstration:
             f'sft.sources.expert.path="{self.directory / CHATS}"',
             f"seed={self.seed}",
         ]
-        return ["--config", str(CONFIG), *(part for setting in chosen for part in ("--set", setting))]
+        return ["--config", str(self.config), *(part for setting in chosen for part in ("--set", setting))]
 
-    def _judge(self, run: RunDirectory, suite: str, num_tasks: int) -> EvaluationResult:
-        """One session of each task at temperature 1."""
-        out = self.directory / "evaluations" / f"{run.name}-{suite}"
-        options = ("--suite", suite, "--tasks", num_tasks, "--temperature", 1, "--out", out)
+    def judge(self, run: RunDirectory, suite: str, num_tasks: int, samples: int = 1) -> EvaluationResult:
+        """So many sessions of each task at temperature 1. `suite`: a split, or a directory of tasks."""
+        out = self.directory / "evaluations" / f"{run.name}-{Path(suite).name}"
+        options = ("--suite", suite, "--tasks", num_tasks, "--samples", samples)
+        options = (*options, "--temperature", 1, "--out", out)
         self.ask("eval", run.path, *options)
         return EvaluationResult.read(out)
 
     def _step_s(self, name: str) -> float:
         """Wall seconds of a step of SFT."""
-        rows = read_metrics(RunDirectory.open(self._run(name)).metrics_file)
+        rows = read_metrics(RunDirectory.open(self.run_path(name)).metrics_file)
         wall_s = {row["step"]: row["wall_s"] for row in rows if row["kind"] in ("heldout", "sft")}
         first, last = min(wall_s), max(row["step"] for row in rows if row["kind"] == "sft")
         ended_s = next(row["wall_s"] for row in rows if row["kind"] == "sft" and row["step"] == last)
         return (ended_s - wall_s[first]) / (last - first)
 
-    def _run(self, name: str) -> Path:
+    def run_path(self, name: str) -> Path:
+        """The directory of a run of this seed."""
         return self.directory / "runs" / f"{name}-{self.seed}"
 
     def ask(self, *words: Any) -> str:
@@ -152,7 +155,8 @@ def _final(run: RunDirectory) -> Path:
     return run.checkpoints / "final"
 
 
-def _pass_rate(result: EvaluationResult) -> float:
+def pass_rate(result: EvaluationResult) -> float:
+    """Of sampled sessions."""
     return float(result.modes["sampled"].figures["pass_rate"])
 
 
@@ -162,9 +166,9 @@ def _compare(tuned: EvaluationResult, control: EvaluationResult, trained: Evalua
     rows = [result.modes["sampled"].rows for result in (tuned, control, trained)]
     low, high = lead["ci95"] or (-1.0, 1.0)
     return {
-        "heldout_sft": _pass_rate(tuned),
-        "heldout_more_sft": _pass_rate(control),
-        "heldout_rl": _pass_rate(trained),
+        "heldout_sft": pass_rate(tuned),
+        "heldout_more_sft": pass_rate(control),
+        "heldout_rl": pass_rate(trained),
         "rl_lead": lead["difference"],
         "rl_lead_low": low,
         "rl_lead_high": high,

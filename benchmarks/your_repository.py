@@ -22,6 +22,10 @@ Ours are verdicts by exams, Harbor's are by `tests/test.sh`. `--made` again take
 
 measures what grading and a step cost beside the bare command (`your_repository_overhead`).
 
+    python benchmarks/your_repository.py --learn TASKS --seed 0 --directory DIR --json FILE
+
+trains SmolLM2-135M on made tasks (`made_learning`: hours, one seed at a time; needs what `your_model.py` does).
+
     python benchmarks/your_repository.py --project NAME --work DIR --json FILE
 
 makes tasks from a published project (`your_repository_projects`: name and version) by `etude tasks make`, and
@@ -45,6 +49,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import merge_result, print_table
+from made_learning import MadeLearning
 from your_repository_overhead import measure_overhead
 from your_repository_projects import PROJECTS, Budget, images_of, measure_project
 
@@ -87,6 +92,10 @@ def main() -> None:
     parser.add_argument(
         "--made", type=Path, action="append", help="A project's directory below --work: judge its tasks."
     )
+    parser.add_argument("--learn", type=Path, help="Train on the made tasks in this directory.")
+    parser.add_argument("--seed", type=int, default=0, help="Of what is trained.")
+    parser.add_argument("--directory", type=Path, default=Path("runs/made"), help="Of what is trained.")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="For its runs.")
     parser.add_argument("--overhead", action="store_true", help="Measure steps and grading instead.")
     options = parser.parse_args()
     if options.overhead:
@@ -94,6 +103,17 @@ def main() -> None:
         print_table("overhead", figures)
         if options.json:
             merge_result(options.json, ["overhead"], figures, {"overhead": found})
+        return
+    if options.learn:
+        from your_model import find_gguf  # and with it transformers
+
+        shown = MadeLearning(
+            options.directory, find_gguf(), options.seed, options.set, tasks=options.learn.resolve()
+        )
+        figures = {f"learning_{name}": value for name, value in shown.measure().items()}
+        print_table("made tasks, trained on", figures)
+        if options.json:
+            merge_result(options.json, ["learning"], figures, {})
         return
     if options.made:
         if not options.harbor_python:

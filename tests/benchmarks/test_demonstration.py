@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from demonstration import find_best, well_formed_share
+from made_learning import solved_share
 from published_gpu import summarize_rows
 
+from etude.evaluation import EvaluationResult, ModeResult
 from etude.evaluation.sessions import SessionRow
 
 
@@ -40,3 +42,13 @@ def test_a_gpu_s_steps_are_summarised() -> None:
     assert (figures["k3_median"], figures["k3_max"]) == (2e-6, 3e-6)
     assert (figures["sampled_tokens_per_s"], figures["trained_tokens_per_s"]) == (100.0, 300.0)
     assert figures["pass_rate_last_quarter"] - figures["pass_rate_first_quarter"] == pytest.approx(0.3)
+
+
+def test_a_task_counts_by_pass_at_8_once_it_has_so_many_sessions() -> None:
+    rows = tuple(
+        row(task, passed)
+        for task, marks in (("a", "+-------"), ("b", "--------"), ("c", "+"))
+        for passed in map("+".__eq__, marks)
+    )
+    result = EvaluationResult({}, "easiest", 0, {"sampled": ModeResult(1.0, {}, rows)}, {})
+    assert solved_share(result) == 0.5

@@ -1,0 +1,112 @@
+"""RL on made tasks, one seed: SFT on sessions of other modules until the model solves some, then RL.
+
+    tasks ──split──> of modules trained on ──reference sessions──> SFT, round after round ──┐
+               └───> the easiest of the other modules ──pass@8 after each round────────────>┴──> RL on these
+
+With configs/made-tasks.toml, on tasks of `etude tasks make`, of one project or of several in one directory.
+All are commands of `etude`, and what is there is continued or left alone: the same script goes on where
+it was stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from common import Figures
+from demonstration import CHATS, Demonstration, pass_rate
+
+from etude.evaluation import EvaluationResult, pass_at_k
+from etude.evaluation.statistics import verdicts_by_task
+from etude.observe import RunDirectory, read_metrics
+from etude.tasks.harbor import find_directories, read_harbor
+
+SAMPLES = 8
+ENOUGH = 0.2
+"""pass@8 at which RL begins."""
+ROUND_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class MadeLearning(Demonstration):
+    """One seed of it. `num_tasks`: most tasks that RL is given."""
+
+    config: ClassVar[Path] = Path(__file__).parents[1] / "configs" / "made-tasks.toml"
+    tasks: Path = field(kw_only=True)
+    """Directory of made tasks."""
+    most_rounds: int = field(default=4, kw_only=True)
+    """Of SFT: after them RL begins, or not, with what there is."""
+
+    def measure(self) -> Figures:
+        """Runs what is missing, and returns the figures."""
+        base = self.prepare()
+        tried = self._fine_tune(base)
+        tuned, before = tried[-1]
+        figures = {
+            "seed": float(self.seed),
+            "sft_rounds": float(len(tried)),
+            "rl_tasks": float(len(self._choose())),
+            "sft_pass_at_8": solved_share(before),
+            "sft_pass_at_1": pass_rate(before),
+        }
+        if solved_share(before) < ENOUGH:
+            return figures
+        trained = self.train("train", "rl", tuned)
+        after = self.judge(trained, str(self._suite), self.num_tasks, SAMPLES)
+        rows = [row for row in read_metrics(trained.metrics_file) if row["kind"] == "rl"]
+        quarter = max(1, len(rows) // 4)
+        return figures | {
+            "rl_steps": float(len(rows)),
+            "rl_pass_rate_first_quarter": sum(row["pass_rate"] for row in rows[:quarter]) / quarter,
+            "rl_pass_rate_last_quarter": sum(row["pass_rate"] for row in rows[-quarter:]) / quarter,
+            "rl_pass_at_8": solved_share(after),
+            "rl_pass_at_1": pass_rate(after),
+        }
+
+    def prepare(self) -> Path:
+        """The imported model; beside it the chats that it learns from, and the tasks of RL."""
+        base, chats = self.directory / "base", self.directory / CHATS
+        if not base.exists():
+            self.ask("model", "import", self.gguf, base)
+        if not self._suite.exists():
+            for task in self._choose():
+                shutil.copytree(task, self._suite / task.name, symlinks=True)
+        if not chats.exists():
+            options = ("--config", self.config, "--set", f'tasks.directory="{self.tasks}"')
+            self.ask("tasks", "sessions", chats, *options, "--count", self.num_sessions)
+        return base
+
+    def options(self, start: Path | RunDirectory, *settings: str) -> list[str]:
+        """As of Demonstration, with the tasks of RL."""
+        return Demonstration.options(self, start, f'tasks.directory="{self._suite}"', *settings)
+
+    @property
+    def _suite(self) -> Path:
+        return self.directory / "easiest"
+
+    def _choose(self) -> list[Path]:
+        """The easiest tasks of modules whose sessions no SFT sees."""
+        found = [(path, read_harbor(path).metadata) for path in find_directories(self.tasks, "--learn")]
+        return [path for path, known in found if known["split"] != "train" and known["difficulty"] == "easy"][
+            : self.num_tasks
+        ]
+
+    def _fine_tune(self, base: Path) -> list[tuple[RunDirectory, EvaluationResult]]:
+        """Rounds of SFT, each with what the model then solves of RL's tasks."""
+        found: list[tuple[RunDirectory, EvaluationResult]] = []
+        while len(found) < self.most_rounds and (not found or solved_share(found[-1][1]) < ENOUGH):
+            start = found[-1][0] if found else base
+            name = f"sft-{len(found) + 1}"
+            run = self.train("sft", name, start, f"sft.num_steps={ROUND_STEPS}")
+            found.append((run, self.judge(run, str(self._suite), self.num_tasks, SAMPLES)))
+            print(f"SFT round {len(found)}: pass@{SAMPLES} {solved_share(found[-1][1]):.1%}", flush=True)
+        return found
+
+
+def solved_share(result: EvaluationResult) -> float:
+    """pass@8 over the tasks that have so many sessions."""
+    verdicts = verdicts_by_task(result.modes["sampled"].rows).values()
+    rates = [pass_at_k(len(some), sum(some), SAMPLES) for some in verdicts if len(some) >= SAMPLES]
+    return sum(rates) / len(rates) if rates else 0.0
