@@ -24,7 +24,7 @@ measures what grading and a step cost beside the bare command (`your_repository_
 
     python benchmarks/your_repository.py --learn TASKS --seed 0 --directory DIR --json FILE
 
-trains SmolLM2-135M on made tasks (`made_learning`: hours, one seed at a time; needs what `your_model.py` does).
+trains SmolLM2-135M on made tasks (`made_learning`: hours a seed; it needs what `your_model.py` does).
 
     python benchmarks/your_repository.py --project NAME --work DIR --json FILE
 
