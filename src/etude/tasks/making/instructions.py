@@ -175,14 +175,24 @@ def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) ->
     """The text of the failing test functions, with the names that their files import."""
     parts = list[str]()
     for path in dict.fromkeys(failure.path for failure in failures):
-        tree = read_tree(tests.get(path, ""))
+        text = tests.get(path, "")
+        tree, lines = read_tree(text), text.encode(errors="surrogatepass").splitlines(keepends=True)
         wanted = {failure.name.rpartition(".")[2] for failure in failures if failure.path == path}
         for node in ast.walk(tree) if tree is not None else ():
             is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in wanted
             if is_test or isinstance(node, ast.Import | ast.ImportFrom):
-                parts.append(ast.get_source_segment(tests[path], node) or "")
+                parts.append(_segment(lines, node))
                 parts += map(ast.unparse, getattr(node, "decorator_list", ()))
     return parts
+
+
+def _segment(lines: Sequence[bytes], node: ast.stmt) -> str:
+    """The text of a statement. `ast.get_source_segment` cuts the whole file into lines for each."""
+    assert node.end_lineno is not None
+    found = list(lines[node.lineno - 1 : node.end_lineno])
+    found[-1] = found[-1][: node.end_col_offset]
+    found[0] = found[0][node.col_offset :]
+    return b"".join(found).decode(errors="surrogatepass")
 
 
 def _reference_runs(change: Change, sources: Mapping[str, str]) -> set[tuple[str, ...]]:
