@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property, partial
 from itertools import chain
@@ -18,7 +18,7 @@ from random import Random
 from etude.environment.hidden_tests import solution_names
 from etude.environment.making.projects import Project
 from etude.environment.twin_sites import Kind, exception_named, find_places, other_values
-from etude.tasks.making.source import Function, Source
+from etude.tasks.making.source import Function, Scope, Source
 
 _NEGATIONS = {
     "assertTrue": "assertFalse",
@@ -61,23 +61,21 @@ class TestChanger:
     __test__ = False
 
     def __init__(self, project: Project, seed: int) -> None:
-        self._texts = {
-            path: text
-            for path, text in project.test_texts.items()
-            if path.endswith(".py") and "def test" in text
-        }
-        self._tests = project.tests
-        self._seed, self.options = seed, project.options
+        self.options = project.options
         prefix = f"{project.source_root}/" if project.source_root else ""
-        self._tops = frozenset(
+        tops = frozenset(
             path.removeprefix(prefix).partition("/")[0].removesuffix(".py") for path in project.sources
         )
+        self._files: dict[str, _TestFile] = {}
+        for path, text in sorted(project.test_texts.items()):
+            if path.endswith(".py") and "def test" in text and (source := Source.parse(path, text)):
+                names = solution_names(source.tree, tops, project.tests)
+                self._files[path] = _TestFile(source, names, seed)
 
     @cached_property
     def unchanged(self) -> dict[str, str]:
         """All test files that can be changed, as they are, but written from their syntax trees."""
-        found = {path: self._change(path, lambda function: None)[0] for path in sorted(self._texts)}
-        return {path: text for path, text in found.items() if text is not None}
+        return {path: file.change({})[0] for path, file in self._files.items()}
 
     def change_all(self, number: int | None) -> tuple[dict[str, str], dict[str, TwinKind]]:
         """All test files as a round changes them, or unchanged; the functions that are changed, and how."""
@@ -85,39 +83,78 @@ class TestChanger:
             return self.unchanged, {}
         files: dict[str, str] = {}
         kinds: dict[str, TwinKind] = {}
-        for path in self.unchanged:
-            text, found = self._change(path, lambda function: number)
-            if text is not None:
-                files[path], kinds = text, kinds | found
+        for path, file in self._files.items():
+            files[path], found = file.change(dict.fromkeys(file.tests, number))
+            kinds |= found
         return files, kinds
 
     def change(self, functions: Mapping[str, int]) -> dict[str, str]:
         """Test files in which some functions are as a round changes them."""
-        paths = {function.partition("::")[0] for function in functions}
-        found = {path: self._change(path, functions.get)[0] for path in sorted(paths)}
-        return {path: text for path, text in found.items() if text is not None}
+        paths = sorted({function.partition("::")[0] for function in functions})
+        return {path: self._files[path].change(functions)[0] for path in paths if path in self._files}
 
-    def _change(
-        self, path: str, number_of: Callable[[str], int | None]
-    ) -> tuple[str | None, dict[str, TwinKind]]:
-        source = Source.parse(path, self._texts[path])
-        if source is None:
-            return None, {}
-        names = solution_names(source.tree, self._tops, self._tests)
-        find_values = partial(_values, names=names, others=_others_in(source.tree))
+
+class _TestFile:
+    """A test file by the statements of its module. Only those whose functions are changed are read and
+    written again: the exams of a set of tasks are thousands of files."""
+
+    def __init__(self, source: Source, names: frozenset[str], seed: int) -> None:
+        self._path, self._seed = source.path, seed
+        self._find_values = partial(_values, names=names, others=_others_in(source.tree))
+        self._texts = [_text_of(statement, source.lines) for statement in source.tree.body]
+        self._written = [_write(one, place == 0) for place, one in enumerate(source.tree.body)]
+        tops = {id(statement): place for place, statement in enumerate(source.tree.body)}
+        self.tests: dict[str, set[int]] = {}
+        """Test function -> the statements that define it."""
+        for scope, name in source.scopes.items():
+            if isinstance(scope, Function) and scope.name.startswith("test"):
+                top: ast.AST = scope
+                while id(top) not in tops:
+                    top = source.parents[top]
+                self.tests.setdefault(f"{self._path}::{name}", set()).add(tops[id(top)])
+
+    def change(self, numbers: Mapping[str, int]) -> tuple[str, dict[str, TwinKind]]:
+        """The file with functions as the rounds of these numbers change them, and how they do."""
         kinds: dict[str, TwinKind] = {}
+        written = list(self._written)
+        for place in set[int]().union(*(self.tests[one] for one in numbers.keys() & self.tests.keys())):
+            source = Source.parse(self._path, self._texts[place])
+            assert source is not None, "it is a statement of a file that was parsed"
+            for change in self._choose_changes(source, numbers, kinds):
+                change()
+            written[place] = _write(source.tree.body[0], place == 0)
+        return "".join(written), kinds
+
+    def _choose_changes(
+        self, source: Source, numbers: Mapping[str, int], kinds: dict[str, TwinKind]
+    ) -> list[Callable[[], None]]:
+        """What changes the functions of a statement; `kinds` is given how."""
         chosen: list[_Site] = []
         for scope, name in source.scopes.items():
-            number = number_of(f"{path}::{name}")
-            if number is not None and isinstance(scope, Function) and scope.name.startswith("test"):
-                rng = Random(f"{self._seed} {path} {name}")
-                sites = _sites_of_round(scope, find_values, number, rng)
+            test = f"{self._path}::{name}"
+            if test in numbers and isinstance(scope, Function) and scope.name.startswith("test"):
+                rng = Random(f"{self._seed} {self._path} {name}")
+                sites = _sites_of_round(scope, self._find_values, numbers[test], rng)
                 chosen += sites
                 if sites:
-                    kinds[f"{path}::{name}"] = max(kind for kind, _ in sites)
-        for _, change in chosen:
-            change()
-        return ast.unparse(ast.fix_missing_locations(source.tree)), kinds
+                    kinds[test] = max(kind for kind, _ in sites)
+        return [change for _, change in chosen]
+
+
+def _text_of(statement: ast.stmt, lines: Sequence[str]) -> str:
+    """The lines of a statement of a module, with those of its decorators."""
+    assert statement.end_lineno is not None
+    marks: list[ast.expr] = getattr(statement, "decorator_list", [])
+    first = min(statement.lineno, *(mark.lineno for mark in marks)) if marks else statement.lineno
+    return "\n".join(lines[first - 1 : statement.end_lineno])
+
+
+def _write(statement: ast.stmt, is_first: bool) -> str:
+    """A statement of a module as `ast.unparse` writes it there, after the others."""
+    ast.fix_missing_locations(statement)
+    if is_first:
+        return ast.unparse(ast.Module([statement], []))
+    return ("\n\n" if isinstance(statement, Scope) else "\n") + ast.unparse(statement)
 
 
 def _sites_of_round(function: Function, find_values: _Finder, number: int, rng: Random) -> list[_Site]:
