@@ -74,7 +74,8 @@ class MadeLearning(Demonstration):
             for task in self._choose():
                 shutil.copytree(task, self._suite / task.name, symlinks=True)
         if not chats.exists():
-            options = ("--config", self.config, "--set", f'tasks.directory="{self.tasks}"')
+            chosen = (f'tasks.directory="{self.tasks}"', *self.settings)
+            options = ("--config", self.config, *(word for one in chosen for word in ("--set", one)))
             self.ask("tasks", "sessions", chats, *options, "--count", self.num_sessions)
         return base
 
