@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from etude.kit.durable import write_json
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.base_sources import BaseFile, find_in_store, find_stored, full_name
+from etude.sandbox.images.base_sources import BaseFile, find_in_store, full_name
 from etude.sandbox.images.buildah import Buildah, OnLine, open_buildah
+from etude.sandbox.images.built import BuildInputs, BuildOptions, find_mark, note_build, recall_build
 from etude.sandbox.images.image_store import ImageStore, check_name
+from etude.sandbox.images.last_copy import LastCopy
 from etude.sandbox.images.oci import architecture, export_image, import_image
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.template import Image
-from etude.sandbox.types import NO_NETWORK, Network
 
-DEADLINE_S = 1800.0
 BUILDAH = "buildah"
 """The directory of a store where buildah keeps what it made."""
 _TAIL_CHARS = 2000
@@ -51,26 +52,6 @@ _STEP = re.compile(r'building at STEP "(.*?)": ', re.DOTALL)
 _LOG = re.compile(r"^(Getting image source|Copying |Writing manifest|Storing sign).*\n", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """What all builds of a set have in common."""
-
-    bases: Mapping[str, str] = field(default_factory=dict)
-    """What FROM and COPY --from name -> where that lies: `oci:DIRECTORY[:TAG]`, `oci-archive:FILE`,
-    `docker-archive:FILE`, or the name of an image of the store."""
-    network: Network = NO_NETWORK
-    """What RUN may reach, through the egress proxy."""
-    allow_private: tuple[str, ...] = ()
-    """Exact `IP:port` that it may reach although they are private."""
-    volumes: Mapping[str, Path] = field(default_factory=dict)
-    """Path inside -> file or directory of the host, shown to RUN read-only and part of no layer:
-    certificates, settings of package managers."""
-    deadline_s: float = DEADLINE_S
-    """For one build, bases included."""
-    fresh: bool = False
-    """Whether every instruction runs again."""
-
-
 async def build_image(
     context: Path,
     name: str,
@@ -92,17 +73,48 @@ async def build_image(
     check_name(name)
     options = options or BuildOptions()
     _check_files(context, dockerfile, options)
-    root = store.layers.root
+    build = BuildInputs(context, dockerfile, args or {}, target, options)
+    key = await asyncio.to_thread(build.find_key, store)
+    if not options.fresh and key and (known := await asyncio.to_thread(recall_build, store, key, name)):
+        return known
+    image = await _build_in_two(build, name, store, on_line)
+    if image is None:
+        image = await _build_whole(build, name, store, on_line)
+    if key := await asyncio.to_thread(build.find_key, store):
+        await asyncio.to_thread(note_build, store, key, image)
+    return image
+
+
+async def _build_in_two(
+    build: BuildInputs, name: str, store: ImageStore, on_line: OnLine | None
+) -> Image | None:
+    """The image of a Dockerfile that ends with a copy of a directory, whose beginning is built once for all
+    that begin alike; None for another one."""
+    if build.args or build.target:
+        return None
+    last = await asyncio.to_thread(LastCopy.find, build.context, build.dockerfile)
+    if last is None:
+        return None
+    text = last.beginning.encode(errors="surrogateescape")
+    beginning = f"beginning/{hashlib.sha256(text).hexdigest()[:32]}"
+    with store.layers.scratch() as folder:
+        (folder / "Dockerfile").write_bytes(text)
+        image = await build_image(folder, beginning, store, options=build.options, on_line=on_line)
+    return await asyncio.to_thread(last.add_to, image, name, store)
+
+
+async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line: OnLine | None) -> Image:
+    root, options = store.layers.root, build.options
     try:
         with _proxy(options, root, name) as proxy:
             async with asyncio.timeout(options.deadline_s), open_buildah(root / BUILDAH, proxy) as buildah:
-                build = _Build(buildah, store, options, dockerfile)
-                words = await asyncio.to_thread(build.make_words, context, args or {}, target)
-                return await build.run(words, name, on_line)
+                making = _Build(buildah, store, options, build.dockerfile)
+                words = await asyncio.to_thread(making.make_words, build.context, build.args, build.target)
+                return await making.run(words, name, on_line)
     except TimeoutError as error:
         raise TemplateError(
-            f"the build took longer than {options.deadline_s:g} s and was ended", field=dockerfile,
-            received=str(context), fix="make the build shorter, or allow it more time",
+            f"the build took longer than {options.deadline_s:g} s and was ended", field=build.dockerfile,
+            received=str(build.context), fix="make the build shorter, or allow it more time",
         ) from error  # fmt: skip
 
 
@@ -173,18 +185,13 @@ class _Build:
 
     async def _take(self, image_id: str, name: str) -> Image:
         """Takes what was built into the store, unless it is there from an equal build."""
-        record = await asyncio.to_thread(self.store.recall, image_id)
-        if record is not None:
-            image = Image(name, tuple(record["layers"]), record["env"], record["workdir"], record["user"])
-            if all(map(self.store.layers.has, image.layers)):
-                await asyncio.to_thread(self.store.save, image)
-                return image
+        if known := await asyncio.to_thread(recall_build, self.store, image_id, name):
+            return known
         result = self.buildah.own / "result"
         place = f"oci:{self.buildah.inside(result)}"
         await self._ask("push", "--quiet", "--disable-compression", image_id, place)
         image = await asyncio.to_thread(import_image, result, self.store, name)
-        kept = ("layers", "env", "workdir", "user")
-        await asyncio.to_thread(self.store.note, image_id, {key: getattr(image, key) for key in kept})
+        await asyncio.to_thread(note_build, self.store, image_id, image)
         return image
 
     async def _give_base(self, name: str) -> None:
@@ -214,19 +221,9 @@ class _Build:
     async def _forget_changed(self) -> None:
         """Takes away the names of bases that are not what they were when buildah was given them."""
         for name, mark in (await asyncio.to_thread(self._noted)).items():
-            if await asyncio.to_thread(self._mark, name) != mark:
+            if await asyncio.to_thread(find_mark, name, self.options.bases, self.store) != mark:
                 await self.buildah.run("rmi", "--force", full_name(name))
                 await asyncio.to_thread(self._note, {name: None})
-
-    def _mark(self, name: str) -> str | None:
-        try:
-            file = BaseFile.find(self.options.bases.get(name))
-            if file is not None:
-                return file.mark()
-            image = find_stored(self.options.bases.get(name, name), self.store)
-            return None if image is None else image.digest
-        except TemplateError:
-            return None
 
     def _noted(self) -> dict[str, str]:
         try:
