@@ -17,7 +17,7 @@ from etude.environment.task_images import TaskImages
 from etude.errors import TaskError
 from etude.records import Task
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.building import BuildOptions
+from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.oci import export_image
 from etude.sandbox.template import Image

@@ -51,7 +51,8 @@ def build_command(
 
     Without a directory it builds the guest image of the vm backend from Debian packages.
     """
-    from etude.sandbox.images.building import BuildOptions, build_image
+    from etude.sandbox.images.building import build_image
+    from etude.sandbox.images.built import BuildOptions
     from etude.sandbox.machine_backend import default_state_directory
     from etude.sandbox.types import Network
 

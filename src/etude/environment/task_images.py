@@ -18,7 +18,8 @@ from etude.errors import TaskError
 from etude.records import Task, TaskImage, TaskMachine
 from etude.sandbox.backends import ENGINES, IMAGES
 from etude.sandbox.images.base_sources import find_base
-from etude.sandbox.images.building import BuildOptions, build_image
+from etude.sandbox.images.building import build_image
+from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.oci import export_image
 from etude.sandbox.machine_backend import default_state_directory

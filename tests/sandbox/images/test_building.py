@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from etude.sandbox.images.base_sources import BaseFile, find_base, full_name
 from etude.sandbox.images.buildah import find_ids
 from etude.sandbox.images.building import (
     BUILDAH,
-    BuildOptions,
     bud_words,
     build_image,
     explain_failure,
     find_missing,
 )
+from etude.sandbox.images.built import BuildInputs, BuildOptions, note_build
 from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.images.last_copy import LastCopy
 from etude.sandbox.template import Image
+from etude.sandbox.types import Network
 from tests.sandbox.images.image_builders import (
     Layout,
     file_member,
@@ -161,6 +164,86 @@ def test_a_machine_without_buildah_says_what_to_install(
         asyncio.run(build_image(context, "x", store))
 
 
+@pytest.mark.parametrize(
+    ("dockerfile", "is_split"),
+    [
+        ("FROM a\nRUN b\nWORKDIR /w\nCOPY w/ /w/\n", True),
+        ("FROM a AS b\nFROM a\nCOPY --from=b /x /y\nCOPY w/ /w", True),
+        ("FROM a\nCOPY w/ /w/\nRUN b\n", False),
+        ("FROM a\nCOPY x /x\nCOPY w/ /w/\n", False),
+        ("FROM a\nADD x /x\nCOPY w/ /w/\n", False),
+        ("FROM a\nRUN --mount=type=bind,target=/x b\nCOPY w/ /w/\n", False),
+        ("FROM a\nRUN b \\\nCOPY w/ /w/\n", False),
+        ("FROM a\nRUN <<END\nCOPY w/ /w/\n", False),
+        ("# escape=`\nFROM a\nCOPY w/ /w/\n", False),
+        ("FROM a\nCOPY --chown=1 w/ /w/\n", False),
+        ("FROM a\nCOPY w/ /w/deeper/\n", False),
+        ("FROM a\nCOPY w/* /w/\n", False),
+        ("FROM a\nCOPY none/ /w/\n", False),
+        ("FROM a\nCOPY linked/ /w/\n", False),
+        ("FROM a\nCOPY odd/ /w/\n", False),
+    ],
+)
+def test_only_a_last_copy_of_a_plain_directory_is_done_without_buildah(
+    tmp_path: Path, dockerfile: str, is_split: bool
+) -> None:
+    write_tree(tmp_path, {"Dockerfile": dockerfile, "w/file": "", "odd/.wh.file": ""})
+    (tmp_path / "linked").symlink_to("w")
+    found = LastCopy.find(tmp_path, "Dockerfile")
+    assert (found is not None) == is_split
+    if found is not None:
+        assert found.beginning + dockerfile.rstrip().rpartition("\n")[2] == dockerfile.rstrip()
+    (tmp_path / ".dockerignore").touch()
+    assert LastCopy.find(tmp_path, "Dockerfile") is None
+
+
+def test_an_image_is_built_again_for_whatever_it_is_made_of(store: ImageStore, tmp_path: Path) -> None:
+    context = write_tree(tmp_path / "c", {"Dockerfile": "FROM a:1\nCOPY file /\n", "file": "1"})
+
+    def key(**changes: Any) -> str | None:
+        build = BuildInputs(context, "Dockerfile", {}, None, BuildOptions())
+        return replace(build, **changes).find_key(store)
+
+    def base(data: bytes) -> None:
+        store.save(Image("a:1", (store.layers.add_tar(io.BytesIO(tar_bytes(file_member("f", data)))),)))
+
+    keys = [key()]
+    base(b"1")
+    keys += [
+        key(),
+        key(args={"A": "1"}),
+        key(target="t"),
+        key(options=BuildOptions(network=Network(("h:1",)))),
+    ]
+    base(b"2")
+    keys.append(key())
+    (context / "file").chmod(0o700)
+    keys.append(key())
+    (context / "file").write_text("2")
+    keys.append(key())
+    (context / "file").rename(context / "other")
+    keys.append(key())
+    assert len({*keys}) == len(keys)
+    assert None not in keys
+    write_tree(context, {"Dockerfile": "ARG V\nFROM a:$V\n"})
+    assert key() is None
+
+
+def test_what_was_built_is_found_without_buildah(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    context = write_tree(tmp_path / "c", {"Dockerfile": "FROM scratch\n"})
+    layer = store.layers.add_tar(io.BytesIO(tar_bytes(file_member("f", b""))))
+    key = BuildInputs(context, "Dockerfile", {}, None, BuildOptions()).find_key(store)
+    assert key is not None
+    note_build(store, key, Image("then", (layer,), {"A": "b"}, "/w", "me"))
+    assert asyncio.run(build_image(context, "x", store)) == Image("x", (layer,), {"A": "b"}, "/w", "me")
+    assert store.load("x").layers == (layer,)
+    with pytest.raises(ResourceError, match="apt-get install buildah"):
+        asyncio.run(build_image(context, "x", store, options=BuildOptions(fresh=True)))
+
+
 # By a real buildah
 
 
@@ -266,6 +349,37 @@ def test_a_dockerfile_with_stages_is_built_apart_from_the_host_and_once(
     builds.lines.clear()
     assert builds.build(STAGES, options, args={"COLOUR": "green"}) == image
     assert any("Using cache" in line for line in builds.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+def test_a_last_copy_of_a_directory_gives_the_files_that_buildah_gives_without_asking_it_again(
+    builds: Builds,
+) -> None:
+    beginning = f"FROM {BASE}\nWORKDIR /work\nRUN echo old >a; echo kept >kept; echo >c\n"
+    write_tree(builds.context, {"w/a": "new\n", "w/.b/run": "#!/bin/sh\n", "w/d/e": ""})
+    (builds.context / "w/.b/run").chmod(0o755)
+    (builds.context / "w/link").symlink_to("/nowhere")
+    whole = builds.build(f"{beginning}COPY ./w/ /work/\n")
+    split = builds.build(f"{beginning}COPY w/ /work/\n")
+    assert (split.env, split.workdir, split.user) == (whole.env, whole.workdir, whole.user)
+    assert describe_files(builds.store, split, "work") == describe_files(builds.store, whole, "work")
+    builds.lines.clear()
+    write_tree(builds.context, {"w/a": "newer\n"})
+    assert builds.read(builds.build(f"{beginning}COPY w/ /work/\n"), "/work/a") == "newer\n"
+    assert builds.lines == []
+
+
+def describe_files(store: ImageStore, image: Image, folder: str) -> dict[str, tuple[int, str]]:
+    """Path -> mode and content of what lies in a directory of an image."""
+    found: dict[str, tuple[int, str]] = {}
+    for digest in image.layers:
+        root = store.layers.path(digest)
+        for path in [root / folder, *(root / folder).rglob("*")]:
+            mode = path.lstat().st_mode if path.is_symlink() or path.exists() else 0
+            text = str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else ""
+            found |= {path.relative_to(root).as_posix(): (mode, text)} if mode else {}
+    return found
 
 
 @pytest.mark.slow

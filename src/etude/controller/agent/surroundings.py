@@ -21,7 +21,8 @@ from etude.controller.backends import open_people_backend
 from etude.errors import ConfigError
 from etude.sandbox.backends import ENGINES, IMAGES
 from etude.sandbox.images.base_sources import find_base
-from etude.sandbox.images.building import BuildOptions, build_image
+from etude.sandbox.images.building import build_image
+from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.host_view import HostView, find_environment

@@ -20,7 +20,8 @@ from etude.kit.leftovers import ScratchDirectory
 from etude.records import TaskImage
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import find_base
-from etude.sandbox.images.building import BuildOptions, build_image
+from etude.sandbox.images.building import build_image
+from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Image, Template

@@ -43,7 +43,7 @@ from etude.kit.leftovers import ScratchDirectory
 from etude.kit.tasks import end_tasks
 from etude.observe import Observer
 from etude.records import TaskImage
-from etude.sandbox.images.building import BuildOptions
+from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Network
