@@ -1,4 +1,4 @@
-"""Placement: bounds that always hold, locality, forks, retiring, death."""
+"""Placement: bounds that always hold, forks, retiring, death."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from etude.sandbox.fleet.scheduler import Scheduler
 GB = 1 << 30
 CAPACITY = Capacity(4, 8 * GB, 64 * GB)
 SMALL = Demand(1.0, GB, GB)
-IMAGE_BYTES = 2 * GB
 
 
 def build(num_hosts: int = 4, policy: Policy | None = None, seed: int = 0) -> Scheduler:
     return Scheduler({f"h{n}": CAPACITY for n in range(num_hosts)}, policy, seed)
 
 
-def fill(scheduler: Scheduler, count: int, demand: Demand = SMALL, image: str | None = None) -> list[str]:
+def fill(scheduler: Scheduler, count: int, demand: Demand = SMALL) -> list[str]:
     """Places and confirms sandboxes s0, s1, ...; the host of each."""
     hosts: list[str] = []
     for number in range(count):
-        placement = scheduler.place(Request(demand, image, IMAGE_BYTES if image else 0), 0.0)
+        placement = scheduler.place(Request(demand), 0.0)
         assert placement is not None
         scheduler.confirm(placement.ticket, f"s{number}", 0.0)
         hosts.append(placement.host)
@@ -109,52 +108,6 @@ def test_promises_weigh_what_sandboxes_use_on_average():
     assert placement is not None and placement.host == "h1"
 
 
-def test_an_overdue_image_counts_as_the_last_to_come():
-    scheduler = build(1)
-    host = scheduler.hosts["h0"]
-    for image in ("first", "second"):
-        assert scheduler.place(Request(SMALL, image, 10 * IMAGE_BYTES), 0.0)
-    due_s = host.images["first"]
-    assert host.image_cost("first", IMAGE_BYTES, due_s - 0.5) < host.image_cost(
-        "first", IMAGE_BYTES, due_s + 0.5
-    )
-    scheduler.image_ready("h0", "first", due_s + 1.0)
-    assert host.image_cost("first", IMAGE_BYTES, due_s + 1.0) == 0.0
-
-
-def test_an_image_draws_its_sandboxes_until_the_host_is_much_fuller():
-    scheduler = build(8, Policy(choices=2, miss_weight=0.3, copy_serves=1000.0))
-    hosts = fill(scheduler, 3, image="python")
-    assert len(set(hosts)) == 1
-    hosts = fill(scheduler, 30, image="python")
-    assert len(set(hosts)) > 1
-
-
-def test_a_popular_image_is_copied_sooner_than_a_rare_one():
-    def copies(copy_serves: float) -> int:
-        scheduler = build(8, Policy(miss_weight=0.5, copy_serves=copy_serves))
-        return len(set(fill(scheduler, 6, image="python")))
-
-    assert copies(copy_serves=1.0) > copies(copy_serves=1000.0)
-
-
-def test_fetches_spread_over_networks():
-    scheduler = build(4)
-    hosts = [scheduler.place(Request(SMALL, f"image-{n}", IMAGE_BYTES), 0.0) for n in range(8)]
-    names = [placement.host for placement in hosts if placement]
-    assert {names.count(name) for name in scheduler.hosts} == {2}
-
-
-def test_a_dropped_image_is_a_miss_again():
-    scheduler = build(1)
-    fill(scheduler, 1, image="python")
-    again = scheduler.place(Request(SMALL, "python", IMAGE_BYTES), 0.0)
-    assert again is not None and again.image_there
-    scheduler.image_dropped("h0", "python", 1.0)
-    after = scheduler.place(Request(SMALL, "python", IMAGE_BYTES), 0.0)
-    assert after is not None and not after.image_there
-
-
 def test_a_dead_host_names_what_was_lost_and_gets_nothing():
     scheduler = build(2)
     hosts = fill(scheduler, 6)
@@ -203,20 +156,9 @@ def test_a_suspended_host_is_left_alone_for_a_while():
     assert placement is not None and placement.host == "h0"
 
 
-def test_popularity_decays_and_survives_a_long_time():
-    scheduler = build(1, Policy(popularity_half_life_s=1.0))
-    popularity = scheduler.popularity
-    popularity.add("old", 0.0)
-    popularity.add("old", 0.0)
-    assert popularity.count("old", 1.0) == pytest.approx(1.0)
-    popularity.add("new", 5000.0)
-    assert popularity.count("new", 5000.0) == pytest.approx(1.0)
-    assert popularity.count("old", 5000.0) == pytest.approx(0.0)
-
-
 def test_the_same_seed_places_the_same():
     def run(seed: int) -> list[str]:
-        return fill(build(40, seed=seed), 100, image="python")
+        return fill(build(40, seed=seed), 100)
 
     assert run(1) == run(1)
     assert run(1) != run(2)
@@ -232,9 +174,9 @@ class Books(RuleBasedStateMachine):
         self.running: set[str] = set()
         self.now_s = 0.0
 
-    @rule(cpus=st.floats(0.1, 4), memory=st.integers(1, 3 * GB), image=st.sampled_from([None, "a", "b"]))
-    def place(self, cpus: float, memory: int, image: str | None) -> None:
-        request = Request(Demand(cpus, memory, GB), image, GB if image else 0)
+    @rule(cpus=st.floats(0.1, 4), memory=st.integers(1, 3 * GB))
+    def place(self, cpus: float, memory: int) -> None:
+        request = Request(Demand(cpus, memory, GB))
         placement = self.scheduler.place(request, self.now_s)
         if placement is not None:
             assert self.scheduler.hosts[placement.host].alive

@@ -208,7 +208,7 @@ def test_a_server_that_is_down_at_the_start_is_used_when_it_answers() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["cpus", "memory_bytes", "disk_bytes", "network_bytes_per_s"])
+@pytest.mark.parametrize("name", ["cpus", "memory_bytes", "disk_bytes"])
 def test_a_capacity_that_cannot_be_is_no_answer(name: str) -> None:
     whole = encode_capacity(Capacity(2, 1 << 30, 1 << 40))
     assert decode_capacity(whole) == Capacity(2, 1 << 30, 1 << 40)

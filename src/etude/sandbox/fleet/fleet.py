@@ -77,7 +77,7 @@ class Fleet(SandboxBackend):
         """
         await self.start()
         holder, snapshot_id = (None, None) if snapshot is None else self.registry.locate_snapshot(snapshot)
-        request = self._request(template, resources, holder)
+        request = Request(Demand.of(resources or Resources()), only=holder)
         while True:
             placement = await self.registry.queue.place(request)
             host = self.registry.placed(placement)
@@ -89,7 +89,7 @@ class Fleet(SandboxBackend):
                 "metadata": metadata,
             }
             try:
-                return await self._create_on(host, placement, request.image, template, snapshot_id, asked)
+                return await self._create_on(host, placement, template, snapshot_id, asked)
             except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
                 self._count_failure(host, error)
                 if isinstance(error, SandboxLostError):
@@ -157,7 +157,7 @@ class Fleet(SandboxBackend):
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """As SandboxBackend.import_snapshot, on the host to which a sandbox would go now."""
         await self.start()
-        placement = await self.registry.queue.place(self._request(None, None, None))
+        placement = await self.registry.queue.place(Request(Demand.of(Resources())))
         self.registry.scheduler.cancel(placement.ticket)
         host = self.registry.placed(placement)
         info = await host.call(host.backend.import_snapshot(source))
@@ -236,18 +236,10 @@ class Fleet(SandboxBackend):
         self.registry.scheduler.reopen(self.registry.host(name).name)
         self.registry.queue.pump()
 
-    def _request(self, template: Template | None, resources: Resources | None, holder: str | None) -> Request:
-        image = None if template is None else template.image
-        demand = Demand.of(resources or Resources())
-        if image is None:
-            return Request(demand, only=holder)
-        return Request(demand, image.digest, self.config.image_bytes, only=holder)
-
     async def _create_on(
         self,
         host: FleetHost,
         placement: Placement,
-        image: str | None,
         template: Template | None,
         snapshot: str | None,
         asked: dict[str, object],
@@ -261,8 +253,6 @@ class Fleet(SandboxBackend):
             )
         except BaseException:
             self.registry.scheduler.cancel(placement.ticket)
-            if image is not None and not placement.image_there and not host.is_dead:
-                self.registry.scheduler.image_dropped(host.name, image, self.registry.clock())
             self.registry.queue.pump()
             raise
         if host.is_dead:

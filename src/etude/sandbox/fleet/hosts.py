@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from etude.errors import ConfigError
 from etude.sandbox.types import Resources
 
-CACHED = -math.inf
-"""The arrival time of an image that is there already."""
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -19,12 +16,9 @@ class Capacity:
     cpus: float
     memory_bytes: int
     disk_bytes: int
-    """For the sandboxes' own files; the image cache is counted apart, because it can be emptied."""
-    network_bytes_per_s: float = 25e9 / 8
-    """At which images arrive."""
 
     def __post_init__(self) -> None:
-        for name in ("cpus", "memory_bytes", "disk_bytes", "network_bytes_per_s"):
+        for name in ("cpus", "memory_bytes", "disk_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(
                     "a host has some of everything",
@@ -71,9 +65,6 @@ class Request:
     """A sandbox that wants a place."""
 
     demand: Demand
-    image: str | None = None
-    """Digest of its root file system; None: it needs none that a host would have to fetch."""
-    image_bytes: int = 0
     exclude: frozenset[str] = frozenset()
     """Hosts that failed it already."""
     only: str | None = None
@@ -86,8 +77,6 @@ class Placement:
 
     ticket: int
     host: str
-    image_there: bool
-    """Whether the host had the image or was fetching it when it was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +95,6 @@ class Policy:
     choices: int = 4
     """Hosts drawn at random for each placement. Two already take the imbalance from log n to log log n
     (Mitzenmacher 2001); four also forgive reports that are a second old."""
-    holder_choices: int = 4
-    """Hosts drawn in addition among those that have or fetch the image."""
-    miss_weight: float = 0.1
-    """A host without the image counts as this much more loaded: how far locality may unbalance the fleet
-    before a second copy of the image is fetched instead."""
-    wait_weight: float = 1.2
-    """Added in full when the image would arrive `wait_horizon_s` from now or later, in proportion below:
-    it spreads the fetching over the hosts."""
-    wait_horizon_s: float = 60.0
-    copy_serves: float = 10.0
-    """Recent requests that pay for one copy of an image. Beyond so many for each copy that exists, both
-    weights shrink in proportion: else the few popular images stay on few hosts, fill them, and leave all
-    the fetching of the rare ones to the others."""
     cpu_overcommit: float = 16.0
     """Promised cores per core: an agent's sandbox waits for the model most of the time."""
     memory_overcommit: float = 1.0
@@ -130,7 +106,6 @@ class Policy:
     floor: float = 0.5
     """A host never counts as emptier than this part of what its promises come to on average: sandboxes
     that have just started use little at the moment of the report."""
-    popularity_half_life_s: float = 3600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -168,8 +143,6 @@ class Reservation:
     ticket: int
     host: HostState
     demand: Demand
-    image: str | None
-    image_bytes: int
     sandbox: str | None = None
     confirmed_s: float = math.inf
 
@@ -199,12 +172,6 @@ class HostState:
     reservations: dict[int, Reservation] = field(default_factory=dict)
     fresh: dict[int, Reservation] = field(default_factory=dict)
     """Those among the reservations that the last report cannot have seen."""
-    images: dict[str, float] = field(default_factory=dict)
-    """Image -> when it is expected to have arrived, or CACHED."""
-    fetching: dict[str, int] = field(default_factory=dict)
-    """Image on its way -> its bytes."""
-    network_free_s: float = -math.inf
-    """When everything that is on its way will have arrived."""
     cpu_share: float = field(init=False)
     """Pressure of one promised core; likewise below, of one byte."""
     memory_share: float = field(init=False)
@@ -246,20 +213,6 @@ class HostState:
         usual = max(promised_cpu * use.cpu, promised_memory * use.memory, promised_disk * use.disk)
         return max(busy, full, usual * self.policy.floor)
 
-    def image_cost(self, image: str, image_bytes: int, now_s: float) -> float:
-        """How much more loaded the host counts as because the image is not there (yet)."""
-        policy = self.policy
-        arrival_s = self.images.get(image)
-        if arrival_s is not None:
-            if arrival_s == CACHED:
-                return 0.0
-            if arrival_s < now_s:
-                # Overdue, so others were fetched first: the best guess is that it comes last.
-                arrival_s = max(now_s, self.network_free_s)
-            return policy.wait_weight * min(1.0, (arrival_s - now_s) / policy.wait_horizon_s)
-        wait_s = max(0.0, self.network_free_s - now_s) + image_bytes / self.capacity.network_bytes_per_s
-        return policy.miss_weight + policy.wait_weight * min(1.0, wait_s / policy.wait_horizon_s)
-
     def reserve(self, reservation: Reservation) -> None:
         """Counts a new promise."""
         demand = reservation.demand
@@ -293,19 +246,6 @@ class HostState:
         self.fresh_disk_bytes -= reservation.demand.disk_bytes
         if not self.fresh:
             self.fresh_cpus = 0.0
-
-    def begin_fetch(self, image: str, image_bytes: int, now_s: float) -> None:
-        """An image is on its way, behind those that already are."""
-        duration_s = image_bytes / self.capacity.network_bytes_per_s
-        self.network_free_s = max(now_s, self.network_free_s) + duration_s
-        self.images[image] = self.network_free_s
-        self.fetching[image] = image_bytes
-
-    def end_fetch(self, image: str, now_s: float) -> None:
-        """An image has arrived, or will not: corrects the estimate for those behind it."""
-        if self.fetching.pop(image, None) is not None:
-            left_s = sum(self.fetching.values()) / self.capacity.network_bytes_per_s
-            self.network_free_s = now_s + left_s
 
 
 _LEARNING_RATE = 0.05

@@ -105,8 +105,6 @@ class FleetConfig:
     """Starts that fail in a row, until a host is left alone for a while: else a host that fails fast looks
     empty and attracts everything."""
     suspend_s: float = 10.0
-    image_bytes: int = 2_000_000_000
-    """What an image is taken to measure."""
     policy: Policy = field(default_factory=Policy)
     seed: int = 0
 

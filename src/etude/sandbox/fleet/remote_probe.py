@@ -77,11 +77,10 @@ def encode_capacity(capacity: Capacity) -> dict[str, float]:
 
 def decode_capacity(raw: Any) -> Capacity:
     """Raises ValueError, TypeError or KeyError for what `encode_capacity` does not write."""
-    names = ("cpus", "memory_bytes", "disk_bytes", "network_bytes_per_s")
-    cpus, memory, disk, network = (float(raw[name]) for name in names)
-    if not all(0 < size < float("inf") for size in (cpus, memory, disk, network)):
+    cpus, memory, disk = (float(raw[name]) for name in ("cpus", "memory_bytes", "disk_bytes"))
+    if not all(0 < size < float("inf") for size in (cpus, memory, disk)):
         raise ValueError(f"no capacity: {raw}")
-    return Capacity(cpus, int(memory), int(disk), network)
+    return Capacity(cpus, int(memory), int(disk))
 
 
 def encode_pressure(pressure: Pressure | None) -> dict[str, float] | None:

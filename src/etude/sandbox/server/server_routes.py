@@ -54,7 +54,7 @@ async def pressure(state: State) -> Response:
 
 @router.get("/v1/capacity")
 async def capacity(state: State) -> Response:
-    """What this host has: cores, memory and disk in bytes, network in bytes a second as it is assumed."""
+    """What this host has: cores, memory and disk in bytes."""
     return Json(encode_capacity(await asyncio.to_thread(state.capacity)))
 
 
