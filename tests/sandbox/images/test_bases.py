@@ -146,6 +146,5 @@ def test_a_real_base_is_reproducible(tmp_path: Path) -> None:
         assert (root / "etc/machine-id").read_bytes() == b""
         lists = [path for path in (root / "var/lib/apt/lists").rglob("*") if path.is_file()]
         assert sum(path.stat().st_size for path in lists) == 0
-        store.layers.verify(digest)
         assert leftovers(store.layers) == []
     assert digests[0] == digests[1]
