@@ -52,13 +52,12 @@ def open_archive(stream: Readable, name: str, is_file: bool = False) -> Iterator
     Raises TemplateError, in the block too, for whatever is not a whole archive; `name` stands in it.
     """
     source: Any = stream
+    how: Any = {"tarinfo": Member, "encoding": "utf-8"}
     try:
         with (
-            tarfile.open(fileobj=source, mode="r:", tarinfo=Member, encoding="utf-8")
+            tarfile.open(fileobj=source, mode="r:", **how)
             if is_file
-            else tarfile.open(
-                fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=Member, encoding="utf-8"
-            )
+            else tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, **how)
         ) as archive:
             yield archive
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
