@@ -79,7 +79,7 @@ class Fleet(SandboxBackend):
         holder, snapshot_id = (None, None) if snapshot is None else self.registry.locate_snapshot(snapshot)
         request = Request(Demand.of(resources or Resources()), only=holder)
         while True:
-            placement = await self.registry.queue.place(request)
+            placement = await self.registry.place(request)
             host = self.registry.placed(placement)
             # Resources are the snapshot's where there is one.
             asked: dict[str, object] = {
@@ -157,7 +157,7 @@ class Fleet(SandboxBackend):
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """As SandboxBackend.import_snapshot, on the host to which a sandbox would go now."""
         await self.start()
-        placement = await self.registry.queue.place(Request(Demand.of(Resources())))
+        placement = await self.registry.place(Request(Demand.of(Resources())))
         self.registry.scheduler.cancel(placement.ticket)
         host = self.registry.placed(placement)
         info = await host.call(host.backend.import_snapshot(source))
@@ -203,7 +203,7 @@ class Fleet(SandboxBackend):
         added = self.registry.add(name, host if isinstance(host, HostSpec) else HostSpec(host))
         if self._heartbeats.started:
             await self._heartbeats.watch(added)
-        self.registry.queue.pump()
+        self.registry.queue.serve()
 
     def retire(self, name: str) -> None:
         """Makes nothing new on a host: what runs there goes on to its end, unmoved, and may be copied there.
@@ -234,7 +234,7 @@ class Fleet(SandboxBackend):
     def reopen(self, name: str) -> None:
         """A retired host takes sandboxes again. Raises ConfigError for an unknown one."""
         self.registry.scheduler.reopen(self.registry.host(name).name)
-        self.registry.queue.pump()
+        self.registry.queue.serve()
 
     async def _create_on(
         self,
@@ -253,7 +253,7 @@ class Fleet(SandboxBackend):
             )
         except BaseException:
             self.registry.scheduler.cancel(placement.ticket)
-            self.registry.queue.pump()
+            self.registry.queue.serve()
             raise
         if host.is_dead:
             raise host.lost(inner.id)

@@ -91,7 +91,7 @@ class Heartbeats:
                 demand = Demand.of(info.resources)
                 self._registry.scheduler.adopt(host.name, host.id_of(info.id), demand, began_s)
         self._reconcile(host, {host.id_of(info.id) for info in rows}, began_s)
-        self._registry.queue.pump()
+        self._registry.queue.serve()
 
     async def _watch(self, host: FleetHost) -> None:
         while True:

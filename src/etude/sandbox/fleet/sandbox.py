@@ -74,7 +74,7 @@ class FleetSandbox(WrappedSandbox):
         try:
             return await self._fork(count)
         finally:
-            self._registry.queue.pump()
+            self._registry.queue.serve()
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         """See Sandbox.migrate. Moves it out of the fleet, to a backend that the caller names."""

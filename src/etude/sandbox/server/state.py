@@ -296,10 +296,10 @@ class ServerState:
             gauges["etude_sandbox_live", (("backend", name),)] = num
         for name, backend in self.backends.items():
             if isinstance(backend, PooledBackend):
-                health, labels = backend.health(), (("backend", name),)
-                gauges["etude_sandbox_queue", labels] = sum(health.waiting.values())
-                gauges["etude_sandbox_places", labels] = health.max_live
-                gauges["etude_sandbox_places_held", labels] = health.live
+                labels = (("backend", name),)
+                gauges["etude_sandbox_queue", labels] = sum(backend.waiting.values())
+                gauges["etude_sandbox_places", labels] = backend.max_live
+                gauges["etude_sandbox_places_held", labels] = backend.held
         return self.metrics.text(gauges)
 
     def problems(self) -> list[str]:
@@ -308,7 +308,7 @@ class ServerState:
         for name, backend in self.backends.items():
             found += [f"{name}: {line}" for line in backend.doctor()]
             if isinstance(backend, PooledBackend):
-                found += [f"{name}: {line}" for line in backend.health().problems]
+                found += [f"{name}: {line}" for line in backend.problems]
         return found
 
     def clear_spool(self) -> None:
