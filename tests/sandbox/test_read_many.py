@@ -108,7 +108,7 @@ class Inside:
         self._at_once = at_once
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See calls.Transport."""
+        """See Sandbox.call."""
         path, header = header["path"], prepared(header, "/workspace", {})
         paths, limit_bytes = [header["path"], *header.get("more", [])], header["limit_bytes"]
         at_once = self._at_once.pop(0) if "more" in header and self._at_once else 0
@@ -153,7 +153,7 @@ class Liar:
         self._answer = answer
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See calls.Transport."""
+        """See Sandbox.call."""
         return self._answer
 
 
