@@ -31,10 +31,10 @@ from benchmarks.simulation.fleet.simulation import simulate
 from etude.observe import commit, describe_machine, versions
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import HostSpec
-from etude.sandbox.fleet.hosts import Capacity, Demand, Request
+from etude.sandbox.fleet.hosts import Capacity, Request
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.fleet.scheduler import Scheduler
-from etude.sandbox.types import Capabilities, SandboxInfo
+from etude.sandbox.types import Capabilities, Resources, SandboxInfo
 
 REPETITIONS = 5
 
@@ -73,7 +73,7 @@ class InstantHost:
 
 def decision_s(num_placements: int) -> float:
     """Median time of one decision, the fleet filling up from empty; 125 hosts."""
-    request = Request(Demand(1.0, 512 << 20, 64 << 20))
+    request = Request(Resources(memory_bytes=512 << 20))
     times: list[float] = []
     for seed in range(REPETITIONS):
         hosts = {f"host-{n}": Capacity(64, 512 << 30, 4 << 40) for n in range(125)}

@@ -6,7 +6,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from etude.sandbox.fleet.hosts import Capacity, Demand, Policy
+from etude.sandbox.fleet.hosts import Capacity, Policy
+from etude.sandbox.types import Resources
 
 _Z90 = 1.2815515655446004
 """The 90th percentile of the standard normal distribution."""
@@ -54,7 +55,7 @@ class Scenario:
     num_sandboxes: int = 100_000
     num_hosts: int = 125
     capacity: Capacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
-    demand: Demand = field(default_factory=lambda: Demand(1.0, 512 << 20, 64 << 20))
+    demand: Resources = field(default_factory=lambda: Resources(memory_bytes=512 << 20))
     mean_use: float = 0.4
     """Part of its share of a host that a sandbox uses on average; each draws its own (exponential)."""
     create_slots: int = 64

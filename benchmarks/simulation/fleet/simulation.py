@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections import deque
+from dataclasses import astuple
 
 from benchmarks.simulation.fleet.scenario import Outcome, Scenario
 from benchmarks.simulation.fleet.simulated_host import SimulatedHost, Start
@@ -149,8 +150,9 @@ class _Burst:
 
     def _notice(self, host: SimulatedHost) -> None:
         self.deaths_to_come -= 1
-        lost = self.scheduler.mark_dead(host.name)
-        for ticket in (*map(int, lost.sandboxes), *lost.tickets):
+        lost = list(self.scheduler.hosts[host.name].reservations)
+        self.scheduler.mark_dead(host.name)
+        for ticket in lost:
             start = self.sent.pop(ticket)
             if start.running:
                 start.running, start.asked_s = False, self.clock.now_s
@@ -169,8 +171,8 @@ class _Burst:
         waits = [start.done_s - start.asked_s for start in self.starts]
         cuts = statistics.quantiles(waits, n=100, method="inclusive")
         living = [host for host in self.hosts.values() if host.alive]
-        worst = [host.pressure().worst for host in living]
-        promised = [self.scheduler.hosts[host.name].promised_memory_bytes for host in living]
+        worst = [max(astuple(host.pressure())) for host in living]
+        promised = [self.scheduler.hosts[host.name].promised[1] for host in living]
         recovered_s = max((start.done_s for start in self.lost), default=self.died_s)
         return Outcome(
             burst_s=self.burst_s,

@@ -11,13 +11,14 @@ from benchmarks.simulation.fleet.scenario import Latencies, Latency, Scenario
 from benchmarks.simulation.fleet.simulation import simulate
 
 from etude.sandbox.errors import CapacityError
-from etude.sandbox.fleet.hosts import Capacity, Demand, Policy
+from etude.sandbox.fleet.hosts import Capacity, Policy
+from etude.sandbox.types import Resources
 
 SMALL = Scenario(
     num_sandboxes=1000,
     num_hosts=10,
     capacity=Capacity(16, 64 << 30, 1 << 40),
-    demand=Demand(1.0, 256 << 20, 64 << 20),
+    demand=Resources(memory_bytes=256 << 20),
 )
 
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
-from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fleet.heartbeat import Heartbeats
 from etude.sandbox.fleet.host import FleetHost, HostSpec, kill
-from etude.sandbox.fleet.hosts import Demand, Placement, Request
+from etude.sandbox.fleet.hosts import Placement, Request
 from etude.sandbox.fleet.registry import FleetConfig, Registry
 from etude.sandbox.fleet.sandbox import FleetSandbox
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -77,7 +76,7 @@ class Fleet(SandboxBackend):
         """
         await self.start()
         holder, snapshot_id = (None, None) if snapshot is None else self.registry.locate_snapshot(snapshot)
-        request = Request(Demand.of(resources or Resources()), only=holder)
+        request = Request(resources or Resources(), only=holder)
         while True:
             placement = await self.registry.place(request)
             host = self.registry.placed(placement)
@@ -91,9 +90,7 @@ class Fleet(SandboxBackend):
             try:
                 return await self._create_on(host, placement, template, snapshot_id, asked)
             except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
-                self._count_failure(host, error)
-                if isinstance(error, SandboxLostError):
-                    self.registry.suspect(host)
+                self.registry.suspect(host, error)
                 request = dataclasses.replace(request, exclude=request.exclude | {host.name})
                 if holder or len(request.exclude) >= self.config.attempts or not self._others(request):
                     if isinstance(error, (InfrastructureError, ResourceError)):
@@ -113,7 +110,7 @@ class Fleet(SandboxBackend):
         host, inner_id = self.registry.locate(sandbox_id)
         inner = await host.call(host.backend.connect(inner_id))
         info = await host.call(inner.get_info())
-        self.registry.scheduler.adopt(host.name, sandbox_id, Demand.of(info.resources), self.registry.clock())
+        self.registry.scheduler.adopt(host.name, sandbox_id, info.resources, self.registry.clock())
         return self.registry.wrap(host, inner)
 
     async def list(self) -> list[SandboxInfo]:
@@ -157,7 +154,7 @@ class Fleet(SandboxBackend):
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """As SandboxBackend.import_snapshot, on the host to which a sandbox would go now."""
         await self.start()
-        placement = await self.registry.place(Request(Demand.of(Resources())))
+        placement = await self.registry.place(Request(Resources()))
         self.registry.scheduler.cancel(placement.ticket)
         host = self.registry.placed(placement)
         info = await host.call(host.backend.import_snapshot(source))
@@ -258,14 +255,7 @@ class Fleet(SandboxBackend):
         if host.is_dead:
             raise host.lost(inner.id)
         self.registry.scheduler.confirm(placement.ticket, host.id_of(inner.id), self.registry.clock())
-        host.failures = 0
         return self.registry.wrap(host, inner)
-
-    def _count_failure(self, host: FleetHost, error: Exception) -> None:
-        host.failures += 1
-        host.last_error = f"{type(error).__name__}: {error}"
-        if host.failures >= self.config.failures_to_suspend:
-            self.registry.suspend(host)
 
     def _others(self, request: Request) -> bool:
         """Whether a living host is left that has not failed the request."""

@@ -13,7 +13,7 @@ import contextlib
 from etude.errors import InfrastructureError
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.fleet.host import FleetHost
-from etude.sandbox.fleet.hosts import Demand, Pressure
+from etude.sandbox.fleet.hosts import Pressure
 from etude.sandbox.fleet.registry import Registry
 from etude.sandbox.types import SandboxInfo
 
@@ -70,8 +70,7 @@ class Heartbeats:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             host.missed += 1
-            host.last_error = f"{type(error).__name__}: {error}"
-            self._registry.suspect(host)
+            self._registry.suspect(host, error)
             if host.missed >= self._config.missed_heartbeats and not host.is_dead:
                 self._registry.mark_dead(
                     host.name, f"missed {host.missed} heartbeats; the last: {host.last_error}"
@@ -88,8 +87,7 @@ class Heartbeats:
             self._registry.scheduler.report(host.name, pressure, began_s)
         if adopt:
             for info in rows:
-                demand = Demand.of(info.resources)
-                self._registry.scheduler.adopt(host.name, host.id_of(info.id), demand, began_s)
+                self._registry.scheduler.adopt(host.name, host.id_of(info.id), info.resources, began_s)
         self._reconcile(host, {host.id_of(info.id) for info in rows}, began_s)
         self._registry.queue.serve()
 

@@ -31,10 +31,6 @@ class FleetConfig:
     """How long a request waits for room."""
     max_queued: int = 10_000
     """Requests that wait at once; one more is refused."""
-    failures_to_suspend: int = 3
-    """Starts that fail in a row, until a host is left alone for a while: else a host that fails fast looks
-    empty and attracts everything."""
-    suspend_s: float = 10.0
     policy: Policy = field(default_factory=Policy)
     seed: int = 0
 
@@ -80,24 +76,21 @@ class Registry:
         lost = self.scheduler.mark_dead(name)
         host = self.host(name)
         host.die(reason)
-        for sandbox_id in lost.sandboxes:
+        for sandbox_id in lost:
             sandbox = self._sandboxes.get(sandbox_id)
             if sandbox is not None:
                 sandbox.end(host.lost(sandbox_id))
                 self.drop_handle(sandbox)
-        return list(lost.sandboxes)
+        return lost
 
-    def suspect(self, host: FleetHost) -> None:
-        """The host did not answer: for a while it is the last to be asked, and not shut out, as where all are
-        slow all are suspected."""
-        until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
+    def suspect(self, host: FleetHost, error: BaseException) -> None:
+        """The host did not answer, or failed a start (and one that fails fast looks empty): until it has had
+        time for another heartbeat it is the last to be asked. It is not shut out: where all are slow all are
+        suspected."""
+        host.last_error = f"{type(error).__name__}: {error}"
         if self.hosts.get(host.name) is host:  # else it has left
+            until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
             self.scheduler.hosts[host.name].suspected_until_s = until_s
-
-    def suspend(self, host: FleetHost) -> None:
-        """Starts fail there: for a while nothing is placed on it."""
-        if self.hosts.get(host.name) is host:
-            self.scheduler.hosts[host.name].suspended_until_s = self.clock() + self.config.suspend_s
 
     async def place(self, request: Request) -> Placement:
         """A reservation. Raises CapacityError after the longest wait, or at once if too many wait."""

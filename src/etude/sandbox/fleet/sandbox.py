@@ -45,7 +45,7 @@ class FleetSandbox(WrappedSandbox):
             return await self.host.call(operation(self.inner), undo)
         except (SandboxLostError, SandboxMissingError) as error:
             if isinstance(error, SandboxLostError):
-                self._registry.suspect(self.host)
+                self._registry.suspect(self.host, error)
             self.end(error)
             self._registry.forget(self)
             raise

@@ -22,18 +22,8 @@ from collections.abc import Iterable, Mapping
 
 from etude.errors import ConfigError
 from etude.sandbox.errors import SandboxMissingError
-from etude.sandbox.fleet.hosts import (
-    Capacity,
-    Demand,
-    HostState,
-    Lost,
-    Placement,
-    Policy,
-    Pressure,
-    Request,
-    Reservation,
-    Use,
-)
+from etude.sandbox.fleet.hosts import Capacity, HostState, Placement, Policy, Pressure, Request, Reservation
+from etude.sandbox.types import Resources
 
 _SUSPICION = 1e9
 """Added to the score of a suspected host: more than any pressure."""
@@ -46,7 +36,7 @@ class Scheduler:
         self, hosts: Mapping[str, Capacity] | None = None, policy: Policy | None = None, seed: int = 0
     ) -> None:
         self.policy = policy or Policy()
-        self.use = Use()
+        self.use = [1.0, 1.0, 1.0]
         self.hosts: dict[str, HostState] = {}
         self._open: list[HostState] = []
         """Living hosts that are not retired."""
@@ -88,7 +78,7 @@ class Scheduler:
             score = self._score(host, request, now_s)
             if score < least:
                 best, least = host, score
-        if best is None and request.only is None:
+        if least >= _SUSPICION and request.only is None:
             for host in self._open:
                 score = self._score(host, request, now_s)
                 if score < least:
@@ -102,9 +92,6 @@ class Scheduler:
             raise SandboxMissingError("no such reservation", field="ticket", received=ticket)
         reservation.sandbox, reservation.confirmed_s = sandbox, now_s
         self._by_sandbox[sandbox] = reservation
-        fresh = reservation.host.fresh
-        # Kept in order of confirmation, so that a report need only look at the front.
-        fresh[ticket] = fresh.pop(ticket)
 
     def cancel(self, ticket: int) -> None:
         """The sandbox was not made. Idempotent."""
@@ -118,7 +105,7 @@ class Scheduler:
         if reservation is not None:
             self.cancel(reservation.ticket)
 
-    def adopt(self, host: str, sandbox: str, demand: Demand, now_s: float) -> None:
+    def adopt(self, host: str, sandbox: str, demand: Resources, now_s: float) -> None:
         """Counts a sandbox that was found on a host, even on one that is full. Idempotent."""
         if sandbox not in self._by_sandbox:
             placement = self._reserve(self.hosts[host], demand)
@@ -126,43 +113,20 @@ class Scheduler:
 
     def report(self, host: str, pressure: Pressure, measured_s: float) -> None:
         """The pressure of a host; sandboxes confirmed before `measured_s` are taken to be in it."""
-        state = self.hosts[host]
-        state.live = pressure
-        seen: list[Reservation] = []
-        waiting: list[Reservation] = []
-        for reservation in state.fresh.values():
-            if reservation.sandbox is None:
-                waiting.append(reservation)
-            elif reservation.confirmed_s <= measured_s:
-                seen.append(reservation)
-            else:
-                break
-        for reservation in seen:
-            state.settle(reservation)
-        self.use.learn(state)
-        for reservation in waiting:
-            # Those in flight go behind the confirmed ones.
-            state.fresh[reservation.ticket] = state.fresh.pop(reservation.ticket)
+        self.hosts[host].report(pressure, measured_s)
 
-    def mark_dead(self, host: str) -> Lost:
-        """The host is gone, and with it what ran or was being made there. Idempotent."""
+    def mark_dead(self, host: str) -> list[str]:
+        """The host is gone, and with it what ran there (these sandboxes) or was being made. Idempotent."""
         state = self.hosts[host]
-        if not state.alive:
-            return Lost((), ())
-        state.alive = False
-        self._close(state)
-        sandboxes: list[str] = []
-        tickets: list[int] = []
-        for ticket, reservation in state.reservations.items():
-            del self._reservations[ticket]
-            if reservation.sandbox is None:
-                tickets.append(ticket)
-            else:
-                sandboxes.append(reservation.sandbox)
-                del self._by_sandbox[reservation.sandbox]
-        for rows in (state.reservations, state.fresh):
-            rows.clear()
-        return Lost(tuple(sandboxes), tuple(tickets))
+        if state.alive:
+            state.alive = False
+            self._close(state)
+        lost = [row.sandbox for row in state.reservations.values() if row.sandbox is not None]
+        for sandbox in lost:
+            del self._by_sandbox[sandbox]
+        for ticket in list(state.reservations):
+            self.cancel(ticket)
+        return lost
 
     def reopen(self, host: str) -> None:
         """The host takes sandboxes again. Idempotent."""
@@ -210,14 +174,14 @@ class Scheduler:
     def _score(self, host: HostState, request: Request, now_s: float) -> float:
         if host.retiring and request.only != host.name:
             return math.inf
-        if host.suspended_until_s > now_s or host.name in request.exclude:
+        if host.name in request.exclude:
             return math.inf
         score = host.pressure_with(request.demand)
         if host.suspected_until_s > now_s:
             score += _SUSPICION
         return score
 
-    def _reserve(self, host: HostState, demand: Demand) -> Placement:
+    def _reserve(self, host: HostState, demand: Resources) -> Placement:
         ticket = next(self._tickets)
         self._reservations[ticket] = reservation = Reservation(ticket, host, demand)
         host.reserve(reservation)

@@ -18,7 +18,6 @@ from etude.kit.tasks import Tasks
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Capacity
 from etude.sandbox.fleet.probe import MachineProbe, machine_capacity
-from etude.sandbox.fleet.remote_probe import SharedProbe
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
@@ -183,7 +182,7 @@ class ServerState:
         self.peers = peers
         self._spool = spool or default_state_directory() / "spool"
         self._work: ScratchDirectory | None = None
-        self.probe = SharedProbe(MachineProbe(self._spool))
+        self.probe = MachineProbe(self._spool)
         """Of this host, for fleets."""
         self.metrics = Metrics("etude_sandbox")
         self.templates = TemplateShelf(limits.template_bytes)
