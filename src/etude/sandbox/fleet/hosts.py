@@ -105,9 +105,9 @@ class HostState:
     policy: Policy
     use: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
     """The part of its share that a sandbox uses, as the reports of all hosts show it: a moving average that
-    all hosts of a scheduler share. Promises that no report has seen yet are weighed by it. At their full size a
-    host would seem to empty with each of its reports, and all hosts would send their load to the one that
-    reported last."""
+    all hosts of a scheduler share. Promises that no report has seen yet are weighed by it. At their full
+    size a host would seem to empty with each of its reports, and all hosts would send their load to the one
+    that reported last."""
     live: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """The last report: fractions of the host."""
     alive: bool = True
