@@ -32,7 +32,7 @@ class WaitingLine(Generic[Wanted, Given]):
         """How many wait for each tenant, in the order of their turns."""
         return {tenant: len(line) for tenant, line in self._tenants.items()}
 
-    async def wait(self, wanted: Wanted, timeout_s: float, tenant: str = "") -> Given:
+    async def wait(self, wanted: Wanted, timeout_s: float | None, tenant: str = "") -> Given:
         """What is wanted, once it is this caller's turn. Raises TimeoutError."""
         row = (wanted, asyncio.get_running_loop().create_future())
         self._tenants.setdefault(tenant, deque()).append(row)
@@ -54,21 +54,30 @@ class WaitingLine(Generic[Wanted, Given]):
     def serve(self) -> None:
         """Something has changed: serves from the head on as long as there is enough."""
         while self._tenants:
-            tenant, line = next(iter(self._tenants.items()))
-            wanted, future = line[0]
+            wanted, future = next(iter(self._tenants.values()))[0]
             if not future.done():
                 given = self._take(wanted)
                 if given is None:
                     return
                 future.set_result(given)
-            line.popleft()
-            del self._tenants[tenant]
-            if line:
-                self._tenants[tenant] = line  # behind all others
+            self._pop()
+
+    def refuse(self, error: Exception) -> None:
+        """Whoever is next gets the error."""
+        while self._tenants:
+            future = self._pop()
+            if not future.done():
+                future.set_exception(error)
+                return
 
     def refuse_all(self, error: Exception) -> None:
         """Everyone who waits gets the error."""
-        lines, self._tenants = self._tenants, OrderedDict()
-        for _, future in (row for line in lines.values() for row in line):
-            if not future.done():
-                future.set_exception(error)
+        while self._tenants:
+            self.refuse(error)
+
+    def _pop(self) -> asyncio.Future[Given]:
+        tenant, line = self._tenants.popitem(last=False)
+        _, future = line.popleft()
+        if line:
+            self._tenants[tenant] = line  # behind all others
+        return future

@@ -34,8 +34,8 @@ async def write_archive(
 ) -> None:
     """Writes a root file system to `target`, a tar file in a directory of its own. Takes minutes.
 
-    `epoch_s`: the latest time of a file; `field`: of its errors. Raises ResourceError if mmdebstrap is missing
-    or its sources cannot be reached.
+    `epoch_s`: the latest time of a file; `field`: of its errors. Raises ResourceError if mmdebstrap is
+    missing or its sources cannot be reached.
     """
     tool = shutil.which("mmdebstrap")
     if tool is None:
