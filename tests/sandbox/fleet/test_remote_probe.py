@@ -18,7 +18,7 @@ from etude.sandbox.fleet.probe import NoProbe
 from etude.sandbox.wire_types import encode
 from tests.sandbox.serving import TOKEN, build_app, served  # skips where the server's libraries are missing
 
-from etude.sandbox.fleet.remote_probe import RemoteProbe, decode_pressure  # isort: skip
+from etude.sandbox.fleet.servers import RemoteProbe, decode_pressure  # isort: skip
 from etude.sandbox.remote import RemoteBackend  # isort: skip
 
 part = st.floats(min_value=0, allow_nan=False, allow_infinity=False)

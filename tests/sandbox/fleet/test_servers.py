@@ -19,7 +19,7 @@ from etude.sandbox.types import Resources
 from etude.sandbox.wire_types import encode
 from tests.sandbox.serving import TOKEN, build_app, served  # skips where the libraries are missing
 
-from etude.sandbox.fleet.remote_probe import decode_capacity  # isort: skip
+from etude.sandbox.fleet.servers import decode_capacity  # isort: skip
 from etude.sandbox.fleet.servers import ServerFleet, ServerSpec  # isort: skip
 
 QUICK = FleetConfig(heartbeat_s=0.05, heartbeat_timeout_s=60.0, queue_wait_s=60.0)
