@@ -10,7 +10,6 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.streams import DigestReader, decompressed
@@ -24,18 +23,9 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
 _MAX_LINKS = 8
 
 
-class Blobs(Protocol):
-    """Named parts of an image archive. Blocks."""
-
-    def has(self, name: str) -> bool: ...
-
-    def open(self, name: str) -> contextlib.AbstractContextManager[Readable]:
-        """A part as a stream. Raises TemplateError if it is missing."""
-        ...
-
-
-class DirectoryBlobs(Blobs):
-    """Parts as files below a directory; a name or link that leads out of it names nothing."""
+class DirectoryBlobs:
+    """Named parts of an image archive, as files below a directory. A name or link that leads out of it names
+    nothing."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
@@ -47,6 +37,7 @@ class DirectoryBlobs(Blobs):
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Readable]:
+        """A part as a stream. Raises TemplateError if it is missing."""
         if not self.has(name):
             raise _missing(name)
         try:
@@ -57,8 +48,8 @@ class DirectoryBlobs(Blobs):
             yield file
 
 
-class TarBlobs(Blobs):
-    """Parts as members of an uncompressed tar file, which stays open."""
+class TarBlobs:
+    """The same as members of an uncompressed tar file, which stays open."""
 
     def __init__(self, archive: tarfile.TarFile, name: str) -> None:
         self._archive = archive
@@ -91,6 +82,9 @@ class TarBlobs(Blobs):
             folder = posixpath.dirname(name) if member.issym() else ""
             name = posixpath.join(folder, member.linkname)
         return None
+
+
+Blobs = DirectoryBlobs | TarBlobs
 
 
 @contextlib.contextmanager

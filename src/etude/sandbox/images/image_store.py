@@ -43,7 +43,6 @@ class ImageStore:
 
         Raises TemplateError if a layer is missing, or as `check_name`.
         """
-        check_name(image.name)
         for digest in image.layers:
             self.layers.path(digest)
         record = {
@@ -101,13 +100,8 @@ class ImageStore:
         write_json(self._cache / f"{key}.json", dict(record))
 
     def _file(self, name: str) -> Path:
-        quoted = urllib.parse.quote(name, safe=":", errors="replace")
-        if not name or name.startswith(".") or len(quoted) > _MAX_NAME_BYTES:
-            raise TemplateError(
-                "is no name for an image", field="image", received=name[:100],
-                fix="a short name that does not begin with a dot",
-            )  # fmt: skip
-        return self._images / f"{quoted}.json"
+        check_name(name)
+        return self._images / f"{urllib.parse.quote(name, safe=':')}.json"
 
 
 def check_name(name: str) -> None:

@@ -64,7 +64,7 @@ _GIT = {
 """Files of /etc: a project's history that is shown belongs to another user than the sandbox's."""
 _APT_CONFIG = 'APT::Sandbox::User "root";\n'
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_ETC = {
+ETC = {
     "passwd": f"root:x:0:0::/:/bin/sh\nagent:x:{SANDBOX_UID}:{SANDBOX_UID}::/workspace:/bin/sh\n",
     "group": f"root:x:0:\nagent:x:{SANDBOX_UID}:\n",
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
@@ -172,7 +172,7 @@ def _build_root(prefix: str, images: str, view: Mapping[str, Any]) -> None:
     if not f"{prefix}/".startswith("/usr/"):
         _show(prefix.lstrip("/"))
     git = {**_GIT, "gitconfig": _GIT["gitconfig"] + view["git"]} if view else {}
-    _fill_etc({**_ETC, **git})
+    _fill_etc({**ETC, **git})
     _fill_dev(prefix)
     if view:
         _show_more(view["directories"], view["links"])
