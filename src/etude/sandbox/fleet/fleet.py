@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
 from etude.sandbox.fleet.heartbeat import Heartbeats
@@ -31,6 +31,7 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 
+Info = TypeVar("Info", SandboxInfo, SnapshotInfo)
 _Isolation = Literal["none", "namespaces", "container", "gvisor", "vm"]
 _ISOLATION: tuple[_Isolation, ...] = ("none", "namespaces", "container", "gvisor", "vm")
 """Weakest first."""
@@ -102,7 +103,7 @@ class Fleet(SandboxBackend):
     async def connect(self, sandbox_id: str) -> Sandbox:
         """As SandboxBackend.connect. Raises SandboxLostError if its host is dead."""
         await self.start()
-        known = self.registry.handle(sandbox_id)
+        known = self.registry.sandboxes.get(sandbox_id)
         if known is not None:
             inner = await known.attempt(lambda s: known.host.backend.connect(s.id))
             known.rebind(inner)
@@ -115,27 +116,14 @@ class Fleet(SandboxBackend):
 
     async def list(self) -> list[SandboxInfo]:
         """The sandboxes of all living hosts, oldest first."""
-        await self.start()
-        living = [host for host in self.registry.hosts.values() if not host.is_dead]
-        rows = await asyncio.gather(*(host.call(host.backend.list()) for host in living))
-        infos = [
-            dataclasses.replace(info, id=host.id_of(info.id))
-            for host, infos in zip(living, rows, strict=True)
-            for info in infos
-        ]
+        rows = await self._of_all(lambda backend: backend.list())
+        infos = [dataclasses.replace(info, id=host.id_of(info.id)) for host, info in rows]
         return sorted(infos, key=lambda info: info.created_s)
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
         """The snapshots of all living hosts, oldest first."""
-        await self.start()
-        living = [host for host in self.registry.hosts.values() if not host.is_dead]
-        rows = await asyncio.gather(*(host.call(host.backend.list_snapshots()) for host in living))
-        infos = [
-            dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
-            for host, infos in zip(living, rows, strict=True)
-            for info in infos
-        ]
-        return sorted(infos, key=lambda info: info.created_s)
+        rows = await self._of_all(lambda backend: backend.list_snapshots())
+        return sorted((_snapshot_of(host, info) for host, info in rows), key=lambda info: info.created_s)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """As SandboxBackend.delete_snapshot."""
@@ -158,7 +146,7 @@ class Fleet(SandboxBackend):
         self.registry.scheduler.cancel(placement.ticket)
         host = self.registry.placed(placement)
         info = await host.call(host.backend.import_snapshot(source))
-        return dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
+        return _snapshot_of(host, info)
 
     async def close(self) -> None:
         """Stops the heartbeats and closes every living host's backend. Idempotent."""
@@ -192,8 +180,7 @@ class Fleet(SandboxBackend):
         """
         if self._closed:
             raise SandboxError("the fleet is closed", field="sandbox.backend", received="fleet")
-        if not self._heartbeats.started:
-            await self._heartbeats.start()
+        await self._heartbeats.start()
 
     async def add_host(self, name: str, host: SandboxBackend | HostSpec) -> None:
         """One more host. Raises ConfigError if there is one of that name."""
@@ -233,6 +220,15 @@ class Fleet(SandboxBackend):
         self.registry.scheduler.reopen(self.registry.host(name).name)
         self.registry.queue.serve()
 
+    async def _of_all(
+        self, ask: Callable[[SandboxBackend], Coroutine[Any, Any, list[Info]]]
+    ) -> list[tuple[FleetHost, Info]]:
+        """What the backends of all living hosts answer."""
+        await self.start()
+        living = [host for host in self.registry.hosts.values() if not host.is_dead]
+        rows = await asyncio.gather(*(host.call(ask(host.backend)) for host in living))
+        return [(host, info) for host, infos in zip(living, rows, strict=True) for info in infos]
+
     async def _create_on(
         self,
         host: FleetHost,
@@ -263,6 +259,10 @@ class Fleet(SandboxBackend):
             host.is_open and name not in request.exclude
             for name, host in self.registry.scheduler.hosts.items()
         )
+
+
+def _snapshot_of(host: FleetHost, info: SnapshotInfo) -> SnapshotInfo:
+    return dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
 
 
 def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:

@@ -26,19 +26,15 @@ class Heartbeats:
         self._config = registry.config
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._starting = asyncio.Lock()
-        self._started = False
-
-    @property
-    def started(self) -> bool:
+        self.started = False
         """Whether the hosts are being watched."""
-        return self._started
 
     async def start(self) -> None:
         """Looks at every host once, counts what runs there already, then watches. Idempotent."""
         async with self._starting:
-            if not self._started:
+            if not self.started:
                 await asyncio.gather(*(self.watch(host) for host in self._registry.hosts.values()))
-                self._started = True
+                self.started = True
 
     async def watch(self, host: FleetHost) -> None:
         """Looks at a host once, and from then on regularly."""
@@ -123,12 +119,11 @@ class Heartbeats:
             sandbox_id = reservation.sandbox
             if sandbox_id is None or reservation.confirmed_s > began_s or sandbox_id in found:
                 continue
-            sandbox = self._registry.handle(sandbox_id)
+            sandbox = self._registry.sandboxes.pop(sandbox_id, None)
             if sandbox is not None:
                 sandbox.end(
                     SandboxMissingError("the sandbox has ended", field="sandbox", received=sandbox_id)
                 )
-                self._registry.drop_handle(sandbox)
             self._registry.scheduler.release(sandbox_id)
 
     async def _fence(self, host: FleetHost, rows: list[SandboxInfo]) -> bool:

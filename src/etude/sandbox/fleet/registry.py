@@ -48,7 +48,8 @@ class Registry:
         )
         """Of one tenant: a request for much room is not starved by many for little."""
         self.hosts: dict[str, FleetHost] = {}
-        self._sandboxes: dict[str, FleetSandbox] = {}
+        self.sandboxes: dict[str, FleetSandbox] = {}
+        """Those of which somebody holds a handle."""
 
     def add(self, name: str, spec: HostSpec) -> FleetHost:
         """One more host. Raises ConfigError for a name that is taken or no name."""
@@ -77,10 +78,9 @@ class Registry:
         host = self.host(name)
         host.die(reason)
         for sandbox_id in lost:
-            sandbox = self._sandboxes.get(sandbox_id)
+            sandbox = self.sandboxes.pop(sandbox_id, None)
             if sandbox is not None:
                 sandbox.end(host.lost(sandbox_id))
-                self.drop_handle(sandbox)
         return lost
 
     def suspect(self, host: FleetHost, error: BaseException) -> None:
@@ -122,22 +122,14 @@ class Registry:
 
     def forget(self, sandbox: FleetSandbox) -> None:
         """A sandbox has ended: its place is free."""
-        self.drop_handle(sandbox)
+        self.sandboxes.pop(sandbox.id, None)
         self.scheduler.release(sandbox.id)
         self.queue.serve()
 
     def wrap(self, host: FleetHost, inner: Sandbox) -> FleetSandbox:
         """A handle for a sandbox whose place is confirmed."""
-        sandbox = self._sandboxes[host.id_of(inner.id)] = FleetSandbox(self, host, inner)
+        sandbox = self.sandboxes[host.id_of(inner.id)] = FleetSandbox(self, host, inner)
         return sandbox
-
-    def handle(self, sandbox_id: str) -> FleetSandbox | None:
-        """The handle of a sandbox, if somebody holds one."""
-        return self._sandboxes.get(sandbox_id)
-
-    def drop_handle(self, sandbox: FleetSandbox) -> None:
-        """Nobody finds the sandbox by its id any more."""
-        self._sandboxes.pop(sandbox.id, None)
 
     def host(self, name: str) -> FleetHost:
         """A host by name, dead or alive. Raises ConfigError."""

@@ -101,8 +101,9 @@ class VmBackend(MachineBackend):
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         """See MachineBackend.boot: a copy of the warmed guest, with the template's files."""
         image, accelerator = await self._prepare()
-        template = await self._templates.get(image, sandbox.spec.resources, accelerator)
-        machine = await self._start(sandbox, template.hardware, image, template.directory)
+        hardware = Hardware.for_resources(sandbox.spec.resources, accelerator)
+        source = await self._templates.get(image, sandbox.spec.resources, hardware)
+        machine = await self._start(sandbox, hardware, image, source)
         channel = Channel(machine.qemu.take_line(), sandbox.id)
         try:
             # Without waiting for the greeting in between: both requests are answered in order.
@@ -226,7 +227,7 @@ class VmBackend(MachineBackend):
         return machine
 
     async def _continue(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
-        """Lets a held machine go on where its state was taken. Ids begin behind those that it may answer yet."""
+        """Lets a held machine go on where its state was taken. Ids begin behind those it may answer yet."""
         await self._step("restore: standing")
         channel = Channel(machine.qemu.take_line(), sandbox.id, next_id)
         try:
