@@ -20,7 +20,7 @@ from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.local.cgroups import ControlGroups, _sweep
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
-from tests.sandbox.scenes import becomes_true, below, has_processes, on_backend
+from tests.sandbox.scenes import becomes_true, below, has_processes, on_backend, spare_counts
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = f"etude-{owner_key()}-"
@@ -153,7 +153,7 @@ def test_groups_go_with_their_sandbox_and_with_the_backend(tmp_path: Path, group
             return sum(path.is_dir() for parent in set(own_groups()) - before for path in parent.iterdir())
 
         assert await has_processes(backend, 3)
-        num_ready, _ = backend.spare_counts
+        num_ready, _ = spare_counts(backend)
         assert count() == 3 * (3 + num_ready)
         assert all(
             read(path / "cgroup.procs")

@@ -105,8 +105,7 @@ class Fleet(SandboxBackend):
         await self.start()
         known = self.registry.sandboxes.get(sandbox_id)
         if known is not None:
-            inner = await known.attempt(lambda s: known.host.backend.connect(s.id))
-            known.rebind(inner)
+            known.inner = await known.attempt(lambda s: known.host.backend.connect(s.id))
             return known
         host, inner_id = self.registry.locate(sandbox_id)
         inner = await host.call(host.backend.connect(inner_id))

@@ -54,10 +54,6 @@ class FleetSandbox(WrappedSandbox):
         """Every later call raises `reason`."""
         self._gone = self._gone or reason
 
-    def rebind(self, inner: Sandbox) -> None:
-        """The same sandbox by a new handle of the same host."""
-        self.inner = inner
-
     async def get_info(self) -> SandboxInfo:
         return replace(await super().get_info(), id=self.id)
 
