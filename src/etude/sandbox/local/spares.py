@@ -118,6 +118,8 @@ class Spares:
             self._making.add(spare.channel)
             await spare.channel.answer(READY, CLONE_S)
             await asyncio.get_running_loop().run_in_executor(self._mover, self._enter, spare)
+            if spare.channel.closed:
+                raise SandboxError("the first process of a sandbox has died", field="sandbox.backend")
             self._keep(spare)
         except Exception as error:
             if spare is not None:
