@@ -41,8 +41,8 @@ class WaitingLine(Generic[Wanted, Given]):
             async with asyncio.timeout(timeout_s):
                 return await row[1]
         except BaseException:
-            line = self._tenants.get(tenant, ())
-            if row in line:
+            line = self._tenants.get(tenant)
+            if line is not None and row in line:
                 line.remove(row)
                 if not line:
                     del self._tenants[tenant]
