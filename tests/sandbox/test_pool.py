@@ -443,6 +443,22 @@ LineMachine.TestCase.settings = settings(stateful_step_count=25)
 TestLine = LineMachine.TestCase
 
 
+def test_a_refusal_is_for_whoever_is_next_alone() -> None:
+    async def scenario() -> None:
+        line = WaitingLine[int, int](lambda wanted: None, lambda given: None)
+        waiting = [asyncio.ensure_future(line.wait(1, None)) for _ in range(2)]
+        await asyncio.sleep(0)
+        line.refuse(SandboxError("no"))
+        with pytest.raises(SandboxError, match="no"):
+            await waiting[0]
+        assert len(line) == 1 and not waiting[1].done()
+        line.refuse_all(SandboxError("closed"))
+        with pytest.raises(SandboxError, match="closed"):
+            await waiting[1]
+
+    asyncio.run(scenario())
+
+
 def test_a_line_serves_tenants_in_turns_and_each_in_order_and_a_large_wish_before_small_ones() -> None:
     async def run() -> list[tuple[str, int]]:
         room, served = Room(), list[tuple[str, int]]()
