@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import json
 import math
-import random
 import statistics
 import sys
 import time
@@ -32,17 +31,12 @@ from benchmarks.simulation.fleet.simulation import simulate
 from etude.observe import commit, describe_machine, versions
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import HostSpec
-from etude.sandbox.fleet.hosts import Capacity, Demand, Policy, Request
+from etude.sandbox.fleet.hosts import Capacity, Request
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.fleet.scheduler import Scheduler
-from etude.sandbox.types import Capabilities, SandboxInfo
+from etude.sandbox.types import Capabilities, Resources, SandboxInfo
 
 REPETITIONS = 5
-STORE_BYTES_PER_S = 100e9 / 8
-"""Egress of a store that is one server: four host networks."""
-LAZY_FRACTION = 0.064
-"""Part of an image that is read until a container is up: Harter et al., Slacker, FAST 2016."""
-NO_LOCALITY = Policy(holder_choices=0, miss_weight=0.0, wait_weight=0.0)
 
 
 class InstantSandbox:
@@ -78,17 +72,14 @@ class InstantHost:
 
 
 def decision_s(num_placements: int) -> float:
-    """Median time of one decision, the fleet filling up from empty; 125 hosts, 10,000 images."""
-    weights = list(itertools.accumulate(1 / n for n in range(1, 10_001)))
-    demand = Demand(1.0, 512 << 20, 64 << 20)
+    """Median time of one decision, the fleet filling up from empty; 125 hosts."""
+    request = Request(Resources(memory_bytes=512 << 20))
     times: list[float] = []
     for seed in range(REPETITIONS):
         hosts = {f"host-{n}": Capacity(64, 512 << 30, 4 << 40) for n in range(125)}
         scheduler = Scheduler(hosts, seed=seed)
-        names = random.Random(seed).choices(range(10_000), cum_weights=weights, k=num_placements)
-        requests = [Request(demand, f"image-{n}", 2_000_000_000) for n in names]
         began_s = time.perf_counter()
-        for number, request in enumerate(requests):
+        for number in range(num_placements):
             scheduler.place(request, number * 1e-5)
         times.append((time.perf_counter() - began_s) / num_placements)
     return statistics.median(times)
@@ -111,25 +102,9 @@ async def create_overhead_s(num_creates: int = 5000, at_once: int = 100) -> floa
 
 def scenarios(base: Scenario) -> dict[str, tuple[str, Scenario]]:
     """Prefix of the figures -> (what it is, scenario). The empty prefix is the headline."""
-    store = replace(base, store_bytes_per_s=STORE_BYTES_PER_S)
-    lazy = {"needed_fraction": LAZY_FRACTION}
-    everything = base.num_images * base.image_bytes
     return {
-        "": ("cold, whole images, a store as fast as the hosts' networks", base),
-        "no_locality_": ("the same, placed by pressure alone", replace(base, policy=NO_LOCALITY)),
-        "store_100g_": ("cold, whole images, a store of 100 Gb/s", store),
-        "peers_100g_no_locality_": (
-            "the same, placed by pressure alone, hosts serve each other",
-            replace(store, policy=NO_LOCALITY, peers=True),
-        ),
-        "peers_100g_": ("cold, whole images, 100 Gb/s, hosts serve each other", replace(store, peers=True)),
-        "lazy_": ("cold, start after 6.4 % of the image", replace(base, **lazy)),
-        "lazy_100g_": ("the same, a store of 100 Gb/s", replace(store, **lazy)),
-        "warm_": ("every image on every host", replace(base, warm=True, cache_bytes=2 * everything)),
-        "warm_serial_": (
-            "the same, each host starts one at a time",
-            replace(base, warm=True, cache_bytes=2 * everything, create_slots=1),
-        ),
+        "": ("each host starts 64 at once", base),
+        "serial_": ("each host starts one at a time", replace(base, create_slots=1)),
     }
 
 
@@ -147,7 +122,7 @@ def print_row(title: str, outcome: Outcome) -> None:
     bound, least_s = outcome.bound
     print(
         f"{title:62s} {outcome.burst_s:8.1f} {outcome.start_p50_s:8.2f} {outcome.start_p99_s:8.1f} "
-        f"{outcome.pressure_spread:7.3f} {outcome.promised_spread:7.3f} {outcome.fetches:7d} "
+        f"{outcome.pressure_spread:7.3f} {outcome.promised_spread:7.3f} "
         f"{outcome.lost:6d} {outcome.recover_s:7.1f} {least_s:8.1f} {bound}",
         flush=True,
     )
@@ -159,18 +134,12 @@ def measure(base: Scenario, with_all: bool) -> tuple[dict[str, float], dict[str,
     details: dict[str, Any] = {}
     print(
         f"{'':62s} {'burst s':>8s} {'p50 s':>8s} {'p99 s':>8s} {'spread':>7s} {'promis.':>7s} "
-        f"{'fetches':>7s} {'lost':>6s} {'recover':>7s} {'bound s':>8s}"
+        f"{'lost':>6s} {'recover':>7s} {'bound s':>8s}"
     )
     for prefix, (title, scenario) in scenarios(base).items():
         if prefix and not with_all:
             continue
         healthy = simulate(scenario)
-        if "no_locality" in prefix:
-            # For comparison only.
-            print_row(title, healthy)
-            figures |= figures_of(prefix, healthy)
-            details[f"{prefix}burst"] = {"what": title, **asdict(healthy)}
-            continue
         dying = simulate(replace(scenario, death_fraction=0.02, death_at_s=healthy.burst_s / 2))
         for part, name, outcome in (("", title, healthy), ("deaths_", "  with 2 % of hosts dying", dying)):
             print_row(name, outcome)

@@ -1,17 +1,10 @@
-"""A network of capacities and transfers in virtual time.
-
-Every transfer runs from one endpoint to another, at the smaller of the two fair shares. What one side leaves
-unused is not given to others, so the rates are a lower bound of max-min fairness. Background transfers
-move only where no foreground transfer touches either endpoint.
-"""
+"""Events in virtual time."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 Action = Callable[[], None]
 
@@ -37,91 +30,3 @@ class VirtualClock:
         while self._heap and not until():
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
-
-
-@dataclass(slots=True, eq=False)
-class Endpoint:
-    """One direction of a network interface, or a store's egress."""
-
-    bytes_per_s: float
-    """math.inf: never the bottleneck."""
-    foreground: dict[Flow, None] = field(default_factory=dict)
-    background: dict[Flow, None] = field(default_factory=dict)
-
-    def share(self, is_background: bool) -> float:
-        """The rate that each transfer of that kind may have here."""
-        if self.bytes_per_s == math.inf:
-            return math.inf
-        if is_background:
-            return 0.0 if self.foreground else self.bytes_per_s / len(self.background)
-        return self.bytes_per_s / len(self.foreground)
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """One transfer."""
-
-    source: Endpoint
-    sink: Endpoint
-    left_bytes: float
-    done: Action
-    is_background: bool
-    rate: float = 0.0
-    since_s: float = 0.0
-    """Up to when `left_bytes` is settled."""
-    version: int = 0
-    """Of its planned end: one planned at another rate is void."""
-
-
-class Transfers:
-    """All transfers under way."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-
-    def start(
-        self, source: Endpoint, sink: Endpoint, num_bytes: float, done: Action, is_background: bool = False
-    ) -> Flow:
-        """Begins a transfer; `done` is called at its end."""
-        flow = Flow(source, sink, num_bytes, done, is_background, since_s=self._clock.now_s)
-        for end in (source, sink):
-            (end.background if is_background else end.foreground)[flow] = None
-        self._rebalance(flow)
-        return flow
-
-    def stop(self, flow: Flow) -> None:
-        """Breaks a transfer off; `done` is not called."""
-        flow.version = -1
-        for end in (flow.source, flow.sink):
-            (end.background if flow.is_background else end.foreground).pop(flow, None)
-        self._rebalance(flow)
-
-    def _rebalance(self, cause: Flow) -> None:
-        """New rates for all that share an endpoint with a transfer that began or ended."""
-        for end in (cause.source, cause.sink):
-            if end.bytes_per_s == math.inf:
-                if cause in end.foreground or cause in end.background:
-                    self._set_rate(cause)
-                continue
-            for flow in (*end.foreground, *end.background):
-                self._set_rate(flow)
-
-    def _set_rate(self, flow: Flow) -> None:
-        rate = min(flow.source.share(flow.is_background), flow.sink.share(flow.is_background))
-        if rate == flow.rate:
-            return
-        now_s = self._clock.now_s
-        flow.left_bytes -= flow.rate * (now_s - flow.since_s)
-        flow.rate, flow.since_s = rate, now_s
-        flow.version += 1
-        self._plan(flow)
-
-    def _plan(self, flow: Flow) -> None:
-        if flow.rate > 0:
-            version = flow.version
-            self._clock.after(max(0.0, flow.left_bytes) / flow.rate, lambda: self._end(flow, version))
-
-    def _end(self, flow: Flow, version: int) -> None:
-        if flow.version == version:
-            self.stop(flow)
-            flow.done()

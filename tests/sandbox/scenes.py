@@ -147,11 +147,17 @@ def first_process(backend: ForkServerBackend, sandbox: Sandbox) -> int:
     return sandbox.channel.peer_pid or below(fork_server(backend))[0]
 
 
+def spare_counts(backend: ForkServerBackend) -> tuple[int, int]:
+    """First processes that wait for a sandbox, and those that are being made."""
+    spares = backend._spares
+    return (0, 0) if spares is None else spares.counts
+
+
 async def has_processes(backend: ForkServerBackend, count: int) -> bool:
     """Whether the fork server comes to have `count` processes below it, beside the spares that are ready."""
 
     def holds() -> bool:
-        num_ready, num_making = backend.spare_counts
+        num_ready, num_making = spare_counts(backend)
         return num_making == 0 and len(below(fork_server(backend))) == count + num_ready
 
     return await becomes_true(holds)

@@ -16,9 +16,8 @@ from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.inside.frames import Header, Unpacker, pack
-from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.machine import MachineSandbox, Outputs
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.outputs import Outputs
 from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 

@@ -33,6 +33,7 @@ from tests.sandbox.scenes import (
     open_descriptors,
     open_local,
     resident_bytes,
+    spare_counts,
     unchecked_template,
 )
 
@@ -268,7 +269,7 @@ def test_many_first_sandboxes_share_one_fork_server(tmp_path: Path) -> None:
         assert backend.launcher_pid is not None
         assert backend.launcher_pid in below(os.getpid())
         assert await has_processes(backend, 5)
-        assert len(set(below(os.getpid())) - known) == 2 + 5 + backend.spare_counts[0]
+        assert len(set(below(os.getpid())) - known) == 2 + 5 + spare_counts(backend)[0]
 
     on_backend(tmp_path, scenario)
 

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from etude.errors import SandboxError
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
-from etude.sandbox.places import FairQueue, Places, Waiter
 from etude.sandbox.pool import PooledBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
+from etude.sandbox.waiting import WaitingLine
 from tests.sandbox.backends import with_sandbox
 from tests.sandbox.test_contract import FILES, SCENARIOS
 
@@ -94,7 +94,7 @@ def test_the_bound_counts_forks_and_kills_free_places_once() -> None:
     async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
         parent = await pool.create(ONE)
         copies = await parent.fork(2)
-        assert pool.places.held == 3
+        assert pool.held == 3
         with pytest.raises(CapacityError):
             await parent.fork(1)
         with pytest.raises(CapacityError, match="3 places in all"):
@@ -103,9 +103,9 @@ def test_the_bound_counts_forks_and_kills_free_places_once() -> None:
         assert not isinstance(first, SandboxError)
         await asyncio.gather(first.kill(), first.kill())
         await first.kill()
-        assert pool.places.held == 2
+        assert pool.held == 2
         await pool.create(ONE)
-        assert pool.places.held == 3
+        assert pool.held == 3
         assert len(await pool.list()) == 3
 
     in_pool(3, scenario, 0.2)
@@ -116,8 +116,9 @@ def test_the_error_names_the_limit_who_waits_and_the_fix() -> None:
         await pool.create(ONE)
         other = asyncio.ensure_future(pool.create(ONE, metadata={"tenant": "amber"}))
         await asyncio.sleep(0)
+        pool.queue_timeout_s = 0.02
         with pytest.raises(CapacityError) as caught:
-            await pool.places.acquire("blue", 1, 0.02)
+            await pool.create(ONE, metadata={"tenant": "blue"})
         assert "1 of 1 are held" in caught.value.message
         assert "amber: 1" in caught.value.message
         assert caught.value.field == "pool.max_live"
@@ -157,7 +158,7 @@ def test_a_sandbox_that_expires_frees_its_place() -> None:
         assert (await other.get_info()).state == "running"
         with pytest.raises(SandboxMissingError):
             await pool.connect(brief.id)
-        assert pool.places.held == 1
+        assert pool.held == 1
 
     in_pool(1, scenario)
 
@@ -169,7 +170,7 @@ def test_a_sandbox_that_dies_by_itself_frees_its_place_for_who_waits() -> None:
         await asyncio.sleep(0)
         await next(iter(inner.live)).kill()
         await waiting
-        assert pool.places.held == 1
+        assert pool.held == 1
 
     in_pool(1, scenario)
 
@@ -179,7 +180,7 @@ def test_a_paused_sandbox_holds_no_place_and_waits_to_wake() -> None:
         sleeper = await pool.create(ONE)
         await sleeper.pause("filesystem")
         await sleeper.pause("filesystem")
-        assert pool.places.held == 0
+        assert pool.held == 0
         other = await pool.create(ONE)
         with pytest.raises(CapacityError):
             await sleeper.resume()
@@ -188,10 +189,10 @@ def test_a_paused_sandbox_holds_no_place_and_waits_to_wake() -> None:
         again = await pool.connect(sleeper.id)
         await sleeper.resume()
         assert again is sleeper
-        assert pool.places.held == 1
+        assert pool.held == 1
         await sleeper.pause("filesystem")
         await sleeper.kill()
-        assert pool.places.held == 0
+        assert pool.held == 0
 
     async def bounded(pool: PooledBackend, inner: SlowBackend) -> None:
         await scenario(pool, inner)
@@ -216,15 +217,15 @@ def test_a_sandbox_that_is_waking_keeps_its_place_while_others_wait() -> None:
         waking = asyncio.ensure_future(sleeper.resume())
         await begun.wait()
         waiting = asyncio.ensure_future(pool.create(ONE))
-        await until(lambda: len(pool.places.queue) == 1)
+        await until(lambda: sum(pool.waiting.values()) == 1)
         await pool._look()
-        assert pool.places.held == len(pool.places.queue) == 1
+        assert pool.held == sum(pool.waiting.values()) == 1
         gate.set()
         await waking
-        assert pool.places.held == len(pool.places.queue) == 1
+        assert pool.held == sum(pool.waiting.values()) == 1
         await sleeper.kill()
         await waiting
-        assert pool.places.held == 1
+        assert pool.held == 1
 
     in_pool(1, scenario)
 
@@ -235,12 +236,12 @@ def test_a_sandbox_that_is_killed_while_it_waits_to_wake_takes_no_place() -> Non
         await sleeper.pause("filesystem")
         other = await pool.create(ONE)
         waking = asyncio.ensure_future(sleeper.resume())
-        await until(lambda: len(pool.places.queue) == 1)
+        await until(lambda: sum(pool.waiting.values()) == 1)
         await sleeper.kill()
         await other.kill()
         with pytest.raises(SandboxMissingError):
             await waking
-        assert pool.places.held == 0
+        assert pool.held == 0
         inner.most_live = 1  # the memory backend counts sleeping ones as live
 
     in_pool(1, scenario)
@@ -250,16 +251,16 @@ def test_a_cancelled_start_and_a_failed_start_give_their_places_back() -> None:
     async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
         inner.gate.clear()
         starting = asyncio.ensure_future(pool.create(ONE))
-        await until(lambda: pool.places.held == 1)
+        await until(lambda: pool.held == 1)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert pool.places.held == 0
+        assert pool.held == 0
         inner.gate.set()
         inner.failures = 1
         with pytest.raises(SandboxError, match="on purpose"):
             await pool.create(ONE)
-        assert pool.places.held == 0
+        assert pool.held == 0
 
     in_pool(1, scenario)
 
@@ -285,13 +286,13 @@ def test_a_sandbox_moves_from_pool_to_pool_and_so_does_its_place() -> None:
         sandbox = await source.create(ONE, metadata={"tenant": "amber"})
         await sandbox.files.write("b.txt", "2")
         moved = await sandbox.migrate(target)
-        assert (source.places.held, target.places.held) == (0, 1)
+        assert (source.held, target.held) == (0, 1)
         assert await moved.files.read("b.txt") == b"2"
         again = await source.create(ONE)
         with pytest.raises(CapacityError):
             await again.migrate(target)
         assert (await again.get_info()).state == "running"
-        assert source.places.held == 1
+        assert source.held == 1
         await source.close()
         await target.close()
 
@@ -311,14 +312,31 @@ def test_a_pooled_sandbox_gives_the_results_of_its_backend(scenario: Any) -> Non
     assert asyncio.run(run()) == with_sandbox("memory", FILES, scenario)
 
 
-class PlacesMachine(RuleBasedStateMachine):
+class Room:
+    """Three places, and who waits for them."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.line = WaitingLine(self._take, self.release)
+
+    def _take(self, num: int) -> int | None:
+        if self.held + num > 3:
+            return None
+        self.held += num
+        return num
+
+    def release(self, num: int) -> None:
+        self.held -= num
+
+
+class LineMachine(RuleBasedStateMachine):
     """Any order of asking, cancelling, timing out and giving back keeps the invariants."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.places = Places(3)
-        self.waiting: list[tuple[asyncio.Task[None], str, int]] = []
+        self.room = Room()
+        self.waiting: list[tuple[asyncio.Task[int], str, int]] = []
         self.granted: list[int] = []
         self.served_since: dict[int, list[str]] = {}
 
@@ -354,8 +372,8 @@ class PlacesMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from("abc"), num=st.integers(1, 3))
     def ask(self, tenant: str, num: int) -> None:
-        async def begin() -> asyncio.Task[None]:
-            return asyncio.ensure_future(self.places.acquire(tenant, num, 1000.0))
+        async def begin() -> asyncio.Task[int]:
+            return asyncio.ensure_future(self.room.line.wait(num, 1000.0, tenant))
 
         task = self.loop.run_until_complete(begin())
         self.waiting.append((task, tenant, num))
@@ -366,14 +384,18 @@ class PlacesMachine(RuleBasedStateMachine):
     def ask_for_no_time(self) -> None:
         async def brief() -> bool:
             try:
-                await self.places.acquire("d", 1, 0.0)
-            except CapacityError:
+                await self.room.line.wait(1, 0.0, "d")
+            except TimeoutError:
                 return False
             return True
 
         if self.loop.run_until_complete(brief()):
             self.granted.append(1)
         self.turn()
+
+    def give(self, num: int) -> None:
+        self.room.release(num)
+        self.room.line.serve()
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -385,30 +407,25 @@ class PlacesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         num = self.granted.pop(data.draw(st.integers(0, len(self.granted) - 1)))
-        self.places.release(num)
+        self.give(num)
         self.turn()
 
     @precondition(lambda self: self.granted and self.waiting)
     @rule(data=st.data())
     def give_back_and_cancel_at_once(self, data: st.DataObject) -> None:
         """The cancelled one may just have been served."""
-        self.places.release(self.granted.pop())
+        self.give(self.granted.pop())
         data.draw(st.sampled_from(self.waiting))[0].cancel()
         self.turn()
 
     @invariant()
     def never_more_than_there_are(self) -> None:
-        assert 0 <= self.places.held <= self.places.total
+        assert 0 <= self.room.held <= 3
 
     @invariant()
     def what_is_held_is_what_was_granted(self) -> None:
-        assert self.places.held == sum(self.granted)
-        assert len(self.places.queue) == len(self.waiting)
-
-    @invariant()
-    def nobody_waits_who_could_be_served(self) -> None:
-        head = self.places.queue.head()
-        assert head is None or head.num > self.places.free
+        assert self.room.held == sum(self.granted)
+        assert len(self.room.line) == len(self.waiting)
 
     @invariant()
     def nobody_is_passed_over(self) -> None:
@@ -422,15 +439,42 @@ class PlacesMachine(RuleBasedStateMachine):
                 assert all(served.count(other) <= 1 for other in set(served) - {"d"}), served
 
 
-PlacesMachine.TestCase.settings = settings(stateful_step_count=25)
-TestPlaces = PlacesMachine.TestCase
+LineMachine.TestCase.settings = settings(stateful_step_count=25)
+TestLine = LineMachine.TestCase
 
 
-def test_fair_queue_serves_tenants_round_robin_and_each_in_order() -> None:
+def test_a_refusal_is_for_whoever_is_next_alone() -> None:
+    async def scenario() -> None:
+        line = WaitingLine[int, int](lambda wanted: None, lambda given: None)
+        waiting = [asyncio.ensure_future(line.wait(1, None)) for _ in range(2)]
+        await asyncio.sleep(0)
+        line.refuse(SandboxError("no"))
+        with pytest.raises(SandboxError, match="no"):
+            await waiting[0]
+        assert len(line) == 1 and not waiting[1].done()
+        line.refuse_all(SandboxError("closed"))
+        with pytest.raises(SandboxError, match="closed"):
+            await waiting[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_line_serves_tenants_in_turns_and_each_in_order_and_a_large_wish_before_small_ones() -> None:
     async def run() -> list[tuple[str, int]]:
-        queue, loop = FairQueue(), asyncio.get_running_loop()
-        for tenant, num in (("a", 1), ("a", 2), ("b", 1), ("a", 3), ("c", 1), ("b", 2)):
-            queue.push(Waiter(tenant, num, loop.create_future()))
-        return [(waiter.tenant, waiter.num) for waiter in (queue.pop() for _ in range(6))]
+        room, served = Room(), list[tuple[str, int]]()
+        room.held = 3
 
-    assert asyncio.run(run()) == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("a", 3)]
+        async def ask(tenant: str, num: int) -> None:
+            await room.line.wait(num, 60.0, tenant)
+            served.append((tenant, num))
+
+        rows = (("a", 1), ("a", 3), ("b", 2), ("a", 1), ("c", 1), ("b", 1))
+        tasks = [asyncio.create_task(ask(*row)) for row in rows]
+        for _ in range(30):
+            await asyncio.sleep(0)
+            room.held = max(0, room.held - 1)
+            room.line.serve()
+        await asyncio.gather(*tasks)
+        return served
+
+    assert asyncio.run(run()) == [("a", 1), ("b", 2), ("c", 1), ("a", 3), ("b", 1), ("a", 1)]

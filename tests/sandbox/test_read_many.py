@@ -97,6 +97,11 @@ def test_files_that_fill_an_answer_come_in_several(tmp_path: Path) -> None:
     in_sandbox(tmp_path, scenario, {str(n): str(n) * (1 << 20) for n in range(9)})
 
 
+def files_of(line: Any) -> Files:
+    """The files of a sandbox of which there is nothing but this line."""
+    return Files(line)
+
+
 class Inside:
     """A line to a program inside that answers for as many files at a time as it likes."""
 
@@ -108,7 +113,7 @@ class Inside:
         self._at_once = at_once
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See calls.Transport."""
+        """See Sandbox.call."""
         path, header = header["path"], prepared(header, "/workspace", {})
         paths, limit_bytes = [header["path"], *header.get("more", [])], header["limit_bytes"]
         at_once = self._at_once.pop(0) if "more" in header and self._at_once else 0
@@ -137,9 +142,9 @@ def test_whatever_the_program_inside_can_the_outcome_is_that_of_single_reads(
     contents: dict[str, bytes], paths: list[str], at_once: list[int], limit_bytes: int
 ) -> None:
     async def run() -> None:
-        files = Files(Inside(contents, list(at_once)))
+        files = files_of(Inside(contents, list(at_once)))
         together = [told(outcome) for outcome in await files.read_many(paths, limit_bytes)]
-        assert together == await one_by_one(Files(Inside(contents, [])), paths, limit_bytes)
+        assert together == await one_by_one(files_of(Inside(contents, [])), paths, limit_bytes)
 
     asyncio.run(run())
 
@@ -153,7 +158,7 @@ class Liar:
         self._answer = answer
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See calls.Transport."""
+        """See Sandbox.call."""
         return self._answer
 
 
@@ -181,12 +186,12 @@ def test_an_answer_that_makes_no_sense_is_the_agents_doing_and_of_no_one_file(
     rows: object, payload: bytes
 ) -> None:
     with pytest.raises(SandboxKilledByAgentError, match="makes no sense"):
-        asyncio.run(Files(Liar(({"files": rows}, payload))).read_many(["a", "b"], 3))
+        asyncio.run(files_of(Liar(({"files": rows}, payload))).read_many(["a", "b"], 3))
 
 
 def test_more_bytes_than_were_asked_for_are_refused_of_an_older_program_as_well() -> None:
     with pytest.raises(SandboxKilledByAgentError, match="makes no sense"):
-        asyncio.run(Files(Liar(({}, b"abcd"))).read_many(["a", "b"], 3))
+        asyncio.run(files_of(Liar(({}, b"abcd"))).read_many(["a", "b"], 3))
 
 
 def test_a_cancelled_reader_leaves_the_line_usable(tmp_path: Path) -> None:

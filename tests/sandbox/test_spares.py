@@ -27,6 +27,7 @@ from tests.sandbox.scenes import (
     has_processes,
     on_backend,
     open_descriptors,
+    spare_counts,
 )
 
 HOG = """
@@ -132,7 +133,7 @@ def test_a_group_that_cannot_be_entered_fails_the_start_and_leaves_nothing(tmp_p
         assert groups.limited == []
         assert await backend.list() == []
         assert await has_processes(backend, 0)
-        assert backend.spare_counts == (0, 0)
+        assert spare_counts(backend) == (0, 0)
         groups.error = None
         assert (await (await backend.create()).commands.run("echo on")).stdout == "on\n"
 
@@ -143,7 +144,7 @@ def test_a_spare_that_has_died_is_no_sandbox(tmp_path: Path) -> None:
     async def scenario(backend: GroupedBackend) -> None:
         await (await backend.create()).kill()
         assert await has_processes(backend, 0)
-        assert backend.spare_counts == (2, 0)
+        assert spare_counts(backend) == (2, 0)
         for pid in below(fork_server(backend)):
             os.kill(pid, signal.SIGKILL)
         assert await becomes_true(lambda: below(fork_server(backend)) == [])
@@ -171,7 +172,7 @@ def test_starts_that_were_given_up_leave_their_spares_to_others(tmp_path: Path) 
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(result, MachineSandbox) for result in results] == [False] * 4 + [True] * 2
         assert await has_processes(backend, 2)
-        num_ready, _ = backend.spare_counts
+        num_ready, _ = spare_counts(backend)
         assert num_ready >= 2
         more = [await backend.create() for _ in range(num_ready)]
         assert await has_processes(backend, 2 + len(more))
@@ -186,7 +187,7 @@ def test_a_close_while_a_process_is_being_moved_leaves_nothing(tmp_path: Path) -
         await backend.create()
         groups.may_enter.clear()
         tasks = [asyncio.create_task(backend.create()) for _ in range(6)]
-        assert await becomes_true(lambda: backend.spare_counts[0] == 0 and backend.spare_counts[1] > 0)
+        assert await becomes_true(lambda: spare_counts(backend)[0] == 0 and spare_counts(backend)[1] > 0)
         before = set(below(fork_server(backend)))
         asyncio.get_running_loop().call_later(0.1, groups.may_enter.set)
         await backend.close()
@@ -217,6 +218,6 @@ def test_a_sandbox_holds_nothing_of_the_spares_beside_it(tmp_path: Path) -> None
 def test_without_groups_nothing_waits(tmp_path: Path) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         await backend.create()
-        assert backend.spare_counts == (0, 0)
+        assert spare_counts(backend) == (0, 0)
 
     on_backend(tmp_path, scenario, "unisolated")

@@ -17,7 +17,6 @@ from etude.errors import ConfigError
 from etude.sandbox.errors import PathOutsideError
 from etude.sandbox.inside import memory_watch
 from etude.sandbox.inside.frames import FrameError, Unpacker, pack
-from etude.sandbox.inside.namespaces import without_mounts_below
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.testrunner import shorten
 from etude.sandbox.local.doctor import find_problems
@@ -113,12 +112,6 @@ def test_locks_that_may_be_a_neighbours_are_not_counted(
     no_processes: Any = SimpleNamespace(table=dict)
     settings: Any = SimpleNamespace(memory_bytes=1 << 30, has_groups=True, sockets=None)
     assert memory_watch.MemoryWatch(no_processes, settings).is_exceeded() is exceeded
-
-
-def test_a_directory_with_a_mount_below_is_not_covered() -> None:
-    mounts = "30 1 0:26 / /root/usr rw - ext4 a rw\n31 30 0:27 / /root/usr/lib/wsl rw - 9p b rw\n"
-    mounts += "32 1 0:26 / /root/opt rw - ext4 a rw\n33 1 0:26 / /root/opt2/x rw - ext4 a rw\n"
-    assert without_mounts_below(["usr", "opt"], mounts) == ["opt"]
 
 
 def test_a_machine_without_a_table_is_refused() -> None:

@@ -6,7 +6,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from etude.sandbox.fleet.hosts import Capacity, Demand, Policy
+from etude.sandbox.fleet.hosts import Capacity, Policy
+from etude.sandbox.types import Resources
 
 _Z90 = 1.2815515655446004
 """The 90th percentile of the standard normal distribution."""
@@ -38,7 +39,7 @@ class Latencies:
     """Durations that the simulation takes as given."""
 
     create: Latency = Latency(0.0044, 0.0078)
-    """Of one start with its image there, on one core: measured on the local backend (docs/sandbox.md)."""
+    """Of one start, on one core: measured on the local backend (docs/sandbox.md)."""
     rpc: Latency = Latency(0.0005, 0.001)
     """One way between the control plane and a host: assumed, a data centre's usual."""
     dispatch_s: float = 2e-5
@@ -53,31 +54,12 @@ class Scenario:
 
     num_sandboxes: int = 100_000
     num_hosts: int = 125
-    capacity: Capacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40, 25e9 / 8))
-    demand: Demand = field(default_factory=lambda: Demand(1.0, 512 << 20, 64 << 20))
+    capacity: Capacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
+    demand: Resources = field(default_factory=lambda: Resources(memory_bytes=512 << 20))
     mean_use: float = 0.4
     """Part of its share of a host that a sandbox uses on average; each draws its own (exponential)."""
-    num_images: int = 10_000
-    image_bytes: int = 2_000_000_000
-    zipf: float = 1.0
-    """Exponent of the images' popularity."""
-    warm: bool = False
-    """All images are on all hosts."""
-    store_bytes_per_s: float = math.inf
-    """Egress of the image store in all; infinite: it serves every host at the speed of its network."""
-    store_slots: int = 128
-    """Transfers that a store of finite egress serves at once."""
-    peers: bool = False
-    """Hosts serve each other: an image leaves the store once at a time, and not while a host has it."""
-    needed_fraction: float = 1.0
-    """Part of an image that must be there for a start; the rest follows in the background."""
-    fetch_slots: int = 4
-    """Images that one host fetches at once: those first for which most sandboxes wait."""
-    upload_slots: int = 4
     create_slots: int = 64
     """Sandboxes that one host starts at once."""
-    cache_bytes: int = 4_000_000_000_000
-    """Of images on one host; the longest unused goes first, and none that a sandbox runs from."""
     death_fraction: float = 0.0
     """Part of the hosts (rounded up) that dies at `death_at_s`."""
     death_at_s: float = math.inf
@@ -108,13 +90,6 @@ class Outcome:
     """Their maximum less their minimum, as a fraction of a host."""
     promised_spread: float
     """The same of what was promised."""
-    distinct_images: int
-    fetches: int
-    """Images that arrived on a host (far enough to start from)."""
-    fetches_from_peers: int
-    evictions: int
-    whole_s: float
-    """Until the last image was whole everywhere."""
     lost: int
     """Sandboxes that ran or were being started on hosts that died; all were asked for again."""
     recover_s: float

@@ -1,8 +1,8 @@
 """A burst of sandboxes on simulated hosts, placed by the real scheduler.
 
-A discrete-event simulation: virtual clock, fair sharing of networks, one serial control plane. A start goes
+A discrete-event simulation: virtual clock, one serial control plane. A start goes
 
-    request -> control plane (`Scheduler.place`) -> host -> image there? else fetch -> create slot -> running
+    request -> control plane (`Scheduler.place`) -> host -> create slot -> running
 
 and all of it is repeated for what was lost with a host, once missed heartbeats have shown its death: until
 then the scheduler goes on sending starts there, as a real one would. Given the same scenario the
@@ -11,16 +11,15 @@ outcome is the same, real times excepted.
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 import time
 from collections import deque
+from dataclasses import astuple
 
 from benchmarks.simulation.fleet.scenario import Outcome, Scenario
 from benchmarks.simulation.fleet.simulated_host import SimulatedHost, Start
-from benchmarks.simulation.fleet.sources import ImageSources
-from benchmarks.simulation.flows import Transfers, VirtualClock
+from benchmarks.simulation.flows import VirtualClock
 
 from etude.sandbox.errors import CapacityError
 from etude.sandbox.fleet.hosts import Request
@@ -44,8 +43,7 @@ class _Burst:
         }
         capacities = dict.fromkeys(self.hosts, scenario.capacity)
         self.scheduler = Scheduler(capacities, scenario.policy, scenario.seed)
-        self.sources = ImageSources(scenario, Transfers(self.clock), self._arrived)
-        self.starts = [Start(image) for image in self._draw_images()]
+        self.starts = [Start() for _ in range(scenario.num_sandboxes)]
         self.pending = deque(self.starts)
         """Not placed yet, in order."""
         self.dispatching = False
@@ -54,22 +52,15 @@ class _Burst:
         self.num_running = 0
         self.num_placements = 0
         self.scheduler_s = 0.0
-        self.cold_images = {start.image for start in self.starts}
-        """Asked for, and on no host when the burst begins."""
         self.burst_s = 0.0
-        self.fetches = 0
-        self.evictions = 0
-        self.whole_s = 0.0
         self.died_s = 0.0
         self.deaths_to_come = scenario.num_deaths
         """Hosts that will die, or have died unnoticed."""
         self.lost: list[Start] = []
 
     def run(self) -> Outcome:
-        """The burst, from the requests until all run and all images are whole."""
+        """The burst, from the requests until all run."""
         scenario = self.scenario
-        if scenario.warm:
-            self._warm()
         for number, host in enumerate(self.hosts.values()):
             offset_s = scenario.latencies.heartbeat_s * number / scenario.num_hosts
             self.clock.at(offset_s, lambda host=host: self._beat(host))
@@ -87,25 +78,7 @@ class _Burst:
                 received=f"{self.num_running} of {self.scenario.num_sandboxes} running",
                 fix="give the hosts more room, or the policy more overcommit",
             )
-        if self.num_running < self.scenario.num_sandboxes:
-            return False
-        busy = any(host.background_flow or host.background for host in self.hosts.values() if host.alive)
-        return not self.deaths_to_come and not busy
-
-    def _draw_images(self) -> list[str]:
-        scenario = self.scenario
-        weights = itertools.accumulate(n**-scenario.zipf for n in range(1, scenario.num_images + 1))
-        names = [f"image-{n:05d}" for n in range(scenario.num_images)]
-        return self.random.choices(names, cum_weights=list(weights), k=scenario.num_sandboxes)
-
-    def _warm(self) -> None:
-        images = sorted({start.image for start in self.starts})
-        for image, name in itertools.product(images, self.hosts):
-            host = self.hosts[name]
-            host.cache.add(image, self.scenario.image_bytes)
-            self.sources.hold(host, image)
-            self.scheduler.image_ready(name, image, 0.0)
-            self.cold_images.discard(image)
+        return self.num_running == self.scenario.num_sandboxes and not self.deaths_to_come
 
     # The control plane: one request after the other.
 
@@ -117,8 +90,7 @@ class _Burst:
     def _dispatch(self) -> None:
         self.dispatching = False
         start = self.pending[0]
-        # All bytes count, also where a part is enough to start: the rest takes the network's time too.
-        request = Request(self.scenario.demand, start.image, self.scenario.image_bytes)
+        request = Request(self.scenario.demand)
         began = time.perf_counter()
         placement = self.scheduler.place(request, self.clock.now_s)
         self.scheduler_s += time.perf_counter() - began
@@ -156,39 +128,6 @@ class _Burst:
     def _receive(self, host: SimulatedHost, start: Start, ticket: int) -> None:
         if not host.alive:
             return
-        image = start.image
-        host.cache.use(image)
-        if image in host.cache:
-            self._create(host, start, ticket)
-            return
-        host.waiting.setdefault(image, []).append(start)
-        if image not in host.active:
-            host.queue[image] = None
-            self._fetch(host)
-
-    def _fetch(self, host: SimulatedHost) -> None:
-        while (image := host.next_fetch()) is not None:
-            self.sources.fetch(host, image)
-
-    def _arrived(self, host: SimulatedHost, image: str, is_whole: bool) -> None:
-        """An image is on the host: enough of it to start, or all."""
-        now_s = self.clock.now_s
-        if is_whole:
-            self.whole_s = now_s
-        if image in host.active:
-            del host.active[image]
-            self.fetches += 1
-            for old in host.cache.add(image, self.scenario.image_bytes):
-                self.evictions += 1
-                host.whole.discard(old)
-                self.sources.forget(host, old)
-                self.scheduler.image_dropped(host.name, old, now_s)
-            self.scheduler.image_ready(host.name, image, now_s)
-            for start in host.waiting.pop(image, []):
-                self._create(host, start, start.ticket)
-        self._fetch(host)
-
-    def _create(self, host: SimulatedHost, start: Start, ticket: int) -> None:
         duration_s = self.scenario.latencies.create.sample(self.random)
         end_s = host.begin_create(self.clock.now_s, duration_s)
         self.clock.at(end_s, lambda: self._created(host, start, ticket))
@@ -205,15 +144,15 @@ class _Burst:
         self.died_s = self.clock.now_s
         for host in self.random.sample(list(self.hosts.values()), self.scenario.num_deaths):
             host.alive = False
-            self.sources.host_died(host)
             # The last of the missed heartbeats is missed when its own deadline is over.
             noticed_s = host.last_beat_s + (latencies.missed_heartbeats + 1) * latencies.heartbeat_s
             self.clock.at(noticed_s, lambda host=host: self._notice(host))
 
     def _notice(self, host: SimulatedHost) -> None:
         self.deaths_to_come -= 1
-        lost = self.scheduler.mark_dead(host.name)
-        for ticket in (*map(int, lost.sandboxes), *lost.tickets):
+        lost = list(self.scheduler.hosts[host.name].reservations)
+        self.scheduler.mark_dead(host.name)
+        for ticket in lost:
             start = self.sent.pop(ticket)
             if start.running:
                 start.running, start.asked_s = False, self.clock.now_s
@@ -232,8 +171,8 @@ class _Burst:
         waits = [start.done_s - start.asked_s for start in self.starts]
         cuts = statistics.quantiles(waits, n=100, method="inclusive")
         living = [host for host in self.hosts.values() if host.alive]
-        worst = [host.pressure().worst for host in living]
-        promised = [self.scheduler.hosts[host.name].promised_memory_bytes for host in living]
+        worst = [max(astuple(host.pressure())) for host in living]
+        promised = [self.scheduler.hosts[host.name].promised[1] for host in living]
         recovered_s = max((start.done_s for start in self.lost), default=self.died_s)
         return Outcome(
             burst_s=self.burst_s,
@@ -242,11 +181,6 @@ class _Burst:
             pressure_mean=statistics.fmean(worst),
             pressure_spread=max(worst) - min(worst),
             promised_spread=(max(promised) - min(promised)) / self.scenario.capacity.memory_bytes,
-            distinct_images=len({start.image for start in self.starts}),
-            fetches=self.fetches,
-            fetches_from_peers=self.sources.num_from_peers,
-            evictions=self.evictions,
-            whole_s=self.whole_s,
             lost=len(self.lost),
             recover_s=recovered_s - self.died_s,
             bounds_s=self._bounds(),
@@ -255,14 +189,10 @@ class _Burst:
         )
 
     def _bounds(self) -> dict[str, float]:
-        """What each resource alone would take at best, each image that no host has fetched once."""
+        """What each resource alone would take at best."""
         scenario, latencies = self.scenario, self.scenario.latencies
-        needed = len(self.cold_images) * scenario.image_bytes * scenario.needed_fraction
-        speed = scenario.capacity.network_bytes_per_s
         slots = scenario.num_hosts * min(scenario.create_slots, scenario.capacity.cpus)
         return {
-            "host networks": needed / (scenario.num_hosts * speed),
-            "image store": needed / scenario.store_bytes_per_s,
             "control plane": scenario.num_sandboxes * latencies.dispatch_s,
             "starts": scenario.num_sandboxes * latencies.create.mean_s / slots,
         }

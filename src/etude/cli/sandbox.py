@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -32,11 +34,29 @@ from etude.cli.sandbox_options import (
     run,
 )
 from etude.cli.sandbox_server import add_server_commands
-from etude.errors import UserError
+from etude.errors import EtudeError, UserError
 
 sandbox_app = typer.Typer(
     name="sandbox", help="Run, fork, snapshot and serve sandboxes.", no_args_is_help=True
 )
+
+
+_CHECKED = ("local", "gvisor", "vm", "docker", "podman")
+_TRIAL_S = 180.0
+"""Longest trial: a guest under emulation boots for a while the first time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """What is known of one backend here."""
+
+    backend: str
+    works: bool
+    start_s: float | None
+    """Time of start + first command of the trial."""
+    isolation: str
+    problems: tuple[str, ...]
+    """Each with its fix."""
 
 
 @sandbox_app.command("run", context_settings={"allow_interspersed_args": False})
@@ -94,9 +114,11 @@ def doctor_command(as_json: JsonOption = False, state: StateOption = None) -> No
 
     The exit code is 2 if none works.
     """
-    from etude.sandbox.doctor import examine_backends
 
-    findings = run(examine_backends(state))
+    async def work() -> list[Finding]:
+        return [await _examine(name, state) for name in _CHECKED]  # one after the other
+
+    findings = run(work())
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     else:
@@ -105,7 +127,36 @@ def doctor_command(as_json: JsonOption = False, state: StateOption = None) -> No
         raise typer.Exit(EXIT_MISTAKE)
 
 
-def _print_findings(findings: list[Any]) -> None:
+async def _examine(name: str, state: Path | None) -> Finding:
+    """Tries a backend for real: start, a command, kill."""
+    from etude.sandbox.backends import open_backend
+
+    try:
+        backend = open_backend(name, state)
+    except EtudeError as error:
+        return Finding(name, False, None, "", (str(error),))
+    isolation = backend.capabilities().isolation
+    try:
+        problems = tuple(await asyncio.to_thread(backend.doctor))
+        if problems:
+            return Finding(name, False, None, isolation, problems)
+        async with asyncio.timeout(_TRIAL_S):
+            start_s = time.perf_counter()
+            sandbox = await backend.create()
+            result = await sandbox.commands.run("echo works", timeout_s=_TRIAL_S)
+            took_s = time.perf_counter() - start_s
+        works = result.stdout == "works\n"
+        trouble = () if works else (f"a command answered {result!r}",)
+        return Finding(name, works, took_s if works else None, isolation, trouble)
+    except TimeoutError:
+        return Finding(name, False, None, isolation, (f"no sandbox within {_TRIAL_S:.0f} s",))
+    except EtudeError as error:
+        return Finding(name, False, None, isolation, (str(error),))
+    finally:
+        await backend.close()
+
+
+def _print_findings(findings: list[Finding]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("backend", "works", "isolation", "start + command"):
         table.add_column(name)

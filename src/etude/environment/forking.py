@@ -14,7 +14,6 @@ from etude.environment.branching import hold, let_go, live_processes, replay
 from etude.environment.origins import user_of
 from etude.errors import ConfigError, InfrastructureError, SandboxError
 from etude.sandbox.errors import LiveProcessesError
-from etude.sandbox.migration import abilities_of
 from etude.sandbox.refusals import check_count
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ async def fork_at(
 async def fidelity_of(session: EnvironmentSession) -> str:
     """What a copy of the session's sandbox holds: `full`, `filesystem`, or nothing where it cannot be
     copied."""
-    return (await abilities_of(session.site.backend)).fork or ""
+    return (await session.site.backend.hello()).fork or ""
 
 
 async def _check_processes(session: EnvironmentSession) -> None:

@@ -49,7 +49,6 @@ from etude.sandbox.errors import (
     Unsupported,
 )
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.migration import abilities_of
 from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.archives import pack_texts
 from etude.tasks.exams import MAX_OUTCOME_BYTES, OUTCOMES, read_exams, read_outcomes
@@ -255,7 +254,7 @@ async def _untouched(task: Task, backend: SandboxBackend, given: Resources) -> F
 
 async def check_isolation(backend: SandboxBackend) -> None:
     """Raises Unsupported where a task's scripts would change the files of this machine."""
-    found = await abilities_of(backend)
+    found = await backend.hello()
     if found.isolation == "none":
         raise Unsupported(
             f"{found.backend} does not isolate a task's scripts, which write to /tests and /logs",

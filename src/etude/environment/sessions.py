@@ -39,7 +39,6 @@ from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.interface import Sandbox
-from etude.sandbox.migration import abilities_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources, SnapshotKind
 
@@ -308,7 +307,7 @@ class EnvironmentSession:
         async with self._lock:
             if self.state not in ("open", "paused"):
                 raise self._unusable()
-            able = (await abilities_of(self.site.backend)).pause
+            able = (await self.site.backend.hello()).pause
             kind: SnapshotKind = "full" if "full" in able else "filesystem"
             if self.state == "open":
                 if self._servers is not None:  # they begin anew with the next turn

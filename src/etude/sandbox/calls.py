@@ -7,32 +7,14 @@ a machine's channel, HTTP and whatever stands around another sandbox carry them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from etude.errors import AgentError, ToolArgumentError
 from etude.sandbox.errors import fault_error
 from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.paths import normal_path
-from etude.sandbox.types import OnOutput
 
 Answer = tuple[Header, bytes]
-
-
-class Transport(Protocol):
-    """What carries calls to the program inside of one sandbox."""
-
-    @property
-    def id(self) -> str:
-        """Of the sandbox; errors name it."""
-        ...
-
-    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """One call; its answer. A caller that is cancelled ends the command or test run that it waits for.
-
-        `on_output`: hears what the command prints; that of one in the background also after the answer.
-        Raises AgentError for the agent's doing, else SandboxError.
-        """
-        ...
 
 
 def prepared(header: Header, workspace: str, environment: Mapping[str, str]) -> Header:

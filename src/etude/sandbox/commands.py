@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from etude.sandbox.answers import (
     MAX_EXIT_CODE,
@@ -15,10 +16,12 @@ from etude.sandbox.answers import (
     parts,
     rows,
 )
-from etude.sandbox.calls import Transport
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.refusals import check_timeout
 from etude.sandbox.types import CommandResult, OnOutput, ProcessInfo
+
+if TYPE_CHECKING:
+    from etude.sandbox.interface import Sandbox
 
 MEMORY_EXCEEDED = "killed: memory limit exceeded\n"
 """What the error output of a command ends with that was ended for want of memory."""
@@ -44,7 +47,7 @@ def command_result(answer: Header, data: bytes, sandbox: str) -> CommandResult:
 class Command:
     """A command in the background."""
 
-    def __init__(self, sandbox: Transport, pid: int) -> None:
+    def __init__(self, sandbox: Sandbox, pid: int) -> None:
         self._sandbox = sandbox
         self._result: CommandResult | None = None
         self.pid = pid
@@ -72,7 +75,7 @@ class Command:
 class Commands:
     """Shell commands inside the sandbox. Several may run at once."""
 
-    def __init__(self, sandbox: Transport) -> None:
+    def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
     async def run(

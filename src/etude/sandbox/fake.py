@@ -30,7 +30,7 @@ from etude.sandbox.inside import testrunner
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.migration import abilities_of, default_state_directory, transfer
+from etude.sandbox.migration import default_state_directory, transfer
 from etude.sandbox.refusals import check_count, check_life, check_move, missing_sandbox, unsupported_copy
 from etude.sandbox.template import Template, encode_template, unpack_templates
 from etude.sandbox.types import (
@@ -159,7 +159,7 @@ class MemorySandbox(Sandbox):
         return copies
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        check_move(self._backend.capabilities(), await abilities_of(target))
+        check_move(self._backend.capabilities(), await target.hello())
         snapshot = await self.create_snapshot()
         expires_s = self._info.expires_s
         left_s = None if expires_s is None else max(0.001, expires_s - time.time())

@@ -6,16 +6,18 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import AgentError, ToolArgumentError
 from etude.kit.durable import whole_file
 from etude.sandbox.answers import Shapes, nonsense, rows
-from etude.sandbox.calls import Transport
 from etude.sandbox.errors import PathKindError, PathOutsideError, SandboxKilledByAgentError, fault_error
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.types import FileInfo, GrepMatch
+
+if TYPE_CHECKING:
+    from etude.sandbox.interface import Sandbox
 
 PIECE_BYTES = 4 << 20
 """Files travel in pieces of this size."""
@@ -64,7 +66,7 @@ def split_write(header: Header, payload: bytes, limit_bytes: int) -> Iterator[tu
 class Files:
     """The workspace's files. Symbolic links that lead out of the workspace are refused."""
 
-    def __init__(self, sandbox: Transport) -> None:
+    def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
     async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:

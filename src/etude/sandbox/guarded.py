@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from etude.errors import SandboxError
 from etude.sandbox.guest_program import python_words
@@ -36,8 +35,6 @@ class GuardedProcess:
         stdin: int | None = None,
         stdout: int | None = None,
         pass_fds: Sequence[int] = (),
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
         user: tuple[int, int] | None = None,
     ) -> GuardedProcess:
         """Starts `argv` below a guard. What it prints is kept for `log`. Raises SandboxError.
@@ -55,8 +52,6 @@ class GuardedProcess:
                 stdout=log if stdout is None else stdout,
                 stderr=log,
                 pass_fds=(owner, *pass_fds),
-                env=None if env is None else dict(env),
-                cwd=cwd,
                 start_new_session=True,
             )
         except BaseException as error:
@@ -78,11 +73,6 @@ class GuardedProcess:
     def pid(self) -> int:
         """Process id of the guard; the program is its only child."""
         return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit code of the program; None while it runs."""
-        return self._process.returncode
 
     @property
     def was_killed(self) -> bool:

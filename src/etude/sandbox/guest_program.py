@@ -8,6 +8,8 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
+from etude.sandbox.types import Resources
+
 _INSIDE = Path(__file__).parent / "inside"
 _MAIN = "import sys\nfrom etude.sandbox.inside.guest import main\nmain(sys.argv[1:])\n"
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -18,6 +20,13 @@ _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; mai
 def python_words(module: str, *words: str, interpreter: str = sys.executable) -> list[str]:
     """The command line that runs `main` of a module of ours in an interpreter that knows nothing else."""
     return [interpreter, "-I", "-S", "-B", "-c", _LAUNCH.format(module), _SOURCE, *words]
+
+
+def guest_arguments(resources: Resources, **options: object) -> list[str]:
+    """Arguments of the program inside: a sandbox's limits, and others by their names."""
+    given = {"memory_bytes": resources.memory_bytes, "cpu_s": resources.cpu_s} | options
+    given |= {"open_files": resources.open_files}
+    return [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 @cache

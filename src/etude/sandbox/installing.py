@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
+from etude.sandbox.files import batches
 from etude.sandbox.template import Template
 
-_BATCH_FILES = 1000
-_BATCH_BYTES = 8 << 20
-
-Batch = tuple[list[list[object]], list[bytes]]
+_BATCH_BYTES, _FILE_BYTES = 8 << 20, 8 << 10
+"""Of one batch, and what each file counts for beside its contents."""
 
 
 async def install_template(
@@ -21,27 +18,15 @@ async def install_template(
 
     Raises SandboxError if that cannot be done.
     """
+    files = list(template.contents.items())
     more = False
-    for rows, data in _batches(template):
+    # One at least, so that a workspace without files is told to be whole as well.
+    for part in list(batches([len(data) + _FILE_BYTES for _, data in files], _BATCH_BYTES)) or [slice(0)]:
+        rows = [[path, len(data)] for path, data in files[part]]
         header: dict[str, object] = {"op": "install", "files": rows, "more": more, "keep": keep and not more}
-        answer, _ = await channel.request(header, b"".join(data), deadline_s)
+        answer, _ = await channel.request(header, b"".join(data for _, data in files[part]), deadline_s)
         if "fault" in answer:
             raise SandboxError(
                 f"the template cannot be installed: {answer['fault'][1]}", field="template", received=rows[:3]
             )
         more = True
-
-
-def _batches(template: Template) -> Iterator[Batch]:
-    """At least one, so that a workspace without files is told to be whole as well."""
-    rows: list[list[object]] = []
-    data: list[bytes] = []
-    size = 0
-    for path, content in template.contents.items():
-        if rows and (len(rows) >= _BATCH_FILES or size + len(content) > _BATCH_BYTES):
-            yield rows, data
-            rows, data, size = [], [], 0
-        rows.append([path, len(content)])
-        data.append(content)
-        size += len(content)
-    yield rows, data

@@ -64,7 +64,12 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """See calls.Transport: how everything below that is not lifecycle reaches the program inside."""
+        """How everything below that is not lifecycle reaches the program inside: one call; its answer.
+        A caller that is cancelled ends the command or test run that it waits for.
+
+        `on_output`: hears what the command prints; that of one in the background also after the answer.
+        Raises AgentError for the agent's doing, else SandboxError.
+        """
 
     async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
         """Starts a shell that keeps directory, variables, functions and jobs between calls: its id."""
@@ -212,6 +217,10 @@ class SandboxBackend(Protocol):
     """Makes sandboxes of one kind."""
 
     def capabilities(self) -> Capabilities: ...
+
+    async def hello(self) -> Capabilities:
+        """The same, asked where it has to be: of a backend behind a connection. Raises SandboxLostError."""
+        return self.capabilities()
 
     async def create(
         self,

@@ -29,7 +29,6 @@ from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.migration import (
-    abilities_of,
     default_state_directory,
     gather_copies,
     in_place_of,
@@ -324,7 +323,7 @@ class MachineBackend(SnapshotKeeper, SandboxBackend):
             raise SandboxError("the sandbox is lost", field="sandbox", received=sandbox.id)
         remaining_s = None if sandbox.expires_s is None else max(0.1, sandbox.expires_s - time.time())
         able = self.capabilities()
-        check_move(able, await abilities_of(target))
+        check_move(able, await target.hello())
         await self.fall_asleep(sandbox, able.migrate or "filesystem", temporary=True)
         saved = self._asleep.get(sandbox.id)
         if saved is None:

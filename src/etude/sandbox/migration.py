@@ -12,14 +12,13 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from etude.errors import SandboxError
 from etude.kit.leftovers import sweep_work, work_directory
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.snapshots import SnapshotStore
-from etude.sandbox.types import Capabilities
 
 SNAPSHOTS, MOVING = "snapshots", "moving"
 """Directories below a state directory."""
@@ -29,20 +28,6 @@ def default_state_directory() -> Path:
     """Where snapshots, images and layers live: `$XDG_STATE_HOME/etude` or `~/.local/state/etude`."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "etude"
-
-
-@runtime_checkable
-class Distant(Protocol):
-    """A backend behind a connection: what it can do has to be asked."""
-
-    async def hello(self) -> Capabilities:
-        """Asks it, once. Raises SandboxLostError."""
-        ...
-
-
-async def abilities_of(backend: SandboxBackend) -> Capabilities:
-    """What a backend can do, here or at the other end of a connection. Raises SandboxLostError."""
-    return await backend.hello() if isinstance(backend, Distant) else backend.capabilities()
 
 
 @asynccontextmanager

@@ -6,11 +6,12 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from typing import cast
 
 from etude.errors import AgentError, EtudeError, SandboxError
 from etude.sandbox.calls import Answer
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.interface import Files, OnOutput
+from etude.sandbox.interface import Files, OnOutput, Sandbox
 from etude.sandbox.template import Template
 from tests.adversary.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
 from tests.adversary.escape.trial import Field, until
@@ -106,7 +107,7 @@ async def download_names_that_climb(field: Field) -> str:
     refusals: list[str] = []
     for name in ("../planted", "a/../../planted", "link/planted", str(field.directory / "planted")):
         try:
-            await Files(HostileLine(["x", name])).download(".", target)
+            await Files(cast("Sandbox", HostileLine(["x", name]))).download(".", target)
         except EtudeError as error:
             refusals.append(type(error).__name__)
     planted = [path for path in field.directory.rglob("planted") if target not in path.parents]

@@ -110,7 +110,6 @@ class FakeHost:
         """Raised by every `create`."""
         self.create_s = 0.0
         self.creates = 0
-        self.images: list[str] = []
         self.closed = False
         self.measured: Pressure | None = None
         self._power = asyncio.Event()
@@ -152,8 +151,6 @@ class FakeHost:
         contents = dict(template.contents) if template is not None else {}
         if snapshot is not None:
             contents = dict(self.snapshots[snapshot][1])
-        if template is not None and template.image is not None:
-            self.images.append(template.image.digest)
         info = SandboxInfo(
             f"fake-{next(_ids)}",
             "fake",

@@ -38,7 +38,7 @@ from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import HostSpec
 from etude.sandbox.fleet.hosts import Capacity, Policy
 from etude.sandbox.fleet.registry import FleetConfig
-from etude.sandbox.fleet.remote_probe import RemoteProbe
+from etude.sandbox.fleet.servers import RemoteProbe
 from etude.sandbox.remote import RemoteBackend
 from etude.sandbox.types import Resources
 

@@ -25,7 +25,7 @@ from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import HostSpec
 from etude.sandbox.fleet.hosts import Capacity, Pressure
 from etude.sandbox.fleet.registry import FleetConfig
-from etude.sandbox.template import Image, Template
+from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from tests.sandbox.fleet.fakes import FakeHost, SleeplessHost
 
@@ -111,7 +111,7 @@ def test_a_failing_host_is_replaced_and_its_place_given_back():
         assert places(fleet) == {"bad": 0, "good": 4}
 
     with_fleet(hosts, scenario)
-    assert hosts["bad"].creates <= QUICK.failures_to_suspend
+    assert hosts["bad"].creates == 1
 
 
 def test_what_the_caller_or_the_agent_did_wrong_is_not_tried_again():
@@ -396,18 +396,6 @@ def test_a_snapshot_is_restored_on_its_host():
         assert await again.files.read("a.txt") == b"two"
         await fleet.delete_snapshot(snapshot.id)
         assert await fleet.list_snapshots() == []
-
-    with_fleet(hosts, scenario)
-
-
-def test_sandboxes_of_one_image_gather():
-    hosts = {name: FakeHost() for name in "abcdef"}
-    image = Image("python", ("layer",))
-
-    async def scenario(fleet: Fleet) -> None:
-        template = Template({}, image=image)
-        boxes = [await fleet.create(template, Resources(memory_bytes=1 << 20)) for _ in range(12)]
-        assert len({box.id.split(":")[0] for box in boxes}) == 1
 
     with_fleet(hosts, scenario)
 

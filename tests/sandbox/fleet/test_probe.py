@@ -20,13 +20,18 @@ def write(proc: Path, busy: int, idle: int, load: float) -> None:
 
 
 def test_pressure_is_what_was_used_since_the_last_look(tmp_path: Path):
-    probe = MachineProbe(tmp_path, tmp_path)
+    now_s = [100.0]
+    probe = MachineProbe(tmp_path, tmp_path, lambda: now_s[0])
+    with pytest.raises(ResourceError):  # which is not kept
+        asyncio.run(probe.pressure())
     write(tmp_path, 100, 900, 0.1)
     first = asyncio.run(probe.pressure())
     assert (first.cpu, first.memory) == (pytest.approx(0.1), pytest.approx(0.75))
-    write(tmp_path, 150, 950, 0.1)
-    assert asyncio.run(probe.pressure()).cpu == pytest.approx(0.5)
     assert 0 < first.disk < 1
+    write(tmp_path, 150, 950, 0.1)
+    assert asyncio.run(probe.pressure()) is first  # all who ask at once share one measurement
+    now_s[0] += 1.0
+    assert asyncio.run(probe.pressure()).cpu == pytest.approx(0.5)
 
 
 def test_a_queue_before_busy_cores_raises_the_pressure_above_one(tmp_path: Path):

@@ -15,28 +15,25 @@ from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.hosts import Pressure
 from etude.sandbox.fleet.probe import NoProbe
+from etude.sandbox.wire_types import encode
 from tests.sandbox.serving import TOKEN, build_app, served  # skips where the server's libraries are missing
 
-from etude.sandbox.fleet.remote_probe import RemoteProbe, SharedProbe, decode_pressure, encode_pressure  # isort: skip
+from etude.sandbox.fleet.servers import RemoteProbe, decode_pressure  # isort: skip
 from etude.sandbox.remote import RemoteBackend  # isort: skip
 
 part = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 
 
-class Readings:
-    """A probe that says what it is told to, in turn, and counts."""
+class Reading:
+    """A probe that says what it is told to."""
 
-    def __init__(self, *readings: Pressure | Exception) -> None:
-        self.readings = list(readings)
-        self.num_asked = 0
+    def __init__(self, reading: Pressure | Exception) -> None:
+        self.reading = reading
 
     async def pressure(self) -> Pressure | None:
-        self.num_asked += 1
-        await asyncio.sleep(0)
-        reading = self.readings.pop(0)
-        if isinstance(reading, Exception):
-            raise reading
-        return reading
+        if isinstance(self.reading, Exception):
+            raise self.reading
+        return self.reading
 
 
 def test_a_server_tells_how_loaded_its_host_is():
@@ -71,7 +68,7 @@ def test_a_server_that_measures_nothing_or_cannot_measure_says_so():
             backend = RemoteBackend(url, TOKEN)
             app.state.sandboxes.probe = NoProbe()
             assert await RemoteProbe(backend).pressure() is None
-            app.state.sandboxes.probe = Readings(ResourceError("cannot measure this machine", field="probe"))
+            app.state.sandboxes.probe = Reading(ResourceError("cannot measure this machine", field="probe"))
             with pytest.raises(ResourceError, match="cannot measure"):
                 await RemoteProbe(backend).pressure()
             await backend.disconnect()
@@ -95,7 +92,7 @@ def test_a_server_that_is_gone_fails_the_heartbeat_at_the_first_try():
 
 @given(st.builds(Pressure, part, part, part) | st.none())
 def test_a_pressure_survives_the_wire(pressure: Pressure | None):
-    assert decode_pressure(encode_pressure(pressure)) == pressure
+    assert decode_pressure(encode(pressure)) == pressure
 
 
 @pytest.mark.parametrize(
@@ -118,38 +115,9 @@ def test_an_answer_that_is_no_pressure_is_no_heartbeat():
         app = build_app({"memory": MemoryBackend()}, TOKEN)
         async with served(app) as url:
             backend = RemoteBackend(url, TOKEN)
-            app.state.sandboxes.probe = Readings(Pressure(math.inf, 0.1, 0.1))
+            app.state.sandboxes.probe = Reading(Pressure(math.inf, 0.1, 0.1))
             with pytest.raises(SandboxError, match="cannot be read"):
                 await RemoteProbe(backend).pressure()
             await backend.disconnect()
-
-    asyncio.run(scenario())
-
-
-def test_all_who_ask_at_once_share_one_measurement():
-    now_s = [100.0]
-    inner = Readings(Pressure(0.1, 0.1, 0.1), Pressure(0.9, 0.1, 0.1))
-    probe = SharedProbe(inner, fresh_s=1.0, clock=lambda: now_s[0])
-
-    async def scenario() -> None:
-        first = await asyncio.gather(*(probe.pressure() for _ in range(5)))
-        assert {reading.cpu for reading in first if reading} == {0.1}
-        assert inner.num_asked == 1
-        now_s[0] += 1.0
-        second = await probe.pressure()
-        assert second is not None
-        assert second.cpu == 0.9
-
-    asyncio.run(scenario())
-
-
-def test_a_measurement_that_failed_is_not_kept():
-    inner = Readings(ResourceError("no", field="probe"), Pressure(0.2, 0.1, 0.1))
-    probe = SharedProbe(inner)
-
-    async def scenario() -> None:
-        with pytest.raises(ResourceError):
-            await probe.pressure()
-        assert await probe.pressure() == Pressure(0.2, 0.1, 0.1)
 
     asyncio.run(scenario())

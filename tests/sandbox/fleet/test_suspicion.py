@@ -83,7 +83,7 @@ def test_suspected_hosts_are_used_where_there_are_no_others():
         fleet = fleet_of({"a": FakeHost(), "b": FakeHost()}, QUIET)
         await fleet.start()
         for host in fleet.registry.hosts.values():
-            fleet.registry.suspect(host)
+            fleet.registry.suspect(host, TimeoutError())
         assert await hosts_of(fleet, 8) == {"a", "b"}
         await fleet.close()
 

@@ -16,7 +16,6 @@ from etude.sandbox.images.extract import is_whiteout
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.layers import LayerStore
 from etude.sandbox.images.oci import CONFIGS, LAYERS, MANIFESTS, architecture
-from etude.sandbox.images.tar import Entry, TarWriter
 from etude.sandbox.template import Image
 
 Row = tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]
@@ -86,7 +85,7 @@ def write_tree(root: Path, files: Mapping[str, str | bytes]) -> Path:
 
 def read_image(store: ImageStore, image: Image, path: str) -> bytes | None:
     """A file of an image; None if there is none. Links and opaque directories are not looked through."""
-    for layer in reversed(store.paths(image)):
+    for layer in [store.layers.path(digest) for digest in reversed(image.layers)]:
         file = layer / path.lstrip("/")
         if file.is_file():
             return file.read_bytes()
@@ -98,16 +97,19 @@ def read_image(store: ImageStore, image: Image, path: str) -> bytes | None:
 
 def layer_bytes(changes: Mapping[str, bytes | None]) -> bytes:
     """An OCI layer that makes these changes; None: the file is deleted."""
-    target = io.BytesIO()
-    writer = TarWriter(target)
+    rows: list[Row] = []
     for name, data in sorted(changes.items()):
-        if data is None:
-            folder, slash, last = name.rpartition("/")
-            writer.add(Entry(f"{folder}{slash}.wh.{last}".encode(), "file"))
-        else:
-            writer.add(Entry(name.encode(), "file", 0o644, 0, len(data)), io.BytesIO(data))
-    writer.close()
-    return target.getvalue()
+        folder, slash, last = name.rpartition("/")
+        rows.append(
+            file_member(f"{folder}{slash}.wh.{last}", b"") if data is None else file_member(name, data)
+        )
+    return tar_bytes(*rows)
+
+
+def layers_of(store: LayerStore) -> list[str]:
+    """Digests of the layers in a store, sorted; damaged ones are left out."""
+    digests = (f"sha256:{folder.name}" for folder in (store.root / "layers").iterdir())
+    return sorted(digest for digest in digests if store.has(digest))
 
 
 def leftovers(store: LayerStore) -> list[str]:

@@ -35,6 +35,7 @@ from tests.sandbox.images.image_builders import (
     Layout,
     file_member,
     is_running,
+    layers_of,
     read_image,
     tar_bytes,
     write_tree,
@@ -339,7 +340,7 @@ def test_a_dockerfile_with_stages_is_built_apart_from_the_host_and_once(
     assert len(builds.read(image, "/kept/processes").split()) < 20
     assert b"from the host" not in b"".join(
         file.read_bytes()
-        for layer in builds.store.paths(image)
+        for layer in map(builds.store.layers.path, image.layers)
         for file in layer.rglob("*")
         if file.is_file() and file.parent.name == "settings"
     )
@@ -473,6 +474,6 @@ def test_an_image_of_the_store_is_a_base_whose_layers_are_kept_once(builds: Buil
     dockerfile = "FROM mine:1\nRUN echo 1 >/one\n"
     image = builds.build(dockerfile, {"bases": {}})
     assert image.layers[0] == layer
-    assert len(builds.store.layers.list()) == len(image.layers)
+    assert len(layers_of(builds.store.layers)) == len(image.layers)
     builds.store.save(Image("mine:1", (layer,), {"PATH": "/bin", "E": "f"}, "/"))
     assert builds.build(dockerfile, {"bases": {}}).env["E"] == "f"

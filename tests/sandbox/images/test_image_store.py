@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.template import Image
-from tests.sandbox.images.image_builders import add_files
+from tests.sandbox.images.image_builders import add_files, layers_of
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_a_changed_record_is_refused(store: ImageStore, change: dict[str, object
 
 def test_an_image_without_its_layer_is_refused(store: ImageStore) -> None:
     image = make(store)
-    store.layers.remove(image.layers[0])
+    shutil.rmtree(store.layers.path(image.layers[0]).parent)
     with pytest.raises(TemplateError, match="no such layer"):
         store.load(image.name)
     with pytest.raises(TemplateError, match="no such layer"):
@@ -91,7 +92,7 @@ def test_removing_a_name_keeps_the_layers(store: ImageStore) -> None:
     image = make(store)
     store.remove(image.name)
     assert store.list() == []
-    assert store.layers.list() == list(image.layers)
+    assert layers_of(store.layers) == list(image.layers)
 
 
 def test_a_torn_cache_entry_is_no_entry(store: ImageStore) -> None:

@@ -24,13 +24,14 @@ from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images import layers
 from etude.sandbox.images.extract import OPAQUE_XATTR
-from etude.sandbox.images.layers import LayerStore, default_owner, pack_directory
+from etude.sandbox.images.layers import LayerStore, default_owner
 from tests.sandbox.images.image_builders import (
     Row,
     add,
     add_files,
     file_member,
     layer_bytes,
+    layers_of,
     leftovers,
     member,
     tar_bytes,
@@ -58,7 +59,7 @@ def test_a_layer_is_named_by_its_archive_however_it_is_compressed(store: LayerSt
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     for packed in (data, gzip.compress(data), zstandard.compress(data)):
         assert store.add_tar(io.BytesIO(packed)) == digest
-    assert store.list() == [digest]
+    assert layers_of(store) == [digest]
     assert (store.path(digest) / "etc/name").read_bytes() == b"x"
     assert leftovers(store) == []
 
@@ -87,11 +88,10 @@ def test_times_are_kept(store: LayerStore) -> None:
     assert (root / "d/f").stat().st_mtime == 5
 
 
-def test_devices_and_pipes_are_left_out_and_counted(store: LayerStore) -> None:
+def test_devices_and_pipes_are_left_out(store: LayerStore) -> None:
     digest = add(
         store, member("dev/null", tarfile.CHRTYPE), member("pipe", tarfile.FIFOTYPE), file_member("f", b"")
     )
-    assert store.info(digest).num_left_out == 2
     assert tree(store.path(digest)) == {"f": ""}
 
 
@@ -177,6 +177,8 @@ HOSTILE: dict[str, list[Row]] = {
     "long": [file_member("/".join(["n" * 200] * 20), b"")],
     "long component": [file_member("n" * 300, b"")],
     "empty link": [member("l", tarfile.SYMTYPE, link="")],
+    "sparse": [member("x", tarfile.GNUTYPE_SPARSE)],
+    "unknown type": [member("x", b"M")],
 }
 
 
@@ -195,7 +197,7 @@ def test_hostile_archives_are_refused_and_leave_nothing(name: str, tmp_path: Pat
         add(store, *rows)
     assert tree(outside) == {"secret": "s"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outside", "store"]
-    assert store.list() == []
+    assert layers_of(store) == []
     assert leftovers(store) == []
 
 
@@ -234,28 +236,28 @@ def test_a_torn_archive_leaves_nothing(store: LayerStore, compress: Callable[[by
     for length in (0, 3, 100, len(data) // 2, 4500):
         with pytest.raises(TemplateError):
             store.add_tar(io.BytesIO(data[:length]))
-    assert store.list() == []
+    assert layers_of(store) == []
     assert leftovers(store) == []
 
 
 def test_another_digest_than_expected_is_refused(store: LayerStore) -> None:
     with pytest.raises(TemplateError, match="digest"):
         store.add_tar(io.BytesIO(tar_bytes(file_member("a", b""))), expected=f"sha256:{'0' * 64}")
-    assert store.list() == []
+    assert layers_of(store) == []
 
 
 FILL = """
 import io, os, sys
 from pathlib import Path
 from etude.errors import ResourceError
-from tests.sandbox.images.image_builders import layer_bytes
+from tests.sandbox.images.image_builders import layer_bytes, layers_of
 from etude.sandbox.images.layers import LayerStore
 store = LayerStore(Path(sys.argv[1]), (0, 0))
 store.add_tar(io.BytesIO(layer_bytes({"small": b"x"})))
 try:
     store.add_tar(io.BytesIO(layer_bytes({f"f{n}": bytes(100_000) for n in range(30)})))
 except ResourceError as error:
-    print(error.message, len(store.list()), os.listdir(store.root / "tmp"))
+    print(error.message, len(layers_of(store)), os.listdir(store.root / "tmp"))
 """
 
 
@@ -284,22 +286,11 @@ def test_one_layer_added_by_many_at_once_is_there_once(store: LayerStore) -> Non
     data = tar_bytes(*(file_member(f"d/{number}", b"x" * 1000) for number in range(50)))
     with ThreadPoolExecutor(8) as pool:
         digests = set(pool.map(lambda _: store.add_tar(io.BytesIO(data)), range(16)))
-    assert store.list() == list(digests)
+    assert layers_of(store) == list(digests)
     assert leftovers(store) == []
-    store.verify(digests.pop())
 
 
-def test_a_layer_that_was_touched_is_found_damaged(store: LayerStore) -> None:
-    digest = add_files(store, {"etc/a": b"1", "etc/b": b"2"})
-    store.verify(digest)
-    (store.path(digest) / "etc/a").write_bytes(b"X")
-    with pytest.raises(TemplateError, match="changed"):
-        store.verify(digest)
-    with pytest.raises(TemplateError, match="changed"):
-        export(store, digest)
-
-
-@pytest.mark.parametrize("record", [b"", b"{", b"[]", b"{}", b'{"layer": {}}', b"\xff"])
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b"{}", b'{"version": 1}', b"\xff"])
 def test_a_torn_record_makes_the_layer_damaged_and_adding_it_again_mends_it(
     store: LayerStore, record: bytes
 ) -> None:
@@ -308,12 +299,12 @@ def test_a_torn_record_makes_the_layer_damaged_and_adding_it_again_mends_it(
     (store.path(digest).parent / "layer.json").write_bytes(record)
     with pytest.raises(TemplateError, match="damaged"):
         store.path(digest)
-    assert store.list() == []
+    assert layers_of(store) == []
     assert store.add_tar(io.BytesIO(data)) == digest
     assert (store.path(digest) / "a").read_bytes() == b"1"
 
 
-def test_a_layer_of_another_owner_or_name_is_refused(store: LayerStore, tmp_path: Path) -> None:
+def test_a_layer_of_another_owner_is_refused(store: LayerStore) -> None:
     digest = add_files(store, {"a": b"1"})
     record = store.path(digest).parent / "layer.json"
     table = json.loads(record.read_bytes())
@@ -322,26 +313,14 @@ def test_a_layer_of_another_owner_or_name_is_refused(store: LayerStore, tmp_path
         store.path(digest)
     record.write_text(json.dumps(table))
     store.path(digest)
-    foreign = f"sha256:{'1' * 64}"
-    store.path(digest).parent.rename(store.root / "layers" / foreign.removeprefix("sha256:"))
-    with pytest.raises(TemplateError, match="damaged"):
-        store.path(foreign)
 
 
 def test_missing_layers_and_bad_digests_are_typed_errors(store: LayerStore) -> None:
-    for call in (store.path, store.verify, store.remove, store.info):
+    for call in (store.path, lambda digest: store.export_tar(digest, io.BytesIO())):
         with pytest.raises(TemplateError, match="no such layer"):
             call(f"sha256:{'a' * 64}")
         with pytest.raises(TemplateError, match="no layer digest"):
             call("sha256:../../etc")
-
-
-def test_a_removed_layer_is_gone(store: LayerStore) -> None:
-    digest = add_files(store, {"d/a": b"1"})
-    store.remove(digest)
-    assert store.list() == []
-    assert not store.has(digest)
-    assert leftovers(store) == []
 
 
 def test_what_a_killed_process_left_is_swept_and_living_work_is_not(store: LayerStore) -> None:
@@ -395,10 +374,18 @@ def test_any_archive_is_a_layer_that_survives_packing_or_a_typed_error(
         return
     packed = export(store, digest)
     again = store.add_tar(io.BytesIO(packed))
-    assert again == store.info(digest).packed_digest
     assert export(store, again) == packed
     assert tree(store.path(again)) == tree(store.path(digest))
-    store.verify(again)
+
+
+def test_equal_layers_are_packed_to_equal_bytes_and_hide_what_they_hid(store: LayerStore) -> None:
+    rows = [file_member(".wh..wh..opq", b""), file_member("b", b"1"), file_member("a/.wh.x", b"")]
+    first, second = add(store, *rows), add(store, *reversed(rows))
+    packed = export(store, first)
+    assert first != second and export(store, second) == packed
+    again = store.path(store.add_tar(io.BytesIO(packed)))
+    assert os.getxattr(again, OPAQUE_XATTR) == b"y"
+    assert stat.S_ISCHR((again / "a/x").lstat().st_mode)
 
 
 @pytest.mark.slow
@@ -447,18 +434,12 @@ def test_overlayfs_mounts_the_layers_as_a_user_would(store: LayerStore, tmp_path
     assert found.split() == ["./etc/kept", "./var/new"]
 
 
-def test_a_directory_with_what_no_layer_holds_is_not_packed(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TemplateError, match="pipe"):
-        pack_directory(os.fsencode(tmp_path), io.BytesIO())
-
-
 def test_directories_that_no_entry_names_count_too(store: LayerStore) -> None:
     """Few entries with deep paths would else make as many directories as a disk has room for."""
     deep = [file_member("/".join(f"{number}" for _ in range(20)), b"") for number in range(3)]
     with pytest.raises(TemplateError, match="more than 30 entries"):
         store.add_tar(io.BytesIO(tar_bytes(*deep)), max_entries=30)
-    assert store.list() == []
+    assert layers_of(store) == []
     store.add_tar(io.BytesIO(tar_bytes(*deep)), max_entries=60)
 
 
@@ -469,8 +450,8 @@ def test_a_layer_is_on_the_disk_before_it_has_its_name(
 
     def sync(path: Path) -> None:
         assert (path / "layer.json").exists() and (path / "root" / "a").read_bytes() == b"x"
-        synced.append(bool(store.list()))
+        synced.append(bool(layers_of(store)))
 
     monkeypatch.setattr(layers, "sync_file_system", sync)
     add_files(store, {"a": b"x"})
-    assert synced == [False] and len(store.list()) == 1
+    assert synced == [False] and len(layers_of(store)) == 1

@@ -10,9 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.sandbox.network.dialing import open_tcp
 from etude.sandbox.network.log import RequestLog
-from etude.sandbox.network.proxy import EgressProxy, ProxyLimits
+from etude.sandbox.network.proxy import EgressProxy, ProxyLimits, open_tcp
 from etude.sandbox.network.streams import AsyncioStream, Stream
 from tests.fakes.network import FakeNames, MemoryStream, memory_streams
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from benchmarks.simulation.virtual_time import run_virtual
 
-from etude.sandbox.network.dialing import Connect, Dialer, Resolve, resolve_name
 from etude.sandbox.network.messages import Refusal, Target
+from etude.sandbox.network.proxy import Connect, Dialer, Resolve, resolve_name
 from tests.fakes.network import FakeNames, MemoryStream, memory_streams
 from tests.sandbox.network.builders import PUBLIC
 

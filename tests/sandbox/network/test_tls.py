@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.sandbox.network.exchange import ClientHello, check_server_name, parse_client_hello
 from etude.sandbox.network.messages import Refusal
-from etude.sandbox.network.tls import ClientHello, check_server_name, parse_client_hello
 from tests.sandbox.network.builders import client_hello
 
 HELLO = client_hello("example.org")

@@ -201,7 +201,7 @@ def test_programs_that_a_build_needs_are_missed_before_it_begins(
     (tmp_path / "mmdebstrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TemplateError, match=r"mkfs\.erofs.*apt-get install erofs-utils"):
-        asyncio.run(build_image(tmp_path, codename="bookworm", sources=["deb http://d bookworm main"]))
+        asyncio.run(build_image(tmp_path, codename="bookworm"))
     assert not images_directory(tmp_path).exists()
 
 
@@ -222,7 +222,7 @@ def test_a_build_whose_sources_have_no_kernel_says_so(
     monkeypatch.setattr("etude.sandbox.vm.image._TOOLS", {})
     monkeypatch.setattr("etude.sandbox.vm.image.write_archive", write)
     with pytest.raises(TemplateError, match="the kernel's package was not found"):
-        asyncio.run(build_image(tmp_path, codename="bookworm", sources=["deb http://d bookworm main"]))
+        asyncio.run(build_image(tmp_path, codename="bookworm"))
 
 
 def test_a_damaged_image_is_refused(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_building_a_damaged_image_anew_mends_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("etude.sandbox.vm.image._write_image", write)
 
     def build() -> VmImage:
-        return asyncio.run(build_image(tmp_path, codename="bookworm", sources=["deb http://d bookworm main"]))
+        return asyncio.run(build_image(tmp_path, codename="bookworm"))
 
     image = build()
     kept = image.directory.stat().st_ino

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from etude.sandbox.guest_program import guest_program
+from etude.sandbox.guest_program import guest_arguments, guest_program
 from etude.sandbox.types import Resources
 
 PROGRAM = "/var/lib/etude/guest.pyz"
@@ -58,15 +58,8 @@ def create_arguments(
     words += [f"--label={key}={value}" for key, value in labels.items()]
     words += ["--env=PYTHONHASHSEED=0", "--env=LANG=C.UTF-8", *(["--user=0:0"] if as_root else [])]
     words += [f"--entrypoint={setup.interpreter}", image, "-I", "-S", "-B", PROGRAM]
-    return words + program_arguments(setup.command_uid, workspace, resources)
-
-
-def program_arguments(command_uid: int | None, workspace: str, resources: Resources) -> list[str]:
-    """Arguments of the program inside."""
-    arguments = ["--line", "stdio", "--workspace", workspace, "--base", BASE]
-    arguments += ["--memory-bytes", str(resources.memory_bytes), "--cpu-s", str(resources.cpu_s)]
-    arguments += ["--open-files", str(resources.open_files)]
-    return arguments if command_uid is None else [*arguments, "--uid", str(command_uid)]
+    user = {} if setup.command_uid is None else {"uid": setup.command_uid}
+    return words + guest_arguments(resources, line="stdio", workspace=workspace, base=BASE, **user)
 
 
 def pack_upload(workspace: str, command_uid: int | None) -> bytes:

@@ -17,21 +17,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
-from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fleet.heartbeat import Heartbeats
 from etude.sandbox.fleet.host import FleetHost, HostSpec, kill
-from etude.sandbox.fleet.hosts import Demand, Placement, Request
+from etude.sandbox.fleet.hosts import Placement, Request
 from etude.sandbox.fleet.registry import FleetConfig, Registry
 from etude.sandbox.fleet.sandbox import FleetSandbox
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 
+Info = TypeVar("Info", SandboxInfo, SnapshotInfo)
 _Isolation = Literal["none", "namespaces", "container", "gvisor", "vm"]
 _ISOLATION: tuple[_Isolation, ...] = ("none", "namespaces", "container", "gvisor", "vm")
 """Weakest first."""
@@ -77,9 +77,9 @@ class Fleet(SandboxBackend):
         """
         await self.start()
         holder, snapshot_id = (None, None) if snapshot is None else self.registry.locate_snapshot(snapshot)
-        request = self._request(template, resources, holder)
+        request = Request(resources or Resources(), only=holder)
         while True:
-            placement = await self.registry.queue.place(request)
+            placement = await self.registry.place(request)
             host = self.registry.placed(placement)
             # Resources are the snapshot's where there is one.
             asked: dict[str, object] = {
@@ -89,11 +89,9 @@ class Fleet(SandboxBackend):
                 "metadata": metadata,
             }
             try:
-                return await self._create_on(host, placement, request.image, template, snapshot_id, asked)
+                return await self._create_on(host, placement, template, snapshot_id, asked)
             except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
-                self._count_failure(host, error)
-                if isinstance(error, SandboxLostError):
-                    self.registry.suspect(host)
+                self.registry.suspect(host, error)
                 request = dataclasses.replace(request, exclude=request.exclude | {host.name})
                 if holder or len(request.exclude) >= self.config.attempts or not self._others(request):
                     if isinstance(error, (InfrastructureError, ResourceError)):
@@ -105,40 +103,26 @@ class Fleet(SandboxBackend):
     async def connect(self, sandbox_id: str) -> Sandbox:
         """As SandboxBackend.connect. Raises SandboxLostError if its host is dead."""
         await self.start()
-        known = self.registry.handle(sandbox_id)
+        known = self.registry.sandboxes.get(sandbox_id)
         if known is not None:
-            inner = await known.attempt(lambda s: known.host.backend.connect(s.id))
-            known.rebind(inner)
+            known.inner = await known.attempt(lambda s: known.host.backend.connect(s.id))
             return known
         host, inner_id = self.registry.locate(sandbox_id)
         inner = await host.call(host.backend.connect(inner_id))
         info = await host.call(inner.get_info())
-        self.registry.scheduler.adopt(host.name, sandbox_id, Demand.of(info.resources), self.registry.clock())
+        self.registry.scheduler.adopt(host.name, sandbox_id, info.resources, self.registry.clock())
         return self.registry.wrap(host, inner)
 
     async def list(self) -> list[SandboxInfo]:
         """The sandboxes of all living hosts, oldest first."""
-        await self.start()
-        living = [host for host in self.registry.hosts.values() if not host.is_dead]
-        rows = await asyncio.gather(*(host.call(host.backend.list()) for host in living))
-        infos = [
-            dataclasses.replace(info, id=host.id_of(info.id))
-            for host, infos in zip(living, rows, strict=True)
-            for info in infos
-        ]
+        rows = await self._of_all(lambda backend: backend.list())
+        infos = [dataclasses.replace(info, id=host.id_of(info.id)) for host, info in rows]
         return sorted(infos, key=lambda info: info.created_s)
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
         """The snapshots of all living hosts, oldest first."""
-        await self.start()
-        living = [host for host in self.registry.hosts.values() if not host.is_dead]
-        rows = await asyncio.gather(*(host.call(host.backend.list_snapshots()) for host in living))
-        infos = [
-            dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
-            for host, infos in zip(living, rows, strict=True)
-            for info in infos
-        ]
-        return sorted(infos, key=lambda info: info.created_s)
+        rows = await self._of_all(lambda backend: backend.list_snapshots())
+        return sorted((_snapshot_of(host, info) for host, info in rows), key=lambda info: info.created_s)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """As SandboxBackend.delete_snapshot."""
@@ -157,11 +141,11 @@ class Fleet(SandboxBackend):
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """As SandboxBackend.import_snapshot, on the host to which a sandbox would go now."""
         await self.start()
-        placement = await self.registry.queue.place(self._request(None, None, None))
+        placement = await self.registry.place(Request(Resources()))
         self.registry.scheduler.cancel(placement.ticket)
         host = self.registry.placed(placement)
         info = await host.call(host.backend.import_snapshot(source))
-        return dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
+        return _snapshot_of(host, info)
 
     async def close(self) -> None:
         """Stops the heartbeats and closes every living host's backend. Idempotent."""
@@ -195,15 +179,14 @@ class Fleet(SandboxBackend):
         """
         if self._closed:
             raise SandboxError("the fleet is closed", field="sandbox.backend", received="fleet")
-        if not self._heartbeats.started:
-            await self._heartbeats.start()
+        await self._heartbeats.start()
 
     async def add_host(self, name: str, host: SandboxBackend | HostSpec) -> None:
         """One more host. Raises ConfigError if there is one of that name."""
         added = self.registry.add(name, host if isinstance(host, HostSpec) else HostSpec(host))
         if self._heartbeats.started:
             await self._heartbeats.watch(added)
-        self.registry.queue.pump()
+        self.registry.queue.serve()
 
     def retire(self, name: str) -> None:
         """Makes nothing new on a host: what runs there goes on to its end, unmoved, and may be copied there.
@@ -234,20 +217,21 @@ class Fleet(SandboxBackend):
     def reopen(self, name: str) -> None:
         """A retired host takes sandboxes again. Raises ConfigError for an unknown one."""
         self.registry.scheduler.reopen(self.registry.host(name).name)
-        self.registry.queue.pump()
+        self.registry.queue.serve()
 
-    def _request(self, template: Template | None, resources: Resources | None, holder: str | None) -> Request:
-        image = None if template is None else template.image
-        demand = Demand.of(resources or Resources())
-        if image is None:
-            return Request(demand, only=holder)
-        return Request(demand, image.digest, self.config.image_bytes, only=holder)
+    async def _of_all(
+        self, ask: Callable[[SandboxBackend], Coroutine[Any, Any, list[Info]]]
+    ) -> list[tuple[FleetHost, Info]]:
+        """What the backends of all living hosts answer."""
+        await self.start()
+        living = [host for host in self.registry.hosts.values() if not host.is_dead]
+        rows = await asyncio.gather(*(host.call(ask(host.backend)) for host in living))
+        return [(host, info) for host, infos in zip(living, rows, strict=True) for info in infos]
 
     async def _create_on(
         self,
         host: FleetHost,
         placement: Placement,
-        image: str | None,
         template: Template | None,
         snapshot: str | None,
         asked: dict[str, object],
@@ -261,21 +245,12 @@ class Fleet(SandboxBackend):
             )
         except BaseException:
             self.registry.scheduler.cancel(placement.ticket)
-            if image is not None and not placement.image_there and not host.is_dead:
-                self.registry.scheduler.image_dropped(host.name, image, self.registry.clock())
-            self.registry.queue.pump()
+            self.registry.queue.serve()
             raise
         if host.is_dead:
             raise host.lost(inner.id)
         self.registry.scheduler.confirm(placement.ticket, host.id_of(inner.id), self.registry.clock())
-        host.failures = 0
         return self.registry.wrap(host, inner)
-
-    def _count_failure(self, host: FleetHost, error: Exception) -> None:
-        host.failures += 1
-        host.last_error = f"{type(error).__name__}: {error}"
-        if host.failures >= self.config.failures_to_suspend:
-            self.registry.suspend(host)
 
     def _others(self, request: Request) -> bool:
         """Whether a living host is left that has not failed the request."""
@@ -283,6 +258,10 @@ class Fleet(SandboxBackend):
             host.is_open and name not in request.exclude
             for name, host in self.registry.scheduler.hosts.items()
         )
+
+
+def _snapshot_of(host: FleetHost, info: SnapshotInfo) -> SnapshotInfo:
+    return dataclasses.replace(info, id=host.id_of(info.id), sandbox_id=host.id_of(info.sandbox_id))
 
 
 def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:

@@ -13,7 +13,7 @@ import contextlib
 from etude.errors import InfrastructureError
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.fleet.host import FleetHost
-from etude.sandbox.fleet.hosts import Demand, Pressure
+from etude.sandbox.fleet.hosts import Pressure
 from etude.sandbox.fleet.registry import Registry
 from etude.sandbox.types import SandboxInfo
 
@@ -26,19 +26,15 @@ class Heartbeats:
         self._config = registry.config
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._starting = asyncio.Lock()
-        self._started = False
-
-    @property
-    def started(self) -> bool:
+        self.started = False
         """Whether the hosts are being watched."""
-        return self._started
 
     async def start(self) -> None:
         """Looks at every host once, counts what runs there already, then watches. Idempotent."""
         async with self._starting:
-            if not self._started:
+            if not self.started:
                 await asyncio.gather(*(self.watch(host) for host in self._registry.hosts.values()))
-                self._started = True
+                self.started = True
 
     async def watch(self, host: FleetHost) -> None:
         """Looks at a host once, and from then on regularly."""
@@ -70,8 +66,7 @@ class Heartbeats:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             host.missed += 1
-            host.last_error = f"{type(error).__name__}: {error}"
-            self._registry.suspect(host)
+            self._registry.suspect(host, error)
             if host.missed >= self._config.missed_heartbeats and not host.is_dead:
                 self._registry.mark_dead(
                     host.name, f"missed {host.missed} heartbeats; the last: {host.last_error}"
@@ -88,10 +83,9 @@ class Heartbeats:
             self._registry.scheduler.report(host.name, pressure, began_s)
         if adopt:
             for info in rows:
-                demand = Demand.of(info.resources)
-                self._registry.scheduler.adopt(host.name, host.id_of(info.id), demand, began_s)
+                self._registry.scheduler.adopt(host.name, host.id_of(info.id), info.resources, began_s)
         self._reconcile(host, {host.id_of(info.id) for info in rows}, began_s)
-        self._registry.queue.pump()
+        self._registry.queue.serve()
 
     async def _watch(self, host: FleetHost) -> None:
         while True:
@@ -125,12 +119,11 @@ class Heartbeats:
             sandbox_id = reservation.sandbox
             if sandbox_id is None or reservation.confirmed_s > began_s or sandbox_id in found:
                 continue
-            sandbox = self._registry.handle(sandbox_id)
+            sandbox = self._registry.sandboxes.pop(sandbox_id, None)
             if sandbox is not None:
                 sandbox.end(
                     SandboxMissingError("the sandbox has ended", field="sandbox", received=sandbox_id)
                 )
-                self._registry.drop_handle(sandbox)
             self._registry.scheduler.release(sandbox_id)
 
     async def _fence(self, host: FleetHost, rows: list[SandboxInfo]) -> bool:

@@ -53,8 +53,6 @@ class FleetHost:
         """None once it is known."""
         self.missed = 0
         """Heartbeats missed in a row."""
-        self.failures = 0
-        """Starts that failed in a row."""
         self.last_error: str | None = None
         self._death: asyncio.Future[None] | None = None
         self._abandoned = Tasks(on_error=self._note_undoing_error)
@@ -78,7 +76,7 @@ class FleetHost:
     def revive(self) -> None:
         """It answers again, as an empty host."""
         self._death = None
-        self.missed = self.failures = 0
+        self.missed = 0
 
     def lost(self, sandbox: str | None = None) -> SandboxLostError:
         """What is raised for all that ran there."""

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from etude.errors import ConfigError
 from etude.sandbox.types import Resources
 
-CACHED = -math.inf
-"""The arrival time of an image that is there already."""
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -19,12 +16,9 @@ class Capacity:
     cpus: float
     memory_bytes: int
     disk_bytes: int
-    """For the sandboxes' own files; the image cache is counted apart, because it can be emptied."""
-    network_bytes_per_s: float = 25e9 / 8
-    """At which images arrive."""
 
     def __post_init__(self) -> None:
-        for name in ("cpus", "memory_bytes", "disk_bytes", "network_bytes_per_s"):
+        for name in ("cpus", "memory_bytes", "disk_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(
                     "a host has some of everything",
@@ -46,34 +40,12 @@ class Pressure:
     memory: float
     disk: float
 
-    @property
-    def worst(self) -> float:
-        """The resource that runs out first."""
-        return max(self.cpu, self.memory, self.disk)
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What is promised to one sandbox."""
-
-    cpus: float
-    memory_bytes: int
-    disk_bytes: int
-
-    @classmethod
-    def of(cls, resources: Resources) -> Demand:
-        """What the limits of a sandbox promise it."""
-        return cls(resources.cpus, resources.memory_bytes, resources.disk_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A sandbox that wants a place."""
 
-    demand: Demand
-    image: str | None = None
-    """Digest of its root file system; None: it needs none that a host would have to fetch."""
-    image_bytes: int = 0
+    demand: Resources
     exclude: frozenset[str] = frozenset()
     """Hosts that failed it already."""
     only: str | None = None
@@ -86,17 +58,6 @@ class Placement:
 
     ticket: int
     host: str
-    image_there: bool
-    """Whether the host had the image or was fetching it when it was chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """What went down with a host."""
-
-    sandboxes: tuple[str, ...]
-    tickets: tuple[int, ...]
-    """Reservations of sandboxes that were just being made there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +67,6 @@ class Policy:
     choices: int = 4
     """Hosts drawn at random for each placement. Two already take the imbalance from log n to log log n
     (Mitzenmacher 2001); four also forgive reports that are a second old."""
-    holder_choices: int = 4
-    """Hosts drawn in addition among those that have or fetch the image."""
-    miss_weight: float = 0.1
-    """A host without the image counts as this much more loaded: how far locality may unbalance the fleet
-    before a second copy of the image is fetched instead."""
-    wait_weight: float = 1.2
-    """Added in full when the image would arrive `wait_horizon_s` from now or later, in proportion below:
-    it spreads the fetching over the hosts."""
-    wait_horizon_s: float = 60.0
-    copy_serves: float = 10.0
-    """Recent requests that pay for one copy of an image. Beyond so many for each copy that exists, both
-    weights shrink in proportion: else the few popular images stay on few hosts, fill them, and leave all
-    the fetching of the rare ones to the others."""
     cpu_overcommit: float = 16.0
     """Promised cores per core: an agent's sandbox waits for the model most of the time."""
     memory_overcommit: float = 1.0
@@ -130,35 +78,11 @@ class Policy:
     floor: float = 0.5
     """A host never counts as emptier than this part of what its promises come to on average: sandboxes
     that have just started use little at the moment of the report."""
-    popularity_half_life_s: float = 3600.0
 
 
-@dataclass(slots=True, eq=False)
-class Use:
-    """The part of its share that a sandbox uses, as the reports of all hosts show it: a moving average.
-
-    Promises that no report has seen yet are weighed by it. At their full size a host would seem to empty
-    with each of its reports, and all hosts would send their load to the one that reported last.
-    """
-
-    cpu: float = 1.0
-    memory: float = 1.0
-    disk: float = 1.0
-
-    def learn(self, host: HostState) -> None:
-        """Takes a report into account. Hosts that have hardly promised anything teach nothing."""
-        cpu = (host.promised_cpus - host.fresh_cpus) * host.cpu_share
-        memory = (host.promised_memory_bytes - host.fresh_memory_bytes) * host.memory_share
-        disk = (host.promised_disk_bytes - host.fresh_disk_bytes) * host.disk_share
-        self.cpu = _blend(self.cpu, host.live.cpu, cpu)
-        self.memory = _blend(self.memory, host.live.memory, memory)
-        self.disk = _blend(self.disk, host.live.disk, disk)
-
-
-def _blend(before: float, live: float, promised: float) -> float:
-    if promised < _LEAST_PROMISED:
-        return before
-    return before + _LEARNING_RATE * (min(1.0, max(_LEAST_USE, live / promised)) - before)
+def _amounts(of: Capacity | Resources) -> tuple[float, float, float]:
+    """Cores, bytes of memory and bytes of disk: whatever has three numbers below has them in this order."""
+    return of.cpus, of.memory_bytes, of.disk_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -167,9 +91,7 @@ class Reservation:
 
     ticket: int
     host: HostState
-    demand: Demand
-    image: str | None
-    image_bytes: int
+    demand: Resources
     sandbox: str | None = None
     confirmed_s: float = math.inf
 
@@ -181,34 +103,26 @@ class HostState:
     name: str
     capacity: Capacity
     policy: Policy
-    use: Use = field(default_factory=Use)
-    """Shared by all hosts of a scheduler."""
-    live: Pressure = field(default_factory=lambda: Pressure(0.0, 0.0, 0.0))
+    use: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
+    """The part of its share that a sandbox uses, as the reports of all hosts show it: a moving average that
+    all hosts of a scheduler share. Promises that no report has seen yet are weighed by it. At their full
+    size a host would seem to empty with each of its reports, and all hosts would send their load to the one
+    that reported last."""
+    live: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """The last report: fractions of the host."""
     alive: bool = True
     retiring: bool = False
     """Takes nothing but what only it can serve: copies of its sandboxes, its snapshots."""
-    suspended_until_s: float = -math.inf
     suspected_until_s: float = -math.inf
-    promised_cpus: float = 0.0
-    promised_memory_bytes: int = 0
-    promised_disk_bytes: int = 0
-    fresh_cpus: float = 0.0
+    """Until then it is the last to be asked."""
+    promised: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    promised_fresh: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """Promises that the last report cannot have seen."""
-    fresh_memory_bytes: int = 0
-    fresh_disk_bytes: int = 0
     reservations: dict[int, Reservation] = field(default_factory=dict)
     fresh: dict[int, Reservation] = field(default_factory=dict)
     """Those among the reservations that the last report cannot have seen."""
-    images: dict[str, float] = field(default_factory=dict)
-    """Image -> when it is expected to have arrived, or CACHED."""
-    fetching: dict[str, int] = field(default_factory=dict)
-    """Image on its way -> its bytes."""
-    network_free_s: float = -math.inf
-    """When everything that is on its way will have arrived."""
-    cpu_share: float = field(init=False)
-    """Pressure of one promised core; likewise below, of one byte."""
-    memory_share: float = field(init=False)
-    disk_share: float = field(init=False)
+    shares: tuple[float, ...] = field(init=False)
+    """Pressure of one promised core, of one byte of memory and of one of disk."""
 
     def __post_init__(self) -> None:
         self.resize(self.capacity)
@@ -216,101 +130,73 @@ class HostState:
     def resize(self, capacity: Capacity) -> None:
         """The host has become another size, or says what it has for the first time."""
         self.capacity = capacity
-        self.cpu_share = 1 / (self.capacity.cpus * self.policy.cpu_overcommit)
-        self.memory_share = 1 / (self.capacity.memory_bytes * self.policy.memory_overcommit)
-        self.disk_share = 1 / (self.capacity.disk_bytes * self.policy.disk_overcommit)
+        overcommit = self.policy.cpu_overcommit, self.policy.memory_overcommit, self.policy.disk_overcommit
+        self.shares = tuple(
+            1 / (size * factor) for size, factor in zip(_amounts(capacity), overcommit, strict=True)
+        )
 
     @property
     def is_open(self) -> bool:
         """Whether new sandboxes may come here, as far as nothing has failed."""
         return self.alive and not self.retiring
 
-    def pressure_with(self, demand: Demand) -> float:
+    def pressure_with(self, demand: Resources) -> float:
         """The worst pressure if `demand` came on top; infinite if it does not fit."""
-        cpus, memory, disk = demand.cpus, demand.memory_bytes, demand.disk_bytes
-        promised_cpu = (self.promised_cpus + cpus) * self.cpu_share
-        promised_memory = (self.promised_memory_bytes + memory) * self.memory_share
-        promised_disk = (self.promised_disk_bytes + disk) * self.disk_share
-        if max(promised_memory, promised_disk) > _FULL:
-            return math.inf
-        if promised_cpu > self.policy.max_cpu_pressure + _ROUNDING:
-            return math.inf
-        live, use = self.live, self.use
-        busy = live.cpu + (self.fresh_cpus + cpus) * self.cpu_share * use.cpu
-        full = max(
-            live.memory + (self.fresh_memory_bytes + memory) * self.memory_share * use.memory,
-            live.disk + (self.fresh_disk_bytes + disk) * self.disk_share * use.disk,
-        )
-        if full > self.policy.max_pressure + _ROUNDING or busy > self.policy.max_cpu_pressure + _ROUNDING:
-            return math.inf
-        usual = max(promised_cpu * use.cpu, promised_memory * use.memory, promised_disk * use.disk)
-        return max(busy, full, usual * self.policy.floor)
-
-    def image_cost(self, image: str, image_bytes: int, now_s: float) -> float:
-        """How much more loaded the host counts as because the image is not there (yet)."""
         policy = self.policy
-        arrival_s = self.images.get(image)
-        if arrival_s is not None:
-            if arrival_s == CACHED:
-                return 0.0
-            if arrival_s < now_s:
-                # Overdue, so others were fetched first: the best guess is that it comes last.
-                arrival_s = max(now_s, self.network_free_s)
-            return policy.wait_weight * min(1.0, (arrival_s - now_s) / policy.wait_horizon_s)
-        wait_s = max(0.0, self.network_free_s - now_s) + image_bytes / self.capacity.network_bytes_per_s
-        return policy.miss_weight + policy.wait_weight * min(1.0, wait_s / policy.wait_horizon_s)
+        # A host is full when it has promised all it has; the rounding of sums must not refuse the last one.
+        most_promised = policy.max_cpu_pressure + _ROUNDING, 1.0 + _ROUNDING, 1.0 + _ROUNDING
+        most_used = most_promised[0], policy.max_pressure + _ROUNDING, policy.max_pressure + _ROUNDING
+        worst = 0.0
+        for axis, wanted in enumerate(_amounts(demand)):
+            share, use = self.shares[axis], self.use[axis]
+            promised = (self.promised[axis] + wanted) * share
+            used = self.live[axis] + (self.promised_fresh[axis] + wanted) * share * use
+            if promised > most_promised[axis] or used > most_used[axis]:
+                return math.inf
+            worst = max(worst, used, promised * use * policy.floor)
+        return worst
 
     def reserve(self, reservation: Reservation) -> None:
         """Counts a new promise."""
-        demand = reservation.demand
-        self.reservations[reservation.ticket] = reservation
-        self.promised_cpus += demand.cpus
-        self.promised_memory_bytes += demand.memory_bytes
-        self.promised_disk_bytes += demand.disk_bytes
-        self.fresh[reservation.ticket] = reservation
-        self.fresh_cpus += demand.cpus
-        self.fresh_memory_bytes += demand.memory_bytes
-        self.fresh_disk_bytes += demand.disk_bytes
+        self.reservations[reservation.ticket] = self.fresh[reservation.ticket] = reservation
+        _add(self.promised, reservation.demand, 1)
+        _add(self.promised_fresh, reservation.demand, 1)
 
     def free(self, reservation: Reservation) -> None:
         """Takes a promise back."""
-        demand = reservation.demand
         del self.reservations[reservation.ticket]
-        self.promised_cpus -= demand.cpus
-        self.promised_memory_bytes -= demand.memory_bytes
-        self.promised_disk_bytes -= demand.disk_bytes
-        self.settle(reservation)
+        _add(self.promised, reservation.demand, -1)
+        self._settle(reservation)
         if not self.reservations:
             # Fractions of cores do not add up exactly: an empty host is empty.
-            self.promised_cpus = 0.0
+            self.promised[:] = 0.0, 0.0, 0.0
 
-    def settle(self, reservation: Reservation) -> None:
+    def report(self, pressure: Pressure, measured_s: float) -> None:
+        """The pressure; what was confirmed before `measured_s` is taken to be in it."""
+        self.live = pressure.cpu, pressure.memory, pressure.disk
+        for reservation in list(self.fresh.values()):
+            if reservation.confirmed_s <= measured_s:
+                self._settle(reservation)
+        for axis, live in enumerate(self.live):
+            promised = (self.promised[axis] - self.promised_fresh[axis]) * self.shares[axis]
+            if promised >= _LEAST_PROMISED:  # hosts that have hardly promised anything teach nothing
+                seen = min(1.0, max(_LEAST_USE, live / promised))
+                self.use[axis] += _LEARNING_RATE * (seen - self.use[axis])
+
+    def _settle(self, reservation: Reservation) -> None:
         """A report has seen it: it is no longer counted on top of what is measured."""
-        if self.fresh.pop(reservation.ticket, None) is None:
-            return
-        self.fresh_cpus -= reservation.demand.cpus
-        self.fresh_memory_bytes -= reservation.demand.memory_bytes
-        self.fresh_disk_bytes -= reservation.demand.disk_bytes
+        if self.fresh.pop(reservation.ticket, None) is not None:
+            _add(self.promised_fresh, reservation.demand, -1)
         if not self.fresh:
-            self.fresh_cpus = 0.0
+            self.promised_fresh[:] = 0.0, 0.0, 0.0
 
-    def begin_fetch(self, image: str, image_bytes: int, now_s: float) -> None:
-        """An image is on its way, behind those that already are."""
-        duration_s = image_bytes / self.capacity.network_bytes_per_s
-        self.network_free_s = max(now_s, self.network_free_s) + duration_s
-        self.images[image] = self.network_free_s
-        self.fetching[image] = image_bytes
 
-    def end_fetch(self, image: str, now_s: float) -> None:
-        """An image has arrived, or will not: corrects the estimate for those behind it."""
-        if self.fetching.pop(image, None) is not None:
-            left_s = sum(self.fetching.values()) / self.capacity.network_bytes_per_s
-            self.network_free_s = now_s + left_s
+def _add(sums: list[float], demand: Resources, sign: int) -> None:
+    for axis, amount in enumerate(_amounts(demand)):
+        sums[axis] += sign * amount
 
 
 _LEARNING_RATE = 0.05
 _LEAST_PROMISED = 0.05
 _LEAST_USE = 0.05
 _ROUNDING = 1e-9
-_FULL = 1.0 + _ROUNDING
-"""A host is full when it has promised all it has; the rounding of sums must not refuse the last one."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,75 +12,7 @@ from etude.sandbox.fleet.hosts import Placement, Policy, Request
 from etude.sandbox.fleet.sandbox import FleetSandbox
 from etude.sandbox.fleet.scheduler import Scheduler
 from etude.sandbox.interface import Sandbox
-
-
-class PlacementQueue:
-    """First come, first served: a request for much room is not starved by many for little."""
-
-    def __init__(
-        self, scheduler: Scheduler, clock: Callable[[], float], wait_s: float, max_waiting: int
-    ) -> None:
-        self._scheduler = scheduler
-        self._clock = clock
-        self._wait_s = wait_s
-        self._max_waiting = max_waiting
-        self._waiting: deque[tuple[Request, asyncio.Future[Placement]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    async def place(self, request: Request) -> Placement:
-        """A reservation. Raises CapacityError after the longest wait, or at once if too many wait."""
-        pinned = request.only is not None
-        if pinned or not self._waiting:
-            placement = self._scheduler.place(request, self._clock())
-            if placement is not None:
-                return placement
-        if len(self._waiting) >= self._max_waiting:
-            raise self._full(f"{self._max_waiting} requests wait already")
-        future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
-        row = (request, future)
-        self._waiting.append(row)
-        delivered = False
-        try:
-            async with asyncio.timeout(self._wait_s):
-                placement = await future
-            delivered = True
-            return placement
-        except TimeoutError as error:
-            raise self._full(f"waited {self._wait_s} s") from error
-        finally:
-            self._leave(row, delivered)
-
-    def pump(self) -> None:
-        """Something changed: serves as many as there is room for."""
-        while self._waiting:
-            request, future = self._waiting[0]
-            if not future.done():
-                placement = self._scheduler.place(request, self._clock())
-                if placement is None:
-                    return
-                future.set_result(placement)
-            self._waiting.popleft()
-
-    def _leave(self, row: tuple[Request, asyncio.Future[Placement]], delivered: bool) -> None:
-        """The caller is done waiting; a place that came in the instant of giving up is given back."""
-        if row in self._waiting:
-            self._waiting.remove(row)
-        if delivered:
-            return
-        future = row[1]
-        if future.done() and not future.cancelled():
-            self._scheduler.cancel(future.result().ticket)
-        self.pump()
-
-    def _full(self, why: str) -> CapacityError:
-        return CapacityError(
-            f"no host has room for another sandbox: {why}",
-            field="fleet",
-            received=f"{len(self._waiting)} waiting",
-            fix="add hosts, end sandboxes, or allow a longer wait",
-        )
+from etude.sandbox.waiting import WaitingLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +31,6 @@ class FleetConfig:
     """How long a request waits for room."""
     max_queued: int = 10_000
     """Requests that wait at once; one more is refused."""
-    failures_to_suspend: int = 3
-    """Starts that fail in a row, until a host is left alone for a while: else a host that fails fast looks
-    empty and attracts everything."""
-    suspend_s: float = 10.0
-    image_bytes: int = 2_000_000_000
-    """What an image is taken to measure."""
     policy: Policy = field(default_factory=Policy)
     seed: int = 0
 
@@ -118,9 +42,14 @@ class Registry:
         self.config = config
         self.clock = clock
         self.scheduler = Scheduler(policy=config.policy, seed=config.seed)
-        self.queue = PlacementQueue(self.scheduler, clock, config.queue_wait_s, config.max_queued)
+        self.queue = WaitingLine[Request, Placement](
+            lambda request: self.scheduler.place(request, clock()),
+            lambda placement: self.scheduler.cancel(placement.ticket),
+        )
+        """Of one tenant: a request for much room is not starved by many for little."""
         self.hosts: dict[str, FleetHost] = {}
-        self._sandboxes: dict[str, FleetSandbox] = {}
+        self.sandboxes: dict[str, FleetSandbox] = {}
+        """Those of which somebody holds a handle."""
 
     def add(self, name: str, spec: HostSpec) -> FleetHost:
         """One more host. Raises ConfigError for a name that is taken or no name."""
@@ -148,24 +77,41 @@ class Registry:
         lost = self.scheduler.mark_dead(name)
         host = self.host(name)
         host.die(reason)
-        for sandbox_id in lost.sandboxes:
-            sandbox = self._sandboxes.get(sandbox_id)
+        for sandbox_id in lost:
+            sandbox = self.sandboxes.pop(sandbox_id, None)
             if sandbox is not None:
                 sandbox.end(host.lost(sandbox_id))
-                self.drop_handle(sandbox)
-        return list(lost.sandboxes)
+        return lost
 
-    def suspect(self, host: FleetHost) -> None:
-        """The host did not answer: for a while it is the last to be asked, and not shut out, as where all are
-        slow all are suspected."""
-        until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
+    def suspect(self, host: FleetHost, error: BaseException) -> None:
+        """The host did not answer, or failed a start (and one that fails fast looks empty): until it has had
+        time for another heartbeat it is the last to be asked. It is not shut out: where all are slow all are
+        suspected."""
+        host.last_error = f"{type(error).__name__}: {error}"
         if self.hosts.get(host.name) is host:  # else it has left
+            until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
             self.scheduler.hosts[host.name].suspected_until_s = until_s
 
-    def suspend(self, host: FleetHost) -> None:
-        """Starts fail there: for a while nothing is placed on it."""
-        if self.hosts.get(host.name) is host:
-            self.scheduler.hosts[host.name].suspended_until_s = self.clock() + self.config.suspend_s
+    async def place(self, request: Request) -> Placement:
+        """A reservation. Raises CapacityError after the longest wait, or at once if too many wait."""
+        if request.only is not None:
+            placement = self.scheduler.place(request, self.clock())
+            if placement is not None:
+                return placement
+        if len(self.queue) >= self.config.max_queued:
+            raise self._full(f"{self.config.max_queued} requests wait already")
+        try:
+            return await self.queue.wait(request, self.config.queue_wait_s)
+        except TimeoutError as error:
+            raise self._full(f"waited {self.config.queue_wait_s} s") from error
+
+    def _full(self, why: str) -> CapacityError:
+        return CapacityError(
+            f"no host has room for another sandbox: {why}",
+            field="fleet",
+            received=f"{len(self.queue)} waiting",
+            fix="add hosts, end sandboxes, or allow a longer wait",
+        )
 
     def placed(self, placement: Placement) -> FleetHost:
         """The host of a placement. Raises SandboxLostError where it has died and left since."""
@@ -176,22 +122,14 @@ class Registry:
 
     def forget(self, sandbox: FleetSandbox) -> None:
         """A sandbox has ended: its place is free."""
-        self.drop_handle(sandbox)
+        self.sandboxes.pop(sandbox.id, None)
         self.scheduler.release(sandbox.id)
-        self.queue.pump()
+        self.queue.serve()
 
     def wrap(self, host: FleetHost, inner: Sandbox) -> FleetSandbox:
         """A handle for a sandbox whose place is confirmed."""
-        sandbox = self._sandboxes[host.id_of(inner.id)] = FleetSandbox(self, host, inner)
+        sandbox = self.sandboxes[host.id_of(inner.id)] = FleetSandbox(self, host, inner)
         return sandbox
-
-    def handle(self, sandbox_id: str) -> FleetSandbox | None:
-        """The handle of a sandbox, if somebody holds one."""
-        return self._sandboxes.get(sandbox_id)
-
-    def drop_handle(self, sandbox: FleetSandbox) -> None:
-        """Nobody finds the sandbox by its id any more."""
-        self._sandboxes.pop(sandbox.id, None)
 
     def host(self, name: str) -> FleetHost:
         """A host by name, dead or alive. Raises ConfigError."""

@@ -45,7 +45,7 @@ class FleetSandbox(WrappedSandbox):
             return await self.host.call(operation(self.inner), undo)
         except (SandboxLostError, SandboxMissingError) as error:
             if isinstance(error, SandboxLostError):
-                self._registry.suspect(self.host)
+                self._registry.suspect(self.host, error)
             self.end(error)
             self._registry.forget(self)
             raise
@@ -53,10 +53,6 @@ class FleetSandbox(WrappedSandbox):
     def end(self, reason: SandboxError) -> None:
         """Every later call raises `reason`."""
         self._gone = self._gone or reason
-
-    def rebind(self, inner: Sandbox) -> None:
-        """The same sandbox by a new handle of the same host."""
-        self.inner = inner
 
     async def get_info(self) -> SandboxInfo:
         return replace(await super().get_info(), id=self.id)
@@ -74,7 +70,7 @@ class FleetSandbox(WrappedSandbox):
         try:
             return await self._fork(count)
         finally:
-            self._registry.queue.pump()
+            self._registry.queue.serve()
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         """See Sandbox.migrate. Moves it out of the fleet, to a backend that the caller names."""

@@ -84,11 +84,6 @@ class GvisorBackend(MachineBackend):
             return None
         return "runsc was killed" if container.was_killed else None
 
-    def used_bytes(self, sandbox: MachineSandbox) -> int:
-        """What the sandbox's programs and files hold in memory now; 0 if it does not run."""
-        container = self._containers.get(sandbox.id)
-        return container.used_bytes() if container else 0
-
     async def start(
         self, spec: Spec, timeout_s: float | None = None, snapshot: Snapshot | None = None
     ) -> MachineSandbox:

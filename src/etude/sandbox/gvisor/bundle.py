@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etude.sandbox.guest_program import guest_program
+from etude.sandbox.guest_program import guest_arguments, guest_program
 from etude.sandbox.gvisor.entering import PREFIX, ROOTFS
-from etude.sandbox.inside.namespaces import ETC_DIRECTORIES, HOST_DIRECTORIES, SANDBOX_UID
+from etude.sandbox.inside.namespaces import ETC, ETC_DIRECTORIES, HOST_DIRECTORIES, SANDBOX_UID
 from etude.sandbox.types import Resources
 
 SHARED_MEMORY_BYTES = 16 << 20
@@ -39,12 +39,6 @@ _SERVER_FILES = 1024
 """What the server may open beyond the limit of each command."""
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
 _MOUNT_POINTS = ("proc", "dev", "tmp", "workspace", "etc", BASE.lstrip("/"))
-_ETC = {
-    "passwd": f"root:x:0:0::/:/bin/sh\nagent:x:{SANDBOX_UID}:{SANDBOX_UID}::/workspace:/bin/sh\n",
-    "group": f"root:x:0:\nagent:x:{SANDBOX_UID}:\n",
-    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
-}
 
 
 @dataclass(frozen=True)
@@ -73,6 +67,7 @@ class Interpreter:
 
 def configuration(interpreter: Interpreter, resources: Resources, hostname: str) -> dict[str, Any]:
     """`config.json` of one container."""
+    arguments = guest_arguments(resources, line="stdio", uid=SANDBOX_UID, base=BASE, path=interpreter.path)
     return {
         "ociVersion": "1.0.2",
         "hostname": hostname,
@@ -81,7 +76,7 @@ def configuration(interpreter: Interpreter, resources: Resources, hostname: str)
             "terminal": False,
             "user": {"uid": 0, "gid": 0},
             "cwd": "/",
-            "args": _arguments(interpreter, resources),
+            "args": [interpreter.program, "-I", "-S", "-B", PROGRAM, *arguments, "--filter"],
             "env": ["PATH=/usr/bin:/bin", "LANG=C.UTF-8", "PYTHONHASHSEED=0"],
             "capabilities": {kind: list(_RIGHTS) for kind in ("bounding", "effective", "permitted")},
             "noNewPrivileges": True,
@@ -90,20 +85,6 @@ def configuration(interpreter: Interpreter, resources: Resources, hostname: str)
         "mounts": _mounts(interpreter, resources),
         "linux": {"namespaces": [{"type": kind} for kind in _NAMESPACES]},
     }
-
-
-def _arguments(interpreter: Interpreter, resources: Resources) -> list[str]:
-    options = {
-        "--line": "stdio",
-        "--uid": SANDBOX_UID,
-        "--base": BASE,
-        "--memory-bytes": resources.memory_bytes,
-        "--cpu-s": resources.cpu_s,
-        "--open-files": resources.open_files,
-        "--path": interpreter.path,
-    }
-    words = [str(word) for pair in options.items() for word in pair]
-    return [interpreter.program, "-I", "-S", "-B", PROGRAM, *words, "--filter"]
 
 
 def _limits(resources: Resources) -> list[dict[str, object]]:
@@ -156,7 +137,7 @@ def build_rootfs(root: Path, interpreter: Interpreter) -> None:
             (root / name).mkdir()
     if interpreter.is_apart:
         (root / interpreter.prefix.lstrip("/")).mkdir(parents=True)
-    for name, text in _ETC.items():
+    for name, text in ETC.items():
         (root / "etc" / name).write_text(text, encoding="utf-8")
     for name in ETC_DIRECTORIES:
         (root / name).mkdir(parents=True)

@@ -188,11 +188,6 @@ class Container:
         """How many of its processes the host's kernel has ended for want of memory."""
         return 0 if self._groups is None else self._groups.num_killed_for_memory(self.name)
 
-    def used_bytes(self) -> int:
-        """What the programs and files inside hold now; 0 if nothing runs."""
-        memory = self._memory_file()
-        return memory.used_bytes() if memory else 0
-
     async def end(self) -> None:
         """Ends everything that it consists of, and removes its directory. Idempotent."""
         if self._watch is not None:

@@ -56,51 +56,28 @@ BASES = {
 """What FROM may name without anybody having imported it."""
 
 
-class DebianBases:
-    """Makes the images of `bases` in a store, each once."""
+async def make_base(name: str, store: ImageStore, timeout_s: float = BUILD_TIMEOUT_S) -> Image:
+    """One of `BASES`, made anew of Debian's packages (minutes) and saved in the store.
 
-    def __init__(
-        self,
-        store: ImageStore,
-        bases: dict[str, Base] | None = None,
-        timeout_s: float = BUILD_TIMEOUT_S,
-    ) -> None:
-        self._store = store
-        self._bases = BASES if bases is None else bases
-        self._timeout_s = timeout_s
-        self._building = asyncio.Lock()
+    Raises ResourceError if mmdebstrap is missing or its sources cannot be reached.
+    """
+    digest = await make_layer(BASES[name], store, timeout_s)
+    image = Image(name, (digest,), {"PATH": DEFAULT_PATH}, workdir="/")
+    await asyncio.to_thread(store.save, image)
+    return image
 
-    def names(self) -> list[str]:
-        """What can be made, sorted."""
-        return sorted(self._bases)
 
-    async def image(self, name: str) -> Image | None:
-        """The base image, made now (minutes) unless the store has it; None for a name it does not know.
+async def make_layer(base: Base, store: ImageStore, timeout_s: float = BUILD_TIMEOUT_S) -> str:
+    """A base's layer, by digest. Raises as `make_base`."""
 
-        Raises ResourceError if mmdebstrap is missing or its sources cannot be reached, TemplateError for a
-        damaged image.
-        """
-        base = self._bases.get(name)
-        if base is None:
-            return None
-        async with self._building:
-            if await asyncio.to_thread(self._store.has, name):
-                return await asyncio.to_thread(self._store.load, name)
-            digest = await self.make_layer(base)
-            image = Image(name, (digest,), {"PATH": DEFAULT_PATH}, workdir="/")
-            await asyncio.to_thread(self._store.save, image)
-            return image
-
-    async def make_layer(self, base: Base) -> str:
-        """Makes a base's layer, whether the store has it or not. Raises as `image`."""
-        with self._store.layers.scratch() as folder:
-            target = folder / "base.tar"
-            await write_archive(base.suite, target, _options(base), EPOCH_S, timeout_s=self._timeout_s)
-            return await asyncio.to_thread(self._import, target)
-
-    def _import(self, path: Path) -> str:
+    def import_tar(path: Path) -> str:
         with path.open("rb") as file:
-            return self._store.layers.add_tar(file, name="base image")
+            return store.layers.add_tar(file, name="base image")
+
+    with store.layers.scratch() as folder:
+        target = folder / "base.tar"
+        await write_archive(base.suite, target, _options(base), EPOCH_S, timeout_s)
+        return await asyncio.to_thread(import_tar, target)
 
 
 def _options(base: Base) -> list[str]:
@@ -169,11 +146,9 @@ async def find_in_store(name: str, store: ImageStore) -> Image:
     stored = await asyncio.to_thread(find_stored, name, store)
     if stored is not None:
         return stored
-    debian = DebianBases(store)
     for candidate in _candidates(name):
-        image = await debian.image(candidate)
-        if image is not None:
-            return image
+        if candidate in BASES:
+            return await make_base(candidate, store)
     known = sorted({*await asyncio.to_thread(store.list), *BASES})
     raise TemplateError(
         "no such base image", field="images.bases", received=name,

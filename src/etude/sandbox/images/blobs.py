@@ -7,13 +7,13 @@ import hashlib
 import posixpath
 import re
 import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.streams import DigestReader, decompressed
-from etude.sandbox.images.tar import Readable, Slice, TarReader
+from etude.sandbox.images.tar import Readable, open_archive
 
 MAX_DOCUMENT_BYTES = 4 << 20
 """Of an index, a manifest or a configuration."""
@@ -23,18 +23,9 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
 _MAX_LINKS = 8
 
 
-class Blobs(Protocol):
-    """Named parts of an image archive. Blocks."""
-
-    def has(self, name: str) -> bool: ...
-
-    def open(self, name: str) -> contextlib.AbstractContextManager[Readable]:
-        """A part as a stream. Raises TemplateError if it is missing."""
-        ...
-
-
-class DirectoryBlobs(Blobs):
-    """Parts as files below a directory; a name or link that leads out of it names nothing."""
+class DirectoryBlobs:
+    """Named parts of an image archive, as files below a directory. A name or link that leads out of it names
+    nothing."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
@@ -46,6 +37,7 @@ class DirectoryBlobs(Blobs):
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Readable]:
+        """A part as a stream. Raises TemplateError if it is missing."""
         if not self.has(name):
             raise _missing(name)
         try:
@@ -56,44 +48,43 @@ class DirectoryBlobs(Blobs):
             yield file
 
 
-class TarBlobs(Blobs):
-    """Parts as members of an uncompressed tar file, which stays open."""
+class TarBlobs:
+    """The same as members of an uncompressed tar file, which stays open."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self._file = file
-        self._places: dict[str, tuple[int, int]] = {}
-        self._links: dict[str, str] = {}
-        reader = TarReader(file, name)
-        for count, entry in enumerate(reader):
+    def __init__(self, archive: tarfile.TarFile, name: str) -> None:
+        self._archive = archive
+        self._members: dict[str, tarfile.TarInfo] = {}
+        for count, member in enumerate(archive):
             if count >= MAX_MEMBERS:
                 raise TemplateError("has too many members", field=name, received=count)
-            key = posixpath.normpath(entry.name.decode(errors="replace")).lstrip("/")
-            if entry.kind == "file":
-                self._places[key] = (reader.offset, entry.size_bytes)
-            elif entry.kind in ("symlink", "hardlink"):
-                # Old archives of `docker save` name equal layers by links.
-                link = entry.link.decode(errors="replace")
-                folder = posixpath.dirname(key) if entry.kind == "symlink" else ""
-                self._links[key] = posixpath.normpath(posixpath.join(folder, link))
+            self._members[posixpath.normpath(member.name).lstrip("/")] = member
 
     def has(self, name: str) -> bool:
         """Whether there is such a member."""
-        return self._find(name) in self._places
+        return self._find(name) is not None
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Readable]:
-        place = self._places.get(self._find(name))
-        if place is None:
+        member = self._find(name)
+        contents = None if member is None else self._archive.extractfile(member)
+        if contents is None:
             raise _missing(name)
-        yield Slice(self._file, *place)
+        with contents:
+            yield contents
 
-    def _find(self, name: str) -> str:
-        name = posixpath.normpath(name)
+    def _find(self, name: str) -> tarfile.TarInfo | None:
+        """A regular file. Old archives of `docker save` name equal layers by links."""
         for _ in range(_MAX_LINKS):
-            if name not in self._links:
-                break
-            name = self._links[name]
-        return name
+            name = posixpath.normpath(name)
+            member = self._members.get(name)
+            if member is None or not (member.issym() or member.islnk()):
+                return member if member is not None and member.isreg() and not member.issparse() else None
+            folder = posixpath.dirname(name) if member.issym() else ""
+            name = posixpath.join(folder, member.linkname)
+        return None
+
+
+Blobs = DirectoryBlobs | TarBlobs
 
 
 @contextlib.contextmanager
@@ -111,21 +102,16 @@ def open_blobs(source: Path, scratch: Path) -> Iterator[Blobs]:
             received=str(source),
             fix="name an OCI archive",
         ) from error
-    with file:
-        if _is_plain(file):
-            yield TarBlobs(file, source.name)
-            return
-        with (scratch / "archive.tar").open("w+b") as whole:
+    with file, contextlib.ExitStack() as stack:
+        file.seek(257)
+        is_plain = file.read(5) == b"ustar"
+        file.seek(0)
+        if not is_plain:
+            whole = stack.enter_context((scratch / "archive.tar").open("w+b"))
             shutil.copyfileobj(DigestReader(decompressed(file), source.name, MAX_ARCHIVE_BYTES), whole)
             whole.seek(0)
-            yield TarBlobs(whole, source.name)
-
-
-def _is_plain(file: BinaryIO) -> bool:
-    file.seek(257)
-    plain = file.read(5) == b"ustar"
-    file.seek(0)
-    return plain
+            file = whole
+        yield TarBlobs(stack.enter_context(open_archive(file, source.name, is_file=True)), source.name)
 
 
 def blob_name(digest: object) -> str:

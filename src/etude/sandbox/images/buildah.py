@@ -134,7 +134,9 @@ class Buildah:
     async def enclose(self, command: list[str], on_line: OnLine | None = None) -> tuple[int, str]:
         """Runs any program so. See `run`; FAILED where there can be no namespaces."""
         ours, theirs = socket.socketpair()
-        words = [str(theirs.fileno()), str(self.root), *self._ids.words(), "--", *command]
+        # Without a way out nothing listens inside, not even for a moment.
+        number = -1 if self._proxy is None else theirs.fileno()
+        words = [str(number), str(self.root), *self._ids.words(), "--", *command]
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(
                 *python_words("etude.sandbox.inside.enclosure", *words),
@@ -156,16 +158,17 @@ class Buildah:
     @contextlib.asynccontextmanager
     async def _served(self, line: socket.socket) -> AsyncIterator[None]:
         """Serves what asks for the network inside, if anything may."""
-        _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, line, 1, 1)
-        listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        if self._proxy is None or not listeners:
-            for listener in listeners:
-                listener.close()
+        proxy = self._proxy
+        if proxy is None:
             yield
             return
-        proxy = self._proxy
+        _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, line, 1, 1)
+        if not descriptors:  # there are no namespaces
+            yield
+            return
         server = await asyncio.start_server(
-            lambda reader, writer: proxy.serve(AsyncioStream(reader, writer)), sock=listeners[0]
+            lambda reader, writer: proxy.serve(AsyncioStream(reader, writer)),
+            sock=socket.socket(fileno=descriptors[0]),
         )
         async with server:
             yield

@@ -29,14 +29,13 @@ async def write_archive(
     target: Path,
     options: Sequence[str],
     epoch_s: int,
-    sources: str | None = None,
     timeout_s: float = BUILD_TIMEOUT_S,
     field: str = "base image",
 ) -> None:
     """Writes a root file system to `target`, a tar file in a directory of its own. Takes minutes.
 
-    `epoch_s`: the latest time of a file; `sources`: lines of a sources.list (None: this host's); `field`: of
-    its errors. Raises ResourceError if mmdebstrap is missing or its sources cannot be reached.
+    `epoch_s`: the latest time of a file; `field`: of its errors. Raises ResourceError if mmdebstrap is
+    missing or its sources cannot be reached.
     """
     tool = shutil.which("mmdebstrap")
     if tool is None:
@@ -44,8 +43,7 @@ async def write_archive(
             "mmdebstrap is not installed", field=field, received=suite,
             fix="apt-get install mmdebstrap, or import an OCI archive of the base image",
         )  # fmt: skip
-    if sources is None:
-        sources = await asyncio.to_thread(_host_sources, suite, field)
+    sources = await asyncio.to_thread(_host_sources, suite, field)
     # Packages are unpacked by other users, too, where mmdebstrap does not run as root.
     target.parent.chmod(0o711)
     argv = [tool, "--format=tar", "--quiet", *options, suite, str(target), *(["-"] if sources else [])]

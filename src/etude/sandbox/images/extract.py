@@ -11,19 +11,21 @@ import errno
 import os
 import shutil
 import stat
-from dataclasses import dataclass
+import tarfile
 from pathlib import Path
 
 from etude.errors import EtudeError, ResourceError, SandboxError
 from etude.kit.durable import FULL
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.tar import CHUNK_BYTES, Entry, TarReader
+from etude.sandbox.images.tar import CHUNK_BYTES
 
 WHITEOUT_PREFIX = b".wh."
 OPAQUE_MARKER = b".wh..wh..opq"
 OPAQUE_XATTR = "user.overlay.opaque"
 MAX_NAME_BYTES = 2048
 MAX_DEPTH = 256
+MAX_MTIME_S = 8**11 - 1
+"""The largest time that a header holds."""
 _AUFS_PREFIX = b".wh..wh."
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,23 +33,13 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 Parts = tuple[bytes, ...]
 
 
-@dataclass(slots=True)
-class Contents:
-    """What an archive held."""
-
-    num_entries: int = 0
-    num_left_out: int = 0
-    """Devices and named pipes, which a sandbox has no use for."""
-    size_bytes: int = 0
-    """Of all regular files."""
-
-
 class Extractor:
     """Lays entries out below `root`, an empty directory. All becomes the property of `owner` (uid, gid).
 
-    Set-user-id bits are dropped and the owner's read and write rights (for directories, execute too) added:
-    a sandbox has a single user, who is to read all. Raises TemplateError for an archive that is damaged or
-    leaves the layer, ResourceError for what this machine lacks; the caller removes what is there by then.
+    Devices and named pipes, which a sandbox has no use for, are left out. Set-user-id bits are dropped and
+    the owner's read and write rights (for directories, execute too) added: a sandbox has a single user, who
+    is to read all. Raises TemplateError for an archive that is damaged or leaves the layer, ResourceError for
+    what this machine lacks; the caller removes what is there by then.
     """
 
     def __init__(self, root: Path, owner: tuple[int, int], max_entries: int, name: str) -> None:
@@ -61,52 +53,55 @@ class Extractor:
         self._num_implied = 0
         """Directories that no entry names: each costs as much as one, and an entry may need hundreds."""
 
-    def run(self, reader: TarReader) -> Contents:
+    def run(self, archive: tarfile.TarFile) -> None:
         """Extracts every entry. Blocks."""
-        contents = Contents()
+        num_entries = 0
         try:
-            for entry in reader:
-                contents.num_entries += 1
-                if contents.num_entries + self._num_implied > self._max_entries:
+            while (entry := archive.next()) is not None:
+                # One of the library's own for each would fill the memory.
+                archive.members.clear()  # type: ignore[attr-defined]
+                num_entries += 1
+                if num_entries + self._num_implied > self._max_entries:
                     raise self._refusal(entry, f"more than {self._max_entries} entries")
-                contents.num_left_out += entry.kind == "other"
-                contents.size_bytes += entry.size_bytes
                 try:
-                    self._place(entry, reader)
+                    self._place(entry, archive)
                 except OSError as error:
-                    raise storage_error(error, self._name, _shown(entry.name)) from error
+                    raise storage_error(error, self._name, _shown(_bytes(entry.name))) from error
             self._date_directories()
-            return contents
         finally:
             self._forget_parent()
             os.close(self._root)
 
-    def _place(self, entry: Entry, reader: TarReader) -> None:
-        parts = self._split(entry.name, entry)
+    def _place(self, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
+        parts = self._split(_bytes(entry.name), entry)
         if not parts:
-            if entry.kind != "dir":
+            if not entry.isdir():
                 raise self._refusal(entry, "an entry without a name")
-            self._set_directory((), self._root, entry)
-        elif entry.kind != "other":
+            self._set_directory((), self._root, entry.mode, _time_s(entry))
+        elif not entry.isdev():
             parent = self._enter(parts[:-1])
             if parts[-1].startswith(WHITEOUT_PREFIX):
                 self._whiteout(parts, parent, entry)
-            elif entry.kind == "dir":
+            elif entry.isdir():
                 self._directory(parts, parent, entry)
-            elif entry.kind == "file":
-                self._file(parts, parent, entry, reader)
-            elif entry.kind == "symlink":
+            elif entry.issym():
                 self._symlink(parts, parent, entry)
-            else:
+            elif entry.islnk():
                 self._hardlink(parts, parent, entry)
+            elif entry.isreg() and not entry.issparse():
+                self._file(parts, parent, entry, archive)
+            else:
+                raise self._refusal(entry, f"an entry of type {entry.type!r}")
 
-    def _split(self, name: bytes, entry: Entry) -> Parts:
+    def _split(self, name: bytes, entry: tarfile.TarInfo) -> Parts:
         """Components below the layer's root; absolute names begin there."""
         parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
         if b".." in parts or b"\0" in name:
             raise self._refusal(entry, "a path that leaves the layer")
         if len(name) > MAX_NAME_BYTES or len(parts) > MAX_DEPTH:
             raise self._refusal(entry, "a path that is too long or too deep")
+        if any(part.startswith(WHITEOUT_PREFIX) for part in parts[:-1]):
+            raise self._refusal(entry, "a directory with a name that only whiteouts may have")
         return parts
 
     def _enter(self, parts: Parts) -> int:
@@ -145,10 +140,10 @@ class Extractor:
             os.mkdir(name, dir_fd=parent)
         self._num_implied += 1
         here = os.open(name, _OPEN_DIRECTORY, dir_fd=parent)
-        self._set_directory(parts, here, Entry(name, "dir", 0o755))
+        self._set_directory(parts, here, 0o755, 0)
         return here
 
-    def _directory(self, parts: Parts, parent: int, entry: Entry) -> None:
+    def _directory(self, parts: Parts, parent: int, entry: tarfile.TarInfo) -> None:
         there = self._look(parts[-1], parent)
         if there is None or not stat.S_ISDIR(there.st_mode):
             if there is not None:
@@ -156,42 +151,44 @@ class Extractor:
             os.mkdir(parts[-1], dir_fd=parent)
         here = os.open(parts[-1], _OPEN_DIRECTORY, dir_fd=parent)
         try:
-            self._set_directory(parts, here, entry)
+            self._set_directory(parts, here, entry.mode, _time_s(entry))
         finally:
             os.close(here)
 
-    def _set_directory(self, parts: Parts, here: int, entry: Entry) -> None:
-        os.fchmod(here, entry.mode & 0o1777 | 0o700)
+    def _set_directory(self, parts: Parts, here: int, mode: int, mtime_s: int) -> None:
+        os.fchmod(here, mode & 0o1777 | 0o700)
         give(here, self._owner)
         if parts in self._whiteouts:
             mark_opaque(here)
-        self._directories[parts] = entry.mtime_s
+        self._directories[parts] = mtime_s
 
-    def _file(self, parts: Parts, parent: int, entry: Entry, reader: TarReader) -> None:
+    def _file(self, parts: Parts, parent: int, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
         self._clear(parts, parent)
+        contents = archive.extractfile(entry)
+        assert contents is not None, "a regular entry has contents"
         here = os.open(parts[-1], _NEW_FILE, 0o600, dir_fd=parent)
         try:
-            while chunk := reader.read(CHUNK_BYTES):
+            while chunk := contents.read(CHUNK_BYTES):
                 view = memoryview(chunk)
                 while view:
                     view = view[os.write(here, view) :]
             give(here, self._owner)
             os.fchmod(here, entry.mode & 0o777 | 0o600)
-            _set_time(here, entry.mtime_s)
+            _set_time(here, _time_s(entry))
         finally:
             os.close(here)
 
-    def _symlink(self, parts: Parts, parent: int, entry: Entry) -> None:
-        if not entry.link or b"\0" in entry.link:
+    def _symlink(self, parts: Parts, parent: int, entry: tarfile.TarInfo) -> None:
+        if not entry.linkname or "\0" in entry.linkname:
             raise self._refusal(entry, "a symbolic link to nothing")
         self._clear(parts, parent)
-        os.symlink(entry.link, parts[-1], dir_fd=parent)
+        os.symlink(_bytes(entry.linkname), parts[-1], dir_fd=parent)
         give(parts[-1], self._owner, parent)
-        moment = (entry.mtime_s * 10**9, entry.mtime_s * 10**9)
+        moment = (_time_s(entry) * 10**9, _time_s(entry) * 10**9)
         os.utime(parts[-1], ns=moment, dir_fd=parent, follow_symlinks=False)
 
-    def _hardlink(self, parts: Parts, parent: int, entry: Entry) -> None:
-        target = self._split(entry.link, entry)
+    def _hardlink(self, parts: Parts, parent: int, entry: tarfile.TarInfo) -> None:
+        target = self._split(_bytes(entry.linkname), entry)
         if target == parts:
             return
         self._clear(parts, parent)
@@ -207,7 +204,7 @@ class Extractor:
         finally:
             os.close(parent)
 
-    def _whiteout(self, parts: Parts, parent: int, entry: Entry) -> None:
+    def _whiteout(self, parts: Parts, parent: int, entry: tarfile.TarInfo) -> None:
         if parts[-1] == OPAQUE_MARKER:
             mark_opaque(parent)
             self._whiteouts.add(parts[:-1])
@@ -272,9 +269,9 @@ class Extractor:
             os.close(self._parent[1])
             self._parent = None
 
-    def _refusal(self, entry: Entry, reason: str) -> TemplateError:
+    def _refusal(self, entry: tarfile.TarInfo, reason: str) -> TemplateError:
         return TemplateError(
-            f"the archive holds {reason}", field=self._name, received=_shown(entry.name),
+            f"the archive holds {reason}", field=self._name, received=_shown(_bytes(entry.name)),
             fix="use an archive from a source that you trust",
         )  # fmt: skip
 
@@ -328,16 +325,6 @@ def mark_opaque(directory: int) -> None:
         ) from error  # fmt: skip
 
 
-def is_opaque(path: bytes) -> bool:
-    """Whether a directory of a layer hides what lies below it."""
-    try:
-        return os.getxattr(path, OPAQUE_XATTR, follow_symlinks=False) == b"y"
-    except OSError as error:
-        if error.errno in (errno.ENODATA, errno.ENOTSUP):
-            return False
-        raise
-
-
 def storage_error(error: OSError, field: str, received: object) -> EtudeError:
     """The typed error for a system call that failed on the store's files."""
     if error.errno in FULL:
@@ -356,6 +343,15 @@ def storage_error(error: OSError, field: str, received: object) -> EtudeError:
 
 def _set_time(descriptor: int, mtime_s: int) -> None:
     os.utime(descriptor, ns=(mtime_s * 10**9, mtime_s * 10**9))
+
+
+def _time_s(entry: tarfile.TarInfo) -> int:
+    return min(max(int(entry.mtime), 0), MAX_MTIME_S)
+
+
+def _bytes(name: str) -> bytes:
+    """A name as it stands in the archive."""
+    return name.encode(errors="surrogateescape")
 
 
 def _shown(name: bytes) -> str:

@@ -1,7 +1,7 @@
 """Named images: which layers make a root file system, and how programs run in it.
 
 ROOT/images/<quoted name>.json   written atomically, with the image's digest
-ROOT/cache/<id>.json             which layers an image of buildah's is
+ROOT/cache/<id>.json             which layers an image of buildah's is, and which one an exported archive
 ROOT/buildah/                    see `buildah`
 ROOT/layers/, ROOT/tmp/          see `layers`
 """
@@ -43,9 +43,8 @@ class ImageStore:
 
         Raises TemplateError if a layer is missing, or as `check_name`.
         """
-        check_name(image.name)
         for digest in image.layers:
-            self.layers.info(digest)
+            self.layers.path(digest)
         record = {
             "version": _VERSION,
             "name": image.name,
@@ -68,7 +67,7 @@ class ImageStore:
             ) from error  # fmt: skip
         image = _parse(data, name)
         for digest in image.layers:
-            self.layers.info(digest)
+            self.layers.path(digest)
         return image
 
     def has(self, name: str) -> bool:
@@ -86,10 +85,6 @@ class ImageStore:
         except FileNotFoundError as error:
             raise TemplateError("no such image", field="image", received=name) from error
 
-    def paths(self, image: Image) -> list[Path]:
-        """The directories of an image's layers, lowest first (overlayfs wants them highest first)."""
-        return [self.layers.path(digest) for digest in image.layers]
-
     def recall(self, key: str) -> dict[str, Any] | None:
         """What `note` kept under `key` (64 hex digits); None if nothing, or if it does not parse."""
         assert _KEY.match(key), key
@@ -100,18 +95,13 @@ class ImageStore:
         return record if isinstance(record, dict) else None
 
     def note(self, key: str, record: Mapping[str, Any]) -> None:
-        """Keeps what became of the image that buildah made, under its id."""
+        """Keeps what became of the image that buildah made, or of an exported layer, under its digest."""
         assert _KEY.match(key), key
         write_json(self._cache / f"{key}.json", dict(record))
 
     def _file(self, name: str) -> Path:
-        quoted = urllib.parse.quote(name, safe=":", errors="replace")
-        if not name or name.startswith(".") or len(quoted) > _MAX_NAME_BYTES:
-            raise TemplateError(
-                "is no name for an image", field="image", received=name[:100],
-                fix="a short name that does not begin with a dot",
-            )  # fmt: skip
-        return self._images / f"{quoted}.json"
+        check_name(name)
+        return self._images / f"{urllib.parse.quote(name, safe=':')}.json"
 
 
 def check_name(name: str) -> None:

@@ -7,9 +7,11 @@ digests (`diff_ids`) too. A name in the archive is never used as a path on this 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import platform
 import posixpath
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,6 @@ from etude.sandbox.images.extract import storage_error
 from etude.sandbox.images.image_store import ImageStore, check_name
 from etude.sandbox.images.layers import MAX_LAYER_BYTES
 from etude.sandbox.images.streams import DigestReader
-from etude.sandbox.images.tar import Entry, TarWriter
 from etude.sandbox.paths import WORKSPACE
 from etude.sandbox.template import Image
 
@@ -43,6 +44,7 @@ _MAX_LAYERS = 512
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 Document = Mapping[str, Any]
+Data = io.BufferedRandom | io.BytesIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +185,10 @@ def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[_L
 
 def _import_layer(blobs: Blobs, store: ImageStore, layer: _Layer, diff_id: str, limit_bytes: int) -> str:
     """Imports a layer unless the store has it, if only as one that was exported; its digest there."""
-    found = store.layers.find(diff_id)
-    if found is not None:
-        return found
+    exported = store.recall(diff_id.removeprefix("sha256:")) or {}
+    for known in (diff_id, str(exported.get("layer"))):
+        if store.layers.has(known):
+            return known
     with blobs.open(layer.part) as stream:
         packed = DigestReader(stream, layer.part, limit_bytes)
         store.layers.add_tar(packed, diff_id, limit_bytes, name=layer.part)
@@ -310,27 +313,21 @@ def export_image(image: Image, store: ImageStore, target: Path) -> str:
 
 
 def _write(image: Image, store: ImageStore, scratch: Path, file: BinaryIO) -> str:
-    writer = TarWriter(file)
-    written: set[str] = set()
     rows: list[dict[str, Any]] = []
-    for digest in image.layers:
-        info = store.layers.info(digest)
-        packed = scratch / "layer.tar"
-        with packed.open("wb") as layer:
-            exported = store.layers.export_tar(digest, layer)
-        rows.append(_descriptor(LAYERS[0], exported, packed.stat().st_size))
-        if exported not in written:
-            written.add(exported)
-            with packed.open("rb") as layer:
-                writer.add(Entry(blob_name(exported).encode(), "file", size_bytes=info.packed_bytes), layer)
-    config = _add_json(writer, CONFIGS[0], _config(image, [row["digest"] for row in rows]))
-    manifest = {"schemaVersion": 2, "mediaType": MANIFESTS[0], "config": config, "layers": rows}
-    descriptor = _add_json(writer, MANIFESTS[0], manifest)
-    named = {**descriptor, "annotations": {"org.opencontainers.image.ref.name": image.name}}
-    index = {"schemaVersion": 2, "mediaType": INDEXES[0], "manifests": [named]}
-    writer.add_bytes("index.json", _encoded(index))
-    writer.add_bytes("oci-layout", _encoded({"imageLayoutVersion": "1.0.0"}))
-    writer.close()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for digest in image.layers:
+            with (scratch / "layer.tar").open("w+b") as layer:
+                store.layers.export_tar(digest, layer)
+                row = _add_blob(archive, LAYERS[0], layer)
+            store.note(row["digest"].removeprefix("sha256:"), {"layer": digest})
+            rows.append(row)
+        config = _add_json(archive, CONFIGS[0], _config(image, [row["digest"] for row in rows]))
+        manifest = {"schemaVersion": 2, "mediaType": MANIFESTS[0], "config": config, "layers": rows}
+        descriptor = _add_json(archive, MANIFESTS[0], manifest)
+        named = {**descriptor, "annotations": {"org.opencontainers.image.ref.name": image.name}}
+        index = {"schemaVersion": 2, "mediaType": INDEXES[0], "manifests": [named]}
+        for name, value in (("index.json", index), ("oci-layout", {"imageLayoutVersion": "1.0.0"})):
+            _add(archive, name, io.BytesIO(_encoded(value)))
     return descriptor["digest"]
 
 
@@ -351,15 +348,24 @@ def _config(image: Image, diff_ids: list[str]) -> dict[str, Any]:
     return config | {"history": [step] * len(diff_ids)}
 
 
-def _add_json(writer: TarWriter, media_type: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    data = _encoded(value)
-    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    writer.add_bytes(blob_name(digest), data)
-    return _descriptor(media_type, digest, len(data))
+def _add_json(archive: tarfile.TarFile, media_type: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    return _add_blob(archive, media_type, io.BytesIO(_encoded(value)))
 
 
-def _descriptor(media_type: str, digest: str, size_bytes: int) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": digest, "size": size_bytes}
+def _add_blob(archive: tarfile.TarFile, media_type: str, data: Data) -> dict[str, Any]:
+    """Adds a blob; what names it."""
+    data.seek(0)
+    digest = f"sha256:{hashlib.file_digest(data, 'sha256').hexdigest()}"
+    size = _add(archive, blob_name(digest), data)
+    return {"mediaType": media_type, "digest": digest, "size": size}
+
+
+def _add(archive: tarfile.TarFile, name: str, data: Data) -> int:
+    row = tarfile.TarInfo(name)
+    row.size = data.seek(0, io.SEEK_END)
+    data.seek(0)
+    archive.addfile(row, data)
+    return row.size
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:

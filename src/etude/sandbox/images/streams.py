@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import zlib
-from collections.abc import Callable
 
 import zstandard
 
@@ -53,27 +52,6 @@ class DigestReader:
     @property
     def digest(self) -> str:
         """`sha256:...` of what was read so far."""
-        return f"sha256:{self._state.hexdigest()}"
-
-
-class DigestWriter:
-    """Digests what is written, and hands it on to `write` if there is one."""
-
-    def __init__(self, write: Callable[[bytes], object] | None = None) -> None:
-        self._write = write
-        self._state = hashlib.sha256()
-        self.num_bytes = 0
-
-    def write(self, data: bytes, /) -> None:
-        """Takes bytes."""
-        self._state.update(data)
-        self.num_bytes += len(data)
-        if self._write is not None:
-            self._write(data)
-
-    @property
-    def digest(self) -> str:
-        """`sha256:...` of what was written so far."""
         return f"sha256:{self._state.hexdigest()}"
 
 

@@ -4,8 +4,8 @@
 
 It is started by root. To the host the program and all that it starts are users without rights. They see the
 host's files, where those users may read them, `DIRECTORY` in place of `/tmp`, and no network but their own
-loopback. A socket that listens there is sent through the descriptor `LINE`. When the program ends, or this
-process is killed, the kernel kills whatever it left.
+loopback. A socket that listens there is sent through the descriptor `LINE`; with -1 none listens. When the
+program ends, or this process is killed, the kernel kills whatever it left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main(words: Sequence[str]) -> None:
             kernel.map_ids(pid, f"0 {spare.first_uid} {spare.num}", f"0 {spare.first_gid} {spare.num}")
             ours.send(b"x")
     ours.close()
-    os.close(line)
+    if line >= 0:
+        os.close(line)
     os._exit(_wait(pid))
 
 
@@ -71,8 +72,9 @@ def _enter(directory: str, line: socket.socket) -> None:
 
 def _start(command: list[str], line: int) -> None:
     """Starts the program as the first process of its namespace. Raises OSError."""
-    with socket.create_server(("127.0.0.1", PORT), backlog=64) as listener:
-        socket.send_fds(socket.socket(fileno=line), [b"x"], [listener.fileno()])
+    if line >= 0:
+        with socket.create_server(("127.0.0.1", PORT), backlog=64) as listener:
+            socket.send_fds(socket.socket(fileno=line), [b"x"], [listener.fileno()])
     os.chdir(PLACE)
     pid = os.fork()
     if pid:

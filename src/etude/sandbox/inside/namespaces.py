@@ -64,7 +64,7 @@ _GIT = {
 """Files of /etc: a project's history that is shown belongs to another user than the sandbox's."""
 _APT_CONFIG = 'APT::Sandbox::User "root";\n'
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_ETC = {
+ETC = {
     "passwd": f"root:x:0:0::/:/bin/sh\nagent:x:{SANDBOX_UID}:{SANDBOX_UID}::/workspace:/bin/sh\n",
     "group": f"root:x:0:\nagent:x:{SANDBOX_UID}:\n",
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
@@ -172,7 +172,7 @@ def _build_root(prefix: str, images: str, view: Mapping[str, Any]) -> None:
     if not f"{prefix}/".startswith("/usr/"):
         _show(prefix.lstrip("/"))
     git = {**_GIT, "gitconfig": _GIT["gitconfig"] + view["git"]} if view else {}
-    _fill_etc({**_ETC, **git})
+    _fill_etc({**ETC, **git})
     _fill_dev(prefix)
     if view:
         _show_more(view["directories"], view["links"])
@@ -186,8 +186,6 @@ def _build_root(prefix: str, images: str, view: Mapping[str, Any]) -> None:
     if view and view["in_place"]:
         _mount_directory(view["in_place"])
     kernel.make_read_only("/root")
-    with open("/proc/self/mountinfo") as file:
-        _shown[:] = without_mounts_below(_shown, file.read())
     kernel.detach("/host")
 
 
@@ -229,15 +227,6 @@ def _mount_directory(path: str) -> None:
     except OSError as error:
         why = f"root cannot lend {path} to the user of a sandbox on this file system: work as its owner"
         raise OSError(error.errno, f"{why} ({error.strerror})") from error
-
-
-def without_mounts_below(names: list[str], mounts: str) -> list[str]:
-    """Those of the root's directories that one overlay can show whole. `mounts`: as in /proc/self/mountinfo.
-
-    An overlay shows nothing that is mounted below: Linux before 5.14 would make one with empty places.
-    """
-    points = [line.split()[4] for line in mounts.splitlines()]
-    return [name for name in names if not any(point.startswith(f"/root/{name}/") for point in points)]
 
 
 def _fill_etc(files: Mapping[str, str]) -> None:
@@ -329,7 +318,7 @@ def _cover_programs(root: str, names: list[str]) -> None:
 
     Those that all shared would tell each of every use by another (inotify), and one could lock them for all.
     A host whose root is a second overlay already takes no third: there its sandboxes share them, and also
-    where something is mounted below a directory.
+    where something is mounted below a directory, which an overlay would not show.
     """
     for name in names:
         options = f"lowerdir={root}/{name}:/nothing,userxattr"

@@ -4,9 +4,8 @@ In OCI's form: `.wh.name` for a whiteout, `.wh..wh..opq` for an opaque directory
 user, so owners are not kept. What would not come back from a tar file is refused when it is packed. Nothing
 here recurses: the agent made these trees.
 
-Not images/layers.py: that one writes the archives of images, equal bytes for equal trees, with whole seconds
-and without pipes, by a writer of its own; this one keeps times to the nanosecond, pipes and names of any
-kind, and is all standard library.
+Equal trees give equal bytes. Not images/extract.py: that one takes what strangers packed, and whatever may be
+in it; this one what `pack_tree` wrote, with times to the nanosecond, pipes and names of any kind.
 """
 
 from __future__ import annotations
@@ -81,10 +80,11 @@ class UnpackableError(LayerError):
     """Files of the agent's that cannot be packed."""
 
 
-def pack_tree(root: str, file: IO[bytes]) -> None:
+def pack_tree(root: str, file: IO[bytes], max_hole_bytes: int | None = MAX_HOLE_BYTES) -> None:
     """Writes a directory in overlayfs' form as a tar file in OCI's, sorted by path.
 
-    Raises LayerError for what a tar file cannot give back, and OSError.
+    `max_hole_bytes` None: holes are only what a file system that compresses calls so. Raises LayerError for
+    what a tar file cannot give back, and OSError.
     """
     links: dict[tuple[int, int], str] = {}
     hole_bytes = 0
@@ -92,6 +92,8 @@ def pack_tree(root: str, file: IO[bytes]) -> None:
     folders = [Folder(uppermost, "", os.fstat(uppermost))]
     try:
         with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+            if OPAQUE in attributes(".", uppermost):
+                archive.addfile(tarfile.TarInfo(_OPAQUE_MARK))
             while folders:
                 folder = folders[-1]
                 if not folder.names:
@@ -99,7 +101,7 @@ def pack_tree(root: str, file: IO[bytes]) -> None:
                     continue
                 name = folder.names.pop()
                 status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
+                if stat.S_ISREG(status.st_mode) and max_hole_bytes is not None:
                     hole_bytes += max(0, status.st_size - status.st_blocks * 512)
                 _check_packable(folder.prefix + name, hole_bytes)
                 _pack_entry(archive, folder, name, status, links)

@@ -85,11 +85,6 @@ class ForkServerBackend(MachineBackend):
         """Process id of the fork server's parent; None before the first sandbox and after `close`."""
         return None if self._server is None else self._server.pid
 
-    @property
-    def spare_counts(self) -> tuple[int, int]:
-        """First processes that wait for a sandbox, and those that are being made."""
-        return (0, 0) if self._spares is None else self._spares.counts
-
     def capabilities(self) -> Capabilities:
         return Capabilities(
             backend=self.name,

@@ -42,7 +42,7 @@ _OPTIONAL = (
 )
 """Not handed down everywhere, or not in every kernel."""
 _SERVER = "server"
-_REMOVE_S = 2.0
+_REMOVE_S = 10.0
 
 
 class ControlGroups:
@@ -63,8 +63,6 @@ class ControlGroups:
 
         `kernel_bytes`: see `__init__`.
         """
-        with _left_lock:
-            _left[:] = _remove(_left)
         name = f"{_PREFIX}{owner_key()}-{next(_numbers)}"
         wanted = ("memory", "cpu") if kernel_bytes else ("memory", "pids", "cpu")
         for find in (_version_2, _version_1):
@@ -161,7 +159,8 @@ class ControlGroups:
         return parent is not None and num_oom_kills(parent / name) > 0 and not reached_limit(parent / name)
 
     def close(self) -> None:
-        """Removes everything."""
+        """Removes everything, but for what the kernel still holds after a moment: that goes with the sweep of
+        the next owner."""
         end_s = time.monotonic() + _REMOVE_S
         for parent in self._parents.values():
             inner = [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
@@ -171,14 +170,9 @@ class ControlGroups:
         while self._doomed and time.monotonic() < end_s:
             time.sleep(0.005)
             self.remove_rest()
-        rest = _remove([*self._doomed, *dict.fromkeys(self._parents.values())])
-        with _left_lock:
-            _left.extend(rest)
+        _remove(list(self._parents.values()))
 
 
-_left: list[Path] = []
-"""What the kernel still held when its backend was closed, inner groups first: goes with the next one."""
-_left_lock = threading.Lock()
 _numbers = itertools.count()
 """A process may have several backends; each has groups of its own."""
 _SHARE = "cpu"

@@ -25,6 +25,7 @@ from etude.errors import SandboxError
 from etude.kit.tasks import Tasks
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.local.cgroups import ControlGroups
+from etude.sandbox.waiting import WaitingLine
 
 NUM_AHEAD = 4
 """Spares that are kept ready. Each has 1.2 MB of its own."""
@@ -64,7 +65,7 @@ class Spares:
         self._numbers = numbers
         self._num_ahead = num_ahead if groups is not None else 0
         self._ready: deque[Spare] = deque()
-        self._takers: deque[asyncio.Future[Spare]] = deque()
+        self._line = WaitingLine[None, Spare](self._next, self._keep)
         self._tasks = Tasks()
         self._num_making = 0
         self._making: set[Channel] = set()
@@ -81,35 +82,23 @@ class Spares:
         """A spare that is in its groups, now or as soon as there is one. Raises SandboxError."""
         if self._groups is None:
             return self._clone()
-        while self._ready:
-            spare = self._ready.popleft()
-            if not spare.channel.closed:
-                return spare
-            self.drop(spare)
-        if self._closed:
-            raise _ended()
-        taker = asyncio.get_running_loop().create_future()
-        self._takers.append(taker)
-        self._make(len(self._takers) - self._num_making)
-        try:
-            return await taker
-        except asyncio.CancelledError:
-            if taker in self._takers:
-                self._takers.remove(taker)
-            elif not taker.cancelled() and taker.exception() is None:
-                self._give(taker.result())
-            raise
+        spare = self._next()
+        if spare is None:
+            if self._closed:
+                raise _ended()
+            self._make(len(self._line) + 1 - self._num_making)
+            spare = await self._line.wait(None, timeout_s=None)
+        return spare
 
     def top_up(self) -> None:
         """Begins to make as many as are to be ready, unless somebody waits: then theirs come first."""
-        if not self._closed and not self._takers:
+        if not self._closed and not len(self._line):
             self._make(self._num_ahead - len(self._ready) - self._num_making)
 
     async def close(self) -> None:
         """Ends all that nobody has taken; whoever waits for one hears of it. Idempotent."""
         self._closed = True
-        while self._takers:
-            self._refuse(_ended())
+        self._line.refuse_all(_ended())
         while self._ready:
             self.drop(self._ready.popleft())
         for channel in self._making:
@@ -129,17 +118,18 @@ class Spares:
             self._making.add(spare.channel)
             await spare.channel.answer(READY, CLONE_S)
             await asyncio.get_running_loop().run_in_executor(self._mover, self._enter, spare)
+            if spare.channel.closed:
+                raise SandboxError("the first process of a sandbox has died", field="sandbox.backend")
+            self._keep(spare)
         except Exception as error:
-            self._num_making -= 1
             if spare is not None:
                 self.drop(spare)
-            self._refuse(error)
-        else:
-            self._num_making -= 1
-            self._give(spare)
+            self._line.refuse(error)  # if nobody waits, the next one tries again
         finally:
+            self._num_making -= 1
             if spare is not None:
                 self._making.discard(spare.channel)
+        self._line.serve()
 
     def _clone(self) -> Spare:
         """Has the fork server clone a first process, and does not wait for it. Raises SandboxError."""
@@ -171,28 +161,19 @@ class Spares:
         except OSError as error:
             raise SandboxError(f"no control group: {error}", field="sandbox.backend") from error
 
-    def _give(self, spare: Spare) -> None:
-        """To whoever has waited longest; else it is kept."""
+    def _keep(self, spare: Spare) -> None:
         if self._closed:
             self.drop(spare)
-            return
-        taker = self._next_taker()
-        if taker is None:
-            self._ready.append(spare)
         else:
-            taker.set_result(spare)
+            self._ready.append(spare)
 
-    def _refuse(self, error: Exception) -> None:
-        """Whoever has waited longest hears what went wrong; if nobody waits, the next one tries again."""
-        taker = self._next_taker()
-        if taker is not None:
-            taker.set_exception(error)
-
-    def _next_taker(self) -> asyncio.Future[Spare] | None:
-        while self._takers:
-            taker = self._takers.popleft()
-            if not taker.done():
-                return taker
+    def _next(self, _: None = None) -> Spare | None:
+        """One that is ready, and lives."""
+        while self._ready:
+            spare = self._ready.popleft()
+            if not spare.channel.closed:
+                return spare
+            self.drop(spare)
         return None
 
     def drop(self, spare: Spare) -> None:

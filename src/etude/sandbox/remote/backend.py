@@ -21,7 +21,7 @@ from etude.sandbox.file_streams import pack_file, receive_file
 from etude.sandbox.files import split_write
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, or_killed, transfer
+from etude.sandbox.migration import default_state_directory, in_place_of, or_killed, transfer
 from etude.sandbox.refusals import check_move
 from etude.sandbox.remote.connection import BATCH_BYTES, RETRY, Connection, OnFrame, OutputStream
 from etude.sandbox.template import Template, encode_template, template_key
@@ -348,7 +348,7 @@ class RemoteSandbox(Sandbox):
         self._owner.forget(self.id)
 
     async def _copy_to(self, target: SandboxBackend) -> Sandbox:
-        here, there = await self._owner.hello(), await abilities_of(target)
+        here, there = await self._owner.hello(), await target.hello()
         check_move(here, there)
         same = "full" in here.snapshots & there.snapshots
         expires_s = (await self.get_info()).expires_s

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from etude.errors import SandboxError
 from etude.sandbox.errors import SnapshotRefusedError
 from etude.sandbox.file_streams import pack_file
-from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server.requests import State, long, long_answer, receive_upload
 from etude.sandbox.server.state import ServerState
@@ -49,13 +48,13 @@ async def capabilities(request: Request, state: State) -> Response:
 @router.get("/v1/pressure")
 async def pressure(state: State) -> Response:
     """How loaded this host is: fractions of its processor, memory and disk, above 1 where work waits."""
-    return Json(encode_pressure(await state.probe.pressure()))
+    return Json(encode(await state.probe.pressure()))
 
 
 @router.get("/v1/capacity")
 async def capacity(state: State) -> Response:
-    """What this host has: cores, memory and disk in bytes, network in bytes a second as it is assumed."""
-    return Json(encode_capacity(await asyncio.to_thread(state.capacity)))
+    """What this host has: cores, memory and disk in bytes."""
+    return Json(encode(await asyncio.to_thread(state.capacity)))
 
 
 @router.get("/v1/problems")

@@ -18,7 +18,6 @@ from etude.kit.tasks import Tasks
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Capacity
 from etude.sandbox.fleet.probe import MachineProbe, machine_capacity
-from etude.sandbox.fleet.remote_probe import SharedProbe
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
@@ -183,7 +182,7 @@ class ServerState:
         self.peers = peers
         self._spool = spool or default_state_directory() / "spool"
         self._work: ScratchDirectory | None = None
-        self.probe = SharedProbe(MachineProbe(self._spool))
+        self.probe = MachineProbe(self._spool)
         """Of this host, for fleets."""
         self.metrics = Metrics("etude_sandbox")
         self.templates = TemplateShelf(limits.template_bytes)
@@ -296,10 +295,10 @@ class ServerState:
             gauges["etude_sandbox_live", (("backend", name),)] = num
         for name, backend in self.backends.items():
             if isinstance(backend, PooledBackend):
-                health, labels = backend.health(), (("backend", name),)
-                gauges["etude_sandbox_queue", labels] = sum(health.waiting.values())
-                gauges["etude_sandbox_places", labels] = health.max_live
-                gauges["etude_sandbox_places_held", labels] = health.live
+                labels = (("backend", name),)
+                gauges["etude_sandbox_queue", labels] = sum(backend.waiting.values())
+                gauges["etude_sandbox_places", labels] = backend.max_live
+                gauges["etude_sandbox_places_held", labels] = backend.held
         return self.metrics.text(gauges)
 
     def problems(self) -> list[str]:
@@ -308,7 +307,7 @@ class ServerState:
         for name, backend in self.backends.items():
             found += [f"{name}: {line}" for line in backend.doctor()]
             if isinstance(backend, PooledBackend):
-                found += [f"{name}: {line}" for line in backend.health().problems]
+                found += [f"{name}: {line}" for line in backend.problems]
         return found
 
     def clear_spool(self) -> None:

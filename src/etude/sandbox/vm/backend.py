@@ -101,9 +101,10 @@ class VmBackend(MachineBackend):
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         """See MachineBackend.boot: a copy of the warmed guest, with the template's files."""
         image, accelerator = await self._prepare()
-        template = await self._templates.get(image, sandbox.spec.resources, accelerator)
-        machine = await self._start(sandbox, template.hardware, image, template.directory)
-        channel = self._connect(sandbox, machine, 1)
+        hardware = Hardware.for_resources(sandbox.spec.resources, accelerator)
+        source = await self._templates.get(image, sandbox.spec.resources, hardware)
+        machine = await self._start(sandbox, hardware, image, source)
+        channel = Channel(machine.qemu.take_line(), sandbox.id)
         try:
             # Without waiting for the greeting in between: both requests are answered in order.
             await asyncio.gather(
@@ -216,10 +217,6 @@ class VmBackend(MachineBackend):
     ) -> Machine:
         directory = self._directory(f"{sandbox.id}-{secrets.token_hex(3)}")
         machine = await start_machine(sandbox.id, hardware, image, directory, source)
-        self._register(sandbox, machine)
-        return machine
-
-    def _register(self, sandbox: MachineSandbox, machine: Machine) -> None:
         self._machines[sandbox.id] = machine
 
         def on_end() -> None:
@@ -227,15 +224,12 @@ class VmBackend(MachineBackend):
                 self.lost(sandbox)
 
         machine.qemu.qmp.on_end = on_end
-
-    def _connect(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
-        """A channel whose ids begin behind those that the machine may still answer."""
-        return Channel(machine.qemu.take_line(), sandbox.id, next_id)
+        return machine
 
     async def _continue(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
-        """Lets a held machine go on where its state was taken."""
+        """Lets a held machine go on where its state was taken. Ids begin behind those it may answer yet."""
         await self._step("restore: standing")
-        channel = self._connect(sandbox, machine, next_id)
+        channel = Channel(machine.qemu.take_line(), sandbox.id, next_id)
         try:
             await machine.wake(channel)
         except BaseException as error:

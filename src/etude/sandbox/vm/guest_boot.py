@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from etude.sandbox.guest_program import guest_program
+from etude.sandbox.guest_program import guest_arguments, guest_program
 from etude.sandbox.types import Resources
 
 DIRECTORY = stat.S_IFDIR | 0o755
@@ -148,9 +148,7 @@ def lasting_bounds(memory_bytes: int) -> LastingBounds:
 
 def machine_archive(resources: Resources) -> bytes:
     """The part of the initramfs that depends on Étude and on the sandbox's limits, not on the image."""
-    arguments = ["--uid", str(UID), "--base", "/srv/base", "--memory-bytes", str(resources.memory_bytes)]
-    arguments += ["--cpu-s", str(resources.cpu_s), "--open-files", str(resources.open_files)]
-    arguments += ["--floor-bytes", str(_FLOOR_BYTES)]
+    arguments = guest_arguments(resources, uid=UID, base="/srv/base", floor_bytes=_FLOOR_BYTES)
     bounds = lasting_bounds(resources.memory_bytes)
     settings = "\n".join(
         (

@@ -105,15 +105,10 @@ def images_directory(state: Path) -> Path:
 
 
 async def build_image(
-    state: Path,
-    packages: Sequence[str] = DEFAULT_PACKAGES,
-    codename: str | None = None,
-    sources: Sequence[str] | None = None,
+    state: Path, packages: Sequence[str] = DEFAULT_PACKAGES, codename: str | None = None
 ) -> VmImage:
-    """Builds an image and makes it the current one. Takes minutes.
-
-    `sources`: lines of a sources.list; None: this host's. Raises TemplateError, ResourceError.
-    """
+    """Builds an image of this host's Debian release (or another one's: `codename`) and makes it the current
+    one. Takes minutes. Raises TemplateError, ResourceError."""
     missing = sorted(set(NEEDED_PACKAGES) - set(packages))
     if missing:
         raise TemplateError("packages that every guest needs are missing", field="packages", received=missing)
@@ -127,10 +122,9 @@ async def build_image(
     options = ["--variant=essential", f"--include={','.join(packages)}"]
     options += [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
     options.append(f"--customize-hook={_FETCH_KERNEL}")
-    lines = None if sources is None else "\n".join(sources) + "\n"
     with ScratchDirectory(directory, DRAFTS) as scratch:
         archive, making = scratch / "root.tar", scratch / "image"
-        await write_archive(codename, archive, options, EPOCH_S, lines, BUILD_S, field="image")
+        await write_archive(codename, archive, options, EPOCH_S, BUILD_S, field="image")
         making.mkdir(mode=0o700)
         manifest = await asyncio.to_thread(_write_image, archive, making, codename, packages)
         digest = str(manifest["digest"])
@@ -151,7 +145,7 @@ def _host_codename() -> str:
             "guest images are built from the host's Debian sources",
             field="image",
             received=release.get("PRETTY_NAME"),
-            fix="build on Debian, or give the lines of a sources.list of Debian",
+            fix="build on Debian",
         )
     return release["VERSION_CODENAME"]
 

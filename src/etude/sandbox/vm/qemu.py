@@ -36,6 +36,7 @@ _EMULATED_CPU = "qemu64,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+rdrand"
 _KERNEL_BYTES = 64 << 20
 """Of the guest's memory, what its kernel and our program get beside the sandbox's own."""
 _MIB = 1 << 20
+_WRITE = os.O_RDWR | os.O_CREAT
 
 
 @dataclass(frozen=True)
@@ -152,34 +153,15 @@ def unprivileged_user(accelerator: str) -> tuple[int, int] | None:
     return (_NOBODY, status.st_gid) if status.st_gid and status.st_mode & 0o060 == 0o060 else None
 
 
-class _Opened:
-    """Files for QEMU, handed over as open descriptors: it need not reach the directories they lie in."""
-
-    def __init__(self, user: tuple[int, int] | None) -> None:
-        self.descriptors: list[int] = []
-        self._user = user
-
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-
-    def read(self, path: Path) -> Path:
-        """A name under which QEMU can open the file for reading."""
-        return self._open(path, os.O_RDONLY)
-
-    def write(self, path: Path) -> Path:
-        """A name under which QEMU can open the file for writing; it belongs to QEMU's user from now on."""
-        name = self._open(path, os.O_RDWR | os.O_CREAT)
-        if self._user is not None:
-            os.fchown(self.descriptors[-1], *self._user)
-        return name
-
-    def _open(self, path: Path, flags: int) -> Path:
-        self.descriptors.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
-        return Path(f"/proc/self/fd/{self.descriptors[-1]}")
+def _open(
+    files: list[int], path: Path, flags: int = os.O_RDONLY, user: tuple[int, int] | None = None
+) -> Path:
+    """A name under which QEMU can open a file, by a descriptor that it inherits (added to `files`): it need
+    not reach the directory. The file is `user`'s from now on."""
+    files.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+    if user is not None:
+        os.fchown(files[-1], *user)
+    return Path(f"/proc/self/fd/{files[-1]}")
 
 
 class Qemu:
@@ -206,19 +188,24 @@ class Qemu:
         line, inner_line = socket.socketpair()
         control, inner_control = socket.socketpair()
         user = unprivileged_user(hardware.accelerator)
-        with inner_line, inner_control, _Opened(user) as opened:
+        files: list[int] = []
+        with inner_line, inner_control:
             ends = (inner_line.fileno(), inner_control.fileno())
             try:
-                files = (opened.read(root), opened.write(disk), opened.write(memory))
+                image = _open(files, root)
+                own = _open(files, disk, _WRITE, user), _open(files, memory, _WRITE, user)
                 if boot is not None:
-                    kernel, initrd = opened.read(boot.kernel), opened.read(boot.initrd)
-                    boot = Boot(kernel, initrd, boot.append, opened.write(boot.console))
-                argv = command_line(hardware, *files, *ends, boot=boot)
-                process = await GuardedProcess.spawn(argv, pass_fds=(*ends, *opened.descriptors), user=user)
+                    kernel, initrd = _open(files, boot.kernel), _open(files, boot.initrd)
+                    boot = Boot(kernel, initrd, boot.append, _open(files, boot.console, _WRITE, user))
+                argv = command_line(hardware, image, *own, *ends, boot=boot)
+                process = await GuardedProcess.spawn(argv, pass_fds=(*ends, *files), user=user)
             except BaseException:
                 line.close()
                 control.close()
                 raise
+            finally:
+                for descriptor in files:
+                    os.close(descriptor)
         qemu = cls(process, Qmp(control, name), line, memory)
         try:
             await qemu.qmp.negotiate(START_S)

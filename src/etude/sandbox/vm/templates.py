@@ -17,7 +17,6 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +46,24 @@ _WARM_UP: tuple[Mapping[str, Any], ...] = (
 """Run once, so that what most commands need lies in the guest's memory."""
 
 
-@dataclass(frozen=True)
-class WarmTemplate:
-    """A saved guest that waits to be copied."""
-
-    key: str
-    directory: Path
-    hardware: Hardware
-    image: VmImage
-
-
 class WarmTemplates:
     """The warmed templates below one state directory."""
 
     def __init__(self, state: Path) -> None:
         self._root = state / "vm-templates"
-        self._ready: dict[str, WarmTemplate] = {}
+        self._ready: set[str] = set()
         self._warming: dict[str, asyncio.Lock] = {}
 
-    async def get(self, image: VmImage, resources: Resources, accelerator: str) -> WarmTemplate:
-        """The template for such sandboxes, warmed now if there is none yet. Raises SandboxError."""
-        hardware = Hardware.for_resources(resources, accelerator)
+    async def get(self, image: VmImage, resources: Resources, hardware: Hardware) -> Path:
+        """The state for such sandboxes, warmed now if there is none yet. Raises SandboxError."""
         key = template_key(image, resources, hardware)
+        directory = self._root / key
         async with self._warming.setdefault(key, asyncio.Lock()):
-            if key not in self._ready or not self._ready[key].directory.is_dir():
-                directory = self._root / key
+            if key not in self._ready or not directory.is_dir():
                 if not await asyncio.to_thread(_is_whole, directory):
                     await self._warm(key, image, resources, hardware)
-                self._ready[key] = WarmTemplate(key, directory, hardware, image)
-            return self._ready[key]
+                self._ready.add(key)
+        return directory
 
     async def _warm(self, key: str, image: VmImage, resources: Resources, hardware: Hardware) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
