@@ -10,8 +10,7 @@ still hangs on the order in which requests come and end: with engines on a deter
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,6 +22,7 @@ from etude.inference.requests import serves
 from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
+from etude.kit.tasks import closing
 from etude.protocols import BranchingSampler, Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
@@ -106,7 +106,7 @@ class RoutedSampler:
             generated, held, begun = 0, None, False
             try:
                 self._settle(request.session_id, name)
-                async with _closing(self._replicas[name].stream(request)) as chunks:
+                async with closing(self._replicas[name].stream(request)) as chunks:
                     async for chunk in chunks:
                         begun = True
                         generated += len(chunk.tokens)
@@ -183,13 +183,3 @@ class RoutedSampler:
         """Tokens of the whole input."""
         before = self._lengths.get(request.session_id, 0) if request.prefix_digest is not None else 0
         return before + len(request.suffix)
-
-
-@asynccontextmanager
-async def _closing(chunks: AsyncIterator[SampleChunk]) -> AsyncIterator[AsyncIterator[SampleChunk]]:
-    """Ends a replica's stream with ours, so that nobody computes what nobody reads."""
-    try:
-        yield chunks
-    finally:
-        if isinstance(chunks, AsyncGenerator):
-            await chunks.aclose()

@@ -5,8 +5,7 @@ the answer is complete, `GET` on it returns the tokens of all its choices. They 
 key that asked. So the answer itself stays what OpenAI's clients expect, streamed or not, and routes (about
 1 KB a token on the largest models) never become JSON.
 
-Positions before the first routes' `start` were computed with an earlier request of the conversation. Of the
-last sampled token nothing is computed yet.
+Of the last sampled token nothing is computed yet.
 """
 
 from __future__ import annotations
