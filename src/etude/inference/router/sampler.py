@@ -11,7 +11,6 @@ still hangs on the order in which requests come and end: with engines on a deter
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +24,8 @@ from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
 from etude.kit.tasks import closing
 from etude.protocols import BranchingSampler, Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
+
+_POOL = "rollout"
 
 
 class SamplerReplica(Sampler, Protocol):
@@ -43,16 +44,10 @@ class RoutedSampler:
     PrefixMissError from its new replica, as the protocol says, and is sent whole.
     """
 
-    def __init__(
-        self,
-        replicas: Mapping[str, SamplerReplica],
-        pool: str = "rollout",
-        config: RoutingConfig | None = None,
-    ) -> None:
-        self.router = Router(replace(config or RoutingConfig(), learn_rates=False))
+    def __init__(self, replicas: Mapping[str, SamplerReplica]) -> None:
+        self.router = Router(RoutingConfig(learn_rates=False))
         self.members = Members(self.router)
         self._replicas: dict[str, SamplerReplica] = {}
-        self._pool = pool
         self._clock = 0
         self._open: dict[str, str] = {}
         """Session -> the replica where it is open."""
@@ -67,7 +62,7 @@ class RoutedSampler:
         """Adds a replica; it gets requests once it serves a named version."""
         self._replicas[name] = replica
         current = replica.current()
-        self.members.join(name, self._pool, str(current) if current is not None else None)
+        self.members.join(name, _POOL, str(current) if current is not None else None)
 
     def serves(self, name: str, version: PolicyVersion | None) -> None:
         """From now on a replica serves this version; None: nothing, so that its sessions go elsewhere."""
@@ -84,7 +79,7 @@ class RoutedSampler:
     def _place(self, session_id: str, beside: str | None) -> None:
         if session_id in self._open:
             raise SamplerError("session is open already", field="session_id", received=session_id)
-        self._settle(session_id, self.router.place(session_id, self._now(), self._pool, beside), beside)
+        self._settle(session_id, self.router.place(session_id, self._now(), _POOL, beside), beside)
 
     def close(self, session_id: str) -> None:
         name = self._open.pop(session_id, None)
@@ -130,7 +125,7 @@ class RoutedSampler:
                 self.router.end(request.id, self._clock, generated, held)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        ask = Ask(f"score-{self._now()}", len(tokens), 0, None, self._pool, frozenset({str(version)}))
+        ask = Ask(f"score-{self._now()}", len(tokens), 0, None, _POOL, frozenset({str(version)}))
         name = self.router.begin(ask, self._clock)
         try:
             return await self._replicas[name].score(tokens, version)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import StoreError
 from etude.inference import wire
 from etude.inference.headers import EXTENSIONS_HEADER
 from etude.inference.server.errors import NoSuchAnswerError
@@ -103,11 +102,8 @@ def encode(choices: Sequence[ChoiceTokens]) -> bytes:
 
 
 def decode(body: bytes) -> list[ChoiceTokens]:
-    """What `encode` was given. Raises StoreError for a body that is cut, damaged or of another format."""
-    try:
-        return wire.unpack(body, (ChoiceTokens, Span, PolicyVersion))
-    except wire.DamagedMessageError as error:
-        raise StoreError(error.message, field="side_channel", fix="fetch them again") from error
+    """What `encode` was given. Raises DamagedMessageError for a body that is cut or of another format."""
+    return wire.unpack(body, (ChoiceTokens, Span, PolicyVersion))
 
 
 @dataclass(frozen=True, slots=True)
