@@ -219,14 +219,6 @@ class Engine:
 
     # ---- memory ---------------------------------------------------------------------------------
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory of keys and values, and of the weights as modules have them."""
-        model = self.model
-        weights = sum(p.numel() * p.element_size() for p in model.parameters()) * self._weights.num_sets
-        drafts = self._cache.drafts
-        return weights + self._cache.num_bytes + (0 if drafts is None else drafts.num_bytes)
-
     def release_memory(self) -> None:
         """Gives back the memory of all keys and values, between two steps; the next step, or scoring, takes
         it again by itself. Shared prefixes are forgotten. Raises SamplerError, and changes nothing, while a
