@@ -79,15 +79,10 @@ def test_a_call_ends_with_the_step_in_which_a_request_stops() -> None:
     assert engine.counters.decode_tokens == 2 * (at - 1), "nobody ran on behind the stop"
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [{"streaming": True}, {"top_logprobs": 2}, {"stop_texts": ("zz",)}],
-    ids=["stream", "top", "text"],
-)
+@pytest.mark.parametrize("wanted", [{"streaming": True}, {"top_logprobs": 2}], ids=["stream", "top"])
 def test_whoever_waits_for_each_token_gets_it_after_each_step(wanted: dict[str, Any]) -> None:
-    options = {"token_bytes": lambda tokens: bytes(tokens)} if "stop_texts" in wanted else {}
     requests = [{"max_tokens": 12}, {"max_tokens": 12, **wanted}]
-    engine, _, calls = play(64, requests, **options)
+    engine, _, calls = play(64, requests)
     assert calls == engine.counters.steps
 
 

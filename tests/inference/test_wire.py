@@ -51,7 +51,6 @@ REQUESTS = st.builds(
     version=st.none() | VERSIONS,
     version_is_minimum=st.booleans(),
     deadline_s=st.none() | st.floats(0, 9),
-    stop_texts=st.lists(st.text(min_size=1, max_size=3), max_size=2).map(tuple),
 )
 CHUNKS = st.builds(
     SampleChunk,

@@ -65,7 +65,6 @@ BodyOption = Annotated[int, typer.Option(min=1, help="Largest request body in by
 RequestsOption = Annotated[int, typer.Option(min=1, help="Most open requests, waiting ones included.")]
 KeyRequestsOption = Annotated[int, typer.Option(min=0, help="Most open requests per key; 0: no limit.")]
 KeyTokensOption = Annotated[int, typer.Option(min=0, help="Most tokens per minute per key; 0: no limit.")]
-IdleOption = Annotated[float, typer.Option(min=1, help="Seconds after which an idle chat is forgotten.")]
 AnswerTimeOption = Annotated[float, typer.Option(min=1, help="Longest time of one answer in seconds.")]
 
 
@@ -95,7 +94,6 @@ def serve_command(
     max_requests: RequestsOption = 1024,
     key_requests: KeyRequestsOption = 256,
     key_tokens: KeyTokensOption = 0,
-    idle_s: IdleOption = 600.0,
     answer_s: AnswerTimeOption = 900.0,
     drain_s: DrainOption = 60.0,
     certificate: CertificateOption = None,
@@ -121,7 +119,7 @@ def serve_command(
             PolicyVersion(lineage or opened.served.name, step),
             engine,
             keys,
-            ServerLimits(max_body, max_requests, answer_s, idle_s),
+            ServerLimits(max_body, max_requests, answer_s),
             admin_token,
             pool,
             _Listening(listeners, (host, *(allowed_host or ())), drain_s, certificate, key),

@@ -213,7 +213,6 @@ class EngineChoice:
             place.kernels,
             available_cores(),
             num_pages=self._num_pages(opened, longest, place, cache_dtype),
-            token_bytes=opened.served.tokenizer.decode_bytes,
             drafts=choose_drafts(self.drafts, self.speculative_tokens, opened.directory),
             native_weights=choose_weight_dtype(self.weight_dtype, place),
             device=place.device,

@@ -39,7 +39,7 @@ class Needs:
 
     numerics: Mapping[str, str]
     tokenizer: str
-    """Digest: stop texts are looked for in what tokens say."""
+    """Digest."""
     context_tokens: int
 
     @staticmethod

@@ -79,7 +79,6 @@ def make_vllm(
         routed=model.is_routed,
         dtype=model.dtype,
         max_tokens=config.agent.max_tokens + 1,
-        has_tokenizer=True,
         fetched=None if fetch is None else FetchedSnapshots(fetch, make),
         is_supervised=is_supervised,
     )
@@ -139,7 +138,6 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) ->
         place.kernels,
         config.engine.native_threads or available_cores(),
         num_pages=pages_for(config.engine.cache_tokens),
-        token_bytes=tokenizer.decode_bytes,
         native_weights=choose_weight_dtype(config.engine.weight_dtype, place),
         device=place.device,
         drafts=choose_drafts(

@@ -223,7 +223,7 @@ class ScriptedSampler:
         message = self._messages.pop(0)
         length = min(len(message), request.params.max_tokens)
         params = replace(request.params, max_tokens=length)
-        asked = replace(request, params=params, stop_tokens=frozenset(), stop_texts=())
+        asked = replace(request, params=params, stop_tokens=frozenset())
         begun = 0
         async for chunk in self._sampler.stream(asked):
             tokens = message[begun : begun + len(chunk.tokens)]

@@ -124,12 +124,6 @@ class PagedCache:
             value_shape = (*shape, PAGE_TOKENS, config.value_dim)
             self.values = torch.zeros(value_shape, device=self._device, dtype=self._dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of keys and values, if all pages were written; 0 while they have no memory."""
-        stores = [store for store in (self.keys, self.values) if store is not None]
-        return sum(store.numel() * store.element_size() for store in stores)
-
     def copy_page(self, source: int, target: int) -> None:
         """Copies everything that page `source` holds over page `target`."""
         for store in (self.keys, self.values):

@@ -26,7 +26,7 @@ from etude.inference.native import NativeForward
 from etude.inference.requests import check_length, check_tokens, serves
 from etude.inference.scheduler import Scheduler
 from etude.inference.scoring import Scoring
-from etude.inference.sequences import Answer, TokenBytes
+from etude.inference.sequences import Answer
 from etude.inference.speculation import NgramLookup
 from etude.inference.stepping import Stepper
 from etude.inference.times import EngineCounters
@@ -54,7 +54,6 @@ class Engine:
         native_threads: int = 1,
         *,
         num_pages: int | None = None,
-        token_bytes: TokenBytes | None = None,
         drafts: NgramLookup | MtpDrafts | None = None,
         native_weights: WeightType = "float32",
         device: str = "cpu",
@@ -65,7 +64,7 @@ class Engine:
         prompt tokens computed in one step; `kernels`: the trainer's module operator by operator, native code
         on up to `native_threads` cores, or the module on `device` with Triton's attention (ResourceError
         where that cannot be); `num_pages`: pages of 16 tokens for keys and values, by default enough for all
-        sessions at their longest; `token_bytes`: what stop texts are looked for in; `drafts`: speculative
+        sessions at their longest; `drafts`: speculative
         decoding from the session's own tokens or by layers for it; `native_weights`: number format of native
         code's copy of the matrices, or of all that lies on the GPU; `cache_dtype`: of keys and values, by
         default as the model computes; `keep_spare`: whether there are two sets of weights all the time, or
@@ -103,11 +102,8 @@ class Engine:
             drafts_in_runs=kernels == "native",
         )
         self._sequences = self._scheduler.sequences
-        self._token_bytes = token_bytes
         self._step_tokens = prefill_tokens
-        self._stepper = Stepper(
-            self._scheduler, self._cache, self._weights, self.counters, drafter, gauge, token_bytes
-        )
+        self._stepper = Stepper(self._scheduler, self._cache, self._weights, self.counters, drafter, gauge)
         self._queue: dict[str, SampleRequest] = {}
         """By session, in the order of their coming."""
 
@@ -223,14 +219,6 @@ class Engine:
 
     # ---- memory ---------------------------------------------------------------------------------
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory of keys and values, and of the weights as modules have them."""
-        model = self.model
-        weights = sum(p.numel() * p.element_size() for p in model.parameters()) * self._weights.num_sets
-        drafts = self._cache.drafts
-        return weights + self._cache.num_bytes + (0 if drafts is None else drafts.num_bytes)
-
     def release_memory(self) -> None:
         """Gives back the memory of all keys and values, between two steps; the next step, or scoring, takes
         it again by itself. Shared prefixes are forgotten. Raises SamplerError, and changes nothing, while a
@@ -265,13 +253,6 @@ class Engine:
         if in_flight or request.session_id in self._queue:
             raise SamplerError(
                 "session has a request in flight", field="session_id", received=request.session_id
-            )
-        if request.stop_texts and self._token_bytes is None:
-            raise SamplerError(
-                "this engine does not know its tokens' bytes",
-                field="stop_texts",
-                received=request.stop_texts,
-                fix="make the engine with token_bytes=tokenizer.decode_bytes, or use stop_tokens",
             )
         check_tokens(request.suffix, self.model.vocab_size)
         self._check_length(request, row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,6 @@ from etude.records import PolicyVersion, SampleChunk, SampleRequest
 
 NO_ADAPTER = -1
 """In place of an adapter's: the weights as they are."""
-TokenBytes = Callable[[Sequence[int]], bytes]
-"""The bytes that tokens stand for, control tokens by their names: `Tokenizer.decode_bytes`."""
 
 
 @dataclass(slots=True)
@@ -48,7 +46,6 @@ class SessionState:
     """Positions below this have had their routes reported."""
     spans: list[Span] = field(default_factory=list[Span])
     """Of the request's sampled tokens."""
-    stop_texts: StopTexts | None = None
     alternatives: list[Alternatives] = field(default_factory=list[Alternatives])
     """Of the tokens that are not delivered yet, where they were asked for."""
     path: list[Node] | None = None
@@ -179,14 +176,11 @@ class Sequences:
         state.request = request
         state.first_sampled = state.delivered = end
         state.spans = [Span(end, self.epochs[self.epoch_of(row)])]
-        state.stop_texts = StopTexts(request.stop_texts) if request.stop_texts else None
         state.alternatives = []
         state.cached = None
         self._stops[row] = request.stop_tokens
         params = request.params
-        self._watched[row] = (
-            request.streaming or bool(request.stop_texts) or params.raw_logprobs or params.top_logprobs > 0
-        )
+        self._watched[row] = request.streaming or params.raw_logprobs or params.top_logprobs > 0
         self.idle.pop(row)
 
     def wait(self, row: int) -> None:
@@ -261,16 +255,10 @@ class Sequences:
         """The tokens that end the request in each of `rows`."""
         return [self._stops[row] for row in rows.tolist()]
 
-    def finish_reason(self, row: int, token: int, length: int, token_bytes: TokenBytes | None) -> str | None:
+    def finish_reason(self, row: int, token: int, length: int) -> str | None:
         """Why the request in `row` ends with `token`, its `length`-th; None if it goes on."""
-        state = self.states[row]
-        assert state.request is not None
-        if token in state.request.stop_tokens:
+        if token in self._stops[row]:
             return "stop"
-        if state.stop_texts is not None:
-            assert token_bytes is not None
-            if state.stop_texts.completes(token_bytes([token])):
-                return "stop"
         return "length" if length >= self.limit[row] else None
 
     def deliver(self, row: int) -> Answer:
@@ -348,19 +336,3 @@ class Sequences:
         routes = self.cache.routes[pages].reshape(-1, *self.cache.routes.shape[2:])
         skipped = first_page * PAGE_TOKENS
         return routes[first - skipped : end - skipped].copy()
-
-
-class StopTexts:
-    """Finds stop texts in the bytes of one request's sampled tokens, wherever the tokens' edges lie."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        """`texts`: not empty, none of them the empty text."""
-        self._texts = [text.encode() for text in texts]
-        self._kept = max(len(text) for text in self._texts) - 1
-        self._tail = b""
-
-    def completes(self, piece: bytes) -> bool:
-        """Takes the next token's bytes; whether one of the texts ends within them."""
-        window = self._tail + piece
-        self._tail = window[len(window) - self._kept :] if self._kept < len(window) else window
-        return any(text in window for text in self._texts)

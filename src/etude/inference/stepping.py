@@ -23,7 +23,7 @@ from etude.inference.native import NativeForward
 from etude.inference.native.drafting import DecodingSteps
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
-from etude.inference.sequences import Answer, Sequences, TokenBytes
+from etude.inference.sequences import Answer, Sequences
 from etude.inference.speculation import CarriedStates, NgramLookup
 from etude.inference.times import EngineCounters
 from etude.inference.weights import DoubleWeights
@@ -89,9 +89,8 @@ class Stepper:
         counters: EngineCounters,
         drafter: NgramLookup | MtpDrafter | None,
         gauge: DraftGauge,
-        token_bytes: TokenBytes | None,
     ) -> None:
-        """`drafter`, `gauge`: those of the scheduler; `token_bytes`: what stop texts are looked for in."""
+        """`drafter`, `gauge`: those of the scheduler."""
         self._scheduler = scheduler
         self._sequences = scheduler.sequences
         self._cache = cache
@@ -99,7 +98,6 @@ class Stepper:
         self._counters = counters
         self._drafter = drafter
         self._gauge = gauge
-        self._token_bytes = token_bytes
 
     @torch.no_grad()
     def step(self, plan: StepPlan, most_steps: int) -> list[Answer]:
@@ -273,7 +271,7 @@ class Stepper:
         state.alternatives.extend(given for given in alternatives[: len(tokens)] if given is not None)
         length, reason = int(sequences.length[row]), None
         for taken, token in enumerate(tokens, 1):
-            reason = sequences.finish_reason(row, token, length + taken, self._token_bytes)
+            reason = sequences.finish_reason(row, token, length + taken)
             if reason is not None:
                 length += taken
                 break

@@ -147,11 +147,6 @@ class DoubleWeights:
         self._base_digest, self._staged = staged.base_digest, None
         return staged.is_new_base
 
-    @property
-    def num_sets(self) -> int:
-        """Sets of weights that take memory."""
-        return 1 if self._spare is None or self._spare is self.active else 2
-
     def load_cache(self) -> None:
         """See ForwardPass, for both runners."""
         self.active.compute.load_cache()

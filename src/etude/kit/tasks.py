@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -92,6 +92,16 @@ async def to_the_end(work: Awaitable[Result]) -> Result:
                 await asyncio.wait((task,))
         _note_error(task, lambda error: None)
         raise
+
+
+@contextlib.asynccontextmanager
+async def closing(items: AsyncIterator[Result]) -> AsyncIterator[AsyncIterator[Result]]:
+    """Ends a generator with the block that reads it, so that nobody computes what nobody reads."""
+    try:
+        yield items
+    finally:
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
 
 
 @contextlib.contextmanager

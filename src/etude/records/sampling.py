@@ -78,14 +78,6 @@ class SampleRequest:
     deadline_s: float | None = None
     streaming: bool = False
     """A chunk after every engine step that sampled for this request; otherwise all come at the end."""
-    stop_texts: tuple[str, ...] = ()
-    """Sampling ends with the token that completes one of these in the bytes of the sampled tokens (never in
-    the prompt). To stop at a tool call, name the grammar's closing tag. The token is part of the answer, and
-    may carry bytes behind the text: whoever shows it cuts them."""
-
-    def __post_init__(self) -> None:
-        if any(not text for text in self.stop_texts):
-            raise ValueError("SampleRequest.stop_texts: must not be empty texts, received ''")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

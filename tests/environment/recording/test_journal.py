@@ -24,8 +24,7 @@ from etude.environment.recording import (
     Serving,
     SessionMap,
 )
-from etude.environment.recording.journal import SessionJournal, read_journal, replay
-from etude.environment.recording.recovery import find_sessions
+from etude.environment.recording.journal import SessionJournal, find_sessions, read_journal, replay
 from etude.errors import ConfigError, StoreError
 from etude.kit.ports import free_port
 from etude.records import RewardBreakdown, SampleChunk, SampleRequest

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.router.borrowing import Borrower, Borrowing, LoanStage
+from etude.inference.router.borrowing import Borrower, Borrowing
 from etude.inference.router.types import Replica
 from tests.inference.router.test_members import BY_LOAD, POOLS, lender_of
 
@@ -21,7 +21,7 @@ def borrower(wanted: int = 9, heard_s: float = 0.0, name: str = "run", **options
 def lend_all(books: Borrowing, table: dict[str, Replica], now_s: float = 0.0) -> list[str]:
     found = books.to_lend(table, now_s)
     for one in found:
-        books.begun(one, f"loan-{one.replica}", "token")
+        one.id, one.token = f"loan-{one.replica}", "token"
     return [one.replica for one in found]
 
 
@@ -45,7 +45,7 @@ def test_a_replica_is_recalled_when_its_pool_wants_it_or_the_run_does_not() -> N
     assert books.to_end(table) == []
     table["r0"].pool = "serve"
     (ended,) = books.to_end(table)
-    assert (ended.replica, ended.stage) == ("r0", LoanStage.ENDING)
+    assert ended.replica == "r0" and not ended.is_granted
     assert books.to_end(table) == [], "once"
     assert lend_all(books, table) == []
     books.ended(ended)
@@ -91,9 +91,9 @@ def test_a_replica_has_one_borrower_and_no_run_more_than_it_wants(moves: list[tu
         lend_all(books, table, float(step))
         for run in books.borrowers.values():
             active = [one for one in books.lent.values() if one.borrower == run.name]
-            assert sum(one.stage is LoanStage.GRANTED for one in active) <= run.wanted
+            assert sum(one.is_granted for one in active) <= run.wanted
         for one in books.lent.values():
-            if one.stage is LoanStage.GRANTED:
+            if one.is_granted:
                 assert table[one.replica].pool == "rollout"
                 assert one.borrower in books.borrowers
 

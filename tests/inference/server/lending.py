@@ -46,9 +46,7 @@ def lendable_app(
     tokenizer, model = qwen_tokenizer(), make_model(0)
     memory = MemoryWeights()
     weights = CheckpointWeights(model.config, memory)
-    engine = Engine(
-        model.config, tokenizer.vocab_size, slots, CONTEXT + 1, token_bytes=tokenizer.decode_bytes
-    )
+    engine = Engine(model.config, tokenizer.vocab_size, slots, CONTEXT + 1)
     service = EngineService(engine, weights.fetch, None)
     manifest = memory.publish(PolicyVersion("tiny", 0), dict(model.named_parameters()))
     about = {

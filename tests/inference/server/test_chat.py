@@ -24,7 +24,6 @@ from tests.inference.server.serving import (
     make_state,
     replies,
     serving,
-    wait_for,
     xml_model,
 )
 
@@ -50,7 +49,6 @@ def served(server: Served) -> Iterator[Served]:
     assert isinstance(sampler, PlayedSampler)
     sampler.reset(replies([FIRST, "Done.", "More.", "And more."]))
     yield server
-    server.state.leases.close()
     assert server.state.frames is not None
     server.state.frames.memory = AnswerMemory()
 
@@ -198,42 +196,6 @@ def test_answers_of_other_keys_or_other_conversations_are_not_seen(
     assert "secret" not in qwen_tokenizer().decode(sampler.requests[1].suffix)
     ask(served, messages=[*MESSAGES, {"role": "assistant", "content": "Done."}, MESSAGES[1]])
     assert "secret" in qwen_tokenizer().decode(sampler.requests[2].suffix)
-
-
-def test_a_conversation_sends_only_what_is_new(served: Served, sampler: PlayedSampler) -> None:
-    sampler.answers = replies(["One.", "Two.", "Three."])
-    named = {"extra_headers": {"x-session-id": "c1"}}
-    answer = ask(served, **named)
-    history = [*MESSAGES, {"role": "assistant", "content": "One."}, {"role": "user", "content": "On."}]
-    second = ask(served, messages=history, **named)
-    requests = sampler.requests
-    assert requests[0].session_id == requests[1].session_id and requests[1].prefix_digest
-    held = len(requests[0].suffix) + answer.usage.completion_tokens
-    assert len(requests[1].suffix) == second.usage.prompt_tokens - held
-    assert second.usage.prompt_tokens_details.cached_tokens == held
-    sampler.inner.forget(requests[0].session_id)
-    third = [*history, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "On."}]
-    assert ask(served, messages=third, **named).choices[0].message.content == "Three."
-    assert len(served.state.leases) == 1 and len(sampler.open_sessions) == 1
-
-
-def test_conversations_end_when_nobody_goes_on() -> None:
-    sampler = PlayedSampler(lambda context: "Done.")
-    with serving(make_state(sampler, idle_s=0.1)) as served:
-        ask(served, extra_headers={"x-session-id": "c1"})
-        wait_for(lambda: not sampler.open_sessions)
-
-
-def test_a_busy_conversation_answers_beside_itself(served: Served, sampler: PlayedSampler) -> None:
-    sampler.answers, sampler.pause_s = replies(["One " * 400, "Two."]), 0.2
-    named = {"extra_headers": {"x-session-id": "c1"}}
-    stream = ask(served, stream=True, **named)
-    chunks = [next(stream)]
-    assert ask(served, **named).choices[0].message.content == "Two."
-    while "One" not in joined(chunks)["content"]:
-        chunks.append(next(stream))
-    stream.close()
-    assert len({request.session_id for request in sampler.requests}) == 2
 
 
 def test_samples_differ_by_their_noise_alone(served: Served, sampler: PlayedSampler) -> None:

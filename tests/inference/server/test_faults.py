@@ -23,8 +23,7 @@ async def one_client(served: Served, http: httpx.AsyncClient, dice: random.Rando
     body["stop"] = dice.choice([None, "word 7", "never"])
     chat = dice.random() < 0.5
     body["messages" if chat else "prompt"] = [{"role": "user", "content": "Hi"}] if chat else "x"
-    headers = {"x-session-id": f"c{dice.randrange(3)}"} if dice.random() < 0.5 else {}
-    headers |= {"x-etude-extensions": "tokens"} if dice.random() < 0.5 else {}
+    headers = {"x-etude-extensions": "tokens"} if dice.random() < 0.5 else {}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     await asyncio.sleep(dice.random() * 0.5)
     try:
@@ -43,7 +42,7 @@ def test_nothing_is_left_of_clients_that_leave_and_engines_that_fail(seed: int) 
     sampler = PlayedSampler(lambda context: " ".join(f"word {n}" for n in range(12)), pause_s=0.005)
     sampler.failures = [dice.choice(["", "", "", "before", "amid"]) for _ in range(60)]
     key = Key("k", TOKEN, KeyLimits(requests=0))
-    state = make_state(sampler, keys=Keys({TOKEN: key}), idle_s=1e6)
+    state = make_state(sampler, keys=Keys({TOKEN: key}))
 
     async def everybody(served: Served) -> list[str]:
         header = {"authorization": f"Bearer {TOKEN}"}
@@ -54,11 +53,9 @@ def test_nothing_is_left_of_clients_that_leave_and_engines_that_fail(seed: int) 
     with serving(state) as served:
         ends = asyncio.run(everybody(served))
         wait_for(lambda: not state.live)
-        held = len(state.leases)
-        wait_for(lambda: len(sampler.open_sessions) == len(state.leases) == held)
-        assert held <= 3 and key.running == 0
+        wait_for(lambda: not sampler.open_sessions)
+        assert key.running == 0
         assert set(ends) >= {"200 whole", "left"} and any("error" in end for end in ends), ends
         sampler.failures.clear()
         with served.http(TOKEN) as http:
             assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
-    assert not sampler.open_sessions, "the server's end closes every conversation"

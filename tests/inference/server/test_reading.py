@@ -13,15 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from etude.inference.server.answering import Reader
-from etude.inference.server.completions import TextReader
 from etude.records import ToolCall
 from etude.tokens import QWEN3_TEMPLATE, Renderer
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening
 from etude.tokens.chat.openai_messages import read_tools
-from etude.tokens.chat.reader import AnswerReader, CallHead, CallMore, Part, ReadingRules, TextPart
+from etude.tokens.chat.reader import (
+    AnswerReader,
+    CallHead,
+    CallMore,
+    Part,
+    Reader,
+    ReadingRules,
+    TextPart,
+    TextReader,
+)
 from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
 from tests.environment.recording.recording_builders import READ, qwen_tokenizer
 from tests.inference.server.serving import xml_model

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from etude.errors import SamplerError, StoreError
+from etude.errors import SamplerError
 from etude.inference.server.client import WANT_TOKENS, SideChannelClient
 from etude.inference.server.errors import NoSuchAnswerError
 from etude.inference.server.limits import Key, KeyLimits, Keys
@@ -22,6 +22,7 @@ from etude.inference.server.side_channel import (
     decode,
     encode,
 )
+from etude.inference.wire import DamagedMessageError
 from etude.records import PolicyVersion, SampleChunk
 from tests.environment.recording.recording_builders import answer_tokens
 from tests.inference.server.serving import MODEL, PlayedSampler, make_state, serving
@@ -77,12 +78,12 @@ def test_frames_come_back_as_they_went(listed: list[ChoiceTokens]) -> None:
 def test_no_cut_and_no_altered_byte_goes_unseen(choice: ChoiceTokens, data: st.DataObject) -> None:
     body = encode([choice])
     cut = data.draw(st.integers(0, len(body) - 1))
-    with pytest.raises(StoreError):
+    with pytest.raises(DamagedMessageError):
         decode(body[:cut])
     place = data.draw(st.integers(0, len(body) - 1))
     altered = bytearray(body)
     altered[place] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(StoreError):
+    with pytest.raises(DamagedMessageError):
         decode(bytes(altered))
 
 

@@ -45,7 +45,7 @@ def make_app(state_of: list[ServerState], engine_type: type[Engine] = Engine) ->
     model.initialise(0)
     memory = MemoryWeights()
     weights = CheckpointWeights(config, memory)
-    engine = engine_type(config, tokenizer.vocab_size, 8, CONTEXT + 1, token_bytes=tokenizer.decode_bytes)
+    engine = engine_type(config, tokenizer.vocab_size, 8, CONTEXT + 1)
     service = EngineService(engine, weights.fetch, None)
     view = EngineView(failure=lambda: service.failure)
     state = ServerState(qwen_model(CONTEXT), service, service, admin_token=ADMIN, engine=view)
@@ -120,15 +120,14 @@ def test_samples_share_the_prefill_of_their_prompt(served: Served) -> None:
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
-@pytest.mark.parametrize("headers", [{}, {"x-session-id": "conversation"}])
-def test_a_second_turn_computes_only_what_is_new(served: Served, headers: dict[str, str]) -> None:
+def test_a_second_turn_computes_only_what_is_new(served: Served) -> None:
     engine = engine_of(served)
-    history = [{"role": "user", "content": f"Turn one of {len(headers)}. " * 12}]
-    first = chat(served, messages=history, extra_headers=headers, tools=OPENAI_TOOLS)
+    history = [{"role": "user", "content": "Turn one of two. " * 12}]
+    first = chat(served, messages=history, tools=OPENAI_TOOLS)
     told = first.choices[0].message.model_dump(exclude_none=True)
     before = engine.counters.prefill_tokens
     history = [*history, told, {"role": "user", "content": "Go on."}]
-    second = chat(served, messages=history, extra_headers=headers, tools=OPENAI_TOOLS)
+    second = chat(served, messages=history, tools=OPENAI_TOOLS)
     computed = engine.counters.prefill_tokens - before
     assert second.usage.prompt_tokens > first.usage.prompt_tokens > 100
     assert computed < second.usage.prompt_tokens - first.usage.prompt_tokens + 20
@@ -144,7 +143,6 @@ def test_what_the_engine_found_by_itself_is_told(served: Served) -> None:
             max_tokens=20,
             seed=1,
             temperature=2.0,
-            extra_headers={"x-session-id": "told"},
         )
         told.append(answer.usage.prompt_tokens_details.cached_tokens)
         before, prompt = answer.usage.prompt_tokens, prompt + answer.choices[0].text + " Go on. "

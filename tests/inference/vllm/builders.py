@@ -69,7 +69,7 @@ def publish(
     def write(directory: Path) -> None:
         save_model(model, directory)
 
-    return root.publish(PolicyVersion("run", step), write, probe)
+    return root.publish(PolicyVersion("run", step), write, probe or Probe.of(model))
 
 
 def tokens(length: int, seed: int) -> NDArray[np.int32]:

@@ -42,7 +42,6 @@ def test_a_snapshot_holds_the_given_tensors_and_their_probe(
         assert torch.equal(tensor, before[name]), "the model that learns is not touched"
     snapshot = open_snapshot(manifest)
     loaded = Probe.of(load_any_model(snapshot.directory))
-    assert snapshot.probe is not None
     np.testing.assert_allclose(snapshot.probe.logprobs, loaded.logprobs, atol=1e-5)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -85,7 +84,7 @@ def test_weights_that_are_damaged_are_whole_when_they_are_published_again(name: 
     with pytest.raises(WeightUpdateError, match="publish the current version again"):
         open_snapshot(manifest)
     assert weights.publish(PolicyVersion("run", 0), tensors) == manifest
-    assert open_snapshot(manifest).probe is not None
+    open_snapshot(manifest)
 
 
 def test_what_a_store_holds_is_written_here_under_the_version_of_the_store(tmp_path: Path) -> None:
@@ -105,7 +104,6 @@ def test_what_a_store_holds_is_written_here_under_the_version_of_the_store(tmp_p
     assert {entry.dtype for entry in snapshot.manifest.tensors} == {"float32"}, "as the model computes"
     loaded = Probe.of(load_any_model(snapshot.directory))
     np.testing.assert_allclose(loaded.logprobs, Probe.of(model).logprobs, atol=1e-5)
-    assert snapshot.probe is not None
     np.testing.assert_allclose(snapshot.probe.logprobs, loaded.logprobs, atol=1e-5)
     fetched.close()
     assert not snapshot.directory.exists()
@@ -140,7 +138,6 @@ def test_adapters_lie_beside_their_base_where_vllm_serves_them_so(
     weights = ModelSnapshots(SnapshotDirectory(tmp_path), make(), config)
     base = dict(model.named_parameters())
     first = open_snapshot(weights.publish(PolicyVersion("run", 0), {**base, **adapters.published()}))
-    assert first.probe is not None
     np.testing.assert_allclose(first.probe.logprobs, Probe.of(model).logprobs, atol=1e-4)
     assert (first.directory / ADAPTER).exists() == is_beside
     held = load_any_model(first.directory)
@@ -148,7 +145,6 @@ def test_adapters_lie_beside_their_base_where_vllm_serves_them_so(
     assert all(torch.equal(one, other) for one, other in pairs) == is_beside, "the sum otherwise"
     move_adapters(adapters)
     second = open_snapshot(weights.publish(PolicyVersion("run", 1), {**base, **adapters.published()}))
-    assert second.probe is not None
     np.testing.assert_allclose(second.probe.logprobs, Probe.of(model).logprobs, atol=1e-4)
     check_same_shapes(first.manifest, second.manifest)
 
@@ -167,7 +163,6 @@ def test_adapters_are_rounded_to_the_format_of_their_base_and_so_is_the_probe(tm
     with torch.no_grad():
         for factor in adapters.parameters():
             factor.copy_(factor.bfloat16())
-    assert snapshot.probe is not None
     np.testing.assert_allclose(snapshot.probe.logprobs, Probe.of(model).logprobs, atol=1e-5)
 
 

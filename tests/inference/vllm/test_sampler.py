@@ -553,8 +553,6 @@ async def test_what_vllm_cannot_report_is_refused(tmp_path: Path) -> None:
         reader = setting.reader()
         with pytest.raises(SamplerError, match="one kind of log-probabilities"):
             await reader.ask(setting.sampler, [1], raw_logprobs=True, temperature=0.5)
-        with pytest.raises(SamplerError, match="no tokenizer"):
-            await reader.ask(setting.sampler, [1], stop_texts=("</call>",))
 
 
 @asynchronous

@@ -103,7 +103,6 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
         _PREFILL_TOKENS,
         choose_kernels("auto"),
         available_cores(),
-        token_bytes=tokenizer.decode_bytes,
     )
     async with EngineService(engine, weights.fetch, None) as service:
         manifest = weights.publish(PolicyVersion(name, 0), dict(model.named_parameters()))

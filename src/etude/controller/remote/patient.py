@@ -124,9 +124,8 @@ class PatientSampler:
             self._going.pop(request.id, None)
 
     def _goes_on(self, request: SampleRequest) -> bool:
-        """Whether nobody here has ended the request. One with a deadline its engine may have; and a text that
-        ends one could be cut in two."""
-        return request.id in self._going and request.deadline_s is None and not request.stop_texts
+        """Whether nobody here has ended the request. One with a deadline its engine may have."""
+        return request.id in self._going and request.deadline_s is None
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         wait = _Wait(self._patience_s)

@@ -15,30 +15,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest
 
 from etude.agent.inputs import ChunksIn, from_document, merge, to_document
-from etude.environment.recording.session_map import Generation, SessionMap
-from etude.errors import EtudeError, StoreError
+from etude.environment.recording.session_map import Generation, MapLimits, SessionMap
+from etude.environment.recording.spec import SessionSpec
+from etude.errors import ConfigError, EtudeError, StoreError
 from etude.kit.journal import LineJournal
 from etude.records import RewardBreakdown, SampleChunk, SamplingParams
-from etude.tokens.chat.client_tools import client_tool
 from etude.tokens.chat.messages import (
     Answer,
-    Call,
     Message,
     Opening,
     Results,
     SystemWords,
     UserWords,
 )
+from etude.tokens.chat.shelf import RendererShelf
 
-FORMAT = 1
+_MESSAGES: Mapping[str, TypeAdapter[Message]] = {
+    kind.__name__: TypeAdapter(kind) for kind in (Opening, SystemWords, UserWords, Results, Answer)
+}
+FORMAT = 2
+LIVE = "live"
+"""Directory of the journals, in the store's."""
 _KEPT_HISTORIES = 8
 """Earlier histories with which a new one is compared: agents that take turns have one each."""
 
@@ -225,9 +231,7 @@ def replay(lines: Sequence[Mapping[str, Any]], session_map: SessionMap) -> Rewar
         for generation in begun.values():
             session_map.fail(generation)
     except (EtudeError, KeyError, ValueError, TypeError, AssertionError) as error:
-        raise StoreError(
-            "the journal makes no sense", field="session", received=repr(error), fix="move it out of the way"
-        ) from error
+        raise _senseless(repr(error)) from error
     for branch in session_map.branches:
         # The sampler is another one.
         branch.known, branch.prefix_digest = 0, None
@@ -244,6 +248,12 @@ def _commit(session_map: SessionMap, generation: Generation, line: Mapping[str, 
     session_map.counts.aborted += line["aborted"]
 
 
+def _senseless(received: str) -> StoreError:
+    return StoreError(
+        "the journal makes no sense", field="session", received=received, fix="move it out of the way"
+    )
+
+
 def _cannot_open(error: OSError) -> StoreError:
     return StoreError(
         "the session's journal cannot be opened",
@@ -255,38 +265,84 @@ def _cannot_open(error: OSError) -> StoreError:
 
 def message_document(message: Message) -> dict[str, Any]:
     """The message as plain JSON values."""
-    match message:
-        case Opening(system, tools, agent):
-            raw = [dict(tool.raw["function"]) for tool in tools]
-            return {"kind": "opening", "system": system, "tools": raw, "agent": agent}
-        case SystemWords(text):
-            return {"kind": "system", "text": text}
-        case UserWords(text):
-            return {"kind": "user", "text": text}
-        case Results(outputs):
-            return {"kind": "results", "outputs": list(outputs)}
-        case Answer(text, calls, reasoning):
-            rows = [[call.id, call.name, call.arguments] for call in calls]
-            return {"kind": "answer", "text": text, "calls": rows, "reasoning": reasoning}
+    return {"kind": type(message).__name__, **asdict(message)}
 
 
 def message_of(document: Mapping[str, Any]) -> Message:
-    """What `message_document` gave. Raises KeyError, ValueError or TypeError for anything else."""
-    match document["kind"]:
-        case "opening":
-            tools = tuple(
-                client_tool(row["name"], row["description"], row["parameters"], "tools")
-                for row in document["tools"]
-            )
-            return Opening(document["system"], tools, document["agent"])
-        case "system":
-            return SystemWords(document["text"])
-        case "user":
-            return UserWords(document["text"])
-        case "results":
-            return Results(tuple(document["outputs"]))
-        case "answer":
-            calls = tuple(Call(*row) for row in document["calls"])
-            return Answer(document["text"], calls, document["reasoning"])
-        case kind:
-            raise ValueError(f"unknown kind {kind!r}")
+    """What `message_document` gave. Raises KeyError or ValueError for anything else."""
+    return _MESSAGES[document["kind"]].validate_python(document)
+
+
+# ---- what a server left behind ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What a session is before anybody asks it something: the first line of its journal."""
+
+    id: str
+    key: str
+    tenant: str
+    spec: SessionSpec
+    limits: MapLimits
+    renderers: str
+    """Digest of what its tokens mean."""
+    created_unix_s: float
+
+
+_FACTS = TypeAdapter(SessionFacts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundSession:
+    """A session as its journal tells it."""
+
+    journal: SessionJournal
+    facts: SessionFacts
+    map: SessionMap
+    reward: RewardBreakdown | None
+
+
+def find_sessions(folder: Path, renderers: RendererShelf) -> Iterator[FoundSession]:
+    """The sessions of the journals in a folder that no other process holds, oldest first.
+
+    A journal without a whole line belongs to a session that nobody was told of: it is removed. Raises
+    StoreError for a damaged one, and ConfigError for one of another model: its tokens mean something else.
+    """
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: (_written_s(path), path.name)):
+        taken = read_journal(path)
+        if taken is None:
+            continue
+        journal, lines = taken
+        if not lines:
+            journal.remove()
+            continue
+        try:
+            yield _found(journal, lines, renderers)
+        except BaseException:
+            journal.close()
+            raise
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process has just ended its session
+        return 0.0
+
+
+def _found(journal: SessionJournal, lines: list[dict[str, Any]], renderers: RendererShelf) -> FoundSession:
+    try:
+        facts = _FACTS.validate_python(lines[0])
+    except ValueError as error:
+        raise _senseless(f"{journal.path}: {error!r}") from error
+    if facts.renderers != renderers.digest:
+        raise ConfigError(
+            "a live session was recorded with another tokenizer, grammar or template",
+            field="store",
+            received=str(journal.path),
+            fix="serve the model that it began with, or move the file out of the way",
+        )
+    name, spec = str(facts.spec.trajectory_id), facts.spec
+    session_map = SessionMap(name, renderers.find, facts.limits, spec.keep_thinking)
+    return FoundSession(journal, facts, session_map, replay(lines[1:], session_map))

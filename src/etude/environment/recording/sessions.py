@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ from etude.environment.recording.errors import (
     RefusedKeyError,
     SessionEndedError,
 )
-from etude.environment.recording.journal import SessionJournal
+from etude.environment.recording.journal import LIVE, SessionFacts, SessionJournal, find_sessions
 from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits, new_names
-from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec
 from etude.protocols import Sampler
@@ -105,7 +105,8 @@ class Recordings(LiveSessions):
         len(self._log)  # reads what is stored, which takes long, and not while a session is being stored
         for found in find_sessions(self._live, self.renderers):
             service = AnswerService(found.map, self._sampler, self._serving, journal=found.journal)
-            self._hold(found.id, found.key, found.tenant, found.spec, service, found.age_s, found.reward)
+            facts, age_s = found.facts, max(time.time() - found.facts.created_unix_s, 0.0)
+            self._hold(facts.id, facts.key, facts.tenant, facts.spec, service, age_s, found.reward)
             self.counts["sessions_recovered"] += 1
         return self.counts["sessions_recovered"]
 
@@ -128,8 +129,9 @@ class Recordings(LiveSessions):
                 fix="use another run, epoch, group or index",
             )
         session_id, key = new_names()
-        described = session_document(session_id, key, tenant, spec, self.limits.session, self.renderers)
-        journal = SessionJournal.create(self._live / f"{session_id}.jsonl", described)
+        digest, limits = self.renderers.digest, self.limits.session
+        facts = SessionFacts(session_id, key, tenant, spec, limits, digest, time.time())
+        journal = SessionJournal.create(self._live / f"{session_id}.jsonl", asdict(facts))
         service = AnswerService(self._map_of(spec), self._sampler, self._serving, journal=journal)
         self.counts["sessions_created"] += 1
         return self._hold(session_id, key, tenant, spec, service)

@@ -9,19 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from etude.inference.router.types import Replica
 
 _RETRY_S = 5.0
-
-
-class LoanStage(StrEnum):
-    """How far a loan is."""
-
-    ASKED = "asked"
-    GRANTED = "granted"
-    ENDING = "ending"
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +40,15 @@ class Lent:
 
     replica: str
     borrower: str
-    stage: LoanStage = LoanStage.ASKED
     id: str = ""
     token: str = ""
-    """Opens the replica to the run."""
+    """Opens the replica to the run; empty while the replica is only asked."""
+    is_ending: bool = False
+
+    @property
+    def is_granted(self) -> bool:
+        """The replica has taken the loan, and is not called home."""
+        return bool(self.token) and not self.is_ending
 
 
 class Borrowing:
@@ -81,9 +77,7 @@ class Borrowing:
 
     def granted(self, borrower: str) -> list[Lent]:
         """What a run may use now."""
-        return [
-            one for one in self.lent.values() if one.borrower == borrower and one.stage is LoanStage.GRANTED
-        ]
+        return [one for one in self.lent.values() if one.borrower == borrower and one.is_granted]
 
     def loads(self) -> dict[str, float]:
         """Outstanding tokens a replica, by pool, as the runs say: the most loaded of a pool counts."""
@@ -99,7 +93,7 @@ class Borrowing:
         kept: dict[str, int] = {}
         found: list[Lent] = []
         for one in self.lent.values():
-            if one.stage is LoanStage.ENDING:
+            if one.is_ending:
                 continue
             borrower, replica = self.borrowers.get(one.borrower), replicas.get(one.replica)
             if borrower is not None and replica is not None and replica.pool == borrower.pool:
@@ -107,10 +101,10 @@ class Borrowing:
                 if is_used and kept.get(borrower.name, 0) < borrower.wanted:
                     kept[borrower.name] = kept.get(borrower.name, 0) + 1
                     continue
-            if one.stage is LoanStage.GRANTED:
+            if one.is_granted:
                 found.append(one)
         for one in found:
-            one.stage = LoanStage.ENDING
+            one.is_ending = True
         return found
 
     def to_lend(self, replicas: Mapping[str, Replica], now_s: float) -> list[Lent]:
@@ -126,10 +120,6 @@ class Borrowing:
                     self.lent[replica.name] = found[-1]
                     free -= 1
         return found
-
-    def begun(self, one: Lent, loan_id: str, token: str) -> None:
-        """The replica has taken the loan."""
-        one.id, one.token, one.stage = loan_id, token, LoanStage.GRANTED
 
     def failed(self, one: Lent, now_s: float) -> None:
         """The replica did not take it; it is asked again after a while."""

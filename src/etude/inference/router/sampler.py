@@ -10,9 +10,7 @@ still hangs on the order in which requests come and end: with engines on a deter
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -23,8 +21,11 @@ from etude.inference.requests import serves
 from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
+from etude.kit.tasks import closing
 from etude.protocols import BranchingSampler, Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
+
+_POOL = "rollout"
 
 
 class SamplerReplica(Sampler, Protocol):
@@ -43,16 +44,10 @@ class RoutedSampler:
     PrefixMissError from its new replica, as the protocol says, and is sent whole.
     """
 
-    def __init__(
-        self,
-        replicas: Mapping[str, SamplerReplica],
-        pool: str = "rollout",
-        config: RoutingConfig | None = None,
-    ) -> None:
-        self.router = Router(replace(config or RoutingConfig(), learn_rates=False))
+    def __init__(self, replicas: Mapping[str, SamplerReplica]) -> None:
+        self.router = Router(RoutingConfig(learn_rates=False))
         self.members = Members(self.router)
         self._replicas: dict[str, SamplerReplica] = {}
-        self._pool = pool
         self._clock = 0
         self._open: dict[str, str] = {}
         """Session -> the replica where it is open."""
@@ -67,7 +62,7 @@ class RoutedSampler:
         """Adds a replica; it gets requests once it serves a named version."""
         self._replicas[name] = replica
         current = replica.current()
-        self.members.join(name, self._pool, str(current) if current is not None else None)
+        self.members.join(name, _POOL, str(current) if current is not None else None)
 
     def serves(self, name: str, version: PolicyVersion | None) -> None:
         """From now on a replica serves this version; None: nothing, so that its sessions go elsewhere."""
@@ -84,7 +79,7 @@ class RoutedSampler:
     def _place(self, session_id: str, beside: str | None) -> None:
         if session_id in self._open:
             raise SamplerError("session is open already", field="session_id", received=session_id)
-        self._settle(session_id, self.router.place(session_id, self._now(), self._pool, beside), beside)
+        self._settle(session_id, self.router.place(session_id, self._now(), _POOL, beside), beside)
 
     def close(self, session_id: str) -> None:
         name = self._open.pop(session_id, None)
@@ -106,7 +101,7 @@ class RoutedSampler:
             generated, held, begun = 0, None, False
             try:
                 self._settle(request.session_id, name)
-                async with _closing(self._replicas[name].stream(request)) as chunks:
+                async with closing(self._replicas[name].stream(request)) as chunks:
                     async for chunk in chunks:
                         begun = True
                         generated += len(chunk.tokens)
@@ -130,7 +125,7 @@ class RoutedSampler:
                 self.router.end(request.id, self._clock, generated, held)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        ask = Ask(f"score-{self._now()}", len(tokens), 0, None, self._pool, frozenset({str(version)}))
+        ask = Ask(f"score-{self._now()}", len(tokens), 0, None, _POOL, frozenset({str(version)}))
         name = self.router.begin(ask, self._clock)
         try:
             return await self._replicas[name].score(tokens, version)
@@ -183,13 +178,3 @@ class RoutedSampler:
         """Tokens of the whole input."""
         before = self._lengths.get(request.session_id, 0) if request.prefix_digest is not None else 0
         return before + len(request.suffix)
-
-
-@asynccontextmanager
-async def _closing(chunks: AsyncIterator[SampleChunk]) -> AsyncIterator[AsyncIterator[SampleChunk]]:
-    """Ends a replica's stream with ours, so that nobody computes what nobody reads."""
-    try:
-        yield chunks
-    finally:
-        if isinstance(chunks, AsyncGenerator):
-            await chunks.aclose()

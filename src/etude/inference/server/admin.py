@@ -3,8 +3,6 @@ service between two steps. What is refused leaves the version in service as it i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request
@@ -21,17 +19,6 @@ from etude.weights.documents import manifest_of, version_document, version_of
 
 router = APIRouter(tags=["admin"])
 _BODY_FIELDS = {"manifest", "version", "kv"}
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Weights that are not taken are the request's mistake."""
-    try:
-        yield
-    except WeightUpdateError as error:
-        raise BadRequestError(
-            error.message, field=error.field, received=error.received, fix=error.fix
-        ) from error
 
 
 @router.get("/admin/weights")
@@ -66,7 +53,7 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
     for name in body.keys() - _BODY_FIELDS:
         raise unsupported(f"body.{name}", body[name], "there is no such field")
     kv = kv_policy(body.get("kv", "keep"))
-    with _refused():
+    try:
         if staging:
             manifest = manifest_of(body.get("manifest"))
             version = manifest.version
@@ -76,6 +63,10 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
         if activating:
             await state.sink.activate(version, kv)
             state.metrics.count("etude_serve_weight_updates")
+    except WeightUpdateError as error:  # weights that are not taken are the request's mistake
+        raise BadRequestError(
+            error.message, field=error.field, received=error.received, fix=error.fix
+        ) from error
     return JSONResponse({"version": shown(state.sink.current()), "staged": shown(version)})
 
 

@@ -1,9 +1,7 @@
-"""Samples the answers to one request: `n` of them at the same time, their events merged as they come.
+"""One answer while it is sampled: what is wanted, what was sampled, what a client is served of it.
 
-    jobs --a task each--> sampler.stream() --chunks--> reader --> Sampled ..... Ended
-                                                                      \\____ one queue ____ events()
-
-Whoever stops listening ends all of it: the requests are aborted, and their sessions closed.
+The engine finds the prefixes that it still holds by their tokens: each answer has a session of its own, which
+is sent the whole prompt and ends with it.
 """
 
 from __future__ import annotations
@@ -11,50 +9,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import PrefixMissError, SamplerError
-from etude.inference.server.leases import Lease, Leases
-from etude.kit.tasks import end_tasks
+from etude.errors import SamplerError
+from etude.kit.tasks import closing
 from etude.protocols import Sampler
 from etude.records import SampleChunk, SampleRequest, SamplingParams
 from etude.tokens.chat.answers import Ended, Ending, Event, Sampled
-from etude.tokens.chat.messages import Answer
-from etude.tokens.chat.reader import Part, cut_chunk
+from etude.tokens.chat.reader import Reader, cut_chunk
 
 Tokens = NDArray[np.int32]
+_SESSIONS = map("serve-{}-{}".format, itertools.repeat(secrets.token_hex(4)), itertools.count())
+"""A name for each session that this process opens."""
 
 
-class Reader(Protocol):
-    """Reads one answer."""
-
-    ended: bool
-    """A stop string has come: no more tokens are wanted."""
-    stop: str | None
-    """It."""
-
-    @property
-    def answer(self) -> Answer:
-        """What was served so far."""
-        ...
-
-    def feed(self, tokens: NDArray[np.int32]) -> tuple[Sequence[Part], int]:
-        """What these tokens add, and how many of them belong to the answer."""
-        ...
-
-    def finish(self) -> Sequence[Part]:
-        """What was held back."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Job:
-    """One answer that is wanted."""
+    """One answer of a request."""
 
     index: int
     """Its place among the answers of its request."""
@@ -63,153 +38,83 @@ class Job:
     stop_tokens: frozenset[int]
     rng_key: tuple[int, ...]
     reader: Reader
-    conversation: str | None = None
     remember: Callable[[Tokens], None] = lambda tokens: None
     """Called with the tokens of the whole answer."""
+    chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
+    """What was sampled so far."""
+    num_tokens: int = 0
+    """Of them."""
+    last_s: float = 0.0
+    """When the last of them came."""
+    ended: Ended | None = None
+    """The answer is complete."""
 
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that may still be computed for it: a prompt that waits, and what it may still take."""
+        if self.ended is not None:
+            return 0
+        return self.params.max_tokens - self.num_tokens + (0 if self.num_tokens else len(self.prompt))
 
-@dataclass(slots=True, eq=False)
-class Answering:
-    """What it takes to sample for a server."""
-
-    sampler: Sampler
-    leases: Leases
-    pool: str = "serve"
-    answer_s: float = 900.0
-    """Longest time of one answer."""
-
-    async def events(self, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
-        """Yields what is sampled; an `Ended` for each job. Closing it early aborts what is left.
-
-        Raises InfrastructureError where the sampler fails: then no answer comes.
-        """
-        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._answer(job, queue)) for job in jobs]
+    async def sample(
+        self, sampler: Sampler, pool: str, within_s: float, tell: Callable[[Event], None]
+    ) -> None:
+        """Samples it to its end; an `Ended` is told last. Raises SamplerError, and what the sampler does."""
+        session_id = next(_SESSIONS)
+        sampler.open(session_id)
+        is_over = False
         try:
-            left = len(jobs)
-            while left:
-                event = await queue.get()
-                if isinstance(event, BaseException):
-                    raise event
-                left -= isinstance(event, Ended)
-                yield event
-        finally:
-            await end_tasks(*tasks)
-
-    async def _answer(self, job: Job, queue: asyncio.Queue[Event | BaseException]) -> None:
-        """Samples one answer to its end; the queue always gets a last word, but of a cancelled one."""
-        try:
-            lease = self.leases.take(job.conversation)
-        except Exception as error:
-            queue.put_nowait(error)
-            return
-        running = _Running(job, lease, queue)
-        try:
-            async with asyncio.timeout(self.answer_s):
-                await self._send(running)
+            async with asyncio.timeout(within_s):
+                async with closing(sampler.stream(self._request(session_id, pool))) as chunks:
+                    async for chunk in chunks:
+                        is_over = chunk.finish is not None
+                        tell(self._take(chunk))
+                        if self.ended is not None:
+                            break
         except TimeoutError:
-            queue.put_nowait(SamplerError("the answer took too long", received=f"{self.answer_s:g} s"))
-        except Exception as error:  # handed on to whoever listens, who sorts it
-            queue.put_nowait(error)
+            raise SamplerError("the answer took too long", received=f"{within_s:g} s") from None
         finally:
-            if not running.whole:
-                self.sampler.abort(running.request_id)
-            tokens, digest = running.held()
-            self.leases.give_back(lease, tokens, digest)
-        if running.ended is not None:
-            queue.put_nowait(running.ended)
+            if not is_over:
+                sampler.abort(session_id)
+            sampler.close(session_id)
+        if self.ended is None:
+            raise SamplerError("the request ended before the answer did", field="chunk.finish")
+        tell(self.ended)
 
-    async def _send(self, running: _Running) -> None:
-        """Sends what the session does not hold; all, if it no longer holds what it did."""
-        known = running.lease.num_known(running.job.prompt)
-        try:
-            await self._stream(running, known)
-        except PrefixMissError:
-            if not known or running.num_tokens:
-                raise
-            await self._stream(running, 0)
-
-    async def _stream(self, running: _Running, known: int) -> None:
-        job, lease = running.job, running.lease
-        running.num_known, running.request_id = known, f"{lease.session_id}:{next(_NUMBERS)}"
-        request = SampleRequest(
-            id=running.request_id,
-            session_id=lease.session_id,
-            suffix=job.prompt[known:],
-            params=job.params,
-            stop_tokens=job.stop_tokens,
-            rng_key=job.rng_key,
-            prefix_digest=lease.prefix_digest if known else None,
-            pool=self.pool,
+    def _request(self, session_id: str, pool: str) -> SampleRequest:
+        return SampleRequest(
+            id=session_id,
+            session_id=session_id,
+            suffix=self.prompt,
+            params=self.params,
+            stop_tokens=self.stop_tokens,
+            rng_key=self.rng_key,
+            pool=pool,
             streaming=True,
         )
-        chunks = self.sampler.stream(request)
-        try:
-            async for chunk in chunks:
-                if running.take(chunk):
-                    return
-        finally:
-            if isinstance(chunks, AsyncGenerator):
-                await chunks.aclose()
-        raise SamplerError("the request ended before the answer did", field="chunk.finish")
 
-
-_NUMBERS = itertools.count()
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """One answer while it is sampled."""
-
-    job: Job
-    lease: Lease
-    queue: asyncio.Queue[Event | BaseException]
-    request_id: str = ""
-    num_known: int = 0
-    num_tokens: int = 0
-    whole: bool = False
-    """The sampler has ended the request by itself: it runs no more, and the session holds all of it."""
-    ended: Ended | None = None
-    _begun: bool = False
-    _tokens: list[Tokens] = field(default_factory=list[Tokens])
-    _digest: str = ""
-
-    def take(self, chunk: SampleChunk) -> bool:
-        """Takes a chunk in; whether the answer is complete. Raises SamplerError."""
+    def _take(self, chunk: SampleChunk) -> Sampled:
+        """Takes a chunk in; what it adds to what is served. Raises SamplerError."""
         if chunk.finish == "abort":
             raise SamplerError("the request was aborted from outside", field="chunk.finish")
-        reader = self.job.reader
+        reader, is_first = self.reader, not self.chunks
         parts, count = reader.feed(chunk.tokens)
-        cut = count < len(chunk.tokens) or (reader.ended and chunk.finish is None)
-        self.whole = chunk.finish is not None
-        if chunk.finish is not None or reader.ended:
+        is_last = chunk.finish is not None or reader.ended
+        if is_last:
             parts = [*parts, *reader.finish()]
-        self._tokens.append(chunk.tokens)
-        self._digest = "" if cut else chunk.prefix_digest
+        if count < len(chunk.tokens) or (reader.ended and chunk.finish is None):
+            chunk = cut_chunk(chunk, count, len(self.prompt) + self.num_tokens)
+        self.chunks.append(chunk)
         self.num_tokens += count
-        num_before = len(self.job.prompt) + self.num_tokens - count
-        served = cut_chunk(chunk, count, num_before) if cut else chunk
-        self.queue.put_nowait(Sampled(parts, served, self.job.index, self._num_cached(chunk)))
-        if chunk.finish is None and not reader.ended:
-            return False
-        ending: Ending = "calls" if reader.answer.calls and reader.stop is None else "stop"
-        if chunk.finish == "length" and not reader.ended:
-            ending = "length"
-        self.job.remember(np.concatenate(self._tokens)[: self.num_tokens])
-        self.ended = Ended(ending, self.num_tokens, reader.stop, self.job.index)
-        return True
+        if is_last:
+            self.remember(np.concatenate([one.tokens for one in self.chunks]))
+            self.ended = Ended(self._ending(chunk), self.num_tokens, reader.stop, self.index)
+        return Sampled(parts, chunk, self.index, (chunk.cached_tokens or 0) if is_first else 0)
 
-    def _num_cached(self, chunk: SampleChunk) -> int:
-        if self._begun:
-            return 0
-        self._begun = True
-        return self.num_known if chunk.cached_tokens is None else chunk.cached_tokens
-
-    def held(self) -> tuple[Tokens | None, str | None]:
-        """What the session holds after the request, if that is certain."""
-        if not self.whole or not self._digest:
-            return None, None
-        return np.concatenate([self.job.prompt, *self._tokens]), self._digest
+    def _ending(self, last: SampleChunk) -> Ending:
+        if last.finish == "length" and not self.reader.ended:
+            return "length"
+        return "calls" if self.reader.answer.calls and self.reader.stop is None else "stop"
 
 
 def random_key() -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
@@ -14,25 +11,11 @@ from etude.inference.server.errors import ERRORS
 from etude.inference.server.requests import state_of
 from etude.inference.server.state import ServerState
 from etude.serving.application import build_application
-from etude.serving.sweeping import sweeping
 from etude.tokens.chat.dialects import respell_error
-
-_SWEEP_S = 15.0
 
 
 def build_app(state: ServerState) -> FastAPI:
-    """An ASGI application over a state; ends its conversations when it ends."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async def sweep() -> None:
-            state.leases.expire()
-
-        try:
-            async with sweeping(sweep, state.limits.idle_s, _SWEEP_S):
-                yield
-        finally:
-            state.leases.close()
+    """An ASGI application over a state."""
 
     def on_error(connection: HTTPConnection, error: Exception, status: int) -> None:
         if status >= 500:
@@ -43,7 +26,6 @@ def build_app(state: ServerState) -> FastAPI:
     app = build_application(
         "Étude",
         ERRORS,
-        lifespan=lifespan,
         on_error=on_error,
         health=_health,
         ready=_ready,
@@ -80,7 +62,6 @@ async def _ready(request: Request) -> Response:
 async def _figures(request: Request) -> str:
     state = state_of(request)
     gauges = {f"etude_serve_{name}": float(value) for name, value in state.load().items()}
-    gauges["etude_serve_conversations"] = float(len(state.leases))
     gauges["etude_serve_draining"] = float(state.draining)
     version = state.sink.current()
     if version is not None:

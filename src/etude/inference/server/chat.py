@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from etude.errors import ConfigError
 from etude.inference.server.answering import Job, random_key
 from etude.inference.server.errors import NoSuchModelError
-from etude.tokens.chat.answers import Writer
+from etude.tokens.chat.answers import AnswerWriter
 from etude.tokens.chat.dialects import Dialect
 from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import wrong
@@ -74,7 +74,7 @@ class ServedAnswer:
 
     jobs: Sequence[Job]
     """What is to be sampled."""
-    writer: Writer
+    writer: AnswerWriter
 
 
 def lay_out(
@@ -96,7 +96,6 @@ def answer_chat(
     model: ServedModel,
     frames: ChatFrames | None,
     key_name: str,
-    conversation: str | None,
 ) -> ServedAnswer:
     """The answers to a request. Raises as `lay_out`."""
     prompt, sampling = lay_out(request.messages, model, frames, key_name), request.sampling
@@ -113,8 +112,7 @@ def answer_chat(
             if reader.stop is None:  # with one, the tokens say more than was served
                 frames.remember(prompt, reader.answer, tokens)
 
-        named = None if index else conversation
-        return Job(index, prompt.tokens, params, stop_tokens, (seed, index), reader, named, remember)
+        return Job(index, prompt.tokens, params, stop_tokens, (seed, index), reader, remember)
 
     answer_id = secrets.token_hex(12)
     writer = dialect.writer(request, answer_id, len(prompt.tokens), model.tokenizer, model.name)

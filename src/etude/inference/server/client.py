@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etude.errors import SamplerError
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH, WANT_TOKENS, ChoiceTokens, decode
-from etude.serving.client import Answer, NoAnswerError, SyncClient
+from etude.serving.client import Answer, SyncClient
 
 __all__ = ["WANT_TOKENS", "SideChannelClient"]
 
@@ -24,11 +24,9 @@ class SideChannelClient:
         self._http.close()
 
     def fetch(self, answer_id: str) -> list[ChoiceTokens]:
-        """The tokens of all choices of an answer, by its id. Raises SamplerError and StoreError."""
-        try:
-            return decode(self._http.request("GET", f"{SIDE_CHANNEL_PATH}/{answer_id}").content)
-        except NoAnswerError as error:
-            raise SamplerError("the server does not answer", received=error.message) from error
+        """The tokens of all choices of an answer, by its id. Raises SamplerError, and NoAnswerError where the
+        server does not answer."""
+        return decode(self._http.request("GET", f"{SIDE_CHANNEL_PATH}/{answer_id}").content)
 
 
 def _refusal(answer: Answer) -> SamplerError:

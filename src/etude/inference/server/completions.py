@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import secrets
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,18 +12,16 @@ from numpy.typing import NDArray
 
 from etude.inference.server.answering import Job, random_key
 from etude.inference.server.chat import ServedAnswer, ServedModel, room_for
-from etude.records import SampleChunk
-from etude.tokens.chat.answers import Document, Ended, Event, Usage, top_pairs
+from etude.tokens.chat.answers import AnswerWriter, Choice, Document, Ended
 from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import integer, wrong
-from etude.tokens.chat.messages import Answer
-from etude.tokens.chat.reader import Part, TextPart, begun_stop
+from etude.tokens.chat.reader import Part, ReadingRules, TextPart, TextReader
 from etude.tokens.chat.requests import (
     MAX_SAMPLES,
     MAX_TOP_LOGPROBS,
     SHARED_FIELDS,
+    ChatRequest,
     Neutral,
-    Sampling,
     check_fields,
     read_sampling,
     read_stops,
@@ -45,14 +41,14 @@ Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """One request, read."""
+class CompletionRequest(ChatRequest):
+    """One request, read: prompts in place of messages."""
 
-    prompts: tuple[Tokens, ...]
-    sampling: Sampling
-    stops: tuple[str, ...]
-    stream: bool
-    include_usage: bool
+    prompts: tuple[Tokens, ...] = ()
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.sampling.num_samples
 
 
 def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRequest:
@@ -63,9 +59,11 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
     stream, include_usage = read_stream(body)
     sampling = read_sampling(body, max_tokens, num_top is not None, num_top or 0)
     prompts = read_prompts(body.get("prompt"), model.tokenizer, model.max_context_tokens)
-    if len(prompts) * sampling.num_samples > MAX_SAMPLES:
+    rules = ReadingRules(read_stops(body))
+    request = CompletionRequest((), rules, sampling, stream, include_usage, body, prompts)
+    if request.num_answers > MAX_SAMPLES:
         raise wrong("n", sampling.num_samples, f"so that prompts times n are at most {MAX_SAMPLES}")
-    return CompletionRequest(prompts, sampling, read_stops(body), stream, include_usage)
+    return request
 
 
 def read_prompts(value: object, tokenizer: Tokenizer, max_tokens: int) -> tuple[Tokens, ...]:
@@ -104,9 +102,7 @@ def read_token_ids(value: object, tokenizer: Tokenizer, field_name: str) -> Toke
     return np.array(value, dtype=np.int32)
 
 
-def answer_completion(
-    request: CompletionRequest, model: ServedModel, conversation: str | None
-) -> ServedAnswer:
+def answer_completion(request: CompletionRequest, model: ServedModel) -> ServedAnswer:
     """The answers to a request. Raises ContextLengthError."""
     sampling, jobs = request.sampling, list[Job]()
     seed = random_key() if sampling.seed is None else sampling.seed
@@ -114,143 +110,60 @@ def answer_completion(
         params = sampling.params_within(room_for(len(prompt), model, "prompt"), _DEFAULT_MAX_TOKENS)
         for _ in range(sampling.num_samples):
             place = len(jobs)
-            reader, named = TextReader(model.tokenizer, request.stops), None if place else conversation
-            jobs.append(Job(place, prompt, params, model.end_tokens, (seed, place), reader, named))
-    return ServedAnswer(jobs, CompletionWriter(request, model, len(jobs)))
+            reader = TextReader(model.tokenizer, request.rules.stops)
+            jobs.append(Job(place, prompt, params, model.end_tokens, (seed, place), reader))
+    num_prompt = sum(map(len, request.prompts))
+    writer = CompletionWriter(request, secrets.token_hex(12), num_prompt, model.tokenizer, model.name)
+    return ServedAnswer(jobs, writer)
 
 
-@dataclass(slots=True, eq=False)
-class _Choice:
-    """One answer while it is written."""
+class CompletionWriter(AnswerWriter):
+    """Writes the answers to one request."""
 
-    text: str = ""
-    logprobs: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
-    num_characters: int = 0
-    finish: str | None = None
-
-
-class CompletionWriter:
-    """Writes the answers to one request. Implements `Writer`."""
-
+    id_prefix = "cmpl-"
     tail = b"data: [DONE]\n\n"
 
-    def __init__(self, request: CompletionRequest, model: ServedModel, num_answers: int) -> None:
-        self.id = f"cmpl-{secrets.token_hex(12)}"
-        self.usage = Usage(sum(len(prompt) for prompt in request.prompts), request.sampling.num_samples)
-        self._request = request
-        self._model = model
-        self._created_s = int(time.time())
-        self._version: str | None = None
-        self._choices = [_Choice() for _ in range(num_answers)]
-
-    def begin(self) -> list[Document]:
-        return []
-
-    def take(self, event: Event) -> list[Document]:
-        self.usage.take(event)
-        choice = self._choices[event.index]
-        if isinstance(event, Ended):
-            choice.finish = event.ending
-            return [self._document([_row(event.index, "", None, event.ending)])]
-        assert event.chunk is not None, "what is held back comes with an answer's last tokens"
-        self._version = str(event.chunk.version)
-        text = "".join(part.text for part in event.parts if isinstance(part, TextPart))
-        choice.text += text
-        logprobs = self._logprobs(choice, event.chunk)
-        if not text and not logprobs:
-            return []
-        return [self._document([_row(event.index, text, logprobs, None)])]
-
     def end(self) -> list[Document]:
-        return [{**self._document([]), "usage": self.usage.document()}] * self._request.include_usage
+        return [{**self._document([]), "usage": self.usage.document()}] * self.request.include_usage
 
     def whole(self) -> Document:
-        wanted = self._request.sampling.logprobs
-        rows = [
-            _row(index, choice.text, choice.logprobs if wanted else None, choice.finish)
-            for index, choice in enumerate(self._choices)
-        ]
+        wanted = self.request.sampling.logprobs
+        rows = [_row(one, one.text_of("text"), _legacy(one.rows) if wanted else None) for one in self.choices]
         return {**self._document(rows), "usage": self.usage.document()}
 
-    def _document(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.id, "object": "text_completion", "created": self._created_s}
-        return {**head, "model": self._model.name, "system_fingerprint": self._version, "choices": rows}
+    def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
+        logprobs = _legacy(rows, choice.num_characters) if rows else None
+        choice.num_characters += sum(len(row["token"]) for row in rows)
+        return [self._document([_row(choice, part.text if isinstance(part, TextPart) else "", logprobs)])]
 
-    def _logprobs(self, choice: _Choice, chunk: SampleChunk) -> dict[str, list[Any]] | None:
-        if not self._request.sampling.logprobs or not len(chunk.tokens):
-            return None
-        rows = _legacy_rows(chunk, self._model.tokenizer, choice.num_characters)
-        choice.num_characters += sum(len(token) for token in rows["tokens"])
-        for name, values in rows.items():
-            choice.logprobs.setdefault(name, []).extend(values)
-        return rows
+    def _write_rows(self, choice: Choice, rows: list[Document]) -> list[Document]:
+        return self._write(choice, TextPart(""), False, rows)
+
+    def _finish(self, choice: Choice, ended: Ended) -> list[Document]:
+        return [self._document([_row(choice, "", None)])]
+
+    def _document(self, rows: list[Document]) -> Document:
+        head = {"id": self.id, "object": "text_completion", "created": self.created_s}
+        return {**head, "model": self.model, "system_fingerprint": self.version, "choices": rows}
 
 
-def _legacy_rows(chunk: SampleChunk, tokenizer: Tokenizer, offset: int) -> dict[str, list[Any]]:
+def _row(choice: Choice, text: str, logprobs: Document | None) -> Document:
+    finish = None if choice.ended is None else choice.ended.ending
+    return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _legacy(rows: list[Document], offset: int = 0) -> Document:
     """Log-probabilities in completions' own layout. `text_offset` counts characters of the tokens' texts."""
-    rows: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    if chunk.raw_logprobs is not None:
-        rows["raw_logprobs"] = [float(one) for one in chunk.raw_logprobs]
-    for place, token in enumerate(chunk.tokens.tolist()):
-        text = tokenizer.decode([token])
-        rows["tokens"].append(text)
-        rows["token_logprobs"].append(float(chunk.logprobs[place]))
-        rows["text_offset"].append(offset)
-        offset += len(text)
+    found: Document = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for row in rows:
+        found["tokens"].append(row["token"])
+        found["token_logprobs"].append(row["logprob"])
+        found["text_offset"].append(offset)
+        offset += len(row["token"])
         top: dict[str, float] = {}
-        if chunk.top_tokens is not None and chunk.top_logprobs is not None:
-            for other, logprob in top_pairs(chunk.top_tokens[place], chunk.top_logprobs[place]):
-                top.setdefault(tokenizer.decode([other]), logprob)
-        rows["top_logprobs"].append(top)
-    return rows
-
-
-def _row(index: int, text: str, logprobs: dict[str, list[Any]] | None, finish: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-
-class TextReader:
-    """Reads a completion: every token is text, control tokens are not shown. Implements `Reader`."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stops = tuple(stops)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
-        self.ended = False
-        self.stop: str | None = None
-        self.answer = Answer()
-
-    def feed(self, tokens: NDArray[np.int32]) -> tuple[Sequence[Part], int]:
-        if not self._stops:
-            text = self._decoder.decode(self._tokenizer.decode_bytes(tokens, skip_control=True))
-            return _text(text), len(tokens)
-        shown: list[str] = []
-        for count, token in enumerate(tokens.tolist(), start=1):
-            data = self._tokenizer.decode_bytes([token], skip_control=True)
-            shown.append(self._search(self._decoder.decode(data)))
-            if self.ended:
-                return _text("".join(shown)), count
-        return _text("".join(shown)), len(tokens)
-
-    def finish(self) -> Sequence[Part]:
-        """See Reader.finish. Half a character that nothing completes becomes U+FFFD."""
-        if self.ended:
-            return []
-        shown = self._search(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return _text(shown + ("" if self.ended else held))
-
-    def _search(self, text: str) -> str:
-        text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self._held, self.ended = "", True
-            return text[: min(found)]
-        kept = begun_stop(text, self._stops)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
-
-
-def _text(text: str) -> list[Part]:
-    return [TextPart(text)] if text else []
+        for one in row["top_logprobs"]:
+            top.setdefault(one["token"], one["logprob"])
+        found["top_logprobs"].append(top)
+        if "raw_logprob" in row:
+            found.setdefault("raw_logprobs", []).append(row["raw_logprob"])
+    return found

@@ -98,10 +98,10 @@ class Key:
 class Keys:
     """All keys of a server; without any, everyone who reaches it is let in under one name."""
 
-    def __init__(self, keys: Mapping[str, Key], limits: KeyLimits | None = None) -> None:
-        """`keys`: by token; `limits`: of everyone together where there are none."""
+    def __init__(self, keys: Mapping[str, Key]) -> None:
+        """`keys`: by token."""
         self._keys = dict(keys)
-        self._open = Key(_OPEN_KEY, "", limits or KeyLimits(requests=0)) if not keys else None
+        self._open = Key(_OPEN_KEY, "", KeyLimits(requests=0)) if not keys else None
 
     def find(self, token: str) -> Key:
         """The key of a bearer token. Raises RefusedKeyError."""

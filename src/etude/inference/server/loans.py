@@ -114,11 +114,10 @@ class LoanDesk:
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
         self._until_no_user: Callable[[], Awaitable[None]] | None = None
-        self._forget_users: Callable[[], None] = lambda: None
 
-    def watch_users(self, until_none: Callable[[], Awaitable[None]], forget: Callable[[], None]) -> None:
-        """`until_none` waits for the answers under way; `forget` ends what is kept between them."""
-        self._until_no_user, self._forget_users = until_none, forget
+    def watch_users(self, until_none: Callable[[], Awaitable[None]]) -> None:
+        """`until_none` waits for the answers under way."""
+        self._until_no_user = until_none
 
     def check_home(self) -> None:
         """Raises UnavailableError while users cannot be served here."""
@@ -243,9 +242,7 @@ class LoanDesk:
             await self._unless_over(loan, asyncio.ensure_future(self._until_no_user()))
         async with self.home.swapping:
             self._check_open(loan)
-            if not loan.has_swapped:
-                self._forget_users()
-                loan.has_swapped = True
+            loan.has_swapped = True
             await self._sink.activate(version, kv)
             loan.served.add(version)
         return self._usage()

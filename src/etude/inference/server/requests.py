@@ -12,8 +12,7 @@ from etude.inference.server.errors import ForbiddenError, RefusedKeyError
 from etude.inference.server.limits import Key
 from etude.inference.server.state import ServerState
 from etude.serving.access import bearer_of, is_token
-from etude.serving.application import read_body
-from etude.serving.json_bodies import off_the_loop
+from etude.serving.application import read_body, read_parsed
 from etude.tokens.chat.fields import parse_body, unsupported, wrong
 
 _MAX_NAME_CHARACTERS = 256
@@ -47,15 +46,15 @@ def check_admin(request: Request) -> None:
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """The JSON object of a request. Raises BodyTooLargeError and BadRequestError."""
+    """The JSON object of a request. Raises BodyTooLargeError and UserError."""
     return await with_body(request, lambda body: body)
 
 
 async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
     """What `work` makes of a request's JSON object; of a large one in a thread, since a long conversation
-    takes its time to parse and to encode. Raises BodyTooLargeError, BadRequestError, what `work` raises."""
-    data = await data_of(request)
-    return await off_the_loop(lambda: work(parse_body(data)), len(data))
+    takes its time to parse and to encode. Raises BodyTooLargeError, UserError, what `work` raises."""
+    limit_bytes = state_of(request).limits.body_bytes
+    return await read_parsed(request, limit_bytes, lambda data: work(parse_body(data)))
 
 
 async def data_of(request: Request) -> bytes:
@@ -63,10 +62,9 @@ async def data_of(request: Request) -> bytes:
     return await read_body(request, state_of(request).limits.body_bytes)
 
 
-def conversation_of(request: Request, key: Key) -> str | None:
-    """The conversation that a request goes on with, named within its key. Raises BadRequestError."""
-    name = _named(request, SESSION_HEADER)
-    return None if name is None else f"{key.name}\n{name}"
+def check_session_name(request: Request) -> None:
+    """Raises BadRequestError for what names no conversation; which one it is matters to routers alone."""
+    _named(request, SESSION_HEADER)
 
 
 def pin_of(request: Request) -> str | None:

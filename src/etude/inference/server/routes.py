@@ -16,7 +16,7 @@ from etude.inference.server.completions import answer_completion, read_completio
 from etude.inference.server.errors import ERRORS, NoSuchModelError
 from etude.inference.server.limits import Key
 from etude.inference.server.requests import (
-    conversation_of,
+    check_session_name,
     key_of,
     pin_of,
     state_of,
@@ -39,12 +39,13 @@ from etude.tokens.chat.requests import check_fields
 JSON_BODY = described(body="application/json")
 STREAMED = answering("application/json", "text/event-stream")
 router = APIRouter()
+_log = logging.getLogger("etude.inference.server")
 
 _MOST_CHARACTERS = 1 << 21
 """Of a text that is only encoded."""
 
-Build = Callable[[Mapping[str, Any], Key, str | None], tuple[ServedAnswer, bool]]
-"""Reads a body; the answer that is to be sampled, and whether it is streamed."""
+Build = Callable[[Mapping[str, Any], Key], ServedAnswer]
+"""Reads a body; the answer that is to be sampled."""
 
 
 def _add_dialect(dialect: Dialect) -> None:
@@ -52,10 +53,8 @@ def _add_dialect(dialect: Dialect) -> None:
         """The next answer of a conversation."""
         state = state_of(request)
 
-        def build(body: Mapping[str, Any], key: Key, conversation: str | None) -> tuple[ServedAnswer, bool]:
-            read = dialect.read(body)
-            answer = answer_chat(dialect, read, state.model, state.frames, key.name, conversation)
-            return answer, read.stream
+        def build(body: Mapping[str, Any], key: Key) -> ServedAnswer:
+            return answer_chat(dialect, dialect.read(body), state.model, state.frames, key.name)
 
         return await _answer(request, dialect.name, build)
 
@@ -79,9 +78,8 @@ async def completions(request: Request) -> Response:
     """OpenAI's completions."""
     model = state_of(request).model
 
-    def build(body: Mapping[str, Any], key: Key, conversation: str | None) -> tuple[ServedAnswer, bool]:
-        read = read_completion(body, model)
-        return answer_completion(read, model, conversation), read.stream
+    def build(body: Mapping[str, Any], key: Key) -> ServedAnswer:
+        return answer_completion(read_completion(body, model), model)
 
     return await _answer(request, "completions", build)
 
@@ -90,14 +88,45 @@ async def _answer(request: Request, endpoint: str, build: Build) -> Response:
     state = state_of(request)
     key = key_of(request)
     state.version()
-    conversation, asked = conversation_of(request, key), Asked(pin_of(request), wants_tokens(request))
+    check_session_name(request)
+    asked = Asked(pin_of(request), wants_tokens(request))
 
-    def checked(body: dict[str, Any]) -> tuple[ServedAnswer, bool]:
+    def checked(body: dict[str, Any]) -> ServedAnswer:
         check_model(body, state.model)
-        return build(body, key, conversation)
+        return build(body, key)
 
-    answer, stream = await with_body(request, checked)
-    return await respond(request, state.begin(answer, key, asked), endpoint, stream)
+    answer = await with_body(request, checked)
+    return await _respond(request, state.begin(answer, key, asked), endpoint)
+
+
+async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Response:
+    """The answer to a request that has begun. Raises what the sampler raises before the first event."""
+    metrics, writer = live.state.metrics, live.answer.writer
+    headers: dict[str, str] = {}
+    if live.asked.with_tokens:
+        headers[SIDE_CHANNEL_HEADER] = f"{SIDE_CHANNEL_PATH}/{writer.id}"
+
+    def describe(error: Exception) -> ErrorAnswer:
+        """Status, document and headers; defects of ours are logged."""
+        if not isinstance(error, UserError):
+            metrics.count("etude_serve_engine_failures")
+        if not isinstance(error, EtudeError):
+            _log.error("a request failed", exc_info=error)
+        return respell_error(request.url.path, error, ERRORS.describe(error))
+
+    def ended(status: int) -> None:
+        live.leave()
+        metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
+
+    events = live.events()
+    if writer.request.stream:
+        return EventStream(Sending(written(events, writer), describe, encode_event, ended, headers))
+    try:
+        document = await unless_gone(request, written_whole(events, writer))
+    finally:
+        live.leave()
+    ended(200)
+    return JSONResponse(document, headers=headers)
 
 
 @router.post("/v1/messages/count_tokens", tags=["count_tokens"], openapi_extra=JSON_BODY)
@@ -204,38 +233,3 @@ async def side_channel(request: Request, answer_id: str) -> Response:
     body = state.channel.get(answer_id, key_of(request).name)
     state.metrics.count("etude_serve_requests", endpoint="side_channel", status="200")
     return Binary(body)
-
-
-_log = logging.getLogger("etude.inference.server")
-
-
-async def respond(request: Request, live: LiveRequest, endpoint: str, stream: bool) -> Response:
-    """The answer to a request that has begun. Raises what the sampler raises before the first event."""
-    headers: dict[str, str] = {}
-    if live.asked.with_tokens:
-        headers[SIDE_CHANNEL_HEADER] = f"{SIDE_CHANNEL_PATH}/{live.answer.writer.id}"
-    metrics = live.state.metrics
-
-    def describe(error: Exception) -> ErrorAnswer:
-        """Status, document and headers; defects of ours are logged."""
-        if not isinstance(error, UserError):
-            metrics.count("etude_serve_engine_failures")
-        if not isinstance(error, EtudeError):
-            _log.error("a request failed", exc_info=error)
-        return respell_error(request.url.path, error, ERRORS.describe(error))
-
-    def ended(status: int) -> None:
-        live.leave()
-        metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
-
-    events = live.events()
-    if stream:
-        return EventStream(
-            Sending(written(events, live.answer.writer), describe, encode_event, ended, headers)
-        )
-    try:
-        document = await unless_gone(request, written_whole(events, live.answer.writer))
-    finally:
-        live.leave()
-    ended(200)
-    return JSONResponse(document, headers=headers)

@@ -5,8 +5,7 @@ the answer is complete, `GET` on it returns the tokens of all its choices. They 
 key that asked. So the answer itself stays what OpenAI's clients expect, streamed or not, and routes (about
 1 KB a token on the largest models) never become JSON.
 
-Positions before the first routes' `start` were computed with an earlier request of the conversation. Of the
-last sampled token nothing is computed yet.
+Of the last sampled token nothing is computed yet.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import StoreError
 from etude.inference import wire
 from etude.inference.headers import EXTENSIONS_HEADER
 from etude.inference.server.errors import NoSuchAnswerError
@@ -104,11 +102,8 @@ def encode(choices: Sequence[ChoiceTokens]) -> bytes:
 
 
 def decode(body: bytes) -> list[ChoiceTokens]:
-    """What `encode` was given. Raises StoreError for a body that is cut, damaged or of another format."""
-    try:
-        return wire.unpack(body, (ChoiceTokens, Span, PolicyVersion))
-    except wire.DamagedMessageError as error:
-        raise StoreError(error.message, field="side_channel", fix="fetch them again") from error
+    """What `encode` was given. Raises DamagedMessageError for a body that is cut or of another format."""
+    return wire.unpack(body, (ChoiceTokens, Span, PolicyVersion))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.inference.headers import VERSION_HEADER
-from etude.inference.server.answering import Answering
+from etude.inference.server.answering import Job
 from etude.inference.server.chat import ServedAnswer, ServedModel
 from etude.inference.server.errors import UnavailableError, VersionNotServedError
-from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
 from etude.inference.server.loans import LoanDesk
 from etude.inference.server.side_channel import SideChannel, choice_tokens, encode
+from etude.kit.tasks import end_tasks
 from etude.protocols import Sampler, WeightSink
-from etude.records import PolicyVersion, SampleChunk
+from etude.records import PolicyVersion
 from etude.serving.metrics import Metrics
 from etude.tokens.chat.answers import Ended, Event, Sampled
 from etude.tokens.chat.histories import ChatFrames
@@ -57,9 +57,6 @@ class ServerLimits:
     """Answers sampled or waiting at the same time, of all keys together."""
     answer_s: float = 900.0
     """Longest time of one answer."""
-    idle_s: float = 600.0
-    """Conversations (`x-session-id`) that nobody goes on with end after it."""
-    conversations: int = 1024
     side_channel_s: float = 300.0
     """How long the tokens of an answer can be fetched."""
     side_channel_bytes: int = 256 << 20
@@ -123,13 +120,11 @@ class ServerState:
         self.metrics = serve_metrics()
         self.frames = ChatFrames(model.shelf) if model.shelf is not None else None
         self.channel = SideChannel(self.limits.side_channel_s, self.limits.side_channel_bytes)
-        self.leases = Leases(sampler, self.limits.idle_s, self.limits.conversations)
-        self.answering = Answering(sampler, self.leases, pool, self.limits.answer_s)
         self.loans = loans
         self.draining = False
         self.live: set[LiveRequest] = set()
         if loans is not None:
-            loans.watch_users(self.until_no_user, self.leases.close)
+            loans.watch_users(self.until_no_user)
 
     def version(self) -> PolicyVersion:
         """The version in service. Raises UnavailableError where requests cannot be answered now."""
@@ -173,14 +168,18 @@ class ServerState:
     def load(self) -> dict[str, Any]:
         """Running and waiting answers, and tokens that they may still take: at most."""
         running = sum(request.num_running for request in self.live)
-        outstanding = sum(request.outstanding_tokens for request in self.live)
+        outstanding = sum(job.outstanding_tokens for request in self.live for job in request.answer.jobs)
         waiting = self.num_answers - running
         return {"running": running, "waiting": waiting, "outstanding_tokens": outstanding}
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request while it is answered: it is measured, charged and recorded as its events pass."""
+    """One request while it is answered: it is measured, charged and recorded as its events pass.
+
+    jobs --a task each--> sampler --> Sampled ..... Ended
+                                          \\____ one queue ____ events()
+    """
 
     state: ServerState
     answer: ServedAnswer
@@ -189,86 +188,74 @@ class LiveRequest:
     began_s: float = field(default_factory=time.monotonic)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request has ended."""
-    _sampled: dict[int, int] = field(default_factory=dict[int, int])
-    """Tokens of each answer that has begun."""
-    _last_s: dict[int, float] = field(default_factory=dict[int, float])
-    _ended: set[int] = field(default_factory=set[int])
-    _chunks: list[list[SampleChunk]] = field(init=False)
-    """Of each answer, where its tokens are kept for the side channel."""
-    _left: bool = False
-
-    def __post_init__(self) -> None:
-        self._chunks = [[] for _ in self.answer.jobs]
 
     @property
     def num_left(self) -> int:
         """Answers that are not complete."""
-        return len(self.answer.jobs) - len(self._ended)
+        return sum(job.ended is None for job in self.answer.jobs)
 
     @property
     def num_running(self) -> int:
         """Of these, answers with a token already."""
-        return len(self._sampled) - len(self._ended & self._sampled.keys())
-
-    @property
-    def outstanding_tokens(self) -> int:
-        """Tokens that may still be computed for it: prompts that wait, and what answers may still take."""
-        total = 0
-        for job in self.answer.jobs:
-            if job.index not in self._ended:
-                sampled = self._sampled.get(job.index, 0)
-                total += job.params.max_tokens - sampled + (0 if sampled else len(job.prompt))
-        return total
+        return sum(job.ended is None and job.num_tokens > 0 for job in self.answer.jobs)
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yields the events; closing it early aborts the request. Raises InfrastructureError."""
-        metrics = self.state.metrics
-        events = self.state.answering.events(self.answer.jobs)
+        """Yields what is sampled; an `Ended` for each answer. Closing it early aborts the request.
+
+        Raises InfrastructureError where the sampler fails: then no answer comes.
+        """
+        state, jobs = self.state, self.answer.jobs
+        queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._sample(job, queue)) for job in jobs]
+        left = len(jobs)
         try:
-            async for event in events:
-                self._measure(event)
+            while left:
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                left -= isinstance(event, Ended)
+                if isinstance(event, Sampled):
+                    self._measure(event, jobs[event.index])
                 yield event
             if self.asked.with_tokens:
-                found = zip(self.answer.jobs, self._chunks, strict=True)
-                body = encode([choice_tokens(job.prompt, chunks) for job, chunks in found])
-                self.state.channel.put(self.answer.writer.id, self.key.name, body)
-            metrics.observe("etude_serve_request_seconds", time.monotonic() - self.began_s)
+                body = encode([choice_tokens(job.prompt, job.chunks) for job in jobs])
+                state.channel.put(self.answer.writer.id, self.key.name, body)
+            state.metrics.observe("etude_serve_request_seconds", time.monotonic() - self.began_s)
         except (GeneratorExit, asyncio.CancelledError):  # the client has left
-            metrics.count("etude_serve_aborted")
+            state.metrics.count("etude_serve_aborted")
             raise
         finally:
-            self.leave()
-            await events.aclose()
+            try:
+                await end_tasks(*tasks)
+            finally:
+                self.leave()
+
+    async def _sample(self, job: Job, queue: asyncio.Queue[Event | Exception]) -> None:
+        """Samples one answer; the queue always gets a last word, but of a cancelled one."""
+        state = self.state
+        try:
+            await job.sample(state.sampler, state.pool, state.limits.answer_s, queue.put_nowait)
+        except Exception as error:  # handed on to whoever listens, who sorts it
+            queue.put_nowait(error)
 
     def leave(self) -> None:
         """The request has ended, in whatever way. Idempotent."""
-        if not self._left:
-            self._left = True
+        if not self.gone.is_set():
+            self.gone.set()
             self.key.leave(len(self.answer.jobs))
             self.state.metrics.count("etude_serve_cached_tokens", self.answer.writer.usage.cached_tokens)
             self.state.live.discard(self)
-            self.gone.set()
 
-    def _measure(self, event: Event) -> None:
-        if isinstance(event, Ended):
-            self._ended.add(event.index)
-            return
+    def _measure(self, event: Sampled, job: Job) -> None:
         assert event.chunk is not None, "what is held back comes with an answer's last tokens"
-        if count := len(event.chunk.tokens):
-            self.asked.check(event.chunk.version)
-            self._measure_tokens(event, count)
-        if self.asked.with_tokens:
-            self._chunks[event.index].append(event.chunk)
-
-    def _measure_tokens(self, event: Sampled, count: int) -> None:
+        if not (count := len(event.chunk.tokens)):
+            return
+        self.asked.check(event.chunk.version)
         metrics, now_s = self.state.metrics, time.monotonic()
-        if event.index not in self._sampled:
-            metrics.observe("etude_serve_time_to_first_token_seconds", now_s - self.began_s)
+        if job.last_s:
+            metrics.observe("etude_serve_inter_token_seconds", (now_s - job.last_s) / count, count)
         else:
-            metrics.observe(
-                "etude_serve_inter_token_seconds", (now_s - self._last_s[event.index]) / count, count
-            )
-        self._last_s[event.index] = now_s
-        self._sampled[event.index] = self._sampled.get(event.index, 0) + count
+            metrics.observe("etude_serve_time_to_first_token_seconds", now_s - self.began_s)
+        job.last_s = now_s
         metrics.count("etude_serve_sampled_tokens", count)
         self.key.spend(count)

@@ -74,11 +74,6 @@ class Routes:
     experts: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 0, 0), dtype=np.uint8))
     """[positions, layers, top_k] uint8 or uint16."""
 
-    def since(self, position: int) -> Routes:
-        """Without the rows before `position`."""
-        skipped = min(max(position - self.start, 0), len(self.experts))
-        return Routes(self.start + skipped, self.experts[skipped:])
-
 
 def read_part(document: object, top_logprobs: int) -> Part:
     """One answer or event. `top_logprobs`: how many alternatives were asked for.

@@ -28,7 +28,6 @@ def make_vllm_sampler(
     routed: bool | None = None,
     dtype: str = "auto",
     max_tokens: int = 0,
-    has_tokenizer: bool = False,
     fetched: FetchedSnapshots | None = None,
     is_supervised: bool = False,
 ) -> VllmSampler:
@@ -59,7 +58,6 @@ def make_vllm_sampler(
             most_restarts=0 if is_supervised else MOST_RESTARTS,
             find=open_snapshot if fetched is None else fetched.open,
         ),
-        has_tokenizer=has_tokenizer,
         drain_s=0.0 if is_supervised else DRAIN_S,
         on_end=(lambda: None) if fetched is None else fetched.close,
     )

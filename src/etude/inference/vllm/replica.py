@@ -15,8 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,19 +24,16 @@ from etude.errors import EtudeError, ResourceError, SamplerError, WeightUpdateEr
 from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part
 from etude.inference.vllm.client import Abilities, VllmClient, greet, score_tokens
-from etude.inference.vllm.probes import Probe, check_probe
+from etude.inference.vllm.probes import check_probe
 from etude.inference.vllm.servers import VllmServer
 from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot
 from etude.kit.tasks import to_the_end
-from etude.model.loading import load_any_model
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
 
 MOST_RESTARTS = 3
 _LOG = logging.getLogger(__name__)
 
-ReferenceProbe = Callable[[Path], Probe]
-"""Scores a snapshot's probe with a freshly loaded model."""
 OpenSnapshot = Callable[[WeightManifest], Snapshot]
 """Brings what a manifest names here, checked."""
 
@@ -56,11 +52,6 @@ class UpdateTimes:
     """Until the probe agreed; meanwhile vLLM samples, and what it samples is held back."""
 
 
-def reference_probe(directory: Path) -> Probe:
-    """The probe of the model in a directory, by our own arithmetic, or transformers'."""
-    return Probe.of(load_any_model(directory))
-
-
 class Replica:
     """See the module. One of stage, activate and restart runs at a time."""
 
@@ -72,7 +63,6 @@ class Replica:
         tolerance: float = 0.0,
         load_timeout_s: float = 600.0,
         most_restarts: int = MOST_RESTARTS,
-        reference: ReferenceProbe = reference_probe,
         find: OpenSnapshot = open_snapshot,
     ) -> None:
         """`most_restarts`: in a row, of a server that is gone or took wrong weights; 0 where somebody else
@@ -82,7 +72,6 @@ class Replica:
         self._tolerance = tolerance
         self._load_timeout_s = load_timeout_s
         self._most_restarts = most_restarts
-        self._reference = reference
         self._find = find
         self._lock = asyncio.Lock()
         self._client: VllmClient | None = None
@@ -117,7 +106,7 @@ class Replica:
         return self._failure
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage: checks every byte, scores the probe, and starts the server if need be.
+        """See WeightSink.stage: checks every byte, and starts the server if need be.
         Cancelled, it goes on to its end: half an update would be worse than a late one.
 
         Raises ResourceError where it does not start.
@@ -176,9 +165,6 @@ class Replica:
             snapshot = await asyncio.to_thread(self._find, manifest)
             if self._served is not None:
                 check_same_shapes(self._served.manifest, snapshot.manifest)
-            if snapshot.probe is None:
-                probe = await asyncio.to_thread(self._reference, snapshot.directory)
-                snapshot = replace(snapshot, probe=probe)
             if self._client is None and self._failure is None:
                 await self._start_first(snapshot)
             self._staged = snapshot
@@ -272,7 +258,7 @@ class Replica:
 
     async def _verify(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
-        assert snapshot.probe is not None and self.abilities is not None
+        assert self.abilities is not None
         began = time.perf_counter()
         adapters = self.abilities.adapters
         part = await score_tokens(client, snapshot.probe.tokens, "", adapters, self._load_timeout_s)

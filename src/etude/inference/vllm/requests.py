@@ -51,49 +51,34 @@ class Session:
         """The request failed, or nobody read its answer: the caller must begin anew."""
         self.request_id, self.digest = None, None
 
-
-class Sessions:
-    """All open sessions."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def open(self, session_id: str) -> None:
-        """Raises SamplerError if it is open."""
-        if session_id in self._sessions:
-            raise SamplerError("session is open already", field="session_id", received=session_id)
-        self._sessions[session_id] = Session(session_id)
-
-    def close(self, session_id: str) -> Session | None:
-        """Forgets a session and returns it; unknown ids are ignored."""
-        return self._sessions.pop(session_id, None)
-
-    def begin(self, request: SampleRequest, vocab_size: int, max_tokens: int) -> Session:
+    def begin(self, request: SampleRequest, vocab_size: int, max_tokens: int) -> None:
         """Takes a request's tokens in. Raises SamplerError or PrefixMissError, and then changes nothing."""
-        session = self._sessions.get(request.session_id)
-        if session is None or session.request_id is not None:
-            raise SamplerError(
-                "session is not open or has a request in flight",
-                field="session_id",
-                received=request.session_id,
-                fix="call open() first, and wait for the last answer",
-            )
-        if request.prefix_digest is not None and request.prefix_digest != session.digest:
+        if self.request_id is not None:
+            raise not_open(request)
+        if request.prefix_digest is not None and request.prefix_digest != self.digest:
             raise PrefixMissError(
                 "prefix is not held", field="prefix_digest", received=request.prefix_digest[:16]
             )
         # vLLM's engine dies of a token outside the vocabulary, and takes all requests with it.
         check_tokens(request.suffix, vocab_size)
-        known = len(session.tokens) if request.prefix_digest is not None else 0
-        total = known + len(request.suffix)
-        check_length(total, max_tokens, "--max-model-len")
+        known = len(self.tokens) if request.prefix_digest is not None else 0
+        check_length(known + len(request.suffix), max_tokens, "--max-model-len")
         if request.prefix_digest is None:
-            if len(session.tokens):
-                session.epoch += 1
-            session.tokens, session.routed, session.oldest = session.tokens[:0], 0, None
-        session.append(request.suffix)
-        session.request_id = request.id
-        return session
+            if len(self.tokens):
+                self.epoch += 1
+            self.tokens, self.routed, self.oldest = self.tokens[:0], 0, None
+        self.append(request.suffix)
+        self.request_id = request.id
+
+
+def not_open(request: SampleRequest) -> SamplerError:
+    """For a request of a session that takes none now."""
+    return SamplerError(
+        "session is not open or has a request in flight",
+        field="session_id",
+        received=request.session_id,
+        fix="call open() first, and wait for the last answer",
+    )
 
 
 def seed_of(rng_key: Sequence[int], position: int) -> int:
@@ -142,10 +127,8 @@ class Running:
             "logprobs": params.top_logprobs,
             "stop_token_ids": sorted(request.stop_tokens),
             "ignore_eos": True,
-            "detokenize": bool(request.stop_texts),
+            "detokenize": False,
         }
-        if request.stop_texts:
-            sampling |= {"stop": list(request.stop_texts), "include_stop_str_in_output": True}
         return {
             "model": adapters,
             "request_id": self.name,
@@ -252,7 +235,7 @@ class Running:
         )
 
 
-def check_request(request: SampleRequest, has_tokenizer: bool) -> None:
+def check_request(request: SampleRequest) -> None:
     """Raises SamplerError for what vLLM cannot do."""
     params: SamplingParams = request.params
     is_raw = params.temperature in (0.0, 1.0) and not (params.truncated and params.temperature > 0)
@@ -262,11 +245,4 @@ def check_request(request: SampleRequest, has_tokenizer: bool) -> None:
             field="raw_logprobs",
             received=params,
             fix="ask for them at temperature 1 without truncation, or score the answer",
-        )
-    if request.stop_texts and not has_tokenizer:
-        raise SamplerError(
-            "this replica has no tokenizer",
-            field="stop_texts",
-            received=request.stop_texts,
-            fix="publish snapshots with tokenizer.json beside them, or use stop_tokens",
         )

@@ -25,7 +25,7 @@ from etude.inference.times import EngineCounters, ServiceTimes
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
 from etude.inference.vllm.client import Abilities, VllmClient
 from etude.inference.vllm.replica import Replica
-from etude.inference.vllm.requests import Running, Sessions, check_request
+from etude.inference.vllm.requests import Running, Session, check_request, not_open
 from etude.kit.tasks import Tasks
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
@@ -43,23 +43,20 @@ class VllmSampler:
         self,
         replica: Replica,
         *,
-        has_tokenizer: bool = False,
         drain_s: float = DRAIN_S,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`has_tokenizer`: whether snapshots carry tokenizer.json: only then can stop texts be found.
-        `drain_s`: how long requests in flight are waited for at the end; then they are aborted. `on_end`:
+        """`drain_s`: how long requests in flight are waited for at the end; then they are aborted. `on_end`:
         called when the server has ended."""
         self.replica = replica
         self.counters = EngineCounters()
         """Tokens of the messages that were answered; vLLM's steps are its own."""
         self.times = ServiceTimes()
         """Of weight updates."""
-        self._has_tokenizer = has_tokenizer
         self._drain_s = drain_s
         self._on_end = on_end
         self._is_draining = False
-        self._sessions = Sessions()
+        self._sessions: dict[str, Session] = {}
         self._waiting: dict[str, asyncio.Timeout] = {}
         """By request, while there is no server to send it to; not of one that was aborted."""
         self._running: dict[str, Running] = {}
@@ -115,11 +112,13 @@ class VllmSampler:
     # ---- Sampler --------------------------------------------------------------------------------
 
     def open(self, session_id: str) -> None:
-        self._sessions.open(session_id)
+        if session_id in self._sessions:
+            raise SamplerError("session is open already", field="session_id", received=session_id)
+        self._sessions[session_id] = Session(session_id)
 
     def close(self, session_id: str) -> None:
         """See Sampler.close. A request in flight is aborted."""
-        session = self._sessions.close(session_id)
+        session = self._sessions.pop(session_id, None)
         if session is not None and session.request_id is not None:
             self.abort(session.request_id)
 
@@ -153,7 +152,7 @@ class VllmSampler:
 
         A stream that is not read to its end aborts its request.
         """
-        check_request(request, self._has_tokenizer)
+        check_request(request)
         deadline_s = request.deadline_s
         until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         ready = await self._ready(request, until)
@@ -163,7 +162,9 @@ class VllmSampler:
         client, abilities = ready
         if request.version is not None:
             self._check_version(request.version, is_minimum=request.version_is_minimum)
-        session = self._sessions.begin(request, abilities.vocab_size, abilities.max_tokens)
+        if (session := self._sessions.get(request.session_id)) is None:
+            raise not_open(request)
+        session.begin(request, abilities.vocab_size, abilities.max_tokens)
         history = self.replica.history
         running = Running(request, session, history, len(history), num_prompt=len(session.tokens))
         self._add(running)

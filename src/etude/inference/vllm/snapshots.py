@@ -38,8 +38,7 @@ class Snapshot:
 
     directory: Path
     manifest: WeightManifest
-    probe: Probe | None
-    """None where the publisher has not scored one."""
+    probe: Probe
 
     @property
     def version(self) -> PolicyVersion:
@@ -124,7 +123,7 @@ def open_snapshot(manifest: WeightManifest) -> Snapshot:
     try:
         tensors = read_tensors(directory)
         record = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
-        probe = None if record["probe"] is None else Probe.from_lists(**record["probe"])
+        probe = Probe.from_lists(**record["probe"])
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         raise WeightUpdateError(
             f"the snapshot cannot be read: {error}",
@@ -140,11 +139,10 @@ def open_snapshot(manifest: WeightManifest) -> Snapshot:
 
 def _is_whole(manifest: WeightManifest, directory: Path) -> bool:
     """Whether a published directory is there, and has outlived whatever stopped the machine since."""
-    if not directory.exists():
-        return False
     try:
-        open_snapshot(manifest)
-    except WeightUpdateError:
+        check_tensors(manifest, read_tensors(directory))
+        json.loads((directory / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, CheckpointError, WeightUpdateError):
         return False
     return True
 

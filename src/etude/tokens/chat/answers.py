@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,31 +51,6 @@ class Ended:
 
 
 Event = Sampled | Ended
-
-
-class Writer(Protocol):
-    """Writes the answers to one request: piece by piece, or whole."""
-
-    id: str
-    usage: Usage
-    tail: bytes
-    """What a stream ends with that went well."""
-
-    def begin(self) -> list[Document]:
-        """The documents that begin a stream."""
-        ...
-
-    def take(self, event: Event) -> list[Document]:
-        """Takes an event in; the documents that a stream sends for it."""
-        ...
-
-    def end(self) -> list[Document]:
-        """The documents that end a stream."""
-        ...
-
-    def whole(self) -> Document:
-        """The whole answer as one document, after its last event."""
-        ...
 
 
 @dataclass(slots=True)
@@ -143,6 +118,8 @@ class Choice:
     """Log-probabilities, where they are asked for."""
     begun: bool = False
     """A stream has sent something of it."""
+    num_characters: int = 0
+    """Of its tokens' texts that a stream of completions has sent."""
     ended: Ended | None = None
 
     def add(self, part: Part) -> bool:
@@ -168,9 +145,10 @@ class Choice:
 
 
 class AnswerWriter:
-    """What the writers of conversations share. Implements `Writer`, but for the documents."""
+    """Writes the answers to one request: piece by piece, or whole. What the writers of all dialects share."""
 
     tail: bytes = b""
+    """What a stream ends with that went well."""
     id_prefix: ClassVar[str]
 
     def __init__(
@@ -184,13 +162,15 @@ class AnswerWriter:
         self.usage = Usage(prompt_tokens, request.sampling.num_samples)
         self.version: str | None = None
         """Of the policy, as of the last tokens sampled."""
-        self.choices = [Choice(index) for index in range(request.sampling.num_samples)]
+        self.choices = [Choice(index) for index in range(request.num_answers)]
         self._tokenizer = tokenizer
 
     def begin(self) -> list[Document]:
+        """The documents that begin a stream."""
         return []
 
     def take(self, event: Event) -> list[Document]:
+        """Takes an event in; the documents that a stream sends for it."""
         self.usage.take(event)
         choice = self.choices[event.index]
         if isinstance(event, Ended):
@@ -208,9 +188,11 @@ class AnswerWriter:
         return documents + (self._write_rows(choice, rows) if rows else [])
 
     def end(self) -> list[Document]:
+        """The documents that end a stream."""
         return []
 
     def whole(self) -> Document:
+        """The whole answer as one document, after its last event."""
         raise NotImplementedError
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
@@ -226,7 +208,7 @@ class AnswerWriter:
         raise NotImplementedError
 
 
-async def written(events: AsyncGenerator[Event], writer: Writer) -> AsyncGenerator[bytes]:
+async def written(events: AsyncGenerator[Event], writer: AnswerWriter) -> AsyncGenerator[bytes]:
     """A stream of a request's answers as server-sent events, the first with the first tokens. Closes
     `events`."""
     held = writer.begin()
@@ -239,7 +221,7 @@ async def written(events: AsyncGenerator[Event], writer: Writer) -> AsyncGenerat
     yield b"".join(map(encode_event, writer.end())) + writer.tail
 
 
-async def written_whole(events: AsyncGenerator[Event], writer: Writer) -> Document:
+async def written_whole(events: AsyncGenerator[Event], writer: AnswerWriter) -> Document:
     """A request's answers as one document. Closes `events`."""
     async with aclosing(events):
         async for event in events:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from etude.errors import UserError
 from etude.serving.json_bodies import parse_json
 from etude.tokens.chat.errors import BadRequestError
 
@@ -16,13 +15,8 @@ _MAX_STOP_CHARACTERS = 1024
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises BadRequestError."""
-    try:
-        body = parse_json(data)
-    except UserError as error:
-        raise BadRequestError(
-            error.message, field=error.field, received=error.received, fix=error.fix
-        ) from None
+    """A JSON object. Raises UserError."""
+    body = parse_json(data)
     if not isinstance(body, dict):
         raise wrong("body", body, "a JSON object")
     return body

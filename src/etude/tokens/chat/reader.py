@@ -17,6 +17,7 @@ are never valid JSON, so that no client runs half of them.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import secrets
@@ -40,6 +41,7 @@ from etude.tokens.grammar.events import (
 from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS
 from etude.tokens.renderer import Renderer
 from etude.tokens.stream import MessageStream
+from etude.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,103 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class AnswerReader:
-    """Reads one answer. Takes time linear in it, times the number of stop strings."""
+class Reader:
+    """Reads one answer, up to a stop string in its text. Takes time linear in it, times their number."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
+        self._out: list[Part] = []
+        """Parts to be served next."""
+        self.stop: str | None = None
+        """The stop string that ended the answer."""
+        self.ended = False
+        """A stop string or the only call has come: no more tokens are wanted."""
+
+    @property
+    def answer(self) -> Answer:
+        """What was served so far of a conversation's answer."""
+        return Answer()
+
+    def feed(self, tokens: NDArray[np.int32]) -> tuple[list[Part], int]:
+        """What these tokens add to what is served, and how many of them belong to the answer."""
+        for count, token in enumerate(tokens.tolist(), start=1):
+            self._take_token(token)
+            if self.ended:
+                return self._served(), count
+        return self._served(), len(tokens)
+
+    def finish(self) -> list[Part]:
+        """What was held back."""
+        if not self.ended:
+            self._take_end()
+        if not self.ended:
+            self._release()
+        return self._served()
+
+    def _take_token(self, token: int) -> None:
+        raise NotImplementedError
+
+    def _take_end(self) -> None:
+        """No more tokens come."""
+        raise NotImplementedError
+
+    def _serve_text(self, text: str) -> None:
+        """Serves text that holds no stop string, nor the beginning of one."""
+        raise NotImplementedError
+
+    def _served(self) -> list[Part]:
+        out, self._out = self._out, []
+        return out
+
+    def _release(self) -> None:
+        """What was held back as the beginning of a stop string was none."""
+        held, self._held = self._held, ""
+        self._serve_text(held)
+
+    def _search_stops(self, text: str) -> None:
+        """Serves text up to a stop string; holds back what may become one."""
+        text = self._held + text
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.stop = min(found)
+            self._held, self.ended = "", True
+            self._serve_text(text[:place])
+            return
+        kept = _begun_stop(text, self._stops)
+        self._held = text[len(text) - kept :]
+        self._serve_text(text[: len(text) - kept])
+
+
+class TextReader(Reader):
+    """Reads a completion: every token is text, control tokens are not shown."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        super().__init__(stops)
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def _take_token(self, token: int) -> None:
+        data = self._tokenizer.decode_bytes([token], skip_control=True)
+        self._search_stops(self._decoder.decode(data))
+
+    def _take_end(self) -> None:
+        """Half a character that nothing completes becomes U+FFFD."""
+        self._search_stops(self._decoder.decode(b"", final=True))
+
+    def _serve_text(self, text: str) -> None:
+        if text:
+            self._out.append(TextPart(text))
+
+
+class AnswerReader(Reader):
+    """Reads one answer of a conversation."""
 
     def __init__(
         self, renderer: Renderer, rules: ReadingRules, new_id: Callable[[], str] = new_call_id
     ) -> None:
+        super().__init__(rules.stops)
         self._renderer = renderer
         self._rules = rules
         self._new_id = new_id
@@ -114,52 +207,28 @@ class AnswerReader:
         """Tokens since the last call."""
         self._delivered: list[str] = []
         """What the parser made of them."""
-        self._held = ""
-        """Text that may be the beginning of a stop string."""
         self._blanks = ""
         self._begun = False
         """Text was served since the answer began."""
-        self._out: list[Part] = []
-        """Parts to be served next."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
         self.num_malformed = 0
-        self.stop: str | None = None
-        """The stop string that ended the answer."""
-        self.ended = False
-        """A stop string or the only call has come: no more tokens are wanted."""
 
     @property
     def answer(self) -> Answer:
-        """What was served so far."""
         return Answer("".join(self._text), tuple(self._calls), "".join(self._reasoning).strip())
 
-    def feed(self, tokens: NDArray[np.int32]) -> tuple[list[Part], int]:
-        """What these tokens add to what is served, and how many of them belong to the answer."""
-        for count, token in enumerate(tokens.tolist(), start=1):
-            self._raw.append(token)
-            events = self._stream.feed([token])
-            self._take(events)
-            foreign = self._foreign.get(token)
-            if foreign and self._name is None and ReasoningDelta(foreign) not in events:
-                self._take([TextDelta(foreign)])
-            if self.ended:
-                return self._served(), count
-        return self._served(), len(tokens)
+    def _take_token(self, token: int) -> None:
+        self._raw.append(token)
+        events = self._stream.feed([token])
+        self._take(events)
+        foreign = self._foreign.get(token)
+        if foreign and self._name is None and ReasoningDelta(foreign) not in events:
+            self._take([TextDelta(foreign)])
 
-    def finish(self) -> list[Part]:
-        """What was held back."""
-        if not self.ended:
-            self._take(self._stream.finish())
-        if not self.ended:
-            held, self._held = self._held, ""
-            self._serve_text(held)
-        return self._served()
-
-    def _served(self) -> list[Part]:
-        out, self._out = self._out, []
-        return out
+    def _take_end(self) -> None:
+        self._take(self._stream.finish())
 
     def _take(self, events: Iterable[ParseEvent]) -> None:
         for event in events:
@@ -205,9 +274,8 @@ class AnswerReader:
         self.ended = self._rules.single_call
 
     def _begin(self, name: str) -> _OpenCall:
-        """A call begins: what was held back as the beginning of a stop string was none."""
-        held, self._held = self._held, ""
-        self._serve_text(held)
+        """A call begins."""
+        self._release()
         self._blanks = ""
         self._open = _OpenCall(self._new_id())
         self._out.append(CallHead(self._open.id, name))
@@ -225,19 +293,6 @@ class AnswerReader:
             found = raw.find(text, position)
             position = found + len(text) if found >= 0 else position
         return raw[position:].removeprefix(THINK_CLOSE).removesuffix(self._renderer.template.end.name)
-
-    def _search_stops(self, text: str) -> None:
-        """Serves text up to a stop string; holds back what may become one."""
-        text = self._held + text
-        found = [(place, stop) for stop in self._rules.stops if (place := text.find(stop)) >= 0]
-        if found:
-            place, self.stop = min(found)
-            self._held, self.ended = "", True
-            self._serve_text(text[:place])
-            return
-        kept = begun_stop(text, self._rules.stops)
-        self._held = text[len(text) - kept :]
-        self._serve_text(text[: len(text) - kept])
 
     def _serve_text(self, text: str) -> None:
         """Serves text, blanks at its end only once more text follows."""
@@ -308,7 +363,7 @@ def _foreign_tags(renderer: Renderer) -> dict[int, str]:
     }
 
 
-def begun_stop(text: str, stops: Sequence[str]) -> int:
+def _begun_stop(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of the text that begins a stop string: not to be shown yet."""
     longest = max((len(stop) for stop in stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):

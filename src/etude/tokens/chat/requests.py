@@ -76,6 +76,11 @@ class ChatRequest:
     """As it came: some dialects give parts of it back."""
 
     @property
+    def num_answers(self) -> int:
+        """How many are wanted."""
+        return self.sampling.num_samples
+
+    @property
     def model(self) -> str:
         """The name that is asked for; empty: none."""
         return str(self.body.get("model") or "")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from etude.records import ToolCall
 from etude.tokens.grammar.events import ArgumentDelta, CallFinished, CallStarted, ParseEvent, TextDelta
 from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, MAX_NAME_CHARACTERS, Parameter, ToolSchema
-from etude.tokens.grammar.json_reader import JsonReader, printable
+from etude.tokens.grammar.json_reader import JsonReader, JsonSink, printable
 from etude.tokens.grammar.message_parser import ParserMode, TagSet
 
 CALL_OPEN = "<tool_call>"
@@ -39,7 +39,7 @@ class HermesTags:
         self.in_call = TagSet(CALL_TAGS) if mode.text_mode else None
 
 
-class _OpenCall:
+class _OpenCall(JsonSink):
     """One call being read: the sink of its JSON."""
 
     def __init__(self, tools: ToolTable, out: list[ParseEvent]) -> None:

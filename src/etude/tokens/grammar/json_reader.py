@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Protocol
 
 MAX_DEPTH = 64
 MAX_SCALAR_CHARACTERS = 400
@@ -28,24 +27,20 @@ _LITERALS = {"true": "boolean", "false": "boolean", "null": "null"}
 _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END, _DONE = range(7)
 
 
-class JsonSink(Protocol):
+class JsonSink:
     """Is told of values within `REPORTED_DEPTH`. `depth`: how many containers are open around the value."""
 
     def key(self, depth: int, key: str) -> None:
         """The next value is a member of an object, of this name."""
-        ...
 
     def begin(self, depth: int, kind: str) -> None:
         """A value begins: string, integer, number, boolean, null, array or object."""
-        ...
 
     def text(self, depth: int, text: str) -> None:
         """More of the value: of a string what it means, of anything else how it is written."""
-        ...
 
     def end(self, depth: int) -> None:
         """The value is whole."""
-        ...
 
 
 class JsonReader:
@@ -54,6 +49,8 @@ class JsonReader:
     def __init__(self, sink: JsonSink) -> None:
         self.error: str | None = None
         self.begun = False
+        self.kind = ""
+        """Of the value, once it has begun."""
         self._sink = sink
         self._state = _VALUE
         self._keys: list[set[str] | None] = []
@@ -156,6 +153,7 @@ class JsonReader:
         return position if self.error else position + 1
 
     def _report_begin(self, kind: str) -> None:
+        self.kind = self.kind or kind
         if len(self._keys) <= REPORTED_DEPTH:
             self._sink.begin(len(self._keys), kind)
 
@@ -301,29 +299,12 @@ def printable(name: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in name[:40])
 
 
-class _TopKind:
-    """Remembers what kind of value it was."""
-
-    def __init__(self) -> None:
-        self.kind = ""
-
-    def key(self, depth: int, key: str) -> None: ...
-
-    def begin(self, depth: int, kind: str) -> None:
-        self.kind = self.kind or kind
-
-    def text(self, depth: int, text: str) -> None: ...
-
-    def end(self, depth: int) -> None: ...
-
-
 def check_json(text: str) -> tuple[str, str | None]:
     """Kind of the JSON value that `text` is, and what is wrong with it (None if it is well)."""
-    sink = _TopKind()
-    reader = JsonReader(sink)
+    reader = JsonReader(JsonSink())
     reader.feed(text)
     reader.end()
-    return sink.kind, reader.error
+    return reader.kind, reader.error
 
 
 def load_json(text: str) -> tuple[object, str | None]:

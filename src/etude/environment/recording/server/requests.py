@@ -52,12 +52,12 @@ def session_of(request: Request) -> RecordedSession:
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """The JSON object of a request. Raises BodyTooLargeError and BadRequestError."""
+    """The JSON object of a request. Raises BodyTooLargeError and UserError."""
     return await with_body(request, lambda body: body)
 
 
 async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
     """What `work` makes of a request's JSON object; of a large one in a thread. Raises BodyTooLargeError,
-    BadRequestError, and what `work` raises."""
+    UserError, and what `work` raises."""
     limit_bytes = sessions_of(request).limits.body_bytes
     return await read_parsed(request, limit_bytes, lambda data: work(parse_body(data)))

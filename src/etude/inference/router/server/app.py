@@ -112,8 +112,8 @@ async def _forward(request: Request) -> Response:
         answer = await proxy.fetch_from(owner, target, request.headers.raw)
         return Response(answer.content, answer.status_code, _kept(answer.headers))
     body = await read_body(request, proxy.config.limits.body_bytes)
-    hints = await off_the_loop(lambda: read_hints(request.headers, body, proxy.config.pool), len(body))
-    opening = proxy.open(hints, request.method, target, request.headers.raw, body)
+    asked = await off_the_loop(lambda: read_hints(request.headers, body, proxy.config.pool), len(body))
+    opening = proxy.open(asked, request.method, target, request.headers.raw, body)
     opened = await unless_gone(request, opening)
     headers = {**_kept(opened.answer.headers), REPLICA_HEADER: opened.replica}
     if opened.rest is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -21,26 +20,7 @@ _MAX_TOKENS = 4096
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """One request as the policy is asked about it, again for every attempt."""
-
-    id: str
-    session: str | None
-    prompt_tokens: int
-    max_tokens: int
-    pool: str
-    version: str | None
-
-    def ask(self, attempt: int) -> Ask:
-        """The policy's question for one attempt."""
-        versions = frozenset({self.version}) if self.version is not None else None
-        return Ask(
-            f"{self.id}.{attempt}", self.prompt_tokens, self.max_tokens, self.session, self.pool, versions
-        )
-
-
-def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> Hints:
+def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> Ask:
     """Never fails: what does not parse, a replica will refuse with better words.
 
     Sessions are named by `x-session-id`, by OpenAI's `prompt_cache_key`, or else by the first two messages:
@@ -55,13 +35,14 @@ def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> 
             session = "opening-" + xxhash.xxh3_128_hexdigest(opening.encode("utf-8", "surrogatepass"))
     limits = (document.get("max_completion_tokens"), document.get("max_tokens"))
     limit = next((n for n in limits if isinstance(n, int) and n > 0), _MAX_TOKENS)
-    return Hints(
-        id=f"q{next(_numbers)}",
-        session=session,
-        prompt_tokens=_prompt_tokens(document, body),
-        max_tokens=limit,
-        pool=headers.get(POOL_HEADER) or pool,
-        version=headers.get(VERSION_HEADER) or None,
+    version = headers.get(VERSION_HEADER)
+    return Ask(
+        f"q{next(_numbers)}",
+        _prompt_tokens(document, body),
+        limit,
+        session,
+        headers.get(POOL_HEADER) or pool,
+        frozenset({version}) if version else None,
     )
 
 

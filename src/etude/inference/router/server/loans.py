@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, PartLostError
-from etude.inference.router.borrowing import Borrowing, Lent, LoanStage
+from etude.inference.router.borrowing import Borrowing, Lent
 from etude.inference.router.members import MemberState
 from etude.kit.tasks import Tasks
 from etude.serving.client import Answer, read_json, refused
@@ -55,7 +55,7 @@ class LoanKeeper:
         while True:
             self.tick(time.monotonic())
             one = self.books.lent.get(replica)
-            if one is None or one.stage is LoanStage.GRANTED:
+            if one is None or one.is_granted:
                 return
             await asyncio.sleep(_TICK_S)
 
@@ -71,7 +71,7 @@ class LoanKeeper:
             if answer.status_code != _CREATED:
                 raise refused(answer)
             said = read_json(answer)
-            self.books.begun(one, said["id"], said["token"])
+            one.id, one.token = said["id"], said["token"]
         except (EtudeError, KeyError, TypeError) as error:
             self.books.failed(one, time.monotonic())
             self._note_failure(one, f"cannot be lent: {error}")

@@ -25,7 +25,6 @@ from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.pools import DAY_S, Lender
 from etude.inference.router.server.events import EventGuard, error_event, usage_in
-from etude.inference.router.server.hints import Hints
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
 from etude.serving.client import (
@@ -122,8 +121,8 @@ class Proxy:
 
     # ---- attempts -------------------------------------------------------------------------------
 
-    async def open(self, hints: Hints, method: str, target: str, headers: RawHeaders, body: bytes) -> Opened:
-        """Asks replicas until one begins to answer.
+    async def open(self, asked: Ask, method: str, target: str, headers: RawHeaders, body: bytes) -> Opened:
+        """Asks replicas until one begins to answer. The ids of attempts begin with that of `asked`.
 
         Raises NoReplicaError before anything was tried, ReplicaLostError after failures, ReplicaSlowError,
         UserError for headers that cannot be sent on.
@@ -133,7 +132,7 @@ class Proxy:
         refusal: Opened | None = None
         for attempt in range(self.config.limits.attempts):
             try:
-                opened = await self._hedged(hints, attempt, sending, failed)
+                opened = await self._hedged(asked, attempt, sending, failed)
             except NoReplicaError:
                 if refusal is not None:
                     return refusal
@@ -155,10 +154,10 @@ class Proxy:
         )
 
     async def _hedged(
-        self, hints: Hints, attempt: int, sending: _Sending, failed: dict[str, str]
+        self, asked: Ask, attempt: int, sending: _Sending, failed: dict[str, str]
     ) -> Opened | None:
         """One attempt, or two at once where the first is slow and hedging is on."""
-        ask = hints.ask(2 * attempt)
+        ask = replace(asked, id=f"{asked.id}.{2 * attempt}")
         name = self.router.begin(ask, time.monotonic(), failed)
         first = asyncio.create_task(self._attempt(ask, name, sending, failed))
         tasks = {first}
@@ -166,7 +165,7 @@ class Proxy:
             if self.config.limits.hedge_after_s:
                 await asyncio.wait(tasks, timeout=self.config.limits.hedge_after_s)
                 if not first.done():
-                    tasks |= self._second(hints, attempt, name, sending, failed)
+                    tasks |= self._second(asked, attempt, name, sending, failed)
             chosen = await _first_opened(tasks)
             await self._end_attempts(tasks, chosen)
         except BaseException:  # a client that leaves at this moment reads what was chosen as little
@@ -183,10 +182,10 @@ class Proxy:
                 await self.discard(result)
 
     def _second(
-        self, hints: Hints, attempt: int, busy: str, sending: _Sending, failed: dict[str, str]
+        self, asked: Ask, attempt: int, busy: str, sending: _Sending, failed: dict[str, str]
     ) -> set[asyncio.Task[Opened | None]]:
         # Not the session's: it stays where its prefix is, whoever wins.
-        ask = replace(hints.ask(2 * attempt + 1), session=None)
+        ask = replace(asked, id=f"{asked.id}.{2 * attempt + 1}", session=None)
         with suppress(NoReplicaError):
             name = self.router.begin(ask, time.monotonic(), {busy, *failed})
             self.metrics.count("etude_router_hedges")
