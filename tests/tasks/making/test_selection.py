@@ -33,9 +33,9 @@ CANDIDATES = st.lists(
 @given(CANDIDATES)
 def test_every_quota_holds_of_what_is_kept(candidates: list[Verified]) -> None:
     selection = select(candidates, QUOTAS)
-    kept = [one.verified for one in selection.kept]
+    kept = selection.kept
     rejected = [one for one, _ in selection.rejected]
-    assert Counter(map(id, kept + rejected)) == Counter(map(id, candidates))
+    assert Counter(map(id, [*kept, *rejected])) == Counter(map(id, candidates))
     functions = Counter((place.path, place.name) for one in kept for place in one.change.places)
     assert all(count <= QUOTAS.most_per_function for count in functions.values())
     operators = Counter(one.change.operator for one in kept)
@@ -62,7 +62,7 @@ def test_without_tasks_of_two_files_or_bugs_the_others_are_kept_and_the_share_is
 def test_of_too_many_tasks_those_of_two_files_or_bugs_stay_until_their_share_holds() -> None:
     candidates = [verified(at, "abcdefgh"[at % 8], f"f{at}", files=1 + (at >= 32)) for at in range(40)]
     selection = select(candidates, Quotas(most_tasks=16))
-    kept = [one.verified for one in selection.kept]
+    kept = selection.kept
     assert (len(kept), selection.missed) == (16, "")
     assert sum(map(is_compound, kept)) == 4
 
@@ -74,11 +74,3 @@ def test_near_duplicates_are_dropped() -> None:
     assert [reason.reason for one, reason in selection.rejected if one is again] == [
         "near-duplicate: the same tests fail for nearly the same difference"
     ]
-
-
-def test_difficulty_ranks_by_lines_to_search_and_an_untried_task_is_not_calibrated() -> None:
-    tasks = [verified(at, "abc"[at], f"f{at}", files=2) for at in range(3)]
-    kept = select(tasks, QUOTAS).kept
-    assert [one.difficulty for one in kept] == [0, 0.5, 1]
-    assert {one.calibration for one in kept} == {"not calibrated"}
-    assert len({one.split for one in kept}) == 1

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from etude.environment.making.suites import Coverage, Suite, SuiteRun
 from etude.errors import TaskError
@@ -38,26 +37,6 @@ class Baseline:
     def timeout_s(self) -> float:
         """Wall time after which a run with a change counts as hanging."""
         return max(_LEAST_S, _SLOWER * self.duration_s)
-
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        lines = {
-            path: {str(line): format(bits, "x") for line, bits in known.items()}
-            for path, known in self.coverage.lines.items()
-        }
-        document = asdict(self)
-        return {**document, "coverage": {"tests": list(self.coverage.tests), "lines": lines}}
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Baseline:
-        """The inverse of `to_document`."""
-        rows = document["coverage"]
-        lines = {
-            path: {int(line): int(bits, 16) for line, bits in known.items()}
-            for path, known in rows["lines"].items()
-        }
-        coverage = Coverage(tuple(rows["tests"]), lines)
-        return cls(tuple(document["stable"]), document["unstable"], coverage, document["duration_s"])
 
 
 async def measure_baseline(

@@ -134,7 +134,7 @@ class Planner:
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)
         report.missed = found.missed
-        return [self._found[one.verified.change.id] for one in found.kept]
+        return [self._found[one.change.id] for one in found.kept]
 
     def _is_new(self, change: Change) -> bool:
         is_new = change.id not in self._given

@@ -19,7 +19,7 @@ from typing import Any
 
 from etude.environment.making.requirements import Metadata, find_requirements
 from etude.errors import TaskError
-from etude.kit.syntax import parse_python
+from etude.tasks.making.source import read_text, read_tree
 
 MAX_BYTES = 32 << 20
 _NOT_OURS = re.compile(
@@ -92,7 +92,7 @@ def read_project(root: Path) -> Project:
             fix="name a checkout, or a source distribution that its tests are part of",
         )  # fmt: skip
     source_root = "src" if any(path.startswith("src/") and path.endswith(".py") for path in files) else ""
-    sources = {path: text for path, text in _modules(files, tests, source_root) if _parses(text)}
+    sources = {path: text for path, text in _modules(files, tests, source_root) if read_tree(text)}
     if not sources:
         raise TaskError(
             "holds no package: no directory with an __init__.py below it or its src, nor a module",
@@ -210,19 +210,3 @@ def _options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) -> tuple[
     ]
     found = re.search(r"--import-mode[= '\",]+(\w+)", "\n".join(texts))
     return (f"--import-mode={found[1]}",) if found else ()
-
-
-def _parses(text: str) -> bool:
-    try:
-        parse_python(text)
-    except (SyntaxError, ValueError):
-        return False
-    return True
-
-
-def read_text(data: bytes) -> str | None:
-    """Of a file; None for what is not UTF-8."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None

@@ -11,7 +11,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from etude.environment.making.projects import Project
 from etude.errors import AgentError
@@ -29,12 +31,18 @@ _NO_RESULT = (3, 4)
 _ZONES = ("UTC0", "EST5EDT", "JST-9", "<+1345>-13:45", "<-0930>9:30")
 
 
+Bits = Annotated[
+    int, BeforeValidator(lambda text: int(text, 16)), PlainSerializer(lambda bits: format(bits, "x"))
+]
+"""A number of as many bits as there are tests; hexadecimal in JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """Which tests run which lines."""
 
     tests: tuple[str, ...]
-    lines: Mapping[str, Mapping[int, int]]
+    lines: dict[str, dict[int, Bits]]
     """Path -> line -> its tests, one bit for each; 0 for a line that is run by the import alone."""
 
     def tests_of(self, path: str, lines: Collection[int]) -> set[str]:
@@ -56,6 +64,9 @@ class Coverage:
         wanted = sum(1 << numbers[test] for test in tests if test in numbers)
         rows = (bits for known in self.lines.values() for bits in known.values())
         return sum(wanted != 0 and bits & wanted == wanted for bits in rows)
+
+
+_COVERAGE = TypeAdapter(Coverage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +194,8 @@ def _read_run(found: Mapping[str, Any]) -> SuiteRun:
     failures = {test: _read_failure(test, row) for test, row in found["failures"].items()}
     coverage = None
     if "coverage" in found:
-        rows = found["coverage"]
-        lines = {
-            path: {int(line): int(bits, 16) for line, bits in known.items()}
-            for path, known in rows["files"].items()
-        }
-        coverage = Coverage(tuple(rows["tests"]), lines)
+        rows = {"tests": found["coverage"]["tests"], "lines": found["coverage"]["files"]}
+        coverage = _COVERAGE.validate_python(rows)
     duration_s = found.get("duration_s", 0.0)
     functions = {test: (file, name) for test, (file, name) in found["functions"].items()}
     outcomes, errors = found["outcomes"], found["errors"]

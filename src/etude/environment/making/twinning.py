@@ -14,12 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, combinations
 from random import Random
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.changing import TestChanger, TwinKind
@@ -111,15 +108,6 @@ class ProjectTwins:
         return Exam(
             {**overlay, "expected.json": json.dumps(asked)}, tuple(sorted(passing)), tuple(sorted(failing))
         )
-
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> ProjectTwins:
-        """The inverse of `to_document`."""
-        return TypeAdapter(cls).validate_python(document)
 
 
 async def find_project_twins(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from etude.environment.grading import matches_any
 from etude.environment.making.images import WORKSPACE, ProjectImage
-from etude.environment.making.projects import Project, read_text
+from etude.environment.making.projects import Project
 from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
 from etude.kit.durable import whole_directory
 from etude.records import Task
@@ -29,6 +29,7 @@ from etude.tasks.harbor import read_harbor, toml_value
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified
 from etude.tasks.making.refactoring import write_check
+from etude.tasks.making.source import read_text
 
 _SOLVE = f"""#!/bin/sh
 set -e

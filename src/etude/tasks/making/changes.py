@@ -142,8 +142,6 @@ class Verified:
     instruction: str = ""
     num_suspect_lines: int = 0
     """Coverage distance: lines of the project that every failing test runs."""
-    pass_rate: float | None = None
-    """A model's, 0 to 1; None: none has tried."""
     names_every_call: bool = False
     """Whether the instruction tells the call of each failing test."""
 

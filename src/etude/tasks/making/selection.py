@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.tasks.making.changes import Quotas, Rejection, Split, Verified, split_of
+from etude.tasks.making.changes import Quotas, Rejection, Verified, split_of
 from etude.tasks.making.tokens import changed_lines, changed_text, code_tokens, runs
 
 _DUPLICATE = 0.8
@@ -14,22 +14,10 @@ _DUPLICATE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
-    """A task that is kept."""
-
-    verified: Verified
-    split: Split
-    difficulty: float
-    """0 (easiest) to 1 by rank among the kept: many lines to search and few failing tests are hard."""
-    calibration: str
-    """A model's rate of passing as text, or `not calibrated` where it is 0 or none has tried."""
-
-
-@dataclass(frozen=True, slots=True)
 class Selection:
     """What is kept, and the rest with reasons."""
 
-    kept: tuple[Selected, ...]
+    kept: tuple[Verified, ...]
     rejected: tuple[tuple[Verified, Rejection], ...]
     missed: str = ""
     """The least share that the candidates did not allow, with what it came to; empty where it holds."""
@@ -73,7 +61,7 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
             f"{num_compound} of {len(kept)} tasks are of two files or bugs; {quotas.least_compound:.0%} were "
             "wanted, and the candidates allow no more"
         )
-    return Selection(_grade([one.verified for one in kept]), tuple(rejected), missed)
+    return Selection(tuple(one.verified for one in kept), tuple(rejected), missed)
 
 
 def names_edited_line(verified: Verified) -> bool:
@@ -147,20 +135,3 @@ def _worst(kept: Sequence[_Facts], quotas: Quotas) -> tuple[int, str] | None:
             return frequent, "quota: there are tasks enough"
         return len(kept) - 1, "quota: there are tasks enough"
     return None
-
-
-def _grade(kept: Sequence[Verified]) -> tuple[Selected, ...]:
-    def hardness(verified: Verified) -> tuple[float, int]:
-        return verified.num_suspect_lines / len(verified.failures), len(verified.change.places)
-
-    order = sorted(range(len(kept)), key=lambda at: hardness(kept[at]))
-    rank = {at: place / max(1, len(kept) - 1) for place, at in enumerate(order)}
-    return tuple(
-        Selected(
-            one,
-            split_of(min(one.change.files)),
-            rank[at],
-            f"{one.pass_rate:.2f}" if one.pass_rate else "not calibrated",
-        )
-        for at, one in enumerate(kept)
-    )
