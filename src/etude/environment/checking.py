@@ -60,7 +60,7 @@ async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limit
     began, forgeable = time.perf_counter(), tuple[str, ...]()
     try:
         found = (await grader.find_twins(task)).open_tests
-        forgeable = tuple(f"{one.test}: {one.reason}" for one in found)
+        forgeable = tuple(f"{test}: {reason}" for test, reason in found.items())
         reason = await _find_fault(task, grader, backend, limits)
     except (TaskError, AgentError) as error:
         reason = str(error)

@@ -18,6 +18,7 @@ from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
 from etude.errors import AgentError, UserError
 from etude.records import Status, ToolCall, ToolResult
+from etude.serving.describing import object_schema
 from etude.serving.messages import Fields, checked
 from etude.tokens.grammar import XmlGrammar, parse_calls
 from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
@@ -25,13 +26,22 @@ from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
 MAX_TURNS = 50
 MAX_CALLS = 16
 _NONE = type(None)
-_RESET: Fields = {
+RESET: Fields = {
     "seed": (int, _NONE),
     "episode_id": (str, _NONE),
     "task": (str, dict, _NONE),
     "max_turns": (int, _NONE),
 }
 _ACTION: Fields = {"calls": (list, _NONE), "message": (str, _NONE), "metadata": (dict, _NONE)}
+_OBSERVATION: Fields = {
+    "episode_id": (str, _NONE), "text": (str,), "results": (list,), "errors": (list, _NONE),
+    "instruction": (str, _NONE), "tools": (list, _NONE), "status": (str, _NONE), "cause": (str, _NONE),
+    "passed": (bool, _NONE),
+}  # fmt: skip
+_STATE: Fields = {
+    "episode_id": (str, _NONE), "step_count": (int,), "session": (str, _NONE), "task": (str, _NONE),
+    "done": (bool, _NONE), "reward": (float, _NONE), "facts": (dict, _NONE),
+}  # fmt: skip
 
 OpenSession = Callable[[str | dict[str, Any] | None, int | None], Awaitable[EnvironmentSession]]
 """(task or None, seed) -> a session on that task, or on one that the seed chooses."""
@@ -55,7 +65,7 @@ class Episode:
 
     async def reset(self, data: object) -> dict[str, Any]:
         """Ends the episode and begins another. Raises UserError, SandboxError."""
-        named = {name: value for name, value in checked(data, _RESET).items() if value is not None}
+        named = {name: value for name, value in checked(data, RESET).items() if value is not None}
         await self.close()
         self._max_turns = named.get("max_turns", MAX_TURNS)
         session = await self._open(named.get("task"), named.get("seed"))
@@ -146,40 +156,13 @@ class Episode:
 
 def schemas() -> dict[str, Any]:
     """JSON Schemas of action, observation and state."""
-    call = {
-        "type": "object",
-        "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
-        "required": ["name"],
-    }
+    call = object_schema({"name": (str,), "arguments": (dict, _NONE), "error": (str, _NONE)})
     texts = {"type": "array", "items": {"type": "string"}}
+    errors = {"type": "array", "items": {"type": ["string", "null"]}}
     return {
-        "action": {
-            "type": "object",
-            "properties": {"calls": {"type": "array", "items": call}, "message": {"type": "string"}},
-        },
-        "observation": {
-            "type": "object",
-            "properties": {
-                "episode_id": {"type": "string"},
-                "text": {"type": "string"},
-                "results": texts,
-                "errors": {"type": "array", "items": {"type": ["string", "null"]}},
-                "instruction": {"type": "string"},
-                "tools": {"type": "array"},
-            },
-        },
-        "state": {
-            "type": "object",
-            "properties": {
-                "episode_id": {"type": ["string", "null"]},
-                "step_count": {"type": "integer"},
-                "session": {"type": "string"},
-                "task": {"type": ["string", "null"]},
-                "done": {"type": "boolean"},
-                "reward": {"type": ["number", "null"]},
-                "facts": {"type": "object"},
-            },
-        },
+        "action": object_schema(_ACTION, calls={"type": ["array", "null"], "items": call}),
+        "observation": object_schema(_OBSERVATION, results=texts, errors=errors),
+        "state": object_schema(_STATE),
     }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from etude.agent.inputs import result_of
 from etude.environment.running import was_run
 from etude.environment.site import Outcome
-from etude.environment.submission import check_ending
 from etude.environment.wire import outcome_of, task_document, turn_document
 from etude.errors import InfrastructureError, SandboxError, UserError
 from etude.kit.retry import Backoff, retry_async
@@ -158,8 +157,7 @@ class RemoteSession:
         return str(answer["error"])
 
     async def submit(self, status: Status | None = None, cause: str = "") -> Outcome:
-        """See EnvironmentSession.submit. Raises UserError for what is no Status."""
-        check_ending(status, cause)
+        """See EnvironmentSession.submit."""
         body = {"status": None if status is None else status.value, "cause": cause}
         answer, _ = await self._post("submit", body)
         return self._connection.decoded(outcome_of, answer)

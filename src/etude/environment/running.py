@@ -57,37 +57,24 @@ class RunningTurn:
 
     number: int
     calls: tuple[ToolCall, ...]
-    key: str | None = None
+    key: str | None
+    listeners: tuple[OnCall, OnResult]
+    """Of whoever asked for it first."""
     begun: list[int] = field(default_factory=list[int])
     """Positions, in the order in which they began."""
     results: dict[int, ToolResult] = field(default_factory=dict[int, ToolResult])
     """By position, in the order in which they ended."""
     task: asyncio.Task[list[ToolResult]] | None = None
-    _listeners: list[tuple[OnCall, OnResult]] = field(default_factory=list[tuple[OnCall, OnResult]])
-
-    def listen(self, on_call: OnCall, on_result: OnResult) -> None:
-        """Tells what has happened so far, and then what happens."""
-        for position in self.begun:
-            on_call(position, self.calls[position])
-        for position, result in self.results.items():
-            on_result(position, self.calls[position], result)
-        self._listeners.append((on_call, on_result))
-
-    def deafen(self, on_call: OnCall, on_result: OnResult) -> None:
-        """Tells these no more."""
-        self._listeners = [pair for pair in self._listeners if pair != (on_call, on_result)]
 
     def on_call(self, position: int, call: ToolCall) -> None:
         """A call begins to run."""
         self.begun.append(position)
-        for on_call, _ in self._listeners:
-            on_call(position, call)
+        self.listeners[0](position, call)
 
     def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
         """A call has ended."""
         self.results[position] = result
-        for _, on_result in self._listeners:
-            on_result(position, call, result)
+        self.listeners[1](position, call, result)
 
     def what_is_known(self, tools: Mapping[str, Tool]) -> dict[int, ToolResult]:
         """Results for the turn's next try, after something failed: no side effect is repeated.
@@ -150,20 +137,18 @@ class TurnRunner:
         known: Mapping[int, ToolResult],
         key: str | None,
     ) -> list[ToolResult]:
+        """See EnvironmentSession.turn. Of a turn that runs or has run already only the results are told."""
         while (before := self.running) is not None and before.number < len(self._history.turns):
             # It is in the history, and its snapshot is being taken: only then does the next one begin.
             assert before.task is not None
             await asyncio.wait({before.task})
         kept = self._history.find(number, key, calls)
         if kept is not None:
-            tell_kept(kept.calls, kept.results, on_result)
             return list(kept.results)
         running = self.running
         if running is None:
             running = self._begin(tuple(calls), known, key, on_call, on_result)
-        elif same_calls(running.calls, calls) and (number is not None or (key and key == running.key)):
-            running.listen(on_call, on_result)
-        else:
+        elif not same_calls(running.calls, calls) or (number is None and (not key or key != running.key)):
             raise TurnConflictError(
                 "another turn runs",
                 field="turn",
@@ -171,10 +156,7 @@ class TurnRunner:
                 fix="wait for its end, and send calls that belong together as one turn",
             )
         assert running.task is not None
-        try:
-            return await asyncio.shield(running.task)
-        finally:
-            running.deafen(on_call, on_result)
+        return await asyncio.shield(running.task)
 
     def _begin(
         self,
@@ -185,8 +167,7 @@ class TurnRunner:
         on_result: OnResult,
     ) -> RunningTurn:
         self._check()
-        running = RunningTurn(len(self._history.turns), calls, key)
-        running.listen(on_call, on_result)
+        running = RunningTurn(len(self._history.turns), calls, key, (on_call, on_result))
         before, self._failed = self._failed, None
         if before is not None and before.number == running.number and same_calls(before.calls, calls):
             known = {**before.what_is_known(self._tools), **known}
@@ -203,13 +184,6 @@ class TurnRunner:
             raise
         finally:
             self.running = None
-
-
-def tell_kept(calls: Sequence[ToolCall], results: Sequence[ToolResult], on_result: OnResult) -> None:
-    """Tells the results of a turn that has ended, as far as its calls were run."""
-    for position, (call, result) in enumerate(zip(calls, results, strict=True)):
-        if was_run(result):
-            on_result(position, call, result)
 
 
 def was_run(result: ToolResult) -> bool:

@@ -25,16 +25,15 @@ from etude.agent.inputs import call_document, result_document
 from etude.agent.mcp import open_servers
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
-from etude.environment.branching import Kept, Snapshots
-from etude.environment.forking import fork_at, fork_here
+from etude.environment.forking import Kept, Snapshots, fork_at, fork_here
 from etude.environment.history import Difference, History, SessionTurn, StepEnded
 from etude.environment.origins import DeferredSandbox, Origin, task_origin, user_of
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
 from etude.environment.steps import StepRun
-from etude.environment.submission import Submission, check_ending
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
+from etude.kit.tasks import start_watched
 from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
@@ -63,13 +62,12 @@ class EnvironmentSession:
         task: Task | None = None,
         instruction: str | None = None,
         test_paths: tuple[str, ...] = (),
-        session_id: str | None = None,
         user: SimulatedUser | None = None,
         history: History | None = None,
         tool_state: ToolState | None = None,
     ) -> None:
         """Takes the sandbox over. Use `begin` for a task and `open` for everything else."""
-        self.id = session_id or f"session-{secrets.token_hex(8)}"
+        self.id = f"session-{secrets.token_hex(8)}"
         self.site = site
         self.origin = origin
         self.task = task
@@ -121,7 +119,7 @@ class EnvironmentSession:
         """Set once nothing of it is left."""
         self._lock = asyncio.Lock()
         self._turns = TurnRunner(self.history, site.tools, self._check_open, self._run_turn)
-        self._submission = Submission(self._grade)
+        self._grading: asyncio.Task[Outcome] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -170,7 +168,8 @@ class EnvironmentSession:
     @property
     def outcome(self) -> Outcome | None:
         """What it earned, once that is known."""
-        return self._submission.outcome
+        grading = self._grading
+        return grading.result() if grading and grading.done() and not _has_failed(grading) else None
 
     # Workspace
 
@@ -282,10 +281,16 @@ class EnvironmentSession:
 
         `status`: how the agent's session ended; by default `done`, or `agent_error` where the agent killed
         its sandbox. Asked again, it gives the same outcome; what failed is tried again. Raises ConfigError
-        without a task, UserError for what is no Status, SandboxStateError while it is paused or closed,
+        without a task and for an infrastructure failure, SandboxStateError while it is paused or closed,
         SandboxError if our own machinery failed, TaskError for a task that cannot be graded.
         """
-        check_ending(status, cause)
+        if status == Status.INFRASTRUCTURE:
+            raise ConfigError(
+                "an infrastructure failure is never graded",
+                field="status",
+                received=status.value,
+                fix="close the session",
+            )
         if self.task is None:
             raise ConfigError(
                 "there is no task to be graded by", field="session", received=self.id, fix="begin with a task"
@@ -294,7 +299,9 @@ class EnvironmentSession:
             raise self._unusable()
         self.state = "submitted"
         chosen = status or (Status.AGENT_ERROR if self.agent_error else Status.DONE)
-        return await self._submission.ask(chosen, cause)
+        if self._grading is None or _has_failed(self._grading):
+            self._grading = start_watched(self._grade(chosen, cause))
+        return await asyncio.shield(self._grading)
 
     async def diff(self) -> dict[str, bytes | None]:
         """See Sandbox.diff; the harness' own files are left out."""
@@ -415,7 +422,7 @@ class EnvironmentSession:
         return outcome
 
     async def _close(self) -> None:
-        tasks = [self._submission.running, self._turns.running and self._turns.running.task]
+        tasks = [self._grading, self._turns.running and self._turns.running.task]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:
             task.cancel()
@@ -458,6 +465,11 @@ class EnvironmentSession:
         return SandboxStateError(
             f"the session is {self.state}", field="session", received=self.id, fix=fixes[self.state] or None
         )
+
+
+def _has_failed(grading: asyncio.Task[Outcome]) -> bool:
+    """Whether it has ended without an outcome, and may be tried again."""
+    return grading.done() and (grading.cancelled() or grading.exception() is not None)
 
 
 async def close_all(sessions: Sequence[EnvironmentSession]) -> None:

@@ -25,10 +25,9 @@ from etude.environment.grading import (
     allowed_changes,
     count_hidden_tests,
 )
-from etude.environment.hidden_tests import HiddenTest
 from etude.environment.rewards.review import review_changes
 from etude.environment.scripts import FORGEABLE, FileKinds, find_left, judge_by_script
-from etude.environment.twins import OpenTest, Twins
+from etude.environment.twins import Twins
 from etude.errors import AgentError, SandboxError
 from etude.kit.tasks import start_watched
 from etude.records import Task
@@ -89,11 +88,9 @@ class Grader:
         if task.verifier is not None and all(script.machine is not None for script in task.verifiers):
             return Twins()
         if task.verifier is not None and task.verifier.exams:
-            found = read_exams(task.verifier.exams).open_tests.items()
-            named = [(*test.partition("::")[::2], why) for test, why in found]
-            return Twins((), tuple(OpenTest(HiddenTest(path, name, ()), why) for path, name, why in named))
+            return Twins(open_tests=read_exams(task.verifier.exams).open_tests)
         if task.verifier is not None:
-            return Twins((), (OpenTest(HiddenTest("tests/test.sh", "reward", ()), FORGEABLE),))
+            return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
         return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
 
     async def judge(

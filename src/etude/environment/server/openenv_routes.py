@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
 
-from etude.environment.openenv import Episode, schemas
+from etude.environment.openenv import RESET, Episode, schemas
 from etude.environment.server.creating import create_session
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import Host, Tenant, fields_of, host_of, tenant_of
@@ -35,9 +35,6 @@ _STEP: Fields = {
     "timeout_s": (float, _NONE),
     "request_id": (str, _NONE),
 }
-_RESET: Fields = {
-    "seed": (int, _NONE), "episode_id": (str, _NONE), "task": (str, dict, _NONE), "max_turns": (int, _NONE),
-}  # fmt: skip
 _HTTP_EPISODES = 1024
 
 
@@ -126,10 +123,10 @@ def _error(message: str, code: str, kind: str | None = None) -> dict[str, Any]:
     return {"type": "error", "data": {"message": message, "code": code, "kind": kind}}
 
 
-@router.post("/openenv/reset", openapi_extra=described(_RESET))
+@router.post("/openenv/reset", openapi_extra=described(RESET))
 async def reset(request: Request, host: Host, tenant: Tenant) -> Response:
     """Begins an episode; `observation.episode_id` names it in further requests."""
-    named = await fields_of(request, _RESET)
+    named = await fields_of(request, RESET)
     episodes = _episodes(request)
     if len(episodes) >= _HTTP_EPISODES:
         await _forget(host, episodes)
