@@ -20,6 +20,7 @@ from itertools import pairwise
 from etude.agent import AgentSession, NextWords, ToolContext
 from etude.agent.journal import INTERRUPTED
 from etude.environment.history import DURATIONS, Difference, SessionTurn, causes_of, differences
+from etude.environment.running import unwatched
 from etude.errors import AgentError, ConfigError, SandboxError, UserError
 from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
 from etude.records import (
@@ -130,7 +131,7 @@ class Replayer(Retelling):
             return
         try:
             async with asyncio.timeout(self._deadline_s):
-                results = await self._workspace.run_calls(turn.calls, known, _ignore, _ignore)
+                results = await self._workspace.run_calls(turn.calls, known, unwatched, unwatched)
         except AgentError as error:
             if not open_calls:
                 raise SandboxError(
@@ -359,7 +360,3 @@ def unified_diff(difference: Difference) -> list[str]:
         if before != now:
             lines += [f"-[{name}: {before}]", f"+[{name}: {now}]"]
     return lines
-
-
-def _ignore(*event: object) -> None:
-    pass

@@ -189,3 +189,7 @@ class TurnRunner:
 def was_run(result: ToolResult) -> bool:
     """Whether the call was carried out: what was refused (malformed, not approved) took no time."""
     return result.duration_s > 0
+
+
+def unwatched(*event: object) -> None:
+    """A listener of calls and results where nobody watches."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.environment.probe_inside import SECTIONS
+from etude.environment.running import unwatched
 from etude.errors import SandboxError
 from etude.protocols import Workspace
 from etude.records import ToolCall, ToolResult
@@ -96,7 +97,7 @@ def compare(
 async def _probe(workspace: Workspace, section: str) -> dict[str, Any]:
     call = ToolCall("run_command", {"command": f"python3 {SCRIPT_PATH} {section}"})
     async with asyncio.timeout(_SECTION_S):
-        (result,) = await workspace.run_calls([call], {}, _nobody, _nobody)
+        (result,) = await workspace.run_calls([call], {}, unwatched, unwatched)
     try:
         return json.loads(result.output)
     except ValueError as error:

@@ -101,7 +101,8 @@ async def make_tasks(
     began = time.monotonic()
     make_directory(out / STATE)
     _check_same(project, out, settings)
-    maker = _Maker(project, out, settings, backend, store, observer, past)
+    changer = TestChanger(project, settings.seed)
+    maker = _Maker(project, out, settings, backend, store, observer, past, changer)
     image = await maker.prepare(images)
     baseline = await maker.find_baseline(image)
     twins = await maker.find_twins(image, baseline)
@@ -131,21 +132,16 @@ def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
         )  # fmt: skip
 
 
+@dataclass(slots=True)
 class _Maker:
-    def __init__(
-        self,
-        project: Project,
-        out: Path,
-        settings: MakeSettings,
-        backend: SandboxBackend,
-        store: ImageStore,
-        observer: Observer,
-        past: Iterable[PastChange],
-    ) -> None:
-        self._past = past
-        self._project, self._out, self._settings = project, out, settings
-        self._backend, self._store, self._observer = backend, store, observer
-        self._changer = TestChanger(project, settings.seed)
+    _project: Project
+    _out: Path
+    _settings: MakeSettings
+    _backend: SandboxBackend
+    _store: ImageStore
+    _observer: Observer
+    _past: Iterable[PastChange]
+    _changer: TestChanger
 
     async def prepare(self, images: ImagesConfig) -> ProjectImage:
         """The project's image, built unless it is there."""
@@ -319,21 +315,17 @@ def seed_exams(project: Project, verified: Verified) -> str:
     return digest.hexdigest()
 
 
+@dataclass(slots=True)
 class _Search:
     """Tests changes until there are enough of them that tests notice."""
 
-    def __init__(
-        self,
-        suite: Suite,
-        baseline: Baseline,
-        twins: ProjectTwins,
-        planner: Planner,
-        journal: LineJournal,
-        known: dict[str, dict[str, Any]],
-        report: MakeReport,
-    ) -> None:
-        self._suite, self._baseline, self._twins, self._planner = suite, baseline, twins, planner
-        self._journal, self._known, self._report = journal, known, report
+    _suite: Suite
+    _baseline: Baseline
+    _twins: ProjectTwins
+    _planner: Planner
+    _journal: LineJournal
+    _known: dict[str, dict[str, Any]]
+    _report: MakeReport
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
         """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up; what

@@ -17,8 +17,7 @@ from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import plan_bugs
 from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.combining import combine
-from etude.tasks.making.deletions import plan_deletions
-from etude.tasks.making.hiding import hide_tests
+from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
 from etude.tasks.making.selection import is_compound, names_edited_line, select
 from etude.tasks.making.undoing import PastChange, plan_undone

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etude.environment.running import unwatched
 from etude.environment.sessions import EnvironmentSession, Site, close_all
 from etude.errors import AgentError, UserError
 from etude.kit.tasks import Tasks
@@ -220,7 +221,7 @@ class SessionHost:
         """
         self._check_turn(held, len(calls))
         async with self._counted(held, calls):
-            return await held.session.run_calls(calls, {}, _nobody, _nobody)
+            return await held.session.run_calls(calls, {}, unwatched, unwatched)
 
     @asynccontextmanager
     async def _counted(
@@ -302,10 +303,6 @@ class SessionHost:
         if is_our_fault(error):
             self.metrics.count("etude_environment_background_failures")
             _log.error("work in the background failed", exc_info=error)
-
-
-def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
-    """Whom a turn's progress is told where nobody watches."""
 
 
 def is_our_fault(error: BaseException) -> bool:
