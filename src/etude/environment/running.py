@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from etude.agent import ToolContext, execute_calls
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Tool
-from etude.environment.history import History, TurnConflictError, same_calls
+from etude.environment.history import History, TurnConflictError
 from etude.kit.tasks import start_watched
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
@@ -148,7 +148,7 @@ class TurnRunner:
         running = self.running
         if running is None:
             running = self._begin(tuple(calls), known, key, on_call, on_result)
-        elif not same_calls(running.calls, calls) or (number is None and (not key or key != running.key)):
+        elif running.calls != tuple(calls) or (number is None and (not key or key != running.key)):
             raise TurnConflictError(
                 "another turn runs",
                 field="turn",
@@ -169,7 +169,7 @@ class TurnRunner:
         self._check()
         running = RunningTurn(len(self._history.turns), calls, key, (on_call, on_result))
         before, self._failed = self._failed, None
-        if before is not None and before.number == running.number and same_calls(before.calls, calls):
+        if before is not None and before.number == running.number and before.calls == calls:
             known = {**before.what_is_known(self._tools), **known}
         self.running = running
         running.task = start_watched(self._run(running, known))

@@ -6,13 +6,13 @@ otherwise than before is out of every verdict. Coverage is measured in one run m
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from etude.environment.making.suites import Coverage, Suite, SuiteRun
 from etude.errors import TaskError
+from etude.kit.tasks import gather_bounded
 
 LOAD = 2
 """Runs at the same time, for each core."""
@@ -50,19 +50,14 @@ async def measure_baseline(
     first = await suite.run(seed=0)
     _check(first, suite)
     advance(1)
-    places = asyncio.Semaphore(at_once)
-    done = 1
     loaded = suite.within(max(suite.timeout_s, _SLOWER * first.duration_s))
 
     async def run(seed: int) -> SuiteRun:
-        nonlocal done
-        async with places:
-            found = await (suite.run(cover=True) if seed == num_runs else loaded.run(seed=seed))
-        done += 1
-        advance(done)
-        return found
+        return await (suite.run(cover=True) if seed == num_runs else loaded.run(seed=seed))
 
-    others = await asyncio.gather(*map(run, range(1, num_runs + 1)))
+    others = await gather_bounded(
+        run, range(1, num_runs + 1), at_once, lambda num_done: advance(1 + num_done)
+    )
     *runs, covered = [first, *others]
     coverage = covered.coverage
     if coverage is None:

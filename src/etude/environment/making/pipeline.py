@@ -40,7 +40,7 @@ from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
 from etude.kit.journal import LineJournal
 from etude.kit.leftovers import ScratchDirectory
-from etude.kit.tasks import end_tasks
+from etude.kit.tasks import end_tasks, gather_bounded
 from etude.observe import Observer
 from etude.sandbox.images.building import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
@@ -247,21 +247,15 @@ class _Maker:
             if folder.name not in names:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
         self._observer.stage_begins("check", len(made), "task")
-        places = asyncio.Semaphore(self._settings.at_once)
-        done = 0
 
         async def check(one: MadeTask) -> None:
-            nonlocal done
-            async with places:
-                target = self._out / one.id
-                if not target.exists():
-                    await self._write_if_verified(one, target, report)
-                else:
-                    report.count_check(one, None)
-            done += 1
-            self._observer.stage_advances(done, {})
+            target = self._out / one.id
+            if not target.exists():
+                await self._write_if_verified(one, target, report)
+            else:
+                report.count_check(one, None)
 
-        await asyncio.gather(*map(check, made))
+        await gather_bounded(check, made, self._settings.at_once, self._advance)
         self._observer.stage_ends()
 
     async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:

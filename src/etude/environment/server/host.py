@@ -105,12 +105,10 @@ class SessionHost:
         self._held: dict[str, Held] = {}
         self._usage: dict[str, _Usage] = {}
         self._background = Tasks(on_error=self._note_background_error)
-        self._reaper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begins to look for sessions that nobody uses."""
-        if self._reaper is None:
-            self._reaper = self.in_background(self._reap())
+        self.in_background(self._reap())
 
     async def close(self) -> None:
         """Closes every session and the backend; everything is tried. Raises the first failure."""
