@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.agent import ToolContext, execute_calls
@@ -89,25 +90,27 @@ class RunningTurn:
         return known
 
 
-Work = Callable[[RunningTurn, Mapping[int, ToolResult]], Awaitable[list[ToolResult]]]
+class TurnRunner(ABC):
+    """Runs the turns of one session, whatever a turn does: the base of `EnvironmentSession`."""
 
-
-class TurnRunner:
-    """Runs the turns of one session. Implements `EnvironmentSession`.
-
-    `work` carries a turn out, given results that are known already, and adds it to the history. `check`
-    raises if no turn may begin now.
-    """
-
-    def __init__(
-        self, history: History, tools: Mapping[str, Tool], check: Callable[[], None], work: Work
-    ) -> None:
-        self.running: RunningTurn | None = None
-        self._history = history
+    def __init__(self, history: History, tools: Mapping[str, Tool]) -> None:
+        self.history = history
+        self._running: RunningTurn | None = None
         self._tools = tools
-        self._check = check
-        self._work = work
         self._failed: RunningTurn | None = None
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raises SandboxError if no turn may begin now."""
+
+    @abstractmethod
+    async def _run_turn(self, turn: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
+        """Carries a turn out, given results that are known already, and adds it to the history."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a turn runs."""
+        return self._running is not None
 
     async def run_calls(
         self,
@@ -116,8 +119,9 @@ class TurnRunner:
         on_call: OnCall,
         on_result: OnResult,
     ) -> list[ToolResult]:
-        """A turn behind those that run. Cancelled, it cancels what runs and waits for its end."""
-        while (before := self.running) is not None and before.task is not None:
+        """See Workspace.run_calls: a turn behind those that run. Cancelled, it cancels what runs and waits
+        for its end."""
+        while (before := self._running) is not None and before.task is not None:
             await asyncio.wait({before.task})
         running = self._begin(tuple(calls), known, None, on_call, on_result)
         assert running.task is not None
@@ -134,20 +138,25 @@ class TurnRunner:
         number: int | None,
         on_call: OnCall,
         on_result: OnResult,
-        known: Mapping[int, ToolResult],
-        key: str | None,
+        known: Mapping[int, ToolResult] | None = None,
+        key: str | None = None,
     ) -> list[ToolResult]:
-        """See EnvironmentSession.turn. Of a turn that runs or has run already only the results are told."""
-        while (before := self.running) is not None and before.number < len(self._history.turns):
+        """One turn of a client that may be cut off, named by its number (from 0) or a key. Asked for again,
+        it is not run again, and only its results are told.
+
+        Whoever stops waiting leaves it running. Raises UserError for a number or key of other calls, and
+        as `run_calls`.
+        """
+        while (before := self._running) is not None and before.number < len(self.history.turns):
             # It is in the history, and its snapshot is being taken: only then does the next one begin.
             assert before.task is not None
             await asyncio.wait({before.task})
-        kept = self._history.find(number, key, calls)
+        kept = self.history.find(number, key, calls)
         if kept is not None:
             return list(kept.results)
-        running = self.running
+        running = self._running
         if running is None:
-            running = self._begin(tuple(calls), known, key, on_call, on_result)
+            running = self._begin(tuple(calls), known or {}, key, on_call, on_result)
         elif running.calls != tuple(calls) or (number is None and (not key or key != running.key)):
             raise TurnConflictError(
                 "another turn runs",
@@ -166,24 +175,24 @@ class TurnRunner:
         on_call: OnCall,
         on_result: OnResult,
     ) -> RunningTurn:
-        self._check()
-        running = RunningTurn(len(self._history.turns), calls, key, (on_call, on_result))
+        self._check_open()
+        running = RunningTurn(len(self.history.turns), calls, key, (on_call, on_result))
         before, self._failed = self._failed, None
         if before is not None and before.number == running.number and before.calls == calls:
             known = {**before.what_is_known(self._tools), **known}
-        self.running = running
+        self._running = running
         running.task = start_watched(self._run(running, known))
         return running
 
     async def _run(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
         try:
-            return await self._work(running, known)
+            return await self._run_turn(running, known)
         except BaseException:
             running.results |= {place: known[place] for place in known if place < len(running.calls)}
             self._failed = running
             raise
         finally:
-            self.running = None
+            self._running = None
 
 
 def was_run(result: ToolResult) -> bool:

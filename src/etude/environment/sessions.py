@@ -34,7 +34,6 @@ from etude.environment.site import Outcome, Site
 from etude.environment.steps import StepRun
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
 from etude.kit.tasks import start_watched
-from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.interface import Sandbox
@@ -47,7 +46,7 @@ SessionState = Literal["open", "paused", "submitted", "closed"]
 __all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site", "close_all"]
 
 
-class EnvironmentSession:
+class EnvironmentSession(TurnRunner):
     """Implements `Workspace`, counts and keeps turns, grades and forks. For one event loop.
 
     Calls raise InfrastructureError where something behind them failed, AgentError where the agent ended its
@@ -67,6 +66,7 @@ class EnvironmentSession:
         tool_state: ToolState | None = None,
     ) -> None:
         """Takes the sandbox over. Use `begin` for a task and `open` for everything else."""
+        super().__init__(history or History(), site.tools)
         self.id = f"session-{secrets.token_hex(8)}"
         self.site = site
         self.origin = origin
@@ -95,7 +95,6 @@ class EnvironmentSession:
             workspace=template.workspace,
             has_environment=template.image is not None and not paths,
         )
-        self.history = history or History()
         self.facts = SessionFacts()
         for turn in self.history.turns:
             self.facts.on_turn(turn.calls, turn.results)
@@ -118,7 +117,6 @@ class EnvironmentSession:
         self.closed = asyncio.Event()
         """Set once nothing of it is left."""
         self._lock = asyncio.Lock()
-        self._turns = TurnRunner(self.history, site.tools, self._check_open, self._run_turn)
         self._grading: asyncio.Task[Outcome] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -158,30 +156,13 @@ class EnvironmentSession:
     @property
     def busy(self) -> bool:
         """Whether something is being done."""
-        return self._lock.locked() or self._turns.running is not None
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether a turn runs, or waits for its turn."""
-        return self._turns.running is not None
+        return self._lock.locked() or self.in_turn
 
     @property
     def outcome(self) -> Outcome | None:
         """What it earned, once that is known."""
         grading = self._grading
         return grading.result() if grading and grading.done() and not _has_failed(grading) else None
-
-    # Workspace
-
-    async def run_calls(
-        self,
-        calls: Sequence[ToolCall],
-        known: Mapping[int, ToolResult],
-        on_call: OnCall,
-        on_result: OnResult,
-    ) -> list[ToolResult]:
-        """See Workspace.run_calls: one turn. Cancelled, it cancels what runs and waits for its end."""
-        return await self._turns.run_calls(calls, known, on_call, on_result)
 
     async def archive(self, path: str, text: str) -> str:
         async with self._lock:
@@ -223,24 +204,6 @@ class EnvironmentSession:
             self.events.put("step_began", name=step.name)
             return step.instruction
 
-    # Turns of clients that may be cut off
-
-    async def turn(
-        self,
-        calls: Sequence[ToolCall],
-        number: int | None,
-        on_call: OnCall,
-        on_result: OnResult,
-        known: Mapping[int, ToolResult] | None = None,
-        key: str | None = None,
-    ) -> list[ToolResult]:
-        """One turn, named by its number (from 0) or a key. Asked for again, it is not run again.
-
-        Whoever stops waiting leaves it running. Raises UserError for a number or key of other calls, and
-        as `run_calls`.
-        """
-        return await self._turns.turn(calls, number, on_call, on_result, known or {}, key)
-
     async def _run_turn(self, turn: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
         number = turn.number
 
@@ -273,8 +236,6 @@ class EnvironmentSession:
                 self.agent_error = error.message
             self.events.put("turn_failed", turn=number, error=type(error).__name__, message=str(error))
             raise
-
-    # Everything else
 
     async def submit(self, status: Status | None = None, cause: str = "") -> Outcome:
         """Ends the session and grades it: no turn runs after this.
@@ -422,7 +383,7 @@ class EnvironmentSession:
         return outcome
 
     async def _close(self) -> None:
-        tasks = [self._grading, self._turns.running and self._turns.running.task]
+        tasks = [self._grading, self._running and self._running.task]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:
             task.cancel()

@@ -77,10 +77,9 @@ class Grader:
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        links = {path: to.encode(errors="surrogateescape") for path, to in (kinds.links or {}).items()}
-        extra = _digest(dict.fromkeys(kinds.executable)) + (b"" if kinds.links is None else _digest(links))
-        extra += b"" if kinds.elsewhere is None else kinds.elsewhere.digest
-        key = _judge_digest(task) + _digest(changes) + extra
+        links = None if kinds.links is None else sorted(kinds.links.items())
+        more = sorted(kinds.executable), links, kinds.elsewhere and kinds.elsewhere.digest
+        key = _judge_digest(task) + _digest(changes) + _digest_of(more)
         return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
 
     async def find_twins(self, task: Task) -> Twins:
@@ -140,17 +139,13 @@ class _Memory(Generic[Found]):
 def _judge_digest(task: Task) -> bytes:
     """Names what a task judges by. Its id does not: clients of a server send tasks of their own, and correct
     them."""
-    tests = dict.fromkeys(task.hidden_test_paths, "")
-    script = task.verifier
-    scripts = {
-        "machine": repr(task.machine),
-        "verifier": repr(script and replace(script, archive=_archive_digest(script.archive), exams="")),
-        "exams": script.exams if script is not None else "",
-    }
-    files = (task.files, task.hidden_files, task.solution_files, tests, scripts)
-    return b"".join(
-        _digest({path: text.encode(errors="surrogatepass") for path, text in some.items()}) for some in files
-    )
+    script = task.verifier and replace(task.verifier, archive=_archive_digest(task.verifier.archive))
+    files = task.files, task.hidden_files, task.solution_files
+    return _digest_of((files, task.hidden_test_paths, task.machine, script))
+
+
+def _digest_of(what: object) -> bytes:
+    return blake2b(repr(what).encode(errors="surrogateescape"), digest_size=16).digest()
 
 
 @lru_cache(256)
