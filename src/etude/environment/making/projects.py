@@ -143,7 +143,7 @@ def _read_files(root: Path) -> dict[str, bytes]:
         parts = path.relative_to(root).parts
         if any(_NOT_OURS.fullmatch(part) and not _DOT_FILES.fullmatch(part) for part in parts):
             continue
-        if path.is_symlink() or not path.is_file() or any(above.is_symlink() for above in path.parents):
+        if path.is_symlink() or not path.is_file():
             continue
         total += path.stat().st_size
         if total > MAX_BYTES:

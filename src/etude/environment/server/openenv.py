@@ -9,11 +9,13 @@ the protocol, never a reward.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from etude.agent.admission import admit
 from etude.agent.tools.text_file import off_loop
+from etude.environment.server.creating import create_session
+from etude.environment.server.host import Held, SessionHost
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
 from etude.errors import AgentError, UserError
@@ -43,20 +45,14 @@ _STATE: Fields = {
     "done": (bool, _NONE), "reward": (float, _NONE), "facts": (dict, _NONE),
 }  # fmt: skip
 
-OpenSession = Callable[[str | dict[str, Any] | None, int | None], Awaitable[EnvironmentSession]]
-"""(task or None, seed) -> a session on that task, or on one that the seed chooses."""
-RunTurn = Callable[[EnvironmentSession, Sequence[ToolCall]], Awaitable[list[ToolResult]]]
-EndSession = Callable[[EnvironmentSession], Awaitable[None]]
-
 
 class Episode:
     """One client's episodes, one after the other. `close` must be called at the end."""
 
-    def __init__(self, open_session: OpenSession, run_turn: RunTurn, end_session: EndSession) -> None:
-        self._open = open_session
-        self._run = run_turn
-        self._end = end_session
-        self._session: EnvironmentSession | None = None
+    def __init__(self, host: SessionHost, tenant: str) -> None:
+        """`tenant`: whose the sessions are."""
+        self._host, self._tenant = host, tenant
+        self._held: Held | None = None
         self._grammar: XmlGrammar | None = None
         self._max_turns = MAX_TURNS
         self._done = False
@@ -68,8 +64,9 @@ class Episode:
         named = {name: value for name, value in checked(data, RESET).items() if value is not None}
         await self.close()
         self._max_turns = named.get("max_turns", MAX_TURNS)
-        session = await self._open(named.get("task"), named.get("seed"))
-        self._session, self._done, self._reward = session, False, None
+        task = named["task"] if "task" in named else self._choose_task(named.get("seed", 0))
+        self._held = await create_session(self._host, self._tenant, {"task": task})
+        session, self._done, self._reward = self._held.session, False, None
         self._grammar = XmlGrammar(session.site.tools.schemas)
         self.episode_id = named.get("episode_id") or secrets.token_hex(8)
         tools = [schema.function_schema() for schema in session.site.tools.schemas]
@@ -82,7 +79,7 @@ class Episode:
         size = len(message) if isinstance(message, str) else 0
         calls = await off_loop(size, self._calls, action)
         try:
-            results = await self._run(session, calls)
+            results = await self._host.run(self._host.find(self._tenant, session.id), calls)
         except AgentError as error:
             return await self._finish(session, Status.AGENT_ERROR, error.message, [])
         if session.finished:
@@ -93,9 +90,9 @@ class Episode:
 
     def state(self) -> dict[str, Any]:
         """Where the episode stands."""
-        session = self._session
-        if session is None:
+        if self._held is None:
             return {"episode_id": None, "step_count": 0}
+        session = self._held.session
         return {
             "episode_id": self.episode_id,
             "step_count": session.num_turns,
@@ -108,9 +105,15 @@ class Episode:
 
     async def close(self) -> None:
         """Ends the episode's session. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await self._end(session)
+        held, self._held = self._held, None
+        if held is not None:
+            await self._host.end(held)
+
+    def _choose_task(self, seed: int) -> str:
+        names = sorted(self._host.tasks)
+        if not names:
+            raise UserError("this server has no tasks", field="task", fix="start it with --tasks DIRECTORY")
+        return names[seed % len(names)]
 
     async def _finish(
         self, session: EnvironmentSession, status: Status, cause: str, results: Sequence[ToolResult]
@@ -124,11 +127,11 @@ class Episode:
         return {"observation": observation, "reward": self._reward, "done": self._done}
 
     def _running(self) -> EnvironmentSession:
-        if self._session is None or self._done:
+        if self._held is None or self._done:
             raise UserError(
                 "no episode runs", field="step", received="done" if self._done else None, fix="reset first"
             )
-        return self._session
+        return self._held.session
 
     def _calls(self, action: object) -> Sequence[ToolCall]:
         """The turn's calls, those that may not run marked with why, as in every session of ours."""
