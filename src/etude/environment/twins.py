@@ -21,7 +21,6 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -47,6 +46,7 @@ _FEWEST_TOGETHER = 4
 """Exams where every change turns all tests that have twins: one test, or one table for all."""
 _TRIES = 20
 _WATCH = "watch_inside.py"
+_WATCHING = {_WATCH: Path(__file__).with_name(_WATCH).read_text(encoding="utf-8")}
 _CLOCK = re.compile(r"\b(?:perf_counter|process_time|thread_time|monotonic|time\.time)(?:_ns)?\b")
 _BENDABLE = (
     "what it expects is computed from what the solution can change: itself, a clock, the shared generator"
@@ -147,7 +147,7 @@ class TwinFinder:
         results: dict[tuple[str, str], ProbeResult] = {}
         for first in range(0, len(files), _MOST_AT_ONCE):
             paths = list(files)[first : first + _MOST_AT_ONCE]
-            report = await run(_with_watch({path: files[path] for path in paths}), paths, len(paths))
+            report = await run(_WATCHING | {path: files[path] for path in paths}, paths, len(paths))
             if report.error is not None:
                 return f"the reference solution does not get through it: {report.error}"
             results |= {(result.path, result.name): result for result in report.results}
@@ -176,7 +176,7 @@ class TwinFinder:
             files = {path: self._watched(file, changed) for path, file in self._files.items()}
             if change.part[0] not in files:
                 files[change.part[0]] = changed[change.part]
-            report = await run(_with_watch(files), list(self._files), 1)
+            report = await run(_WATCHING | files, list(self._files), 1)
             results = {(result.path, result.name): result for result in report.results}
             seen = {test: self._see(results.get((test.path, test.name)), test) for test in self._tests}
             if report.error is None and all(_asked_the_same(seen[test], base[test]) for test in self._tests):
@@ -326,12 +326,3 @@ def _asked_the_same(seen: _Seen, base: _Seen) -> bool:
     if seen.calls is None or base.calls is None:
         return False
     return seen.calls == (base.calls if seen.failure is None else base.calls[: len(seen.calls)])
-
-
-def _with_watch(files: Mapping[str, str]) -> dict[str, str]:
-    return {**files, _WATCH: _watch_source()}
-
-
-@cache
-def _watch_source() -> str:
-    return Path(__file__).with_name(_WATCH).read_text(encoding="utf-8")
