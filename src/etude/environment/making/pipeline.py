@@ -15,7 +15,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +54,7 @@ from etude.tasks.making.leaks import scan_layers, scan_workspace
 from etude.tasks.making.undoing import PastChange
 
 STATE = ".making"
-Result = TypeVar("Result")
+Result = TypeVar("Result", ProjectImage, Baseline, ProjectTwins)
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
 VERSION = 6
@@ -184,13 +184,13 @@ class _Maker:
         self, name: str, kind: type[Result], num_runs: int, find: Callable[[], Awaitable[Result]]
     ) -> Result:
         """What an earlier call found, or else what is found now."""
-        path, codec = self._out / STATE / f"{name}.json", TypeAdapter(kind)
+        path = self._out / STATE / f"{name}.json"
         if path.exists():
-            return codec.validate_json(path.read_bytes())
+            return TypeAdapter(kind).validate_python(json.loads(path.read_bytes()))
         self._observer.stage_begins(name, num_runs, "run")
         found = await find()
         self._observer.stage_ends()
-        write_json(path, codec.dump_python(found, mode="json"))
+        write_json(path, asdict(found))
         return found
 
     def _advance(self, step: int) -> None:

@@ -11,9 +11,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+from pydantic import TypeAdapter
 
 from etude.environment.making.projects import Project
 from etude.errors import AgentError
@@ -31,26 +31,21 @@ _NO_RESULT = (3, 4)
 _ZONES = ("UTC0", "EST5EDT", "JST-9", "<+1345>-13:45", "<-0930>9:30")
 
 
-Bits = Annotated[
-    int, BeforeValidator(lambda text: int(text, 16)), PlainSerializer(lambda bits: format(bits, "x"))
-]
-"""A number of as many bits as there are tests; hexadecimal in JSON."""
-
-
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """Which tests run which lines."""
 
     tests: tuple[str, ...]
-    lines: dict[str, dict[int, Bits]]
-    """Path -> line -> its tests, one bit for each; 0 for a line that is run by the import alone."""
+    lines: Mapping[str, Mapping[int, str]]
+    """Path -> line -> its tests, one bit for each, as a hexadecimal number; 0 for a line that is run by the
+    import alone."""
 
     def tests_of(self, path: str, lines: Collection[int]) -> set[str]:
         """The tests that run one of the lines."""
         known = self.lines.get(path, {})
         bits = 0
         for line in lines:
-            bits |= known.get(line, 0)
+            bits |= int(known.get(line, "0"), 16)
         return {test for number, test in enumerate(self.tests) if bits >> number & 1}
 
     def is_run(self, path: str, lines: Collection[int]) -> bool:
@@ -62,7 +57,7 @@ class Coverage:
         """How many lines all these tests run."""
         numbers = {test: number for number, test in enumerate(self.tests)}
         wanted = sum(1 << numbers[test] for test in tests if test in numbers)
-        rows = (bits for known in self.lines.values() for bits in known.values())
+        rows = (int(bits, 16) for known in self.lines.values() for bits in known.values())
         return sum(wanted != 0 and bits & wanted == wanted for bits in rows)
 
 

@@ -213,7 +213,7 @@ def _find_text(
     ):
         return
     found = wanted.by_run.keys() & set(runs(code_tokens(data.decode("utf-8", "replace")), RUN_LENGTH))
-    for hunk in {id(hunk): hunk for run in found for hunk in wanted.by_run[run]}.values():
+    for hunk in {id(hunk): hunk for run in sorted(found) for hunk in wanted.by_run[run]}.values():
         if not is_foreign or hunk.runs <= found:
             yield hunk.change, Leak(name, how, " ".join(min(hunk.runs & found)))
 

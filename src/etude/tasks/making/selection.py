@@ -106,7 +106,7 @@ def _refusal(
         return "no test fails"
     if len({split_of(path) for path in candidate.change.files}) > 1:
         return "its modules are of different splits"
-    full = [name for name in _functions(candidate) if per_function[name] >= quotas.most_per_function]
+    full = sorted(name for name in _functions(candidate) if per_function[name] >= quotas.most_per_function)
     if full:
         return f"quota: {quotas.most_per_function} tasks of {full[0][0]}:{full[0][1] or 'the module'} already"
     where, tokens = _fingerprint(candidate)
