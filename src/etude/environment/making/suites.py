@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from etude.environment.making.projects import Project
 from etude.errors import AgentError
 from etude.records import TaskImage
@@ -59,9 +57,6 @@ class Coverage:
         wanted = sum(1 << numbers[test] for test in tests if test in numbers)
         rows = (int(bits, 16) for known in self.lines.values() for bits in known.values())
         return sum(wanted != 0 and bits & wanted == wanted for bits in rows)
-
-
-_COVERAGE = TypeAdapter(Coverage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +184,9 @@ def _read_run(found: Mapping[str, Any]) -> SuiteRun:
     failures = {test: _read_failure(test, row) for test, row in found["failures"].items()}
     coverage = None
     if "coverage" in found:
-        rows = {"tests": found["coverage"]["tests"], "lines": found["coverage"]["files"]}
-        coverage = _COVERAGE.validate_python(rows)
+        rows = found["coverage"]["files"].items()
+        lines = {path: {int(line): bits for line, bits in known.items()} for path, known in rows}
+        coverage = Coverage(tuple(found["coverage"]["tests"]), lines)
     duration_s = found.get("duration_s", 0.0)
     functions = {test: (file, name) for test, (file, name) in found["functions"].items()}
     outcomes, errors = found["outcomes"], found["errors"]

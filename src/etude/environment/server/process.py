@@ -60,7 +60,6 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
     app.state.tokens = dict(tokens or {})
     app.state.episodes = {}
     for router in (
-        server_routes.open_router,
         server_routes.router,
         session_routes.router,
         session_routes.snapshot_router,

@@ -16,8 +16,6 @@ from etude.sandbox.wire_types import encode_error
 from etude.serving.application import STALL_S, Json
 
 router = APIRouter()
-open_router = APIRouter()
-"""Routes that need no token."""
 
 REFUSED, TOO_SLOW = 4401, 4408
 """Close codes: no access or no such session; events were dropped for a slow client."""
@@ -50,7 +48,7 @@ async def tasks(host: Host, tenant: Tenant) -> Response:
     return Json([{"name": name, "instruction": task.instruction} for name, task in host.tasks.items()])
 
 
-@open_router.websocket("/sessions/{session_id}/events")
+@router.websocket("/sessions/{session_id}/events")
 async def events(socket: WebSocket, session_id: str) -> None:
     """What happens in a session, as JSON texts: from event number `?after=` + 1 on, until its end.
 
