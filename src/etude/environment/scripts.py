@@ -357,7 +357,7 @@ async def _read_logs(
     packed = await fresh.pack([f"{_LOGS}/{name}" for name in names], limit_bytes=limit_bytes)
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
         files = {row.name.rpartition("/")[2]: archive.extractfile(row) for row in archive if row.isreg()}
-        found = {name: file.read() for name, file in files.items() if file is not None}
+        found = {name: file.read() for name in names if (file := files.get(name)) is not None}
     if found:
         return found
     told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, OWN_ENV)
