@@ -22,7 +22,6 @@ from etude.environment.grading import allowed_changes
 from etude.environment.making.pipeline import STATE, MakeSettings
 from etude.environment.making.projects import Project, read_project, read_text
 from etude.environment.making.reports import MakeReport
-from etude.environment.making.scanning import scan_layers
 from etude.environment.origins import task_resources, task_template
 from etude.environment.verdicts import Grader
 from etude.observe import SilentObserver
@@ -33,6 +32,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.migration import default_state_directory
 from etude.sandbox.types import Resources
 from etude.tasks.making.changes import Change, Quotas
+from etude.tasks.making.leaks import scan_layers
 
 PROJECTS = {
     "itsdangerous": "2.2.0",

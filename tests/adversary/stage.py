@@ -12,7 +12,6 @@ from etude.config import RewardConfig
 from etude.environment.grading import Judge, Verdict, allowed_changes
 from etude.environment.origins import task_origin
 from etude.environment.scripts import run_solution
-from etude.environment.twins import OpenTest
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.backends import open_backend
@@ -56,7 +55,7 @@ class Stage:
         """Whether a grader pays that judges where the agent worked."""
         return self._play(task, hack, False, lambda sandbox: is_fooled(task, sandbox))
 
-    def open_tests(self, task: Task) -> list[OpenTest]:
+    def open_tests(self, task: Task) -> list[str]:
         """Hidden tests whose verdict could be forged."""
         return list(self._runner.run(self.grader.find_twins(task)).open_tests)
 

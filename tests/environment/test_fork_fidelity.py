@@ -10,8 +10,7 @@ import pytest
 from etude.agent import ToolLimits, core_registry
 from etude.agent.tools.registry import Registry
 from etude.agent.tools.terminal import Terminal
-from etude.environment.fork_groups import ForkedWorlds, Refused, fork_worlds
-from etude.environment.fork_records import ForkPoint
+from etude.environment.fork_groups import ForkedWorlds, ForkPoint, Refused, fork_worlds
 from etude.environment.forking import fidelity_of
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader

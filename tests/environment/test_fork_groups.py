@@ -12,11 +12,11 @@ from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import (
     ForkedEpisode,
     ForkPlan,
+    ForkPoint,
     Place,
     Refused,
     choose_turn,
 )
-from etude.environment.fork_records import ForkPoint
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import SamplerError, SandboxError

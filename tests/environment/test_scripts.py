@@ -120,6 +120,10 @@ def test_a_reward_between_0_and_1_is_kept(tmp_path: Path) -> None:
         ("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\nsleep 60\n", "timeout: tests/test.sh did not end"),
         ("#!/no/such/program\n", "tests/test.sh wrote no reward and ended with 12"),
         ("#!/bin/sh\nkill -9 -1\n", "wrote no reward"),
+        (
+            "#!/bin/sh\ncd /logs/verifier; mkdir reward.json; : > reward.json/x\n",
+            "wrote no reward",
+        ),
     ],
 )
 def test_what_is_no_reward_is_a_failure_with_its_cause(tmp_path: Path, test: str, expected: str) -> None:

@@ -9,8 +9,7 @@ from benchmarks.simulation.rollout import SimulatedEnvironment, run_virtual
 
 from etude.agent import ScriptedSampler
 from etude.config import RlConfig
-from etude.environment.fork_groups import ForkedEpisode, ForkPlan, Refused
-from etude.environment.fork_records import ForkPoint, branch_of
+from etude.environment.fork_groups import ForkedEpisode, ForkPlan, ForkPoint, Refused, branch_of
 from etude.protocols import Sampler
 from etude.records import Group, GroupOrigin, Task, Trajectory, TrajectoryId
 from etude.rollout import Collected, ContinuousCollector

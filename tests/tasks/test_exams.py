@@ -246,4 +246,3 @@ def test_each_function_is_changed_in_some_exams_and_not_in_all_and_tests_without
         assert list(found.open_tests) == [rows[1]]
         patterns.add(changed)
     assert len(patterns) == 14 and {(True,) * 4, (False,) * 4}.isdisjoint(patterns)
-    assert ProjectTwins.from_document(json.loads(json.dumps(twins.to_document()))) == twins

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from etude.config import RlConfig
-from etude.environment.fork_records import ForkPoint, branch_of
+from etude.environment.fork_groups import ForkPoint, branch_of
 from etude.model import LanguageModel
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.records import (

@@ -17,7 +17,7 @@ from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
 from etude.controller.replaying import Stored, check_turn, find_task, open_world, recorded_session
-from etude.environment.fork_records import renamed
+from etude.environment.fork_groups import renamed
 from etude.environment.replay import Replay, Replayer, check_tellable, tell
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError

@@ -31,13 +31,13 @@ from etude.controller.compute import (
 from etude.errors import ConfigError
 from etude.inference import Engine, EngineService
 from etude.inference.vllm import ModelSnapshots, SnapshotDirectory, VllmSampler, make_vllm_sampler
+from etude.kit.tasks import run_together
 from etude.model import LanguageModel, missing_route
 from etude.model.loading import AnyModel
 from etude.model.scoring import PackedSequences, device_of, score_sequences
 from etude.observe.machine import available_cores
 from etude.protocols import Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
-from etude.rollout.together import run_together
 from etude.training.parity import ParityFigures, compare_logprobs
 from etude.weights import MemoryWeights, WeightPublisher
 

@@ -28,6 +28,7 @@ from etude.controller.families import TaskFamily
 from etude.controller.forecast import Speeds
 from etude.controller.parts import Parts, open_parts
 from etude.controller.thread_choice import ThreadChoice
+from etude.kit.tasks import run_together
 from etude.model import LanguageModel
 from etude.protocols import Sampler
 from etude.records import (
@@ -41,7 +42,6 @@ from etude.records import (
     Task,
     TrajectoryId,
 )
-from etude.rollout.together import run_together
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document, NextTokenTrainer, RlTrainer, ShuffledDocuments
 

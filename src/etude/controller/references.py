@@ -22,6 +22,7 @@ from etude.controller.expert_chats import ScriptedSession, ScriptedTurn
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.grading import allowed_changes
 from etude.environment.origins import task_origin
+from etude.environment.running import unwatched
 from etude.environment.scripts import run_solution
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
@@ -99,7 +100,7 @@ async def _play(task: Task, site: Site, limits: EpisodeLimits) -> ScriptedSessio
         before = await world.sandbox.files.read_many(list(after), limits.tools.file_bytes)
         texts = {path: (_text(old), new) for (path, new), old in zip(after.items(), before, strict=True)}
         for calls in _write_calls(task, texts, frozenset(site.tools), limits):
-            results = await world.run_calls(calls, {}, _ignore, _ignore)
+            results = await world.run_calls(calls, {}, unwatched, unwatched)
             if failed := next((one.output for one in results if one.error is not None), None):
                 if calls[0].name == "run_tests":
                     continue  # it shows the agent none
@@ -207,7 +208,3 @@ def _named_in(instruction: str, text: str) -> str | None:
 def _need(tool: str, tools: frozenset[str]) -> None:
     if tool not in tools:
         raise _UnplayableError(f"needs the tool {tool}")
-
-
-def _ignore(*event: object) -> None:
-    pass

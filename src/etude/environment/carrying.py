@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from etude.agent.tools.text_file import off_loop
 from etude.environment.grading import is_bytecode, matches_any
-from etude.errors import SandboxError, TaskError
+from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Artifact, Task
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
@@ -79,10 +79,6 @@ class Carried:
     """What is removed before it is laid: see `_MAKE_ROOM`."""
     digest: bytes = b""
     """Names what crosses, but for the times of files."""
-
-
-class NotLaidError(ValueError):
-    """What the agent left could not be laid where it belongs."""
 
 
 async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[str, str]) -> Carried:
@@ -310,7 +306,7 @@ def _joined(parts: Sequence[Carried]) -> Carried:
 async def lay(carried: Carried, fresh: Sandbox, own_env: dict[str, str]) -> None:
     """Lays it into a sandbox in which nothing of the agent's has run. `own_env`: of our own commands.
 
-    Raises NotLaidError for what does not fit there, TaskError for an image without the programs for it,
+    Raises AgentError for what does not fit there, TaskError for an image without the programs for it,
     SandboxError where it took too long.
     """
     steps: list[tuple[str, bytes]] = []
@@ -331,4 +327,4 @@ async def lay(carried: Carried, fresh: Sandbox, own_env: dict[str, str]) -> None
                 fix="the image needs sh, tar and coreutils",
             )
         if result.exit_code != 0:
-            raise NotLaidError(f"what the agent left cannot be laid: {result.stderr.strip()[-200:]}")
+            raise AgentError(f"what the agent left cannot be laid: {result.stderr.strip()[-200:]}")

@@ -6,7 +6,6 @@ its mind, or that needs what its machine does not have, such as a network.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from etude.environment.scripts import check_isolation, find_left, run_solution
 from etude.environment.steps import StepRun
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError, TaskError, UserError
+from etude.kit.tasks import gather_bounded
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
@@ -45,22 +45,21 @@ async def check_tasks(
 ) -> list[TaskReport]:
     """A report for each task, in order; `at_once` of them are checked at the same time. `on_report` is called
     with each as it is found."""
-    grader, places = Grader(backend, limits), asyncio.Semaphore(at_once)
+    grader = Grader(backend, limits)
 
     async def check(task: Task) -> TaskReport:
-        async with places:
-            report = await _check_task(task, grader, backend, limits or Resources())
-            on_report(report)
-            return report
+        report = await _check_task(task, grader, backend, limits or Resources())
+        on_report(report)
+        return report
 
-    return await asyncio.gather(*map(check, tasks))
+    return await gather_bounded(check, tasks, at_once)
 
 
 async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> TaskReport:
     began, forgeable = time.perf_counter(), tuple[str, ...]()
     try:
         found = (await grader.find_twins(task)).open_tests
-        forgeable = tuple(f"{one.test}: {one.reason}" for one in found)
+        forgeable = tuple(f"{test}: {reason}" for test, reason in found.items())
         reason = await _find_fault(task, grader, backend, limits)
     except (TaskError, AgentError) as error:
         reason = str(error)

@@ -30,13 +30,13 @@ from etude.environment.fork_groups import (
     ForkPlan,
     Place,
     Refused,
+    branch_of,
     choose_turn,
     fork_worlds,
 )
-from etude.environment.fork_records import branch_of
 from etude.environment.grading import Verdict
 from etude.environment.member import MemberSampler
-from etude.environment.replay import Untouched, tell
+from etude.environment.replay import Retelling, tell
 from etude.environment.rewards import check_reward, measure_effort, with_length
 from etude.environment.runners import EnvironmentTimes
 from etude.environment.sessions import EnvironmentSession, Site, close_all
@@ -301,7 +301,7 @@ class Environment:
         """Goes on from the fork, to a grade of its own. A failure of ours ends it as such."""
         session = self._new_session(play)
         try:
-            await tell(told, session, Untouched(play.task), forked.point.turn)
+            await tell(told, session, Retelling(play.task), forked.point.turn)
             if isinstance(world, InfrastructureError):
                 raise world
             timings = await run_session(session, view, world, name, place.rng_key, next_words=world.next_step)

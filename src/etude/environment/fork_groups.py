@@ -1,4 +1,4 @@
-"""Where a session is forked, and its siblings' sandboxes.
+"""Where a session is forked, its siblings' sandboxes, and what they leave behind as records of their own.
 
     session ---- turn 0 -- turn 1 -- turn 2 -- turn 3 (its end)     the forked one; not graded yet
                              \\-- turn 2' ...                         siblings: the same tokens, copies of the
@@ -9,19 +9,19 @@ A fork that cannot be had is refused, with a reason that is counted: the session
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
 from etude.config import ForkTurn
-from etude.environment.fork_records import ForkPoint
 from etude.environment.forking import fidelity_of
 from etude.environment.history import causes_of
 from etude.environment.sessions import EnvironmentSession, close_all
 from etude.errors import AgentError, InfrastructureError
-from etude.records import GroupOrigin, Trajectory, TrajectoryId
+from etude.records import GroupOrigin, Relation, Segment, Trajectory, TrajectoryId, VersionSpan
 from etude.sandbox.errors import LiveProcessesError, Unsupported
 
 
@@ -72,6 +72,17 @@ class ForkedEpisode:
     """None without a fork."""
     origin: GroupOrigin | None = None
     refused: Refused | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """A place in a trajectory: before one of its messages."""
+
+    turn: int
+    """Messages before it, of all contexts."""
+    segment_id: str
+    offset: int
+    """Tokens of the segment before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +161,67 @@ def _surprise(trajectory: Trajectory, number: int) -> float:
 def _is_edit(trajectory: Trajectory, number: int) -> bool:
     results = trajectory.turns[number].results
     return any(result.facts.get("kind") == "edit" and result.facts["changed"] for result in results)
+
+
+def renamed(trajectory: Trajectory, identity: TrajectoryId, facts: Mapping[str, Any]) -> Trajectory:
+    """The trajectory under another id, its segments too, and with more `facts`."""
+    before = str(trajectory.id)
+
+    def name(segment_id: str) -> str:
+        return str(identity) + segment_id.removeprefix(before)
+
+    segments = tuple(
+        replace(
+            segment,
+            id=name(segment.id),
+            trajectory_id=str(identity),
+            parent=None if segment.parent is None else (name(segment.parent[0]), segment.parent[1]),
+        )
+        for segment in trajectory.segments
+    )
+    turns = tuple(replace(one, segment_id=name(one.segment_id)) for one in trajectory.turns)
+    return replace(
+        trajectory, id=identity, segments=segments, turns=turns, facts={**trajectory.facts, **facts}
+    )
+
+
+def branch_of(
+    trajectory: Trajectory, point: ForkPoint, identity: TrajectoryId, facts: Mapping[str, Any]
+) -> Trajectory:
+    """What came after the point, as a trajectory of its own that left the forked one there.
+
+    `trajectory`: the forked one, or one that was told the same up to the point under the same id. Its first
+    segment repeats the forked one's tokens up to the point as context: none of them is sampled, so none is
+    trained. Segments and turns of earlier contexts are left out. Routes are kept: they cover every position.
+    """
+    first = next(n for n, segment in enumerate(trajectory.segments) if segment.id == point.segment_id)
+    later = trajectory.segments[first:]
+    ids = {segment.id for segment in later}
+    kept = replace(
+        trajectory, segments=later, turns=tuple(turn for turn in trajectory.turns if turn.segment_id in ids)
+    )
+    branch = renamed(kept, identity, facts)
+    left = replace(
+        context_until(branch.segments[0], point.offset),
+        relation=Relation.FORK,
+        parent=(point.segment_id, point.offset),
+    )
+    branch = replace(branch, segments=(left, *branch.segments[1:]))
+    return replace(branch, facts={**branch.facts, "sampled_tokens": branch.num_sampled_tokens})
+
+
+def context_until(segment: Segment, offset: int) -> Segment:
+    """The segment with its tokens before `offset` turned into context: who sampled them is not told here."""
+    sampled = segment.sampled.copy()
+    sampled[:offset] = False
+    return replace(
+        segment,
+        sampled=sampled,
+        logprobs=np.where(sampled, segment.logprobs, np.float32(0.0)).astype(np.float32),
+        version_spans=_from(segment.version_spans, offset),
+        kv_oldest_spans=_from(segment.kv_oldest_spans, offset),
+    )
+
+
+def _from(spans: tuple[VersionSpan, ...], offset: int) -> tuple[VersionSpan, ...]:
+    return tuple(replace(one, start=max(one.start, offset)) for one in spans if one.end > offset)

@@ -1,23 +1,180 @@
 """Forks of an environment session: copies of its sandbox now, or of how it was at an earlier turn.
 
 A fork at an earlier turn starts from the nearest snapshot (or the origin), and the calls since then are run
-again there (`branching.replay`), so that background commands that ran then run there too; the session itself
-is not touched.
+again there, so that background commands that ran then run there too; the session itself is not touched.
+
+origin --replay--> turn 3 (snapshot) --replay--> turn 5 = the fork      live: turn 9
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from etude.agent import ToolContext, execute_calls
+from etude.agent.simulated_user import SimulatedUser
+from etude.agent.tools import Tool
+from etude.agent.tools.interface import is_path
 from etude.agent.tools.state import ToolState
-from etude.environment.branching import hold, let_go, live_processes, replay
+from etude.environment.history import Difference, History, differences
 from etude.environment.origins import user_of
-from etude.errors import ConfigError, InfrastructureError, SandboxError
-from etude.sandbox.errors import LiveProcessesError
+from etude.environment.preparing import begin_step
+from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
+from etude.records import Task, ToolCall
+from etude.sandbox.errors import LiveProcessesError, Unsupported
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.refusals import check_count
+from etude.sandbox.types import SnapshotKind
 
 if TYPE_CHECKING:
     from etude.environment.sessions import EnvironmentSession
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A snapshot of a session after `turn` turns, shared by it and those forks that passed there."""
+
+    turn: int
+    snapshot: str
+    tool_state: dict[str, Any]
+    user: SimulatedUser | None
+    num_users: int = 1
+
+
+class Snapshots:
+    """The snapshots of one session, taken after every `every` turns that changed something (0: never)."""
+
+    def __init__(self, every: int) -> None:
+        self.kept: list[Kept] = []
+        """By turn, upwards."""
+        self.num_failures = 0
+        self._every = every
+        self._num_changes = 0
+        """Turns that changed something since the last snapshot."""
+
+    def adopt(self, kept: Sequence[Kept]) -> None:
+        """Shares snapshots of the session that was forked."""
+        hold(kept)
+        self.kept += kept
+
+    async def after_turn(
+        self,
+        turn: int,
+        calls: Sequence[ToolCall],
+        context: ToolContext,
+        user: SimulatedUser | None,
+    ) -> str | None:
+        """Takes a snapshot after `turn` turns where the policy says so; why it failed, if it did.
+
+        The turn itself is done and stays so: a later fork then replays from further back. None of files alone
+        is taken while processes of the agent live: what began there would lack them.
+        """
+        if not self._every or not may_change(calls, context.tools):
+            return None
+        self._num_changes += 1
+        if self._num_changes < self._every:
+            return None
+        try:
+            kind: SnapshotKind | None = "full" if await live_processes(context) else None
+            info = await context.sandbox.create_snapshot(kind)
+        except (InfrastructureError, Unsupported, AgentError) as error:
+            self.num_failures += 1
+            return str(error)
+        self._num_changes = 0
+        state = copy.deepcopy(context.state.to_dict())
+        self.kept.append(Kept(turn, info.id, state, copy.deepcopy(user)))
+        return None
+
+    def until(self, turn: int) -> list[Kept]:
+        """Those that were taken after `turn` turns or earlier."""
+        return [kept for kept in self.kept if kept.turn <= turn]
+
+    async def release(self, backend: SandboxBackend) -> None:
+        """The session has ended."""
+        kept, self.kept = self.kept, []
+        await let_go(kept, backend)
+
+
+async def live_processes(context: ToolContext) -> list[str]:
+    """What of the agent's lives in its sandbox now: background commands that run, and the kept shell with its
+    directory and variables. Raises as `Commands.list`."""
+    shell = [] if context.state.shell is None else ["the kept shell"]
+    if not context.state.commands:
+        return shell
+    return [*(one.cmd for one in await context.sandbox.commands.list() if one.running), *shell]
+
+
+def hold(kept: Sequence[Kept]) -> None:
+    """One more needs them."""
+    for snapshot in kept:
+        snapshot.num_users += 1
+
+
+async def let_go(kept: Sequence[Kept], backend: SandboxBackend) -> None:
+    """One less needs them: those that nobody needs are deleted. Raises the last error once all were tried."""
+    failed: SandboxError | None = None
+    for snapshot in kept:
+        snapshot.num_users -= 1
+        if snapshot.num_users == 0:
+            try:
+                await backend.delete_snapshot(snapshot.snapshot)
+            except SandboxError as error:
+                failed = error
+    if failed is not None:
+        raise failed
+
+
+async def replay(context: ToolContext, history: History, first: int, task: Task | None) -> list[Difference]:
+    """Runs the turns from `first` on again, on a workspace as it was before them.
+
+    Raises InfrastructureError if something failed.
+    """
+    found: list[Difference] = []
+    for number in range(first, len(history.turns)):
+        await _archive(context.sandbox, history, number)
+        await _begin_steps(context.sandbox, history, number, task)
+        turn = history.turns[number]
+        try:
+            results = await execute_calls(turn.calls, context)
+        except AgentError as error:
+            raise SandboxError(
+                f"the sandbox ended in the replay, as it had not before: {error.message}",
+                field="turn",
+                received=number,
+            ) from error
+        found += differences(number, turn, results)
+    await _archive(context.sandbox, history, len(history.turns))
+    await _begin_steps(context.sandbox, history, len(history.turns), task)
+    return found
+
+
+async def _begin_steps(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
+    """Has the steps of the task begin that began after `number` turns. Raises SandboxError."""
+    for place, ended in enumerate(history.steps, start=1):
+        if task is not None and ended.turn == number and place < len(task.steps):
+            failure = await begin_step(sandbox, task.steps[place])
+            if failure is not None:
+                raise SandboxError(failure, field="steps")
+
+
+async def _archive(sandbox: Sandbox, history: History, number: int) -> None:
+    """Writes the contexts that were kept after `number` turns; what is there already stays the same."""
+    for archived in history.archives:
+        if archived.turn == number:
+            await sandbox.files.write(archived.path, archived.text)
+
+
+def may_change(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> bool:
+    """Whether one of the calls may have changed the workspace."""
+    for call in calls:
+        tool = tools.get(call.name)
+        if tool is None or call.error is not None:
+            continue
+        if any(is_path(entry) for entry in tool.access(call.arguments).writes):
+            return True
+    return False
 
 
 async def fork_here(

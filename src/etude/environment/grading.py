@@ -32,7 +32,7 @@ from etude.agent.tools.state import is_harness_path
 from etude.agent.tools.text_file import off_loop
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
 from etude.environment.oracles import OracleValues, spare_arguments
-from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
+from etude.environment.twins import TwinFinder, Twins
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.errors import SandboxKilledByAgentError
@@ -109,7 +109,12 @@ class Judge:
                 if forged is not None:
                     break
                 found, _, _ = await self._sit(task, changes, hidden, exam.files)
-                forged = _forged(exam, failures, found)
+                ended = {
+                    str(test): "failed" if test in found else "passed"
+                    for file in hidden
+                    for test in file.tests
+                }
+                forged = exam.judge(ended, set(map(str, failures)))
             if forged is not None:
                 return Verdict(False, 0, num_tests, forged, time.perf_counter() - start_s)
         num_passed = num_tests - len(failures)
@@ -140,7 +145,7 @@ class Judge:
             return Twins()
         if not task.solution_files:
             reason = "the task has no reference solution on which changes could be tried"
-            return Twins((), tuple(OpenTest(test, reason) for test in finder.questionable))
+            return Twins(open_tests={str(test): reason for test in finder.questionable})
         solution = allowed_changes(
             task, {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
         )
@@ -288,15 +293,4 @@ def _bent(
         here = found.get((test.path, test.name), {})
         if test not in failures and any(here.get(index) != values for index, values in known.items()):
             return f"{test.name}: computes something else than beside the reference solution: it is forged"
-    return None
-
-
-def _forged(exam: Exam, before: Mapping[HiddenTest, str], found: Mapping[HiddenTest, str]) -> str | None:
-    """How a submission gives itself away that failed `before` in the hidden tests, and `found` in an exam."""
-    for test in exam.twins:
-        if test not in before and test not in found:
-            return f"{test.name}: passes although it was changed to expect something else: it is forged"
-    for test, reason in found.items():
-        if test not in before and test not in exam.twins:
-            return f"{test.name}: passes at one time and fails at another: {reason}"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,8 @@ class SessionTurn:
     @property
     def size_bytes(self) -> int:
         """About what it takes to keep it."""
-        return size_of(self.calls) + sum(len(result.output) for result in self.results)
-
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "calls": [call_document(call) for call in self.calls],
-            "results": [result_document(result) for result in self.results],
-        }
+        outputs = sum(len(result.output) for result in self.results)
+        return OVERHEAD_BYTES * len(self.calls) + len(repr(self.calls)) + outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +118,7 @@ class History:
                 "skips turns", field="turn", received=place, fix=f"the next turn is {len(self.turns)}"
             )
         kept = self.turns[place]
-        if not same_calls(kept.calls, calls):
+        if kept.calls != tuple(calls):
             raise TurnConflictError(
                 "this turn was run with other calls", field="turn", received=place, fix="number turns upwards"
             )
@@ -133,19 +127,6 @@ class History:
 
 class TurnConflictError(UserError):
     """A turn's number or key that came with two different sets of calls."""
-
-
-def same_calls(first: Sequence[ToolCall], second: Sequence[ToolCall]) -> bool:
-    """Whether the two ask for the same."""
-    return [call_document(call) for call in first] == [call_document(call) for call in second]
-
-
-def size_of(calls: Sequence[ToolCall]) -> int:
-    """About what the calls take in memory, in bytes."""
-    return sum(
-        OVERHEAD_BYTES + len(call.name) + sum(len(name) + len(value) for name, value in _items(call))
-        for call in calls
-    )
 
 
 def differences(number: int, turn: SessionTurn, results: Sequence[ToolResult]) -> list[Difference]:
@@ -158,11 +139,6 @@ def differences(number: int, turn: SessionTurn, results: Sequence[ToolResult]) -
         if (expected.output, expected.error, expected.finished)
         != (received.output, received.error, received.finished)
     ]
-
-
-def _items(call: ToolCall) -> list[tuple[str, str]]:
-    arguments: Mapping[str, Any] = call.arguments
-    return [(str(name), str(value)) for name, value in arguments.items()]
 
 
 DURATIONS = "durations"

@@ -7,16 +7,14 @@ with slashes between them; a word begins with a letter or a digit. `../..` is no
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 
-from etude.errors import UserError
+from etude.errors import AgentError, UserError
 from etude.sandbox.paths import normal_path
+from etude.sandbox.template import Template
 
 MAX_NAME_CHARACTERS = 200
-MAX_PATH_BYTES = 4000
-MAX_PARTS = 100
-MAX_PART_BYTES = 255
-"""Of one part of a path: what file systems take."""
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._+@:-]*"
 _TASK = re.compile(rf"{_WORD}(/{_WORD})*")
 _RUN = re.compile(_WORD)
@@ -37,61 +35,25 @@ def check_run_name(name: str, field: str = "run") -> str:
     return _checked(_RUN, name, field, "letters, digits and . _ + @ : -, as in nightly-3")
 
 
-def check_files(files: Mapping[str, str], field: str) -> Mapping[str, str]:
-    """The files themselves: paths inside a workspace, each once, none of them a directory of another's.
+def template_of(files: Mapping[str, str], field: str) -> Template:
+    """A template of a client's files: paths inside a workspace, each once, none a directory of another's.
 
     Raises UserError that names the path.
     """
-    seen: dict[str, str] = {}
-    for path, text in files.items():
-        _check_characters(path, text, field)
-        normal = normal_path(path)
-        if normal.count("/") >= MAX_PARTS:
-            raise UserError(
-                "lies too deep", field=field, received=path, fix=f"at most {MAX_PARTS} names in one path"
-            )
-        if normal == "." or path.endswith("/"):
-            raise UserError("names no file", field=field, received=path, fix="a path such as lib/a.py")
-        if normal in seen:
-            raise UserError(
-                f"is the same file as {seen[normal]!r}", field=field, received=path, fix="send one of the two"
-            )
-        seen[normal] = path
-    folders: set[str] = set()
-    for normal, path in seen.items():
-        above = normal.rpartition("/")[0]
-        while above and above not in folders:
-            folders.add(above)
-            if above in seen:
-                raise UserError(
-                    f"{above!r} is sent as a file, and cannot be a directory as well",
-                    field=field,
-                    received=path,
-                    fix=f"leave one of the two out, or name {above!r} otherwise",
-                )
-            above = above.rpartition("/")[0]
-    return files
-
-
-def _check_characters(path: str, text: str, field: str) -> None:
-    """Raises UserError for what no file can be called or hold."""
     try:
-        text.encode()
-        data = path.encode()
-    except UnicodeEncodeError:
+        template = Template(files, "files")
+    except UnicodeEncodeError as error:
         raise UserError(
-            "holds half a character (a lone surrogate)",
-            field=field,
-            received=repr(path),
-            fix="send UTF-8 text",
-        ) from None
-    if "\0" in path or len(data) > MAX_PATH_BYTES or max(map(len, data.split(b"/"))) > MAX_PART_BYTES:
-        raise UserError(
-            "is no path",
-            field=field,
-            received=path[:MAX_PART_BYTES],
-            fix=f"no NUL, at most {MAX_PART_BYTES} bytes from slash to slash",
-        )
+            f"holds half a character: {error.reason}", field=field, fix="send UTF-8 text"
+        ) from error
+    except (UserError, AgentError) as error:
+        fix = error.fix or "name files in the workspace"
+        raise UserError(error.message, field=field, received=error.received, fix=fix) from error
+    if len(template.contents) < len(files):
+        names = Counter(map(normal_path, files))
+        twice = next(path for path in files if names[normal_path(path)] > 1)
+        raise UserError("is sent twice", field=field, received=twice, fix="send one of the two")
+    return template
 
 
 def _checked(grammar: re.Pattern[str], name: str, field: str, wanted: str) -> str:

@@ -190,22 +190,8 @@ def moment() -> dict[str, object]:
 
 
 SECTIONS = {
-    name: function
-    for name, function in list(globals().items())
-    if name
-    in (
-        "identity",
-        "environment",
-        "clock",
-        "git",
-        "tools",
-        "python",
-        "machine",
-        "proc",
-        "network",
-        "paths",
-        "moment",
-    )
+    one.__name__: one
+    for one in (identity, environment, clock, git, tools, python, machine, proc, network, paths, moment)
 }
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 from etude.agent import AgentSession, NextWords, ToolContext
 from etude.agent.journal import INTERRUPTED
 from etude.environment.history import DURATIONS, Difference, SessionTurn, causes_of, differences
+from etude.environment.running import unwatched
 from etude.errors import AgentError, ConfigError, SandboxError, UserError
 from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
 from etude.records import (
@@ -76,26 +76,9 @@ class Replay:
         return not self.differences
 
 
-class Retelling(Protocol):
-    """What is done with a trajectory's calls while a session is told of them."""
-
-    replay: Replay
-
-    async def turn(self, number: int, turn: Turn) -> None:
-        """Turn `number`, from 0, is told."""
-        ...
-
-    async def archive(self, path: str, text: str) -> None:
-        """The file of a full context is due."""
-        ...
-
-    async def next_words(self) -> str | None:
-        """What the user said when the agent was done, before it went on; None where that is not known."""
-        ...
-
-
-class Untouched(Retelling):
-    """Where the workspace is as it was after the last of the calls: nothing is done."""
+class Retelling:
+    """What is done with a trajectory's calls while a session is told of them: here nothing, where the
+    workspace is as it was after them."""
 
     def __init__(self, task: Task | None = None) -> None:
         """`task`: whose steps the user asked for."""
@@ -103,12 +86,13 @@ class Untouched(Retelling):
         self._words = [step.instruction for step in task.steps[1:]] if task is not None else []
 
     async def turn(self, number: int, turn: Turn) -> None:
-        """See Retelling.turn."""
+        """Turn `number`, from 0, is told."""
 
     async def archive(self, path: str, text: str) -> None:
-        """See Retelling.archive."""
+        """The file of a full context is due."""
 
     async def next_words(self) -> str | None:
+        """What the user said when the agent was done, before it went on; None where that is not known."""
         return self._words.pop(0) if self._words else None
 
 
@@ -128,7 +112,7 @@ class Replayer(Retelling):
         """`workspace`: in the state in which the trajectory began; `context`: that of its tools. With a user,
         questions are put to it. `deadline_s`: wall time of one turn. `next_step`: has the task's next step
         begin in the workspace."""
-        self.replay = Replay()
+        super().__init__()
         self._workspace = workspace
         self._context = context
         self._deadline_s = deadline_s
@@ -147,7 +131,7 @@ class Replayer(Retelling):
             return
         try:
             async with asyncio.timeout(self._deadline_s):
-                results = await self._workspace.run_calls(turn.calls, known, _ignore, _ignore)
+                results = await self._workspace.run_calls(turn.calls, known, unwatched, unwatched)
         except AgentError as error:
             if not open_calls:
                 raise SandboxError(
@@ -376,7 +360,3 @@ def unified_diff(difference: Difference) -> list[str]:
         if before != now:
             lines += [f"-[{name}: {before}]", f"+[{name}: {now}]"]
     return lines
-
-
-def _ignore(*event: object) -> None:
-    pass

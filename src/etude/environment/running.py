@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.agent import ToolContext, execute_calls
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Tool
-from etude.environment.history import History, TurnConflictError, same_calls
+from etude.environment.history import History, TurnConflictError
 from etude.kit.tasks import start_watched
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
@@ -57,37 +58,24 @@ class RunningTurn:
 
     number: int
     calls: tuple[ToolCall, ...]
-    key: str | None = None
+    key: str | None
+    listeners: tuple[OnCall, OnResult]
+    """Of whoever asked for it first."""
     begun: list[int] = field(default_factory=list[int])
     """Positions, in the order in which they began."""
     results: dict[int, ToolResult] = field(default_factory=dict[int, ToolResult])
     """By position, in the order in which they ended."""
     task: asyncio.Task[list[ToolResult]] | None = None
-    _listeners: list[tuple[OnCall, OnResult]] = field(default_factory=list[tuple[OnCall, OnResult]])
-
-    def listen(self, on_call: OnCall, on_result: OnResult) -> None:
-        """Tells what has happened so far, and then what happens."""
-        for position in self.begun:
-            on_call(position, self.calls[position])
-        for position, result in self.results.items():
-            on_result(position, self.calls[position], result)
-        self._listeners.append((on_call, on_result))
-
-    def deafen(self, on_call: OnCall, on_result: OnResult) -> None:
-        """Tells these no more."""
-        self._listeners = [pair for pair in self._listeners if pair != (on_call, on_result)]
 
     def on_call(self, position: int, call: ToolCall) -> None:
         """A call begins to run."""
         self.begun.append(position)
-        for on_call, _ in self._listeners:
-            on_call(position, call)
+        self.listeners[0](position, call)
 
     def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
         """A call has ended."""
         self.results[position] = result
-        for _, on_result in self._listeners:
-            on_result(position, call, result)
+        self.listeners[1](position, call, result)
 
     def what_is_known(self, tools: Mapping[str, Tool]) -> dict[int, ToolResult]:
         """Results for the turn's next try, after something failed: no side effect is repeated.
@@ -102,25 +90,27 @@ class RunningTurn:
         return known
 
 
-Work = Callable[[RunningTurn, Mapping[int, ToolResult]], Awaitable[list[ToolResult]]]
+class TurnRunner(ABC):
+    """Runs the turns of one session, whatever a turn does: the base of `EnvironmentSession`."""
 
-
-class TurnRunner:
-    """Runs the turns of one session. Implements `EnvironmentSession`.
-
-    `work` carries a turn out, given results that are known already, and adds it to the history. `check`
-    raises if no turn may begin now.
-    """
-
-    def __init__(
-        self, history: History, tools: Mapping[str, Tool], check: Callable[[], None], work: Work
-    ) -> None:
-        self.running: RunningTurn | None = None
-        self._history = history
+    def __init__(self, history: History, tools: Mapping[str, Tool]) -> None:
+        self.history = history
+        self._running: RunningTurn | None = None
         self._tools = tools
-        self._check = check
-        self._work = work
         self._failed: RunningTurn | None = None
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raises SandboxError if no turn may begin now."""
+
+    @abstractmethod
+    async def _run_turn(self, turn: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
+        """Carries a turn out, given results that are known already, and adds it to the history."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a turn runs."""
+        return self._running is not None
 
     async def run_calls(
         self,
@@ -129,8 +119,9 @@ class TurnRunner:
         on_call: OnCall,
         on_result: OnResult,
     ) -> list[ToolResult]:
-        """A turn behind those that run. Cancelled, it cancels what runs and waits for its end."""
-        while (before := self.running) is not None and before.task is not None:
+        """See Workspace.run_calls: a turn behind those that run. Cancelled, it cancels what runs and waits
+        for its end."""
+        while (before := self._running) is not None and before.task is not None:
             await asyncio.wait({before.task})
         running = self._begin(tuple(calls), known, None, on_call, on_result)
         assert running.task is not None
@@ -147,23 +138,26 @@ class TurnRunner:
         number: int | None,
         on_call: OnCall,
         on_result: OnResult,
-        known: Mapping[int, ToolResult],
-        key: str | None,
+        known: Mapping[int, ToolResult] | None = None,
+        key: str | None = None,
     ) -> list[ToolResult]:
-        while (before := self.running) is not None and before.number < len(self._history.turns):
+        """One turn of a client that may be cut off, named by its number (from 0) or a key. Asked for again,
+        it is not run again, and only its results are told.
+
+        Whoever stops waiting leaves it running. Raises UserError for a number or key of other calls, and
+        as `run_calls`.
+        """
+        while (before := self._running) is not None and before.number < len(self.history.turns):
             # It is in the history, and its snapshot is being taken: only then does the next one begin.
             assert before.task is not None
             await asyncio.wait({before.task})
-        kept = self._history.find(number, key, calls)
+        kept = self.history.find(number, key, calls)
         if kept is not None:
-            tell_kept(kept.calls, kept.results, on_result)
             return list(kept.results)
-        running = self.running
+        running = self._running
         if running is None:
-            running = self._begin(tuple(calls), known, key, on_call, on_result)
-        elif same_calls(running.calls, calls) and (number is not None or (key and key == running.key)):
-            running.listen(on_call, on_result)
-        else:
+            running = self._begin(tuple(calls), known or {}, key, on_call, on_result)
+        elif running.calls != tuple(calls) or (number is None and (not key or key != running.key)):
             raise TurnConflictError(
                 "another turn runs",
                 field="turn",
@@ -171,10 +165,7 @@ class TurnRunner:
                 fix="wait for its end, and send calls that belong together as one turn",
             )
         assert running.task is not None
-        try:
-            return await asyncio.shield(running.task)
-        finally:
-            running.deafen(on_call, on_result)
+        return await asyncio.shield(running.task)
 
     def _begin(
         self,
@@ -184,34 +175,30 @@ class TurnRunner:
         on_call: OnCall,
         on_result: OnResult,
     ) -> RunningTurn:
-        self._check()
-        running = RunningTurn(len(self._history.turns), calls, key)
-        running.listen(on_call, on_result)
+        self._check_open()
+        running = RunningTurn(len(self.history.turns), calls, key, (on_call, on_result))
         before, self._failed = self._failed, None
-        if before is not None and before.number == running.number and same_calls(before.calls, calls):
+        if before is not None and before.number == running.number and before.calls == calls:
             known = {**before.what_is_known(self._tools), **known}
-        self.running = running
+        self._running = running
         running.task = start_watched(self._run(running, known))
         return running
 
     async def _run(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
         try:
-            return await self._work(running, known)
+            return await self._run_turn(running, known)
         except BaseException:
             running.results |= {place: known[place] for place in known if place < len(running.calls)}
             self._failed = running
             raise
         finally:
-            self.running = None
-
-
-def tell_kept(calls: Sequence[ToolCall], results: Sequence[ToolResult], on_result: OnResult) -> None:
-    """Tells the results of a turn that has ended, as far as its calls were run."""
-    for position, (call, result) in enumerate(zip(calls, results, strict=True)):
-        if was_run(result):
-            on_result(position, call, result)
+            self._running = None
 
 
 def was_run(result: ToolResult) -> bool:
     """Whether the call was carried out: what was refused (malformed, not approved) took no time."""
     return result.duration_s > 0
+
+
+def unwatched(*event: object) -> None:
+    """A listener of calls and results where nobody watches."""

@@ -26,12 +26,10 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from etude.agent.tools.text_file import off_loop
 from etude.environment.carrying import (
     Carried,
-    NotLaidError,
     carry_artifacts,
     carry_root,
     lay,
@@ -95,9 +93,6 @@ done
 if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 
-Read = TypeVar("Read")
-
-
 @dataclass(frozen=True, slots=True)
 class FileKinds:
     """What the contents of the workspace's changed files do not say."""
@@ -108,10 +103,6 @@ class FileKinds:
     """All symbolic links of the workspace: path -> target. None: not known, the image's stay."""
     elsewhere: Carried | None = None
     """What crosses beside the workspace. None: nothing was done, and nothing was looked for."""
-
-
-class RewardError(ValueError):
-    """What test.sh wrote is no reward."""
 
 
 async def judge_by_script(
@@ -125,8 +116,8 @@ async def judge_by_script(
 
     Of a task with exams the reward is 1 if all of them are passed, else 0, whatever the script writes.
     What the agent's files did to it (a hang, a full disk, no reward) is a failure without a reward, but with
-    a cause. Raises SandboxError if our own
-    machinery failed, TaskError for an image in which no script can be run, Unsupported without isolation.
+    a cause. Raises SandboxError if our own machinery failed, TaskError for an image in which no script can be
+    run, Unsupported without isolation.
     """
     script, began = task.verifier, time.perf_counter()
     assert script is not None, "the caller chose by it"
@@ -134,28 +125,28 @@ async def judge_by_script(
     if script.machine is not None and kinds.elsewhere is None:
         kinds = await _untouched(task, backend, given or Resources())
 
-    async def run(overlay: bytes, read: Callable[[Sandbox, CommandResult], Awaitable[Read]]) -> Read:
-        return await _run_script(task, changes, kinds, backend, given or Resources(), overlay, read)
+    async def run(overlay: bytes) -> Mapping[str, bytes]:
+        return await _run_script(task, changes, kinds, backend, given or Resources(), overlay)
 
     try:
         if script.exams:
             cause = await _sit_exams(script, run)
             passed, took_s = cause is None, time.perf_counter() - began
             return Verdict(passed, int(passed), int(not passed), cause, took_s, reward=float(passed))
-        return verdict_on(await run(b"", _read_rewards), time.perf_counter() - began)
-    except (AgentError, NotLaidError, RewardError) as error:
+        return verdict_on(_rewards_in(await run(b"")), time.perf_counter() - began)
+    except AgentError as error:
         return Verdict(False, 0, 1, str(error), time.perf_counter() - began)
 
 
 async def _sit_exams(
-    script: TestScript,
-    run: Callable[[bytes, Callable[[Sandbox, CommandResult], Awaitable[bytes]]], Awaitable[bytes]],
+    script: TestScript, run: Callable[[bytes], Awaitable[Mapping[str, bytes]]]
 ) -> str | None:
-    """Why one of a task's exams is not passed; None if all are. Raises RewardError without a result."""
+    """Why one of a task's exams is not passed; None if all are. Raises AgentError without a result."""
     found = read_exams(script.exams)
     for exam in found.exams:
         files = found.files_of(exam)
-        outcomes = read_outcomes(await run(pack_texts(files) if files else b"", _read_outcomes))
+        logs = await run(pack_texts(files) if files else b"")
+        outcomes = read_outcomes(logs[OUTCOMES])
         failure = f"{OUTCOMES} is not what it should be" if outcomes is None else exam.judge(outcomes)
         if failure is not None:
             return failure
@@ -169,9 +160,9 @@ async def _run_script(
     backend: SandboxBackend,
     given: Resources,
     overlay: bytes,
-    read: Callable[[Sandbox, CommandResult], Awaitable[Read]],
-) -> Read:
-    """What `read` finds in a fresh sandbox in which test.sh has run. `overlay`: tar file over `/tests`."""
+) -> dict[str, bytes]:
+    """What test.sh has written in a fresh sandbox: rewards, or how its tests ended. `overlay`: tar file over
+    `/tests`. Raises AgentError where it is nothing."""
     script = task.verifier
     assert script is not None, "the caller chose by it"
     origin = verifier_origin(task, given)
@@ -190,9 +181,11 @@ async def _run_script(
         env = {**({} if has_image else {"HOME": "/tmp"}), **script.env}
         result = await fresh.commands.run(command, script.timeout_s, env)
         if result.timed_out:
-            raise RewardError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
+            raise AgentError(f"timeout: tests/test.sh did not end within {script.timeout_s:g} s")
         await _end_processes(fresh)
-        return await read(fresh, result)
+        if script.exams:
+            return await _read_logs(fresh, result, [OUTCOMES], MAX_OUTCOME_BYTES)
+        return await _read_logs(fresh, result, _REWARDS, _REWARD_BYTES)
     finally:
         await fresh.kill()
 
@@ -356,54 +349,45 @@ async def _end_processes(sandbox: Sandbox) -> None:
         pass
 
 
-async def _read_rewards(fresh: Sandbox, ran: CommandResult) -> dict[str, float]:
-    """The rewards in the file, by name; no program of the image's reads them. Raises RewardError."""
-    texts = await _read_logs(fresh, _REWARDS, _REWARD_BYTES)
-    name = next((name for name in _REWARDS if name in texts), "")
-    text = texts.get(name, b"").decode(errors="replace")
-    if name == "reward.json":
-        return _rewards_of(text)
-    if name == "reward.txt":
-        try:
-            return {"reward": _number(float(text), name)}
-        except ValueError:
-            raise RewardError(f"{name} holds no finite number: {text.strip()[:80]!r}") from None
-    raise await _without_result(fresh, ran, "reward")
-
-
-async def _read_outcomes(fresh: Sandbox, ran: CommandResult) -> bytes:
-    """What test.sh wrote on how its tests ended. Raises RewardError."""
-    found = (await _read_logs(fresh, [OUTCOMES], MAX_OUTCOME_BYTES)).get(OUTCOMES)
-    if found is None:
-        raise await _without_result(fresh, ran, OUTCOMES)
-    return found
-
-
-async def _read_logs(fresh: Sandbox, names: Sequence[str], limit_bytes: int) -> dict[str, bytes]:
-    """Those of the verifier's files that are there."""
-    found = await fresh.pack([f"{_LOGS}/{name}" for name in names], limit_bytes=limit_bytes)
-    with tarfile.open(fileobj=io.BytesIO(found), mode="r:") as archive:
+async def _read_logs(
+    fresh: Sandbox, ran: CommandResult, names: Sequence[str], limit_bytes: int
+) -> dict[str, bytes]:
+    """Those of the verifier's files that are there; no program of the image's reads them."""
+    packed = await fresh.pack([f"{_LOGS}/{name}" for name in names], limit_bytes=limit_bytes)
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
         files = {row.name.rpartition("/")[2]: archive.extractfile(row) for row in archive if row.isreg()}
-        return {name: file.read() for name, file in files.items() if file is not None}
-
-
-async def _without_result(fresh: Sandbox, ran: CommandResult, what: str) -> RewardError:
+        found = {name: file.read() for name in names if (file := files.get(name)) is not None}
+    if found:
+        return found
     told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, OWN_ENV)
     said = told.stdout.strip()[-_SAID_CHARS:]
+    what = OUTCOMES if OUTCOMES in names else "reward"
     words = f"tests/test.sh wrote no {what} and ended with {ran.exit_code}"
-    return RewardError(f"{words}: {said}" if said else words)
+    raise AgentError(f"{words}: {said}" if said else words)
+
+
+def _rewards_in(logs: Mapping[str, bytes]) -> dict[str, float]:
+    """The rewards in the first of the files, by name. Raises AgentError for what is none."""
+    name = next(name for name in _REWARDS if name in logs)
+    text = logs[name].decode(errors="replace")
+    if name == "reward.json":
+        return _rewards_of(text)
+    try:
+        return {"reward": _number(float(text), name)}
+    except ValueError:
+        raise AgentError(f"{name} holds no finite number: {text.strip()[:80]!r}") from None
 
 
 def _rewards_of(text: str) -> dict[str, float]:
-    """The numbers of `reward.json`; one without a name is `reward`. Raises RewardError where one is none, as
+    """The numbers of `reward.json`; one without a name is `reward`. Raises AgentError where one is none, as
     Harbor does."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise RewardError(f"reward.json is not JSON: {text.strip()[:80]!r}") from None
+        raise AgentError(f"reward.json is not JSON: {text.strip()[:80]!r}") from None
     named = found if isinstance(found, dict) else {"reward": found}
     if not named:
-        raise RewardError("reward.json holds no number")
+        raise AgentError("reward.json holds no number")
     return {str(name): _number(value, "reward.json") for name, value in named.items()}
 
 
@@ -412,4 +396,4 @@ def _number(value: object, name: str) -> float:
         with contextlib.suppress(OverflowError):
             if math.isfinite(value):
                 return float(value)
-    raise RewardError(f"{name} holds no finite number: {str(value)[:80]!r}")
+    raise AgentError(f"{name} holds no finite number: {str(value)[:80]!r}")

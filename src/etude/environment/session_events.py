@@ -1,7 +1,7 @@
 """What happens in an environment session, numbered, for whoever watches: now, or from some event on.
 
-Bounded on both sides: the log keeps the last events only, and a watcher that does not take them in time is
-let go with a word. Watching never slows a session down.
+The log keeps the last events only. A watcher reads it at a pace of its own; one that falls behind what is
+kept is let go with a word. Watching never slows a session down.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 KEPT_EVENTS = 4096
 KEPT_BYTES = 4 << 20
-WAITING_EVENTS = 512
-"""Events that may wait for one watcher."""
 
 Event = dict[str, Any]
 """Plain JSON: `n` (its number, from 1), `event` (what happened), and what belongs to it."""
@@ -24,20 +22,14 @@ Event = dict[str, Any]
 class EventLog:
     """The events of one session, for one event loop."""
 
-    def __init__(
-        self,
-        kept_events: int = KEPT_EVENTS,
-        kept_bytes: int = KEPT_BYTES,
-        waiting_events: int = WAITING_EVENTS,
-    ) -> None:
+    def __init__(self, kept_events: int = KEPT_EVENTS, kept_bytes: int = KEPT_BYTES) -> None:
         self.last = 0
         """The number of the last event."""
         self._kept: deque[tuple[Event, int]] = deque()
         self._kept_bytes = 0
         self._limits = (kept_events, kept_bytes)
-        self._waiting_events = waiting_events
-        self._watchers: set[_Watcher] = set()
         self._closed = False
+        self._news = asyncio.Event()
 
     def put(self, event: str, **what: Any) -> None:
         """Something happened. `what`: plain JSON values."""
@@ -51,16 +43,12 @@ class EventLog:
         most, most_bytes = self._limits
         while self._kept and (len(self._kept) > most or self._kept_bytes > most_bytes):
             self._kept_bytes -= self._kept.popleft()[1]
-        for watcher in list(self._watchers):
-            if not watcher.put(entry):
-                self._watchers.discard(watcher)
+        self._wake()
 
     def close(self) -> None:
         """Nothing more happens: watchers see the rest and end."""
         self._closed = True
-        for watcher in self._watchers:
-            watcher.end()
-        self._watchers.clear()
+        self._wake()
 
     async def watch(self, after: int = 0) -> AsyncGenerator[Event, None]:
         """The events with numbers above `after`, and those to come, until the session is closed.
@@ -68,47 +56,27 @@ class EventLog:
         Events that are not kept any longer are told as one `gap`. A watcher that is too slow gets `dropped`
         as its last event; it may begin again after the last number that it saw.
         """
-        watcher = _Watcher(self._waiting_events)
-        kept = [entry for entry, _ in self._kept if entry["n"] > after]
-        first = kept[0]["n"] if kept else self.last + 1
-        if not self._closed:
-            self._watchers.add(watcher)
-        try:
-            if first > after + 1:
-                yield {"event": "gap", "first_missing": after + 1, "last_missing": first - 1}
-            for entry in kept:
+        seen = min(after, self.last)
+        if self._num_gone > seen:
+            yield {"event": "gap", "first_missing": seen + 1, "last_missing": self._num_gone}
+            seen = self._num_gone
+        while True:
+            while seen < self.last:
+                if self._num_gone > seen:
+                    yield {"event": "dropped", "reason": "too slow", "first_missing": seen + 1}
+                    return
+                entry, _ = self._kept[seen - self._num_gone]
+                seen += 1
                 yield entry
             if self._closed:
-                # It may have been closed just now, with events in the queue.
-                watcher.end()
-            while (entry := await watcher.take()) is not None:
-                yield entry
-        finally:
-            self._watchers.discard(watcher)
+                return
+            await self._news.wait()
 
+    @property
+    def _num_gone(self) -> int:
+        """Events that are kept no longer: the first ones."""
+        return self.last - len(self._kept)
 
-class _Watcher:
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._queue: deque[Event | None] = deque()
-        self._something = asyncio.Event()
-
-    def put(self, entry: Event) -> bool:
-        """False if the watcher is too slow and gets no more."""
-        if len(self._queue) >= self._limit:
-            self._queue.append({"event": "dropped", "reason": "too slow", "first_missing": entry["n"]})
-            self.end()
-            return False
-        self._queue.append(entry)
-        self._something.set()
-        return True
-
-    def end(self) -> None:
-        self._queue.append(None)
-        self._something.set()
-
-    async def take(self) -> Event | None:
-        while not self._queue:
-            self._something.clear()
-            await self._something.wait()
-        return self._queue.popleft()
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -25,17 +25,15 @@ from etude.agent.inputs import call_document, result_document
 from etude.agent.mcp import open_servers
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
-from etude.environment.branching import Kept, Snapshots
-from etude.environment.forking import fork_at, fork_here
+from etude.environment.forking import Kept, Snapshots, fork_at, fork_here
 from etude.environment.history import Difference, History, SessionTurn, StepEnded
 from etude.environment.origins import DeferredSandbox, Origin, task_origin, user_of
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
 from etude.environment.steps import StepRun
-from etude.environment.submission import Submission, check_ending
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
-from etude.protocols import OnCall, OnResult
+from etude.kit.tasks import start_watched
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.interface import Sandbox
@@ -47,7 +45,7 @@ SessionState = Literal["open", "paused", "submitted", "closed"]
 __all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site", "close_all"]
 
 
-class EnvironmentSession:
+class EnvironmentSession(TurnRunner):
     """Implements `Workspace`, counts and keeps turns, grades and forks. For one event loop.
 
     Calls raise InfrastructureError where something behind them failed, AgentError where the agent ended its
@@ -62,13 +60,13 @@ class EnvironmentSession:
         task: Task | None = None,
         instruction: str | None = None,
         test_paths: tuple[str, ...] = (),
-        session_id: str | None = None,
         user: SimulatedUser | None = None,
         history: History | None = None,
         tool_state: ToolState | None = None,
     ) -> None:
         """Takes the sandbox over. Use `begin` for a task and `open` for everything else."""
-        self.id = session_id or f"session-{secrets.token_hex(8)}"
+        super().__init__(history or History(), site.tools)
+        self.id = f"session-{secrets.token_hex(8)}"
         self.site = site
         self.origin = origin
         self.task = task
@@ -96,7 +94,6 @@ class EnvironmentSession:
             workspace=template.workspace,
             has_environment=template.image is not None and not paths,
         )
-        self.history = history or History()
         self.facts = SessionFacts()
         for turn in self.history.turns:
             self.facts.on_turn(turn.calls, turn.results)
@@ -119,8 +116,7 @@ class EnvironmentSession:
         self.closed = asyncio.Event()
         """Set once nothing of it is left."""
         self._lock = asyncio.Lock()
-        self._turns = TurnRunner(self.history, site.tools, self._check_open, self._run_turn)
-        self._submission = Submission(self._grade)
+        self._grading: asyncio.Task[Outcome] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -159,29 +155,13 @@ class EnvironmentSession:
     @property
     def busy(self) -> bool:
         """Whether something is being done."""
-        return self._lock.locked() or self._turns.running is not None
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether a turn runs, or waits for its turn."""
-        return self._turns.running is not None
+        return self._lock.locked() or self.in_turn
 
     @property
     def outcome(self) -> Outcome | None:
         """What it earned, once that is known."""
-        return self._submission.outcome
-
-    # Workspace
-
-    async def run_calls(
-        self,
-        calls: Sequence[ToolCall],
-        known: Mapping[int, ToolResult],
-        on_call: OnCall,
-        on_result: OnResult,
-    ) -> list[ToolResult]:
-        """See Workspace.run_calls: one turn. Cancelled, it cancels what runs and waits for its end."""
-        return await self._turns.run_calls(calls, known, on_call, on_result)
+        grading = self._grading
+        return grading.result() if grading and grading.done() and not _has_failed(grading) else None
 
     async def archive(self, path: str, text: str) -> str:
         async with self._lock:
@@ -223,24 +203,6 @@ class EnvironmentSession:
             self.events.put("step_began", name=step.name)
             return step.instruction
 
-    # Turns of clients that may be cut off
-
-    async def turn(
-        self,
-        calls: Sequence[ToolCall],
-        number: int | None,
-        on_call: OnCall,
-        on_result: OnResult,
-        known: Mapping[int, ToolResult] | None = None,
-        key: str | None = None,
-    ) -> list[ToolResult]:
-        """One turn, named by its number (from 0) or a key. Asked for again, it is not run again.
-
-        Whoever stops waiting leaves it running. Raises UserError for a number or key of other calls, and
-        as `run_calls`.
-        """
-        return await self._turns.turn(calls, number, on_call, on_result, known or {}, key)
-
     async def _run_turn(self, turn: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
         number = turn.number
 
@@ -274,17 +236,21 @@ class EnvironmentSession:
             self.events.put("turn_failed", turn=number, error=type(error).__name__, message=str(error))
             raise
 
-    # Everything else
-
     async def submit(self, status: Status | None = None, cause: str = "") -> Outcome:
         """Ends the session and grades it: no turn runs after this.
 
         `status`: how the agent's session ended; by default `done`, or `agent_error` where the agent killed
         its sandbox. Asked again, it gives the same outcome; what failed is tried again. Raises ConfigError
-        without a task, UserError for what is no Status, SandboxStateError while it is paused or closed,
+        without a task and for an infrastructure failure, SandboxStateError while it is paused or closed,
         SandboxError if our own machinery failed, TaskError for a task that cannot be graded.
         """
-        check_ending(status, cause)
+        if status == Status.INFRASTRUCTURE:
+            raise ConfigError(
+                "an infrastructure failure is never graded",
+                field="status",
+                received=status.value,
+                fix="close the session",
+            )
         if self.task is None:
             raise ConfigError(
                 "there is no task to be graded by", field="session", received=self.id, fix="begin with a task"
@@ -293,7 +259,9 @@ class EnvironmentSession:
             raise self._unusable()
         self.state = "submitted"
         chosen = status or (Status.AGENT_ERROR if self.agent_error else Status.DONE)
-        return await self._submission.ask(chosen, cause)
+        if self._grading is None or _has_failed(self._grading):
+            self._grading = start_watched(self._grade(chosen, cause))
+        return await asyncio.shield(self._grading)
 
     async def diff(self) -> dict[str, bytes | None]:
         """See Sandbox.diff; the harness' own files are left out."""
@@ -414,7 +382,7 @@ class EnvironmentSession:
         return outcome
 
     async def _close(self) -> None:
-        tasks = [self._submission.running, self._turns.running and self._turns.running.task]
+        tasks = [self._grading, self._running and self._running.task]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:
             task.cancel()
@@ -457,6 +425,11 @@ class EnvironmentSession:
         return SandboxStateError(
             f"the session is {self.state}", field="session", received=self.id, fix=fixes[self.state] or None
         )
+
+
+def _has_failed(grading: asyncio.Task[Outcome]) -> bool:
+    """Whether it has ended without an outcome, and may be tried again."""
+    return grading.done() and (grading.cancelled() or grading.exception() is not None)
 
 
 async def close_all(sessions: Sequence[EnvironmentSession]) -> None:

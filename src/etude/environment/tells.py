@@ -16,23 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
+from etude.environment.probe_inside import SECTIONS
+from etude.environment.running import unwatched
 from etude.errors import SandboxError
 from etude.protocols import Workspace
 from etude.records import ToolCall, ToolResult
 
 SCRIPT_PATH = f"{HARNESS_DIRECTORY}/probe.py"
-SECTIONS = (
-    "identity",
-    "environment",
-    "clock",
-    "git",
-    "tools",
-    "python",
-    "machine",
-    "proc",
-    "network",
-    "paths",
-)
 LATENCY_FACTOR = 3.0
 """Calls that take longer by more than this are a tell."""
 _SECTION_S = 60.0
@@ -71,7 +61,7 @@ async def examine(workspace: Workspace) -> dict[str, str]:
     if error:
         raise SandboxError(f"the probe cannot be written: {error}", field="tells")
     seen: dict[str, str] = {}
-    for section in SECTIONS:
+    for section in SECTIONS.keys() - {"moment"}:
         for name, value in (await _probe(workspace, section)).items():
             seen[f"{section}.{name}"] = str(value)
     return seen
@@ -107,7 +97,7 @@ def compare(
 async def _probe(workspace: Workspace, section: str) -> dict[str, Any]:
     call = ToolCall("run_command", {"command": f"python3 {SCRIPT_PATH} {section}"})
     async with asyncio.timeout(_SECTION_S):
-        (result,) = await workspace.run_calls([call], {}, _nobody, _nobody)
+        (result,) = await workspace.run_calls([call], {}, unwatched, unwatched)
     try:
         return json.loads(result.output)
     except ValueError as error:

@@ -21,7 +21,6 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -32,6 +31,7 @@ from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.watch_inside import CALLS, COMPARED
 from etude.sandbox.inside.testrunner import RECORD, Value
 from etude.sandbox.types import ProbeReport, ProbeResult
+from etude.tasks.exams import Exam, ExamSet
 
 _MOST_CHANGES = 64
 """Changes of a test's own that are tried."""
@@ -46,6 +46,7 @@ _FEWEST_TOGETHER = 4
 """Exams where every change turns all tests that have twins: one test, or one table for all."""
 _TRIES = 20
 _WATCH = "watch_inside.py"
+_WATCHING = {_WATCH: Path(__file__).with_name(_WATCH).read_text(encoding="utf-8")}
 _CLOCK = re.compile(r"\b(?:perf_counter|process_time|thread_time|monotonic|time\.time)(?:_ns)?\b")
 _BENDABLE = (
     "what it expects is computed from what the solution can change: itself, a clock, the shared generator"
@@ -57,30 +58,11 @@ reference solution: the task's hidden files with these laid over them. Its error
 
 
 @dataclass(frozen=True, slots=True)
-class Exam:
-    """Hidden files, some of whose tests are twins."""
+class Twins(ExamSet):
+    """The exams of a task, and the tests that they leave open."""
 
-    files: Mapping[str, str]
-    twins: frozenset[HiddenTest]
-    """The tests that must fail; all others must pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTest:
-    """A hidden test whose verdict could be forged, and why no twin of it shows that."""
-
-    test: HiddenTest
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Twins:
-    """The exams of one task, and the tests that they leave open."""
-
-    exams: tuple[Exam, ...] = ()
-    open_tests: tuple[OpenTest, ...] = ()
     oracles: Mapping[HiddenTest, OracleValues] = field(default_factory=dict[HiddenTest, OracleValues])
-    """What the tests compute for themselves, beside the reference solution (see `oracles`)."""
+    """What hidden tests compute for themselves, beside the reference solution (see `oracles`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +128,17 @@ class TwinFinder:
         """Tries changes on the reference solution. Raises what `run` raises."""
         base = await self._try_own(run)
         if isinstance(base, str):
-            return Twins((), tuple(OpenTest(test, base) for test in self._tests))
+            return Twins(open_tests={str(test): base for test in self._tests})
         await self._try_shared(run, base)
         exams = await self._make_exams(run)
         known = await self._find_oracles(run)
         if isinstance(known, str):
-            return Twins(tuple(exams), tuple(OpenTest(test, known) for test in self._tests))
-        twinned = {test for exam in exams for test in exam.twins}
-        reasons = {test: self._open_reason(test, base) for test in self._tests if test not in twinned}
+            return Twins(tuple(exams), {str(test): known for test in self._tests})
+        twinned = {test for exam in exams for test in exam.failing}
+        reasons = {test: self._open_reason(test, base) for test in self._tests if str(test) not in twinned}
         reasons |= {test: _BENDABLE for test in self._tests if self._is_bendable(test, known)}
-        found = tuple(OpenTest(test, reason) for test, reason in reasons.items() if reason is not None)
-        return Twins(tuple(exams), found, known)
+        found = {str(test): reason for test, reason in reasons.items() if reason is not None}
+        return Twins(tuple(exams), found, oracles=known)
 
     async def _try_own(self, run: RunReference) -> dict[HiddenTest, _Seen] | str:
         """Notes which changes within a test turn it: many in one run, each in a file of its own. Returns what
@@ -165,7 +147,7 @@ class TwinFinder:
         results: dict[tuple[str, str], ProbeResult] = {}
         for first in range(0, len(files), _MOST_AT_ONCE):
             paths = list(files)[first : first + _MOST_AT_ONCE]
-            report = await run(_with_watch({path: files[path] for path in paths}), paths, len(paths))
+            report = await run(_WATCHING | {path: files[path] for path in paths}, paths, len(paths))
             if report.error is not None:
                 return f"the reference solution does not get through it: {report.error}"
             results |= {(result.path, result.name): result for result in report.results}
@@ -194,7 +176,7 @@ class TwinFinder:
             files = {path: self._watched(file, changed) for path, file in self._files.items()}
             if change.part[0] not in files:
                 files[change.part[0]] = changed[change.part]
-            report = await run(_with_watch(files), list(self._files), 1)
+            report = await run(_WATCHING | files, list(self._files), 1)
             results = {(result.path, result.name): result for result in report.results}
             seen = {test: self._see(results.get((test.path, test.name)), test) for test in self._tests}
             if report.error is None and all(_asked_the_same(seen[test], base[test]) for test in self._tests):
@@ -233,7 +215,8 @@ class TwinFinder:
             report = await run(files, list(self._files), 1)
             twins = frozenset(judge_report([*self._files.values()], report))
             if report.error is None and twins == self._turned_by(chosen):
-                exams.append(Exam(files, twins))
+                passing = tuple(str(test) for test in self._tests if test not in twins)
+                exams.append(Exam(files, passing, tuple(str(test) for test in self._tests if test in twins)))
         return exams
 
     def _plan_exams(self) -> list[list[_Change]]:
@@ -343,12 +326,3 @@ def _asked_the_same(seen: _Seen, base: _Seen) -> bool:
     if seen.calls is None or base.calls is None:
         return False
     return seen.calls == (base.calls if seen.failure is None else base.calls[: len(seen.calls)])
-
-
-def _with_watch(files: Mapping[str, str]) -> dict[str, str]:
-    return {**files, _WATCH: _watch_source()}
-
-
-@cache
-def _watch_source() -> str:
-    return Path(__file__).with_name(_WATCH).read_text(encoding="utf-8")

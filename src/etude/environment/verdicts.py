@@ -25,10 +25,9 @@ from etude.environment.grading import (
     allowed_changes,
     count_hidden_tests,
 )
-from etude.environment.hidden_tests import HiddenTest
 from etude.environment.rewards.review import review_changes
 from etude.environment.scripts import FORGEABLE, FileKinds, find_left, judge_by_script
-from etude.environment.twins import OpenTest, Twins
+from etude.environment.twins import Twins
 from etude.errors import AgentError, SandboxError
 from etude.kit.tasks import start_watched
 from etude.records import Task
@@ -78,10 +77,9 @@ class Grader:
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        links = {path: to.encode(errors="surrogateescape") for path, to in (kinds.links or {}).items()}
-        extra = _digest(dict.fromkeys(kinds.executable)) + (b"" if kinds.links is None else _digest(links))
-        extra += b"" if kinds.elsewhere is None else kinds.elsewhere.digest
-        key = _judge_digest(task) + _digest(changes) + extra
+        links = None if kinds.links is None else sorted(kinds.links.items())
+        more = sorted(kinds.executable), links, kinds.elsewhere and kinds.elsewhere.digest
+        key = _judge_digest(task) + _digest(changes) + _digest_of(more)
         return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
 
     async def find_twins(self, task: Task) -> Twins:
@@ -89,11 +87,9 @@ class Grader:
         if task.verifier is not None and all(script.machine is not None for script in task.verifiers):
             return Twins()
         if task.verifier is not None and task.verifier.exams:
-            found = read_exams(task.verifier.exams).open_tests.items()
-            named = [(*test.partition("::")[::2], why) for test, why in found]
-            return Twins((), tuple(OpenTest(HiddenTest(path, name, ()), why) for path, name, why in named))
+            return Twins(open_tests=read_exams(task.verifier.exams).open_tests)
         if task.verifier is not None:
-            return Twins((), (OpenTest(HiddenTest("tests/test.sh", "reward", ()), FORGEABLE),))
+            return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
         return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
 
     async def judge(
@@ -143,17 +139,13 @@ class _Memory(Generic[Found]):
 def _judge_digest(task: Task) -> bytes:
     """Names what a task judges by. Its id does not: clients of a server send tasks of their own, and correct
     them."""
-    tests = dict.fromkeys(task.hidden_test_paths, "")
-    script = task.verifier
-    scripts = {
-        "machine": repr(task.machine),
-        "verifier": repr(script and replace(script, archive=_archive_digest(script.archive), exams="")),
-        "exams": script.exams if script is not None else "",
-    }
-    files = (task.files, task.hidden_files, task.solution_files, tests, scripts)
-    return b"".join(
-        _digest({path: text.encode(errors="surrogatepass") for path, text in some.items()}) for some in files
-    )
+    script = task.verifier and replace(task.verifier, archive=_archive_digest(task.verifier.archive))
+    files = task.files, task.hidden_files, task.solution_files
+    return _digest_of((files, task.hidden_test_paths, task.machine, script))
+
+
+def _digest_of(what: object) -> bytes:
+    return blake2b(repr(what).encode(errors="surrogateescape"), digest_size=16).digest()
 
 
 @lru_cache(256)

@@ -41,8 +41,6 @@ _RESULT: Fields = {
 }
 _TASK: Fields = dict.fromkeys((part.name for part in fields(Task)), (object,))
 _TASK_TYPE = TypeAdapter(Task)
-_SCRIPTS = ("machine", "verifier", "solution", "steps")
-"""Fields that are not sent where a task has none: earlier servers know nothing of them."""
 
 
 def calls_of(raw: Sequence[object]) -> list[ToolCall]:
@@ -68,20 +66,10 @@ def known_of(raw: Mapping[str, object]) -> dict[int, ToolResult]:
         ) from error
 
 
-def results_document(results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-    """Results, in order."""
-    return [result_document(result) for result in results]
-
-
 def turn_document(
     number: int | None, calls: Sequence[ToolCall], known: Mapping[int, ToolResult]
 ) -> dict[str, Any]:
-    """What is sent to have a turn run. Raises UserError for what is no call."""
-    for call in calls:
-        if not isinstance(call, ToolCall):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UserError(
-                "is no ToolCall", field="calls", received=repr(call)[:200], fix="ToolCall(name, arguments)"
-            )
+    """What is sent to have a turn run."""
     return {
         "turn": number,
         "calls": [call_document(call) for call in calls],
@@ -90,24 +78,10 @@ def turn_document(
 
 
 def task_document(task: Task) -> dict[str, Any]:
-    """A task whole, but for the directory that it was read from. Who grades needs the reference solution.
-
-    Raises UserError for what is no task.
-    """
-    if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UserError(
-            "is no task",
-            field="task",
-            received=repr(task)[:200],
-            fix="a Task, or the name of one of the server's",
-        )
+    """A task whole, but for the directory that it was read from. Who grades needs the reference solution."""
     document = asdict(task)
     del document["directory"]
-    if not task.steps:
-        del document["step_rewards"]
-    for name in [name for name in _SCRIPTS if not document[name]]:
-        del document[name]
-    for part in (document, *document.get("steps", ())):
+    for part in (document, *document["steps"]):
         _recode(part, lambda data: base64.b64encode(data).decode())
     return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}
 

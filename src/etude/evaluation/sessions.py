@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from etude.errors import StoreError
+from etude.kit.tasks import run_together
 from etude.protocols import EpisodeRunner, Sampler
 from etude.records import Group, SamplingParams, Task, Trajectory, TrajectoryId
-from etude.rollout.together import run_together
 from etude.store.trajectories import TrajectoryLog
 
 OnEnd = Callable[[Trajectory], None]

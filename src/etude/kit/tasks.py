@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 AnyFuture = TypeVar("AnyFuture", bound=asyncio.Future[Any])
 
@@ -71,6 +72,43 @@ def start_watched(
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda task: _note_error(task, on_error))
     return task
+
+
+async def run_together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Results in the order of `work`, all of which runs at once.
+
+    If one fails, the others are cancelled and waited for, and its error comes out as it was raised: who
+    catches an InfrastructureError must not have to look into exception groups.
+    """
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(part) for part in work]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def gather_bounded(
+    work: Callable[[Item], Awaitable[Result]],
+    items: Iterable[Item],
+    at_once: int,
+    on_done: Callable[[int], object] = lambda num_done: None,
+) -> list[Result]:
+    """What `work` gives for each item, in their order; `at_once` of them are under way at the same time.
+
+    `on_done` is called with the number of those that are done. Errors as of `run_together`.
+    """
+    places, num_done = asyncio.Semaphore(at_once), 0
+
+    async def run(item: Item) -> Result:
+        nonlocal num_done
+        async with places:
+            result = await work(item)
+        num_done += 1
+        on_done(num_done)
+        return result
+
+    return await run_together(map(run, items))
 
 
 async def end_tasks(*tasks: asyncio.Future[Any]) -> None:

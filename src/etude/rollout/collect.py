@@ -16,11 +16,11 @@ from typing import Protocol
 
 from etude.algorithms.signal import Signal, as_surplus, signal_of
 from etude.config import RlConfig
+from etude.kit.tasks import run_together
 from etude.protocols import EpisodeRunner, Sampler
 from etude.records import Group, Task, Trajectory
 from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
 from etude.rollout.forks import Members, count_fork, fork_figures, fork_group
-from etude.rollout.together import run_together
 from etude.store.trajectories import TrajectoryLog
 
 __all__ = ["Collected", "Collector", "CollectorState", "GroupCollector", "TaskSource"]

@@ -1,4 +1,4 @@
-"""Exams of a task: runs of its test.sh, some with changed tests, and how each test must end in them.
+"""Exams of a task: runs of its tests, some with changed tests, and how each test must end in them.
 
 Code of the agent's that test.sh runs can write whatever it likes about how the tests ended, but not know
 what would be right: in the first exam the tests are as they are and must pass; in the others some expect
@@ -11,7 +11,7 @@ something else and must fail. Who judges holds the lists of which; the sandbox h
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
@@ -26,23 +26,24 @@ MAX_OUTCOME_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """One run of test.sh."""
+    """One run of test.sh, or of hidden tests that are graded by their values."""
 
     files: Mapping[str, str]
-    """Path below `/tests` -> text, in place of what the archive or the set's `files` have there."""
+    """Path below `/tests` -> text, in place of what the archive or the set's `files` have there; of hidden
+    tests, path in the workspace."""
     passing: tuple[str, ...]
     """Tests that must pass."""
     failing: tuple[str, ...] = ()
     """Tests that must fail: they were changed to expect something else."""
 
-    def judge(self, outcomes: Mapping[str, object]) -> str | None:
-        """Why what is said of a run does not do; None if it does."""
+    def judge(self, outcomes: Mapping[str, object], without: Collection[str] = ()) -> str | None:
+        """Why what is said of a run does not do; None if it does. `without`: tests that do not count."""
         what = "passes at one time and fails at another" if self.failing else "does not pass"
         for test in self.passing:
-            if outcomes.get(test) != "passed":
+            if test not in without and outcomes.get(test) != "passed":
                 return f"{test} {what}"
         for test in self.failing:
-            if outcomes.get(test) != "failed":
+            if test not in without and outcomes.get(test) != "failed":
                 return f"{test} was changed to expect something else, and does not fail: it is forged"
         return None
 
@@ -51,7 +52,7 @@ class Exam:
 class ExamSet:
     """What a task is graded by."""
 
-    exams: tuple[Exam, ...]
+    exams: tuple[Exam, ...] = ()
     """In order; a run after one that does not do is spared."""
     open_tests: Mapping[str, str] = field(default_factory=dict[str, str])
     """Test that must fail before a solution and pass after it, and that no exam guards -> why."""

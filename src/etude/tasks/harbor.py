@@ -42,15 +42,13 @@ from etude.tasks.harbor_fields import (
     check_fields,
     check_graded_by_values,
 )
-from etude.tasks.harbor_machines import health_check, min_reward_of, read_machine
-from etude.tasks.harbor_scripts import check_host, read_scripts
+from etude.tasks.harbor_machines import check_host, health_check, min_reward_of, read_machine, read_scripts
 
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
 EVERYWHERE = "/**"
 """Of `allowed_paths`: the whole root of an image, but for programs and settings (`environment.carrying`)."""
 
-_GRADINGS = ("values", "test_sh", "exams")
 _NOT_READ = (
     "**/.harborignore",
     "trajectory.json",
@@ -64,7 +62,7 @@ RUN pip install --no-cache-dir pytest
 WORKDIR {WORKSPACE}
 COPY workspace/ {WORKSPACE}/
 """
-_SOLVE = f"""#!/bin/sh
+SOLVE = f"""#!/bin/sh
 set -e
 cp -R "$(dirname "$0")/files/." {WORKSPACE}/
 """
@@ -99,23 +97,29 @@ def write_harbor(task: Task, directory: Path) -> None:
         "task.toml": _toml(task),
         "environment/Dockerfile": _DOCKERFILE,
         "tests/test.sh": _TEST % shlex.join(task.hidden_test_paths),
-        "solution/solve.sh": _SOLVE,
+        "solution/solve.sh": SOLVE,
     }
-    for folder, contents in (
-        ("environment/workspace", task.files),
-        ("tests/hidden", task.hidden_files),
-        ("solution/files", task.solution_files),
-    ):
-        for path, text in contents.items():
-            files[f"{folder}/{_inside(path, folder)}"] = text
+    folders = {
+        "environment/workspace": task.files,
+        "tests/hidden": task.hidden_files,
+        "solution/files": task.solution_files,
+    }
+    for folder, contents in folders.items():
+        files |= {f"{folder}/{_inside(path, folder)}": text for path, text in contents.items()}
+    write_files({path: _encoded(text, path) for path, text in files.items()}, directory, list(folders))
+
+
+def write_files(files: Mapping[str, bytes], directory: Path, folders: Sequence[str] = ()) -> None:
+    """Writes a directory with these files, which appears only when whole. `folders`: that are there in any
+    case. Raises OSError."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with whole_directory(directory, sync=False) as whole:
-        for folder in ("environment/workspace", "tests/hidden", "solution/files"):
+        for folder in folders:
             (whole / folder).mkdir(parents=True)
-        for path, text in files.items():
+        for path, data in files.items():
             target = whole / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(_encoded(text, path))
+            target.write_bytes(data)
             if path.endswith(".sh") and path.count("/") == 1:
                 target.chmod(0o755)
 
@@ -140,52 +144,44 @@ def read_harbor(directory: Path, host_env: Sequence[str] = ()) -> Task:
 
 
 def _read(directory: Path, host_env: Sequence[str]) -> Task:
-    table = _parse_toml(_text(directory, "task.toml"))
-    metadata = _table(table, "metadata", "metadata")
-    ours = _table(metadata, "etude", "metadata.etude")
-    grading = ours.get("grading", "test_sh")
-    if grading not in _GRADINGS:
-        raise TaskError(
-            "is no way to grade", field="task.toml: metadata.etude.grading", received=grading,
-            fix="one of " + ", ".join(_GRADINGS),
-        )  # fmt: skip
-    fields = check_fields(table)
+    fields = check_fields(_parse_toml(_text(directory, "task.toml")))
+    own, metadata = fields.metadata.etude, fields.metadata.model_extra or {}
     instruction = "" if fields.steps else _text(directory, "instruction.md")
-    facts = {key: value for key, value in metadata.items() if isinstance(value, str | int | float | bool)}
     task = Task(
-        id=_task_id(table, ours, directory),
+        id=own.id or (fields.task.name if fields.task is not None else directory.name),
         instruction=instruction.removesuffix("\n"),
         files={},
-        allowed_paths=_paths(ours, "allowed_paths", ("**",)),
-        test_paths=_paths(ours, "test_paths", ()),
-        metadata=facts,
-        user_facts=_sentences(ours, "user_facts"),
+        allowed_paths=_paths(("**",) if own.allowed_paths is None else own.allowed_paths, "allowed_paths"),
+        test_paths=_paths(own.test_paths, "test_paths"),
+        metadata={key: value for key, value in metadata.items() if isinstance(value, str | int | float)},
+        user_facts=tuple(own.user_facts),
         directory=str(directory),
     )
     for pattern in _NOT_READ:
         for found in directory.glob(pattern):
             name = found.relative_to(directory).as_posix()
             raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
-    if grading != "values":
+    if own.grading != "values":
         task = replace(task, instruction=_without_canary(task.instruction))
-        return _with_scripts(task, fields, ours, directory, host_env)
+        return _with_scripts(task, fields, directory, host_env)
     check_graded_by_values(fields)
     _text(directory, "tests/test.sh")
     hidden = _tree(directory, "tests/hidden")
-    tests = tuple(path for path in hidden if PurePosixPath(path).match("test_*.py"))
+    tests = own.hidden_test_paths
+    if tests is None:
+        tests = [path for path in hidden if PurePosixPath(path).match("test_*.py")]
     return replace(
         task,
         files=_tree(directory, "environment/workspace"),
         hidden_files=hidden,
         solution_files=_tree(directory, "solution/files"),
-        hidden_test_paths=_paths(ours, "hidden_test_paths", tests),
+        hidden_test_paths=_paths(tests, "hidden_test_paths"),
     )
 
 
-def _with_scripts(
-    task: Task, fields: TaskTable, ours: Mapping[str, Any], directory: Path, host_env: Sequence[str]
-) -> Task:
+def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequence[str]) -> Task:
     """A task that is graded by `tests/test.sh`, on the machine that it asks for."""
+    own = fields.metadata.etude
     machine = read_machine(fields, host_env)
     if not machine.docker_image and not (directory / "environment/Dockerfile").is_file():
         raise TaskError(
@@ -196,7 +192,7 @@ def _with_scripts(
         )
     check_host(machine, "environment")
     allowed_paths = task.allowed_paths
-    if not machine.is_host and "allowed_paths" not in ours:
+    if not machine.is_host and own.allowed_paths is None:
         allowed_paths = ("**", EVERYWHERE)
     if machine.is_host and any(path.startswith("/") for path in allowed_paths):
         raise TaskError(
@@ -207,10 +203,10 @@ def _with_scripts(
     task = replace(task, files=files, machine=machine, allowed_paths=allowed_paths)
     if not fields.steps:
         verifier, solution = read_scripts(fields, None, directory, host_env)
-        if ours.get("grading") == "exams":
+        if own.grading == "exams":
             verifier = _with_exams(verifier, directory)
         return replace(task, verifier=verifier, solution=solution)
-    if ours.get("grading") == "exams":
+    if own.grading == "exams":
         field = "task.toml: metadata.etude.grading"
         raise TaskError("has no steps", field=field, received="exams", fix='use "test_sh"')
     steps = tuple(_read_step(fields, step, directory, host_env) for step in fields.steps)
@@ -284,46 +280,48 @@ def find_directories(directory: Path, field: str) -> list[Path]:
 
 
 def _toml(task: Task) -> str:
-    lines = [
-        'schema_version = "1.1"',
-        "",
-        "[task]",
-        f"name = {_quoted('etude/' + task.id)}",
-        "",
-        "[metadata]",
-    ]
     if "etude" in task.metadata:
         raise TaskError("is the name of a table of ours", field="metadata.etude", fix="name it otherwise")
-    for key, value in task.metadata.items():
-        lines.append(f"{_quoted(key)} = {toml_value(value, f'metadata.{key}')}")
-    lines += ["", "[metadata.etude]", f"id = {_quoted(task.id)}", 'grading = "values"']
+    own: dict[str, TomlValue] = {"id": task.id, "grading": "values"}
     for name in ("allowed_paths", "test_paths", "hidden_test_paths"):
-        entries: Sequence[str] = getattr(task, name)
-        lines.append(f"{name} = [{', '.join(_quoted(_inside(entry, name)) for entry in entries)}]")
+        own[name] = [_inside(entry, name) for entry in getattr(task, name)]
     if task.user_facts:
-        lines.append(f"user_facts = [{', '.join(_quoted(fact) for fact in task.user_facts)}]")
-    lines += ["", "[agent]", "timeout_sec = 600.0", "", "[verifier]", "timeout_sec = 60.0"]
-    lines += [
-        "",
-        "[environment]",
-        "build_timeout_sec = 600.0",
-        "cpus = 1",
-        "memory_mb = 512",
-        "storage_mb = 1024",
-    ]
-    return "\n".join(lines) + "\n"
+        own["user_facts"] = task.user_facts
+    return toml_text({
+        "": {"schema_version": "1.1"},
+        "task": {"name": f"etude/{task.id}"},
+        "metadata": task.metadata,
+        "metadata.etude": own,
+        "agent": {"timeout_sec": 600.0},
+        "verifier": {"timeout_sec": 60.0},
+        "environment": {"build_timeout_sec": 600.0, "cpus": 1, "memory_mb": 512, "storage_mb": 1024},
+    })  # fmt: skip
 
 
-def toml_value(value: str | int | float | bool, field: str) -> str:
-    """A value in TOML's words. Raises TaskError for one of another type; `field` names it."""
+TomlValue = str | int | float | bool | Sequence[str]
+
+
+def toml_text(tables: Mapping[str, Mapping[str, TomlValue]]) -> str:
+    """Tables by their names, the one without a name first. Raises TaskError for a value of another type."""
+    blocks: list[str] = []
+    for name, rows in tables.items():
+        lines = [f"[{name}]"] if name else []
+        for key, value in rows.items():
+            plain = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
+            lines.append(f"{plain} = {_toml_value(value, f'{name}.{key}')}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _toml_value(value: TomlValue, field: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
+    if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
         return _quoted(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_quoted(entry) for entry in value)}]"
     raise TaskError("must be text, a number or a bool", field=field, received=value, fix="leave it out")
 
 
@@ -392,43 +390,10 @@ def _parse_toml(text: str) -> dict[str, Any]:
         ) from error
 
 
-def _table(table: Mapping[str, Any], key: str, field: str) -> Mapping[str, Any]:
-    value = table.get(key, {})
-    if not isinstance(value, dict):
-        raise TaskError(
-            "must be a table", field=f"task.toml: {field}", received=value, fix=f"write [{field}]"
-        )
-    return value
-
-
-def _task_id(table: Mapping[str, Any], ours: Mapping[str, Any], directory: Path) -> str:
-    name = ours.get("id", _table(table, "task", "task").get("name", directory.name))
-    if not isinstance(name, str) or not name:
-        raise TaskError(
-            "must be text", field="task.toml: task.name", received=name, fix='"organisation/name"'
-        )
-    return name
-
-
-def _sentences(ours: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    value = ours.get(key, ())
-    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
-        raise TaskError(
-            "must be a list of sentences",
-            field=f"task.toml: metadata.etude.{key}",
-            received=value,
-            fix='for example ["Amounts are in cents."]',
-        )
-    return tuple(value)
-
-
-def _paths(ours: Mapping[str, Any], key: str, default: tuple[str, ...]) -> tuple[str, ...]:
-    value = ours.get(key, default)
+def _paths(given: Sequence[str], key: str) -> tuple[str, ...]:
     field = f"task.toml: metadata.etude.{key}"
-    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
-        raise TaskError("must be a list of paths", field=field, received=value, fix='for example ["lib/**"]')
     rooted = "/" if key == "allowed_paths" else "\0"
     return tuple(
         "/" + _inside(entry[1:], field) if entry.startswith(rooted) else _inside(entry, field)
-        for entry in value
+        for entry in given
     )

@@ -159,6 +159,27 @@ class StepTable(_Table):
     artifacts: list[str | ArtifactTable] = []
 
 
+class OwnTable(BaseModel):
+    """`[metadata.etude]`, which is ours: what it has beside these means nothing."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    id: str | None = Field(default=None, min_length=1)
+    grading: Literal["values", "test_sh", "exams"] = "test_sh"
+    allowed_paths: list[str] | None = None
+    test_paths: list[str] = []
+    hidden_test_paths: list[str] | None = None
+    user_facts: list[str] = []
+
+
+class MetadataTable(BaseModel):
+    """`[metadata]`: facts of any kind."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    etude: OwnTable = OwnTable()
+
+
 class TaskTable(_Table):
     """The whole of `task.toml`."""
 
@@ -166,7 +187,7 @@ class TaskTable(_Table):
         default="1.4", validation_alias=AliasChoices("schema_version", "version")
     )
     task: Package | None = None
-    metadata: dict[str, Any] = {}
+    metadata: MetadataTable = MetadataTable()
     source: str | None = None
     environment: EnvironmentTable = EnvironmentTable()
     agent: AgentTable = AgentTable()

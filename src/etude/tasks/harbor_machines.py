@@ -1,4 +1,8 @@
-"""What the fields of a `task.toml` ask for: machines, verifiers, health checks and solutions as records."""
+"""What a `task.toml` and its scripts ask for: machines, verifiers, health checks and solutions as records.
+
+tests/test.sh      steps/NAME/tests/       laid over it, for this step
+solution/solve.sh  steps/NAME/solution/    in its place, for this step
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from itertools import combinations
+from pathlib import Path
 
+from etude.errors import TaskError
 from etude.records import Artifact, CollectCommand, HealthCheck, SolutionScript, TaskMachine, TestScript
+from etude.tasks.archives import pack_directories
 from etude.tasks.harbor_fields import (
     AgentTable,
     ArtifactTable,
@@ -18,6 +25,7 @@ from etude.tasks.harbor_fields import (
     StepTable,
     TaskTable,
     VerifierTable,
+    at_step,
     refused,
     user_name,
 )
@@ -42,7 +50,7 @@ def health_check(table: HealthTable | None) -> HealthCheck | None:
     return None if table is None else HealthCheck(*table.model_dump().values())
 
 
-def read_machine(table: TaskTable, host_env: Sequence[str] = ()) -> TaskMachine:
+def read_machine(table: TaskTable, host_env: Sequence[str]) -> TaskMachine:
     """What the task is played on. `host_env`: this process's variables that it may read. Raises TaskError."""
     agent = table.agent
     return replace(
@@ -67,7 +75,7 @@ def _machine(asked: EnvironmentTable, name: str, host_env: Sequence[str]) -> Tas
     )
 
 
-def read_verifier(table: TaskTable, host_env: Sequence[str] = ()) -> TestScript:
+def _verifier(table: TaskTable, host_env: Sequence[str]) -> TestScript:
     """How `tests/test.sh` is run, without its archive. Raises TaskError."""
     asked, machine, baseline, name = table.verifier, None, table.environment, "environment"
     images = {table.environment.docker_image, asked.environment and asked.environment.docker_image}
@@ -85,6 +93,49 @@ def read_verifier(table: TaskTable, host_env: Sequence[str] = ()) -> TestScript:
         _artifacts(table.artifacts, "host" in images) if asked.is_separate else (),
         tuple(CollectCommand(hook.command, hook.timeout_sec) for hook in asked.collect),
     )
+
+
+def read_scripts(
+    fields: TaskTable, step: StepTable | None, directory: Path, host_env: Sequence[str]
+) -> tuple[TestScript, SolutionScript | None]:
+    """The verifier and the reference solution, if there is one. Raises TaskError."""
+    own = [] if step is None else [f"steps/{step.name}"]
+    effective = at_step(fields, step)
+    solution = None
+    for top in (directory / place / "solution" for place in (*own, ".")):
+        if solution is None and top.is_dir():
+            env = _resolve(effective.solution.env, "solution.env", host_env)
+            solution = SolutionScript(pack_directories([top], "solve.sh"), env)
+    verifier = _verifier(effective, host_env)
+    machine = verifier.machine
+    if machine is not None:
+        places = [(fields.verifier.environment, "tests")]
+        if step is not None:
+            places.insert(0, (step.verifier.environment, f"steps/{step.name}/tests"))
+        for environment, place in places:
+            if (directory / place / "docker-compose.yaml").is_file():
+                field = f"{place}/docker-compose.yaml"
+                raise TaskError("is not supported", field=field, received=str(directory), fix="remove it")
+            if environment is not None and environment.docker_image:
+                machine = replace(machine, docker_image=environment.docker_image)
+                return replace(verifier, machine=machine), solution
+            if (directory / place / "Dockerfile").is_file():
+                machine = replace(machine, docker_image="", context=place)
+                return replace(verifier, machine=machine), solution
+        machine = replace(machine, docker_image=fields.environment.docker_image or "")
+        check_host(machine, "verifier.environment")
+    tests = [top for place in (".", *own) if (top := directory / place / "tests").is_dir()]
+    archive = pack_directories(tests or [directory / "tests"], "test.sh")
+    return replace(verifier, archive=archive, machine=machine), solution
+
+
+def check_host(machine: TaskMachine, table: str) -> None:
+    """Raises TaskError for variables where there is no image that has any."""
+    if machine.is_host and machine.env:
+        raise TaskError(
+            "needs an image", field=f"task.toml: {table}.env", received=sorted(machine.env),
+            fix="name another image, or set them in tests/test.sh",
+        )  # fmt: skip
 
 
 def _artifacts(listed: Sequence[str | ArtifactTable], is_host: bool) -> tuple[Artifact, ...]:
@@ -117,11 +168,6 @@ def _check_destinations(rows: Sequence[ArtifactTable]) -> None:
         if overlap and (one.destination or other.destination):
             fix = "leave it out, or name a place of its own"
             raise refused("artifacts.destination", "overlaps another's place", other.source, fix)
-
-
-def read_solution(table: TaskTable, archive: bytes, host_env: Sequence[str] = ()) -> SolutionScript:
-    """How `solution/solve.sh` is run; `archive`: `solution/` as a tar file. Raises TaskError."""
-    return SolutionScript(archive, _resolve(table.solution.env, "solution.env", host_env))
 
 
 def _bytes(megabytes: int | None, text: str | None, name: str, table: str) -> int:

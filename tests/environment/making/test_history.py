@@ -72,3 +72,11 @@ def test_a_release_or_repository_that_cannot_be_read_is_refused(tmp_path: Path) 
     (repo / ".git").write_text("gitdir: nowhere\n")
     with pytest.raises(TaskError, match="git history cannot be read"):
         find_past(repo, [], project)
+
+
+def test_a_project_is_read_through_a_link_to_it_but_not_links_in_it(tmp_path: Path) -> None:
+    named = {"pyproject.toml": '[project]\nname = "prices"\nversion = "1"\n'}
+    project = read_project(write_tree(tmp_path / "repo", STATES[0] | named))
+    (tmp_path / "repo/elsewhere").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to("repo")
+    assert read_project(tmp_path / "link") == project

@@ -186,7 +186,7 @@ def test_a_bug_must_fail_under_the_hash_seed_zone_and_fresh_sandbox_of_grading(m
     path, tests = "src/prices/totals.py", [f"tests/test_prices.py::test_{one}" for one in checks]
     change = Change("planted_bug", "operator", {path: broken}, (Place(path, "total", line, line),))
     # By its coverage the first round is of one test alone, which leaves a file for those that follow.
-    baseline = Baseline(tuple(sorted(tests)), {}, Coverage((tests[-1],), {path: {line: 1}}), 1.0)
+    baseline = Baseline(tuple(sorted(tests)), {}, Coverage((tests[-1],), {path: {line: "1"}}), 1.0)
 
     async def verify() -> Noticed | Rejection:
         backend = making.open_backend()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.environment.making.scanning import scan_layers
 from etude.tasks.making.changes import Change, Place
+from etude.tasks.making.leaks import scan_layers
 
 PATH = "src/prices/__init__.py"
 OWN = (

@@ -144,7 +144,6 @@ def test_a_turn_that_is_asked_for_twice_is_run_once() -> None:
         third = await session.turn([COUNT], 0, one.on_call, one.on_result)
         assert [result.output for result in third] == ["call 1"]
         assert (tool.num_calls, session.num_turns) == (1, 1)
-        assert (two.calls, two.results) == ([0], [0])
         with pytest.raises(UserError, match="other calls"):
             await session.turn([READ], 0, one.on_call, one.on_result)
         with pytest.raises(UserError, match="skips"):

@@ -17,8 +17,9 @@ from etude.cli.app import app
 from etude.cli.environment import read_tasks
 from etude.environment import probe_inside
 from etude.environment.origins import Origin
+from etude.environment.probe_inside import SECTIONS
 from etude.environment.sessions import EnvironmentSession
-from etude.environment.tells import SCRIPT_PATH, SECTIONS, compare, examine, latencies
+from etude.environment.tells import SCRIPT_PATH, compare, examine, latencies
 from etude.errors import SandboxError, TaskError, UserError
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.interface import SandboxBackend
@@ -55,7 +56,7 @@ class Scripted:
 
 @pytest.mark.slow
 def test_each_section_of_the_probe_is_a_short_object_of_texts() -> None:
-    for section in (*SECTIONS, "moment"):
+    for section in SECTIONS:
         done = subprocess.run(
             [sys.executable, probe_inside.__file__, section], capture_output=True, text=True, check=True
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.tasks.making import contents
+from etude.tasks.making import leaks
 from etude.tasks.making.changes import Change, Leak, Place
 from etude.tasks.making.leaks import find_leaks
 
@@ -121,7 +121,7 @@ def test_in_files_of_others_a_chance_run_is_no_leak_but_the_hunk_is(tmp_path: Pa
 
 
 def test_what_is_too_large_or_damaged_counts_as_a_leak(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(contents, "MOST_BYTES", 1000)
+    monkeypatch.setattr(leaks, "MOST_BYTES", 1000)
     put(tmp_path, "large.txt", "x\n" * 600)
     put(tmp_path, "bomb.gz", gzip.compress(b"x" * 5000))
     put(tmp_path, "broken.whl", b"PK\x03\x04nothing")

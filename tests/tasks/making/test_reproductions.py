@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from etude.tasks.making.changes import TestFailure
-from etude.tasks.making.hiding import hide_tests
+from etude.tasks.making.deletions import hide_tests
 from etude.tasks.making.symptoms import Symptom, find_symptom
 
 TEST = """import io

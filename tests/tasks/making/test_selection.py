@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.tasks.making.changes import Change, Place, Quotas, TestFailure, Verified
-from etude.tasks.making.selection import is_compound, names_edited_line, select
+from etude.tasks.making.selection import grade, is_compound, names_edited_line, select
 
 QUOTAS = Quotas()
 
@@ -33,9 +33,9 @@ CANDIDATES = st.lists(
 @given(CANDIDATES)
 def test_every_quota_holds_of_what_is_kept(candidates: list[Verified]) -> None:
     selection = select(candidates, QUOTAS)
-    kept = [one.verified for one in selection.kept]
+    kept = selection.kept
     rejected = [one for one, _ in selection.rejected]
-    assert Counter(map(id, kept + rejected)) == Counter(map(id, candidates))
+    assert Counter(map(id, [*kept, *rejected])) == Counter(map(id, candidates))
     functions = Counter((place.path, place.name) for one in kept for place in one.change.places)
     assert all(count <= QUOTAS.most_per_function for count in functions.values())
     operators = Counter(one.change.operator for one in kept)
@@ -62,7 +62,7 @@ def test_without_tasks_of_two_files_or_bugs_the_others_are_kept_and_the_share_is
 def test_of_too_many_tasks_those_of_two_files_or_bugs_stay_until_their_share_holds() -> None:
     candidates = [verified(at, "abcdefgh"[at % 8], f"f{at}", files=1 + (at >= 32)) for at in range(40)]
     selection = select(candidates, Quotas(most_tasks=16))
-    kept = [one.verified for one in selection.kept]
+    kept = selection.kept
     assert (len(kept), selection.missed) == (16, "")
     assert sum(map(is_compound, kept)) == 4
 
@@ -77,6 +77,5 @@ def test_near_duplicates_are_dropped() -> None:
 
 
 def test_a_task_is_harder_the_more_lines_there_are_to_search() -> None:
-    tasks = [verified(at, "abc"[at], f"f{at}", files=2) for at in range(3)]
-    kept = select(tasks, QUOTAS).kept
-    assert [one.difficulty for one in kept] == ["easy", "medium", "hard"]
+    tasks = [verified(at, "abc"[at], f"f{at}", files=2) for at in (2, 0, 1)]
+    assert grade(tasks) == ["hard", "easy", "medium"]

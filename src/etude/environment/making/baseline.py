@@ -6,14 +6,13 @@ otherwise than before is out of every verdict. Coverage is measured in one run m
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from etude.environment.making.suites import Coverage, Suite, SuiteRun
 from etude.errors import TaskError
+from etude.kit.tasks import gather_bounded
 
 LOAD = 2
 """Runs at the same time, for each core."""
@@ -39,26 +38,6 @@ class Baseline:
         """Wall time after which a run with a change counts as hanging."""
         return max(_LEAST_S, _SLOWER * self.duration_s)
 
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        lines = {
-            path: {str(line): format(bits, "x") for line, bits in known.items()}
-            for path, known in self.coverage.lines.items()
-        }
-        document = asdict(self)
-        return {**document, "coverage": {"tests": list(self.coverage.tests), "lines": lines}}
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Baseline:
-        """The inverse of `to_document`."""
-        rows = document["coverage"]
-        lines = {
-            path: {int(line): int(bits, 16) for line, bits in known.items()}
-            for path, known in rows["lines"].items()
-        }
-        coverage = Coverage(tuple(rows["tests"]), lines)
-        return cls(tuple(document["stable"]), document["unstable"], coverage, document["duration_s"])
-
 
 async def measure_baseline(
     suite: Suite, num_runs: int, at_once: int, advance: Callable[[int], None] = lambda step: None
@@ -71,19 +50,14 @@ async def measure_baseline(
     first = await suite.run(seed=0)
     _check(first, suite)
     advance(1)
-    places = asyncio.Semaphore(at_once)
-    done = 1
     loaded = suite.within(max(suite.timeout_s, _SLOWER * first.duration_s))
 
     async def run(seed: int) -> SuiteRun:
-        nonlocal done
-        async with places:
-            found = await (suite.run(cover=True) if seed == num_runs else loaded.run(seed=seed))
-        done += 1
-        advance(done)
-        return found
+        return await (suite.run(cover=True) if seed == num_runs else loaded.run(seed=seed))
 
-    others = await asyncio.gather(*map(run, range(1, num_runs + 1)))
+    others = await gather_bounded(
+        run, range(1, num_runs + 1), at_once, lambda num_done: advance(1 + num_done)
+    )
     *runs, covered = [first, *others]
     coverage = covered.coverage
     if coverage is None:

@@ -79,12 +79,11 @@ class TestChanger:
 
     def change_all(self, number: int | None) -> tuple[dict[str, str], dict[str, TwinKind]]:
         """All test files as a round changes them, or unchanged; the functions that are changed, and how."""
-        if number is None:
-            return self.unchanged, {}
         files: dict[str, str] = {}
         kinds: dict[str, TwinKind] = {}
         for path, file in self._files.items():
-            files[path], found = file.change(dict.fromkeys(file.tests, number))
+            numbers = {} if number is None else dict.fromkeys(file.tests, number)
+            files[path], found = file.change(numbers)
             kinds |= found
         return files, kinds
 

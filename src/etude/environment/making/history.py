@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from etude.environment.making.projects import Project, is_test_file, read_project, read_text
+from etude.environment.making.projects import Project, is_test_file, read_project
 from etude.errors import TaskError
+from etude.tasks.making.source import read_text
 from etude.tasks.making.undoing import PastChange
 
 _MOST_COMMITS = 1000

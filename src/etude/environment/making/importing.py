@@ -26,12 +26,13 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from etude.environment.making.images import WORKSPACE
 from etude.environment.making.suites import PROGRAM
-from etude.environment.making.writing import TEST, below, task_toml, write_files
+from etude.environment.making.writing import TEST, below, task_toml
 from etude.environment.origins import repository_template
 from etude.errors import ConfigError, ResourceError, TaskError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.image_store import ImageStore
+from etude.tasks.harbor import write_files
 
 _GIT_S = 60.0
 _SAID_CHARS = 200

@@ -14,12 +14,13 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest
 
 from etude.config.images import ImagesConfig
@@ -31,7 +32,6 @@ from etude.environment.making.lints import find_disagreement, find_smells
 from etude.environment.making.planning import Found, Planner
 from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
-from etude.environment.making.scanning import scan_layers, scan_workspace
 from etude.environment.making.suites import Suite
 from etude.environment.making.twinning import ROUNDS, ProjectTwins, find_project_twins
 from etude.environment.making.verifying import differing, guard, noticed_of, verify_change
@@ -40,9 +40,8 @@ from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
 from etude.kit.journal import LineJournal
 from etude.kit.leftovers import ScratchDirectory
-from etude.kit.tasks import end_tasks
+from etude.kit.tasks import end_tasks, gather_bounded
 from etude.observe import Observer
-from etude.records import TaskImage
 from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
@@ -51,9 +50,11 @@ from etude.tasks.exams import Exam
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Change, Quotas, Rejection, Verified, split_of
 from etude.tasks.making.instructions import find_refusal
+from etude.tasks.making.leaks import scan_layers, scan_workspace
 from etude.tasks.making.undoing import PastChange
 
 STATE = ".making"
+Result = TypeVar("Result", ProjectImage, Baseline, ProjectTwins)
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
 VERSION = 6
@@ -100,7 +101,8 @@ async def make_tasks(
     began = time.monotonic()
     make_directory(out / STATE)
     _check_same(project, out, settings)
-    maker = _Maker(project, out, settings, backend, store, observer, past)
+    changer = TestChanger(project, settings.seed)
+    maker = _Maker(project, out, settings, backend, store, observer, past, changer)
     image = await maker.prepare(images)
     baseline = await maker.find_baseline(image)
     twins = await maker.find_twins(image, baseline)
@@ -130,74 +132,69 @@ def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
         )  # fmt: skip
 
 
+@dataclass(slots=True)
 class _Maker:
-    def __init__(
-        self,
-        project: Project,
-        out: Path,
-        settings: MakeSettings,
-        backend: SandboxBackend,
-        store: ImageStore,
-        observer: Observer,
-        past: Iterable[PastChange],
-    ) -> None:
-        self._past = past
-        self._project, self._out, self._settings = project, out, settings
-        self._backend, self._store, self._observer = backend, store, observer
-        self._changer = TestChanger(project, settings.seed)
+    _project: Project
+    _out: Path
+    _settings: MakeSettings
+    _backend: SandboxBackend
+    _store: ImageStore
+    _observer: Observer
+    _past: Iterable[PastChange]
+    _changer: TestChanger
 
     async def prepare(self, images: ImagesConfig) -> ProjectImage:
         """The project's image, built unless it is there."""
         store = self._store
-        path = self._out / STATE / "image.json"
-        if path.exists():
-            known = json.loads(path.read_bytes())
-            image = TaskImage(**{**known["image"], "layers": tuple(known["image"]["layers"])})
-            if all(map(store.layers.has, image.layers)):
-                return ProjectImage(image, known["dockerfile"])
-        self._observer.stage_begins("image", 0)
-        if self._settings.image is not None:
-            found = await find_project_image(self._project, self._settings.image, store, images.bases)
-        else:
+
+        async def find() -> ProjectImage:
+            if self._settings.image is not None:
+                return await find_project_image(self._project, self._settings.image, store, images.bases)
             network, private = Network(tuple(images.allow)), tuple(images.allow_private)
             options = BuildOptions(images.bases, network, private, images.volumes)
-            found = await build_project_image(
-                self._project, self._settings.base, store, options, self._backend
-            )
-        self._observer.stage_ends()
-        write_json(path, asdict(found))
+            base = self._settings.base
+            return await build_project_image(self._project, base, store, options, self._backend)
+
+        found = await self._kept("image", ProjectImage, 0, find)
+        if not all(map(store.layers.has, found.image.layers)):
+            (self._out / STATE / "image.json").unlink()
+            found = await self._kept("image", ProjectImage, 0, find)
         return found
 
     async def find_baseline(self, image: ProjectImage) -> Baseline:
         """What the tests say of the project's own text, measured unless it is known."""
-        path = self._out / STATE / "baseline.json"
-        if path.exists():
-            return Baseline.from_document(json.loads(path.read_bytes()))
         suite = Suite.of(self._project, image.image, self._backend, FIRST_RUN_S)
-        num_runs = self._settings.num_runs
-        self._observer.stage_begins("baseline", num_runs + 1, "run")
-        at_once = LOAD * self._settings.at_once
-        baseline = await measure_baseline(
-            suite, num_runs, at_once, lambda step: self._observer.stage_advances(step, {})
-        )
-        self._observer.stage_ends()
-        write_json(path, baseline.to_document())
-        return baseline
+        num_runs, at_once = self._settings.num_runs, LOAD * self._settings.at_once
+        return await self._kept(
+            "baseline", Baseline, num_runs + 1,
+            lambda: measure_baseline(suite, num_runs, at_once, self._advance),
+        )  # fmt: skip
 
     async def find_twins(self, image: ProjectImage, baseline: Baseline) -> ProjectTwins:
         """Changed tests that the project's own text fails, found unless they are known."""
-        path = self._out / STATE / "twins.json"
-        if path.exists():
-            return ProjectTwins.from_document(json.loads(path.read_bytes()))
         suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
-        self._observer.stage_begins("twins", 1 + ROUNDS, "run")
-        twins = await find_project_twins(
-            suite, baseline, self._changer, self._settings.at_once,
-            lambda step: self._observer.stage_advances(step, {}),
+        return await self._kept(
+            "twins", ProjectTwins, 1 + ROUNDS,
+            lambda: find_project_twins(
+                suite, baseline, self._changer, self._settings.at_once, self._advance
+            ),
         )  # fmt: skip
+
+    async def _kept(
+        self, name: str, kind: type[Result], num_runs: int, find: Callable[[], Awaitable[Result]]
+    ) -> Result:
+        """What an earlier call found, or else what is found now."""
+        path = self._out / STATE / f"{name}.json"
+        if path.exists():
+            return TypeAdapter(kind).validate_python(json.loads(path.read_bytes()))
+        self._observer.stage_begins(name, num_runs, "run")
+        found = await find()
         self._observer.stage_ends()
-        write_json(path, twins.to_document())
-        return twins
+        write_json(path, asdict(found))
+        return found
+
+    def _advance(self, step: int) -> None:
+        self._observer.stage_advances(step, {})
 
     async def make(
         self, image: ProjectImage, baseline: Baseline, twins: ProjectTwins, began: float
@@ -252,21 +249,15 @@ class _Maker:
             if folder.name not in names:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
         self._observer.stage_begins("check", len(made), "task")
-        places = asyncio.Semaphore(self._settings.at_once)
-        done = 0
 
         async def check(one: MadeTask) -> None:
-            nonlocal done
-            async with places:
-                target = self._out / one.id
-                if not target.exists():
-                    await self._write_if_verified(one, target, report)
-                else:
-                    report.count_check(one, None)
-            done += 1
-            self._observer.stage_advances(done, {})
+            target = self._out / one.id
+            if not target.exists():
+                await self._write_if_verified(one, target, report)
+            else:
+                report.count_check(one, None)
 
-        await asyncio.gather(*map(check, made))
+        await gather_bounded(check, made, self._settings.at_once, self._advance)
         self._observer.stage_ends()
 
     async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
@@ -291,7 +282,10 @@ class _Maker:
         with ScratchDirectory(self._out / STATE, "check-") as scratch:
             draft = scratch / made.id
             await asyncio.to_thread(write_made_task, made, draft)
-            leak = await asyncio.to_thread(scan_workspace, draft / "environment/workspace", made)
+            leak = await asyncio.to_thread(
+                scan_workspace, draft / "environment/workspace", made.verified.change, made.workspace,
+                made.verified.reference,
+            )  # fmt: skip
             if leak is not None:
                 report.reject(made.verified.change, "leaks", leak)
                 return
@@ -317,21 +311,17 @@ def seed_exams(project: Project, verified: Verified) -> str:
     return digest.hexdigest()
 
 
+@dataclass(slots=True)
 class _Search:
     """Tests changes until there are enough of them that tests notice."""
 
-    def __init__(
-        self,
-        suite: Suite,
-        baseline: Baseline,
-        twins: ProjectTwins,
-        planner: Planner,
-        journal: LineJournal,
-        known: dict[str, dict[str, Any]],
-        report: MakeReport,
-    ) -> None:
-        self._suite, self._baseline, self._twins, self._planner = suite, baseline, twins, planner
-        self._journal, self._known, self._report = journal, known, report
+    _suite: Suite
+    _baseline: Baseline
+    _twins: ProjectTwins
+    _planner: Planner
+    _journal: LineJournal
+    _known: dict[str, dict[str, Any]]
+    _report: MakeReport
 
     async def run(self, at_once: int, until: float, observer: Observer) -> None:
         """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up; what

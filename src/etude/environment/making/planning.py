@@ -17,10 +17,9 @@ from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import plan_bugs
 from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.combining import combine
-from etude.tasks.making.deletions import plan_deletions
-from etude.tasks.making.hiding import hide_tests
+from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import Difficulty, is_compound, names_edited_line, select
+from etude.tasks.making.selection import Difficulty, grade, is_compound, names_edited_line, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
 _SPARE = 1.1
@@ -136,7 +135,11 @@ class Planner:
         for verified, reason in found.rejected:
             report.reject(verified.change, "selection", reason.reason)
         report.missed = found.missed
-        return [replace(self._found[one.verified.change.id], difficulty=one.difficulty) for one in found.kept]
+        levels = grade(found.kept)
+        return [
+            replace(self._found[one.change.id], difficulty=level)
+            for one, level in zip(found.kept, levels, strict=True)
+        ]
 
     def _is_new(self, change: Change) -> bool:
         is_new = change.id not in self._given

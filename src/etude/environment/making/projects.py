@@ -9,17 +9,17 @@ Nothing of the project runs here, and it is installed nowhere: `PYTHONPATH` lead
 
 from __future__ import annotations
 
+import configparser
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from etude.environment.making.requirements import Metadata, find_requirements
 from etude.errors import TaskError
-from etude.kit.syntax import parse_python
+from etude.tasks.making.source import read_text, read_tree
 
 MAX_BYTES = 32 << 20
 _NOT_OURS = re.compile(
@@ -29,6 +29,34 @@ _DOT_FILES = re.compile(r"\.(coveragerc|pylintrc|flake8|gitignore|editorconfig)"
 _TEST_FILE = re.compile(r"(test_.*|.*_test)\.py")
 _TEST_FOLDERS = ("test", "tests", "testing")
 _NO_PACKAGES = {*_TEST_FOLDERS, "docs", "doc", "examples", "bench", "benchmarks", "scripts", "tools", "setup"}
+ALWAYS = ("pytest",)
+_GROUPS = ("tests", "test", "testing", "dev")
+_FILES = tuple(
+    form.format(name)
+    for name in ("tests", "test", "testing", "dev")
+    for form in ("requirements/{}.txt", "requirements/{}.in", "requirements-{}.txt", "{}-requirements.txt")
+)
+_TOOLS = re.compile(
+    r"(pre-commit|mypy|pyright|ruff|black|isort|flake8|pylint|tox|nox|sphinx|furo|twine|build|bandit|codecov"
+    r"|coveralls|python-semantic-release|towncrier|pytest-(cov|xdist|randomly|sugar|codspeed|mypy-plugins))"
+    r"(?![a-z0-9])[-_.a-z0-9]*",
+    re.IGNORECASE,
+)
+"""Of people who develop a project, and of no test; or plugins that change how tests run, not whether they
+pass."""
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a distribution says of itself."""
+
+    name: str
+    version: str
+    text: str
+    entry_points: str
+    needs: tuple[str, ...]
+    """`Requires-Dist`, those of extras included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +120,7 @@ def read_project(root: Path) -> Project:
             fix="name a checkout, or a source distribution that its tests are part of",
         )  # fmt: skip
     source_root = "src" if any(path.startswith("src/") and path.endswith(".py") for path in files) else ""
-    sources = {path: text for path, text in _modules(files, tests, source_root) if _parses(text)}
+    sources = {path: text for path, text in _modules(files, tests, source_root) if read_tree(text)}
     if not sources:
         raise TaskError(
             "holds no package: no directory with an __init__.py below it or its src, nor a module",
@@ -115,7 +143,7 @@ def _read_files(root: Path) -> dict[str, bytes]:
         parts = path.relative_to(root).parts
         if any(_NOT_OURS.fullmatch(part) and not _DOT_FILES.fullmatch(part) for part in parts):
             continue
-        if path.is_symlink() or not path.is_file() or any(above.is_symlink() for above in path.parents):
+        if path.is_symlink() or not path.is_file():
             continue
         total += path.stat().st_size
         if total > MAX_BYTES:
@@ -212,17 +240,134 @@ def _options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) -> tuple[
     return (f"--import-mode={found[1]}",) if found else ()
 
 
-def _parses(text: str) -> bool:
-    try:
-        parse_python(text)
-    except (SyntaxError, ValueError):
-        return False
-    return True
+def find_requirements(
+    metadata: Metadata, pyproject: Mapping[str, Any], files: Mapping[str, bytes]
+) -> tuple[str, ...]:
+    """What the project needs to run, and what the first of these adds that names test requirements: a
+    dependency group, an extra, a requirements file, tox."""
+    finder = _Finder(metadata, pyproject, files)
+    found = [*finder.runtime(), *finder.of_tests(), *ALWAYS]
+    kept = [one for one in found if not _TOOLS.fullmatch(_name(one)) and _name(one) != _plain(metadata.name)]
+    return tuple(dict.fromkeys(kept))
 
 
-def read_text(data: bytes) -> str | None:
-    """Of a file; None for what is not UTF-8."""
+class _Finder:
+    def __init__(self, metadata: Metadata, pyproject: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        self._own = _plain(metadata.name)
+        self._project = pyproject.get("project", {})
+        self._groups = pyproject.get("dependency-groups", {})
+        self._poetry = pyproject.get("tool", {}).get("poetry", {})
+        self._files = files
+        self._extras: dict[str, list[str]] = dict(self._project.get("optional-dependencies", {}))
+        self._needs: list[str] = list(self._project.get("dependencies", []))
+        setup = _parse_ini(files, "setup.cfg")
+        for name, text in setup.items("options.extras_require") if "options.extras_require" in setup else []:
+            self._extras.setdefault(name, _lines(text))
+        self._needs += _lines(setup.get("options", "install_requires", fallback=""))
+        if not self._needs and not self._extras:
+            self._read_headers(metadata.needs)
+
+    def runtime(self) -> list[str]:
+        """Without any extra."""
+        return [*self._needs, *_of_poetry(self._poetry.get("dependencies", {}))]
+
+    def of_tests(self) -> list[str]:
+        """Of the first place that has any."""
+        for name in _GROUPS:
+            if name in self._groups:
+                return self._group(name, ())
+            if name in self._extras:
+                return self._extra(name, ())
+            poetry = self._poetry.get("group", {}).get(name, {}).get("dependencies")
+            if poetry:
+                return _of_poetry(poetry)
+        if "dev-dependencies" in self._poetry:
+            return _of_poetry(self._poetry["dev-dependencies"])
+        for path in _FILES:
+            if path in self._files:
+                return self._file(path, ())
+        tox = _parse_ini(self._files, "tox.ini")
+        return self._rows(_lines(tox.get("testenv", "deps", fallback="")), "tox.ini", ())
+
+    def _group(self, name: str, above: tuple[str, ...]) -> list[str]:
+        found: list[str] = []
+        for row in self._groups.get(name, []) if name not in above else []:
+            if isinstance(row, str):
+                found += self._expanded(row)
+            elif "include-group" in row:
+                found += self._group(row["include-group"], (*above, name))
+        return found
+
+    def _extra(self, name: str, above: tuple[str, ...]) -> list[str]:
+        rows = self._extras.get(name, []) if name not in above else []
+        return [one for row in rows for one in self._expanded(row, (*above, name))]
+
+    def _expanded(self, row: str, above: tuple[str, ...] = ()) -> list[str]:
+        """A requirement; in the place of one on extras of the project itself, those."""
+        extras = re.match(r"[^\[;]+\[([^\]]*)\]", row)
+        if _name(row) != self._own or extras is None:
+            return [row]
+        return [one for name in extras[1].split(",") for one in self._extra(name.strip(), above)]
+
+    def _file(self, path: str, above: tuple[str, ...]) -> list[str]:
+        if path in above or path not in self._files:
+            return []
+        return self._rows(_lines(self._files[path].decode(errors="replace")), path, (*above, path))
+
+    def _rows(self, rows: Sequence[str], path: str, above: tuple[str, ...]) -> list[str]:
+        found: list[str] = []
+        for row in rows:
+            plain = re.sub(r"^[^:]*:\s+", "", row) if path == "tox.ini" else row
+            other = re.match(r"(?:-r|--requirement)\s*=?\s*(\S+)", plain)
+            if other:
+                folder = PurePosixPath(path).parent
+                found += self._file((folder / other[1]).as_posix(), above)
+            elif _PACKAGE.match(plain):
+                found.append(plain.partition(" --hash")[0].partition(" \\")[0].strip())
+        return found
+
+    def _read_headers(self, needs: Sequence[str]) -> None:
+        for row in needs:
+            extra = re.search(r"\s*(?:;|and)\s*extra\s*==\s*['\"]([^'\"]+)['\"]", row)
+            if extra is None:
+                self._needs.append(row)
+            else:
+                self._extras.setdefault(extra[1], []).append(row.replace(extra[0], ""))
+
+
+def _parse_ini(files: Mapping[str, bytes], name: str) -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser(strict=False)
     try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+        parser.read_string(files.get(name, b"").decode(errors="replace"))
+    except configparser.Error:
+        return configparser.RawConfigParser()
+    return parser
+
+
+def _lines(text: str) -> list[str]:
+    rows = (re.sub(r"(^|\s)#.*", "", row).strip() for row in text.splitlines())
+    return [row for row in rows if row]
+
+
+def _of_poetry(table: Mapping[str, Any]) -> list[str]:
+    """Requirements in pip's words; carets and tildes become a lower bound."""
+    found: list[str] = []
+    for name, value in table.items():
+        version = (
+            value if isinstance(value, str) else value.get("version") if isinstance(value, dict) else None
+        )
+        is_optional = isinstance(value, dict) and value.get("optional", False)
+        if name.lower() == "python" or version is None or is_optional:
+            continue
+        bound = re.sub(r"^[\^~](?=\d)", ">=", version.strip())
+        found.append(name + ("" if bound == "*" else f"=={bound}" if bound[:1].isdigit() else bound))
+    return found
+
+
+def _name(requirement: str) -> str:
+    found = _PACKAGE.match(requirement)
+    return _plain(found[0]) if found else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

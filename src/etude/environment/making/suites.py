@@ -34,15 +34,16 @@ class Coverage:
     """Which tests run which lines."""
 
     tests: tuple[str, ...]
-    lines: Mapping[str, Mapping[int, int]]
-    """Path -> line -> its tests, one bit for each; 0 for a line that is run by the import alone."""
+    lines: Mapping[str, Mapping[int, str]]
+    """Path -> line -> its tests, one bit for each, as a hexadecimal number; 0 for a line that is run by the
+    import alone."""
 
     def tests_of(self, path: str, lines: Collection[int]) -> set[str]:
         """The tests that run one of the lines."""
         known = self.lines.get(path, {})
         bits = 0
         for line in lines:
-            bits |= known.get(line, 0)
+            bits |= int(known.get(line, "0"), 16)
         return {test for number, test in enumerate(self.tests) if bits >> number & 1}
 
     def is_run(self, path: str, lines: Collection[int]) -> bool:
@@ -54,7 +55,7 @@ class Coverage:
         """How many lines all these tests run."""
         numbers = {test: number for number, test in enumerate(self.tests)}
         wanted = sum(1 << numbers[test] for test in tests if test in numbers)
-        rows = (bits for known in self.lines.values() for bits in known.values())
+        rows = (int(bits, 16) for known in self.lines.values() for bits in known.values())
         return sum(wanted != 0 and bits & wanted == wanted for bits in rows)
 
 
@@ -183,12 +184,9 @@ def _read_run(found: Mapping[str, Any]) -> SuiteRun:
     failures = {test: _read_failure(test, row) for test, row in found["failures"].items()}
     coverage = None
     if "coverage" in found:
-        rows = found["coverage"]
-        lines = {
-            path: {int(line): int(bits, 16) for line, bits in known.items()}
-            for path, known in rows["files"].items()
-        }
-        coverage = Coverage(tuple(rows["tests"]), lines)
+        rows = found["coverage"]["files"].items()
+        lines = {path: {int(line): bits for line, bits in known.items()} for path, known in rows}
+        coverage = Coverage(tuple(found["coverage"]["tests"]), lines)
     duration_s = found.get("duration_s", 0.0)
     functions = {test: (file, name) for test, (file, name) in found["functions"].items()}
     outcomes, errors = found["outcomes"], found["errors"]

@@ -14,18 +14,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, combinations
 from random import Random
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.changing import TestChanger, TwinKind
 from etude.environment.making.projects import Project
 from etude.environment.making.suites import Suite, SuiteRun
 from etude.errors import TaskError
+from etude.kit.tasks import gather_bounded
 from etude.tasks.exams import Exam, ExamSet
 
 ROUNDS = 10
@@ -112,15 +110,6 @@ class ProjectTwins:
             {**overlay, "expected.json": json.dumps(asked)}, tuple(sorted(passing)), tuple(sorted(failing))
         )
 
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> ProjectTwins:
-        """The inverse of `to_document`."""
-        return TypeAdapter(cls).validate_python(document)
-
 
 async def find_project_twins(
     suite: Suite,
@@ -133,20 +122,14 @@ async def find_project_twins(
 
     Raises SandboxError, TaskError where the tests as they are or in no changed state give a result.
     """
-    places, done = asyncio.Semaphore(at_once), 0
     suite = suite.within(baseline.timeout_s)
 
     async def run(number: int | None) -> tuple[SuiteRun, dict[str, TwinKind]]:
-        nonlocal done
-        async with places:
-            files, kinds = await asyncio.to_thread(changer.change_all, number)
-            found = await suite.run(files=files)
-        done += 1
-        advance(done)
-        return found, kinds
+        files, kinds = await asyncio.to_thread(changer.change_all, number)
+        return await suite.run(files=files), kinds
 
     stable = set(baseline.stable)
-    (base, _), *rounds = await asyncio.gather(*map(run, (None, *range(ROUNDS))))
+    (base, _), *rounds = await gather_bounded(run, (None, *range(ROUNDS)), at_once, advance)
     if base.problem is not None or all(found.problem is not None for found, _ in rounds):
         raise TaskError(
             "has tests that gave a result before, and give none where their files are written from their "

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.suites import Suite, SuiteRun
 from etude.environment.making.twinning import ProjectTwins
@@ -21,6 +23,7 @@ from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
 _ROUNDS = 2
 """Of the whole suite in one sandbox, with another hash seed and time zone than those of grading."""
 _MOST_GUARDS = 8
+_FAILURES = TypeAdapter(tuple[TestFailure, ...])
 _MOST_COVERING = 300
 """Tests that are tried first; where there are more, all are."""
 
@@ -43,10 +46,7 @@ class Noticed:
 
 def noticed_of(document: Mapping[str, Any], baseline: Baseline) -> Noticed:
     """From `to_document` with the key `differing`: stable tests that neither failed nor passed each time."""
-    failures = tuple(
-        TestFailure(**{**row, "innermost": None if (at := row["innermost"]) is None else Place(**at)})
-        for row in document["failures"]
-    )
+    failures = _FAILURES.validate_python(document["failures"])
     left_out = {one.test for one in failures} | set(document["differing"])
     passing = tuple(test for test in baseline.stable if test not in left_out)
     return Noticed(failures, passing, document["num_suspect_lines"])

@@ -20,21 +20,17 @@ from pathlib import Path
 
 from etude.environment.grading import matches_any
 from etude.environment.making.images import WORKSPACE, ProjectImage
-from etude.environment.making.projects import Project, read_text
+from etude.environment.making.projects import Project
 from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
-from etude.kit.durable import whole_directory
 from etude.records import Task
 from etude.tasks.exams import EXAMS, ExamSet
-from etude.tasks.harbor import read_harbor, toml_value
+from etude.tasks.harbor import SOLVE, TomlValue, read_harbor, toml_text, write_files
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified
 from etude.tasks.making.refactoring import write_check
 from etude.tasks.making.selection import NOT_CALIBRATED, Difficulty
+from etude.tasks.making.source import read_text
 
-_SOLVE = f"""#!/bin/sh
-set -e
-cp -R "$(dirname "$0")/files/." {WORKSPACE}/
-"""
 _CHECK = b"PYTHONPATH= python3 -s /tests/structure.py /tests/structure.json || exit 0\n"
 """Of a refactoring: before anything of the agent's has run."""
 TEST = f"""#!/bin/sh
@@ -81,18 +77,6 @@ def write_made_task(made: MadeTask, directory: Path) -> None:
     write_files(_files(made), directory)
 
 
-def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Writes a directory with these files, which appears only when whole. Raises OSError."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with whole_directory(directory, sync=False) as whole:
-        for path, data in files.items():
-            target = whole / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-            if path.endswith(".sh") and path.count("/") == 1:
-                target.chmod(0o755)
-
-
 def read_made_task(made: MadeTask, directory: Path) -> Task:
     """The written task as a run plays it, on the project's image instead of one of its own.
 
@@ -120,7 +104,7 @@ def _files(made: MadeTask) -> dict[str, bytes]:
         "tests/suite.py": PROGRAM.read_bytes(),
         "tests/expected.json": json.dumps(expected, indent=1).encode() + b"\n",
         f"tests/{EXAMS}": made.exams.to_text().encode(),
-        "solution/solve.sh": _SOLVE.encode(),
+        "solution/solve.sh": SOLVE.encode(),
     }
     if change.smell:
         modules = {
@@ -145,7 +129,7 @@ def below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def _toml(made: MadeTask) -> str:
     change = made.verified.change
-    facts: dict[str, str | int | float | bool] = {
+    facts: dict[str, TomlValue] = {
         "project": made.project.name,
         "version": made.project.version,
         "kind": change.kind,
@@ -163,22 +147,21 @@ def _toml(made: MadeTask) -> str:
 
 def task_toml(
     name: str,
-    facts: Mapping[str, str | int | float | bool],
+    facts: Mapping[str, TomlValue],
     patterns: Sequence[str],
     verifier_s: float,
     grading: str = "test_sh",
 ) -> str:
     """The `task.toml` of a task that reaches no network. `patterns`: of what a solution may change."""
-    allowed = ", ".join(toml_value(pattern, "allowed_paths") for pattern in patterns)
-    lines = ['schema_version = "1.4"', "", "[task]", f"name = {_text(f'etude/{name}')}", "", "[metadata]"]
-    lines += [f"{key} = {toml_value(value, f'metadata.{key}')}" for key, value in facts.items()]
-    lines += ["", "[metadata.etude]", f"id = {_text(name)}", f"grading = {_text(grading)}"]
-    lines += [f"allowed_paths = [{allowed}]", "", "[agent]", "timeout_sec = 1800.0"]
-    lines += ["", "[verifier]", f"timeout_sec = {verifier_s:.1f}", "", "[environment]"]
-    lines += ["build_timeout_sec = 1800.0", "cpus = 1", f"memory_mb = {MEMORY_BYTES >> 20}"]
-    lines += [f"storage_mb = {DISK_BYTES >> 20}", 'network_mode = "no-network"']
-    return "\n".join(lines) + "\n"
-
-
-def _text(text: str) -> str:
-    return toml_value(text, "text")
+    return toml_text({
+        "": {"schema_version": "1.4"},
+        "task": {"name": f"etude/{name}"},
+        "metadata": facts,
+        "metadata.etude": {"id": name, "grading": grading, "allowed_paths": patterns},
+        "agent": {"timeout_sec": 1800.0},
+        "verifier": {"timeout_sec": round(verifier_s, 1)},
+        "environment": {
+            "build_timeout_sec": 1800.0, "cpus": 1, "memory_mb": MEMORY_BYTES >> 20,
+            "storage_mb": DISK_BYTES >> 20, "network_mode": "no-network",
+        },
+    })  # fmt: skip

@@ -6,7 +6,6 @@ there counts for nothing.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping
 
@@ -14,6 +13,7 @@ from etude.agent.tools.linters import HostRuff, new_findings
 from etude.agent.tools.text_file import off_loop
 from etude.config import RewardConfig
 from etude.errors.packages import missing_package
+from etude.kit.tasks import gather_bounded
 from etude.records import Task
 
 _LINTED = (".py", ".pyi")
@@ -33,12 +33,11 @@ async def review_changes(
     lints = style = 0
     if config.lint_penalty > 0:
         python = [path for path in files if path.endswith(_LINTED)]
-        at_once = asyncio.Semaphore(_LINTERS)
-        lints = sum(
-            await asyncio.gather(
-                *(_count_lints(path, before.get(path), files[path], at_once) for path in python)
-            )
-        )
+
+        async def count(path: str) -> int:
+            return await _count_lints(path, before.get(path), files[path])
+
+        lints = sum(await gather_bounded(count, python, _LINTERS))
     if config.style_penalty > 0:
         size = sum(map(len, files.values()))
         style = await off_loop(size, _count_style, before, files, config.style_columns)
@@ -63,13 +62,12 @@ def find_linter() -> HostRuff:
     return linter
 
 
-async def _count_lints(path: str, before: bytes | None, after: bytes, at_once: asyncio.Semaphore) -> int:
+async def _count_lints(path: str, before: bytes | None, after: bytes) -> int:
     linter = find_linter()
-    async with at_once:
-        found = await linter.lint(path, after)
-        if not found or before is None:
-            return len(found)
-        known = [finding.key for finding in await linter.lint(path, before)]
+    found = await linter.lint(path, after)
+    if not found or before is None:
+        return len(found)
+    known = [finding.key for finding in await linter.lint(path, before)]
     return len(new_findings(found, known))
 
 

@@ -46,48 +46,23 @@ Term = Callable[[Evidence, RewardConfig], float]
 CustomTerm = Callable[[Evidence], float]
 
 
-def _malformed(evidence: Evidence, config: RewardConfig) -> float:
-    return -config.malformed_penalty * min(evidence.count("malformed"), config.malformed_at_most)
-
-
-def _limit(evidence: Evidence, config: RewardConfig) -> float:
-    return -config.limit_penalty if evidence.status is Status.LIMIT else 0.0
-
-
-def _todos(evidence: Evidence, config: RewardConfig) -> float:
-    return -config.todo_penalty * min(evidence.count("open_todos"), config.todos_at_most)
-
-
-def _lints(evidence: Evidence, config: RewardConfig) -> float:
-    return -config.lint_penalty * min(evidence.verdict.lints, config.lints_at_most)
-
-
-def _style(evidence: Evidence, config: RewardConfig) -> float:
-    return -config.style_penalty * min(evidence.verdict.style, config.styles_at_most)
-
-
-def _tool_errors(kind: ToolErrorClass, penalty: Callable[[RewardConfig], float]) -> Term:
-    def term(evidence: Evidence, config: RewardConfig) -> float:
-        return -penalty(config) * min(evidence.errors(kind.value), config.tool_errors_at_most)
-
-    return term
+def _errors(kind: ToolErrorClass, penalty: Callable[[RewardConfig], float]) -> Term:
+    return lambda e, c: -penalty(c) * min(e.errors(kind.value), c.tool_errors_at_most)
 
 
 TERMS: Mapping[str, Term] = {
-    MALFORMED: _malformed,
-    "limit": _limit,
-    "invalid_arguments": _tool_errors(
-        ToolErrorClass.INVALID_ARGUMENTS, lambda config: config.invalid_arguments_penalty
+    MALFORMED: lambda e, c: -c.malformed_penalty * min(e.count("malformed"), c.malformed_at_most),
+    "limit": lambda e, c: -c.limit_penalty if e.status is Status.LIMIT else 0.0,
+    "invalid_arguments": _errors(ToolErrorClass.INVALID_ARGUMENTS, lambda c: c.invalid_arguments_penalty),
+    "timeout": _errors(ToolErrorClass.TIMEOUT, lambda c: c.timeout_penalty),
+    "unexpected_environment": _errors(
+        ToolErrorClass.UNEXPECTED_ENVIRONMENT, lambda c: c.unexpected_environment_penalty
     ),
-    "timeout": _tool_errors(ToolErrorClass.TIMEOUT, lambda config: config.timeout_penalty),
-    "unexpected_environment": _tool_errors(
-        ToolErrorClass.UNEXPECTED_ENVIRONMENT, lambda config: config.unexpected_environment_penalty
-    ),
-    "todos": _todos,
-    "lints": _lints,
-    "style": _style,
+    "todos": lambda e, c: -c.todo_penalty * min(e.count("open_todos"), c.todos_at_most),
+    "lints": lambda e, c: -c.lint_penalty * min(e.verdict.lints, c.lints_at_most),
+    "style": lambda e, c: -c.style_penalty * min(e.verdict.style, c.styles_at_most),
 }
-"""Every term but length, which is priced where tokens are known."""
+"""Every term but length, which is priced where tokens are known: a price times a count that has a bound."""
 _ALWAYS = frozenset({MALFORMED, "limit"})
 """Terms that stand in a breakdown also where they are 0."""
 

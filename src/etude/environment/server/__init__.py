@@ -1,10 +1,9 @@
-"""Environment sessions for other processes and hosts. Start at `app.build_app` and `process.serve`."""
+"""Environment sessions for other processes and hosts. Start at `process.build_app` and `process.serve`."""
 
 from __future__ import annotations
 
-from etude.environment.server.app import build_app
 from etude.environment.server.host import HostLimits, SessionHost, TenantLimits
-from etude.environment.server.process import serve
+from etude.environment.server.process import build_app, serve
 from etude.serving.token_files import read_tenants
 
 __all__ = ["HostLimits", "SessionHost", "TenantLimits", "build_app", "read_tenants", "serve"]

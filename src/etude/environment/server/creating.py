@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from etude.environment.names import check_files, check_task_name
+from etude.environment.names import check_task_name, template_of
 from etude.environment.origins import (
     Origin,
     directory_template,
@@ -81,7 +81,7 @@ async def _forked(host: SessionHost, tenant: str, raw: object) -> EnvironmentSes
 async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
     if "files" in named:
         strings([*named["files"].values()], "files")
-        return Template(check_files(named["files"], "files"), "files")
+        return template_of(named["files"], "files")
     if "directory" in named:
         return await directory_template(_allowed(host, named["directory"], "directory"))
     return await repository_template(
@@ -112,7 +112,7 @@ def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
                 fix="start the server with --tasks and its directory",
             )
         for name in ("files", "hidden_files"):
-            check_files(getattr(task, name), f"task.{name}")
+            template_of(getattr(task, name), f"task.{name}")
         return task
     if check_task_name(named) not in host.tasks:
         raise UserError(

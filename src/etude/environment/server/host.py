@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etude.environment.running import unwatched
 from etude.environment.sessions import EnvironmentSession, Site, close_all
 from etude.errors import AgentError, UserError
 from etude.kit.tasks import Tasks
@@ -71,12 +73,6 @@ class Held:
     """Its endpoint for MCP clients, once one has come."""
 
 
-@dataclass(slots=True)
-class _Usage:
-    making: int = 0
-    calls: int = 0
-
-
 class SessionHost:
     """All sessions of one server, for one event loop."""
 
@@ -102,14 +98,15 @@ class SessionHost:
         self.creations = Creations(self.limits.num_keys)
         self.draining = False
         self._held: dict[str, Held] = {}
-        self._usage: dict[str, _Usage] = {}
+        self._making = Counter[str]()
+        """Sessions that are being made, by tenant."""
+        self._calls = Counter[str]()
+        """Calls that run, by tenant."""
         self._background = Tasks(on_error=self._note_background_error)
-        self._reaper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begins to look for sessions that nobody uses."""
-        if self._reaper is None:
-            self._reaper = self.in_background(self._reap())
+        self.in_background(self._reap())
 
     async def close(self) -> None:
         """Closes every session and the backend; everything is tried. Raises the first failure."""
@@ -136,21 +133,20 @@ class SessionHost:
     async def place(self, tenant: str, count: int = 1) -> AsyncIterator[None]:
         """Room for sessions that are being made. Raises CapacityError."""
         self.check_accepting()
-        usage = self._usage_of(tenant)
-        held = sum(one.tenant == tenant for one in self._held.values())
+        held = self._making[tenant] + len(self.list(tenant))
         most = self.limits.tenant.sessions
-        if held + usage.making + count > most:
+        if held + count > most:
             raise CapacityError(
-                f"this tenant holds {held + usage.making} of {most} sessions",
+                f"this tenant holds {held} of {most} sessions",
                 field="sessions",
                 received=count,
                 fix="close sessions that are done",
             )
-        usage.making += count
+        self._making[tenant] += count
         try:
             yield
         finally:
-            usage.making -= count
+            self._making[tenant] -= count
 
     def hold(self, tenant: str, session: EnvironmentSession, idle_s: float | None = None) -> Held:
         """Knows a session from now on. If the server is shutting down, it is closed instead."""
@@ -220,20 +216,20 @@ class SessionHost:
         """
         self._check_turn(held, len(calls))
         async with self._counted(held, calls):
-            return await held.session.run_calls(calls, {}, _nobody, _nobody)
+            return await held.session.run_calls(calls, {}, unwatched, unwatched)
 
     @asynccontextmanager
     async def _counted(
         self, held: Held, calls: Sequence[ToolCall], again: bool = False
     ) -> AsyncIterator[None]:
-        usage, session = self._usage_of(held.tenant), held.session
+        session = held.session
         before = session.num_turns
-        usage.calls += len(calls)
+        self._calls[held.tenant] += len(calls)
         try:
             async with self.using(held):
                 yield
         finally:
-            usage.calls -= len(calls)
+            self._calls[held.tenant] -= len(calls)
         if not again and session.num_turns > before:
             self.metrics.count("etude_environment_turns", tenant=held.tenant)
             for result in session.history.turns[-1].results:
@@ -242,10 +238,10 @@ class SessionHost:
 
     def _check_turn(self, held: Held, num_calls: int) -> None:
         self.check_accepting()
-        limits, usage = self.limits.tenant, self._usage_of(held.tenant)
-        if usage.calls and usage.calls + num_calls > limits.calls:
+        limits, running = self.limits.tenant, self._calls[held.tenant]
+        if running and running + num_calls > limits.calls:
             raise CapacityError(
-                f"{usage.calls} of this tenant's {limits.calls} calls run",
+                f"{running} of this tenant's {limits.calls} calls run",
                 field="calls",
                 received=num_calls,
                 fix="wait until some have ended",
@@ -274,7 +270,7 @@ class SessionHost:
         gauges: dict[tuple[str, Labels], float] = {
             ("etude_environment_draining", ()): float(self.draining),
             ("etude_environment_sessions", labels): len(held),
-            ("etude_environment_calls_running", labels): self._usage_of(tenant).calls,
+            ("etude_environment_calls_running", labels): self._calls[tenant],
             ("etude_environment_kept_bytes", labels): sum(one.session.history.size_bytes for one in held),
         }
         return self.metrics.text(gauges, lambda found: dict(found).get("tenant", tenant) == tenant)
@@ -283,9 +279,6 @@ class SessionHost:
     def num_busy(self) -> int:
         """Sessions on which something is being done, now."""
         return sum(held.session.busy or held.num_users > 0 for held in self._held.values())
-
-    def _usage_of(self, tenant: str) -> _Usage:
-        return self._usage.setdefault(tenant, _Usage())
 
     async def _reap(self) -> None:
         while True:
@@ -302,10 +295,6 @@ class SessionHost:
         if is_our_fault(error):
             self.metrics.count("etude_environment_background_failures")
             _log.error("work in the background failed", exc_info=error)
-
-
-def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
-    """Whom a turn's progress is told where nobody watches."""
 
 
 def is_our_fault(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from etude.agent.mcp.server import mcp_server, serve_stdio
 from etude.agent.tools import Access, Tool, ToolContext
+from etude.environment.running import unwatched
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import SandboxError
 from etude.records import ToolCall, ToolResult
@@ -47,7 +48,7 @@ def turn_context(session: EnvironmentSession, run_turn: RunTurn | None = None) -
     """A context in which every call is a turn of the session. `run_turn`: how one is run, if not directly."""
 
     async def run_directly(calls: Sequence[ToolCall]) -> list[ToolResult]:
-        return await session.run_calls(calls, {}, _nobody, _nobody)
+        return await session.run_calls(calls, {}, unwatched, unwatched)
 
     run = run_turn or run_directly
     tools = {name: TurnTool(tool, run) for name, tool in session.context.tools.items()}
@@ -62,10 +63,6 @@ def session_server(session: EnvironmentSession, run_turn: RunTurn | None = None)
 async def serve_session_stdio(session: EnvironmentSession) -> None:
     """Serves one client over standard input and output, until the input ends."""
     await serve_stdio(turn_context(session), name=f"etude {session.id}")
-
-
-def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
-    """Whom progress is told: an MCP client sees results only."""
 
 
 _START_S = 60.0

@@ -6,19 +6,15 @@ OpenEnv's client can send no headers, so a token may stand in the path: `ws://ho
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
 
-from etude.environment.openenv import Episode, schemas
-from etude.environment.server.creating import create_session
 from etude.environment.server.host import SessionHost
+from etude.environment.server.openenv import RESET, Episode, schemas
 from etude.environment.server.requests import Host, Tenant, fields_of, host_of, tenant_of
-from etude.environment.sessions import EnvironmentSession
 from etude.errors import EtudeError, UserError
-from etude.records import ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError
 from etude.serving.application import Json
 from etude.serving.describing import described
@@ -35,34 +31,7 @@ _STEP: Fields = {
     "timeout_s": (float, _NONE),
     "request_id": (str, _NONE),
 }
-_RESET: Fields = {
-    "seed": (int, _NONE), "episode_id": (str, _NONE), "task": (str, dict, _NONE), "max_turns": (int, _NONE),
-}  # fmt: skip
 _HTTP_EPISODES = 1024
-
-
-def new_episode(host: SessionHost, tenant: str) -> Episode:
-    """An episode whose sessions belong to the tenant."""
-
-    async def open_session(task: str | dict[str, Any] | None, seed: int | None) -> EnvironmentSession:
-        if task is None:
-            if not host.tasks:
-                raise UserError(
-                    "this server has no tasks", field="task", fix="start it with --tasks DIRECTORY"
-                )
-            names = sorted(host.tasks)
-            task = names[(seed or 0) % len(names)]
-        return (await create_session(host, tenant, {"task": task})).session
-
-    async def run_turn(session: EnvironmentSession, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        return await host.run(host.find(tenant, session.id), calls)
-
-    async def end_session(session: EnvironmentSession) -> None:
-        held = next((held for held in host.list(tenant) if held.session is session), None)
-        if held is not None:
-            await host.end(held)
-
-    return Episode(open_session, run_turn, end_session)
 
 
 @router.websocket("/openenv/ws")
@@ -72,7 +41,7 @@ async def talk(socket: WebSocket) -> None:
     await socket.accept()
     host = host_of(socket)
     try:
-        episode = new_episode(host, tenant_of(socket))
+        episode = Episode(host, tenant_of(socket))
     except EtudeError as error:
         await socket.send_text(json.dumps(_error(str(error), "SESSION_ERROR")))
         await socket.close()
@@ -126,14 +95,14 @@ def _error(message: str, code: str, kind: str | None = None) -> dict[str, Any]:
     return {"type": "error", "data": {"message": message, "code": code, "kind": kind}}
 
 
-@router.post("/openenv/reset", openapi_extra=described(_RESET))
+@router.post("/openenv/reset", openapi_extra=described(RESET))
 async def reset(request: Request, host: Host, tenant: Tenant) -> Response:
     """Begins an episode; `observation.episode_id` names it in further requests."""
-    named = await fields_of(request, _RESET)
+    named = await fields_of(request, RESET)
     episodes = _episodes(request)
     if len(episodes) >= _HTTP_EPISODES:
         await _forget(host, episodes)
-    episode = episodes.pop((tenant, named.get("episode_id", "")), None) or new_episode(host, tenant)
+    episode = episodes.pop((tenant, named.get("episode_id", "")), None) or Episode(host, tenant)
     answer = await episode.reset(named)
     assert episode.episode_id is not None, "it was just reset"
     episodes[tenant, episode.episode_id] = episode

@@ -1,4 +1,4 @@
-"""The server as a process: its tokens, its address, its end.
+"""The server as an application and as a process: routes, who may ask, errors; its address, its end.
 
 The first SIGTERM (or SIGINT) drains: turns that run are finished, nothing new is begun, `/ready` says so.
 Then, after `drain_s` or at a second signal, every session is closed and the process ends.
@@ -7,18 +7,67 @@ Then, after `drain_s` or at a second signal, every session is closed and the pro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from etude.environment.server.app import build_app
+from fastapi import FastAPI, Request
+
+from etude.environment.history import TurnConflictError
+from etude.environment.server import mcp_routes, openenv_routes, server_routes, session_routes
 from etude.environment.server.host import SessionHost
+from etude.environment.server.requests import tenant_of
 from etude.errors import ConfigError
+from etude.sandbox.server.state import KeyConflictError
+from etude.sandbox.wire_types import STATUSES, encode_error
+from etude.serving.application import build_application
+from etude.serving.errors import OwnErrors
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
 
 DEFAULT_PORT = 8652
 SERVER = "environment server"
 """What it calls itself in what it says."""
+
+
+def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> FastAPI:
+    """An ASGI application that serves a host's sessions, and closes it when it ends.
+
+    `tokens`: token -> tenant; none: every request is of the tenant `local`.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await host.start()
+        try:
+            yield
+        finally:
+            await host.close()
+
+    async def figures(request: Request) -> str:
+        return host.metrics_text(tenant_of(request))
+
+    app = build_application(
+        "Étude environments",
+        OwnErrors({KeyConflictError: 409, TurnConflictError: 409, **STATUSES}, encode_error),
+        lifespan=lifespan,
+        on_error=lambda connection, error, status: host.note_error(error),
+        metrics=host.metrics,
+        ready=server_routes.ready,
+        figures=figures,
+    )
+    app.state.host = host
+    app.state.tokens = dict(tokens or {})
+    app.state.episodes = {}
+    for router in (
+        server_routes.router,
+        session_routes.router,
+        session_routes.snapshot_router,
+        openenv_routes.router,
+        mcp_routes.router,
+    ):
+        app.include_router(router)
+    return app
 
 
 def serve(

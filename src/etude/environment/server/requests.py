@@ -53,11 +53,7 @@ def tenant_of(connection: HTTPConnection) -> str:
     tokens: Mapping[str, str] = connection.app.state.tokens
     if not tokens:
         return LOCAL_TENANT
-    return tenant_of_token(tokens, bearer_of(connection.headers) or connection.path_params.get("token", ""))
-
-
-def tenant_of_token(tokens: Mapping[str, str], given: str) -> str:
-    """The tenant that has this token. Raises AccessError."""
+    given = bearer_of(connection.headers) or connection.path_params.get("token", "")
     found = find_token(tokens, given)
     if found is None:
         raise AccessError(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
 
 from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
+from etude.environment.session_events import Event
 from etude.errors import EtudeError
+from etude.kit.tasks import end_tasks
 from etude.sandbox.wire_types import encode_error
 from etude.serving.application import STALL_S, Json
 
 router = APIRouter()
-open_router = APIRouter()
-"""Routes that need no token."""
 
 REFUSED, TOO_SLOW = 4401, 4408
 """Close codes: no access or no such session; events were dropped for a slow client."""
@@ -48,7 +48,7 @@ async def tasks(host: Host, tenant: Tenant) -> Response:
     return Json([{"name": name, "instruction": task.instruction} for name, task in host.tasks.items()])
 
 
-@open_router.websocket("/sessions/{session_id}/events")
+@router.websocket("/sessions/{session_id}/events")
 async def events(socket: WebSocket, session_id: str) -> None:
     """What happens in a session, as JSON texts: from event number `?after=` + 1 on, until its end.
 
@@ -64,30 +64,27 @@ async def events(socket: WebSocket, session_id: str) -> None:
         await socket.send_json({"event": "refused", "error": encode_error(error)})
         await socket.close(REFUSED)
         return
-    gone = asyncio.ensure_future(_gone(socket))
+    telling, gone = asyncio.ensure_future(_tell(socket, stream)), asyncio.ensure_future(_gone(socket))
     try:
-        async with contextlib.aclosing(stream):
-            while not gone.done():
-                following = asyncio.ensure_future(anext(stream, None))
-                await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not following.done():
-                    following.cancel()
-                    await asyncio.wait({following})
-                    return
-                event = following.result()
-                if event is None:
-                    await socket.close()
-                    return
-                async with asyncio.timeout(STALL_S):
-                    await socket.send_json(event)
-                if event["event"] == "dropped":
-                    await socket.close(TOO_SLOW)
-                    return
+        await asyncio.wait({telling, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if telling.done():
+            telling.result()
     except (WebSocketDisconnect, TimeoutError, RuntimeError):
         # The client has left, or takes nothing: the session goes on without it.
         return
     finally:
-        gone.cancel()
+        await end_tasks(telling, gone)
+
+
+async def _tell(socket: WebSocket, stream: AsyncIterator[Event]) -> None:
+    """Sends events until the session's end, or until some were dropped."""
+    async for event in stream:
+        async with asyncio.timeout(STALL_S):
+            await socket.send_json(event)
+        if event["event"] == "dropped":
+            await socket.close(TOO_SLOW)
+            return
+    await socket.close()
 
 
 async def _gone(socket: WebSocket) -> None:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from etude.agent.inputs import result_document
-from etude.environment.names import check_files
+from etude.environment.names import template_of
 from etude.environment.server import requests
 from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import SessionHost
@@ -20,7 +20,6 @@ from etude.environment.wire import (
     calls_of,
     known_of,
     outcome_document,
-    results_document,
     status_of_text,
 )
 from etude.errors import InfrastructureError, UserError
@@ -137,7 +136,7 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
         )
         session = held.session
         return {
-            "results": results_document(results),
+            "results": [result_document(result) for result in results],
             "turns": session.num_turns,
             "finished": session.finished,
         }, b""
@@ -149,7 +148,7 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
 async def archive(request: Request, held: Box, host: Host) -> Response:
     """Keeps a text as a file of the workspace; `error` says in words for the agent why it could not."""
     named = await fields_of(request, requests.ARCHIVE)
-    check_files({named["path"]: named["text"]}, "archive")
+    template_of({named["path"]: named["text"]}, "archive")
 
     async def work() -> Encoded:
         async with host.using(held) as session:

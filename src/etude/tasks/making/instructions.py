@@ -179,8 +179,9 @@ def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) ->
         tree, lines = read_tree(text), text.encode(errors="surrogatepass").splitlines(keepends=True)
         wanted = {failure.name.rpartition(".")[2] for failure in failures if failure.path == path}
         for node in ast.walk(tree) if tree is not None else ():
-            is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in wanted
-            if is_test or isinstance(node, ast.Import | ast.ImportFrom):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Import | ast.ImportFrom):
+                continue
+            if isinstance(node, ast.Import | ast.ImportFrom) or node.name in wanted:
                 parts.append(_segment(lines, node))
                 parts += map(ast.unparse, getattr(node, "decorator_list", ()))
     return parts

@@ -1,22 +1,50 @@
-"""Where an image holds a part of the solution: as text, bytecode, in an archive, or in git's objects.
+"""Where what an agent finds in its sandbox holds a part of the solution: its workspace, or its image.
 
 reference - workspace = runs of 8 tokens that only the solution has
-every file of the image -> texts (archives and git objects unpacked) -> which of the runs it holds
+every file of a layer, once for all tasks, or of a task's workspace
+    ──> texts (archives and git objects unpacked) ──> which of the runs it holds
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import lzma
 import os
+import re
 import stat
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from etude.tasks.making.changes import Change, Leak
-from etude.tasks.making.contents import read_contents
+from etude.tasks.making.source import read_text
 from etude.tasks.making.tokens import changed_lines, code_tokens, runs
 
 RUN_LENGTH = 8
+MOST_BYTES = 64 << 20
+"""Of one file or member of an archive, unpacked."""
+_MOST_TOTAL = 512 << 20
+"""Of one archive's members together."""
+_MOST_MEMBERS = 20_000
+_MOST_DEPTH = 3
+_LOOSE_OBJECT = re.compile(r"(^|/)objects/[0-9a-f]{2}/[0-9a-f]{38,62}$")
+_MEDIA = re.compile(r"\.(so[.\d]*|a|o|pt|bin|safetensors|png|jpe?g|gif|woff2?|ttf|mo)$")
+_DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, ValueError)
+_ERRORS = (*_DAMAGED, RuntimeError, NotImplementedError, KeyError)
+
+Contents = Iterator[tuple[str, str, bytes | None]]
+"""Name, how it is held, and the bytes; None where they are too many or damaged."""
+
+_OF_PYTHON = (
+    *("lib/python*", "usr/lib/python*", "usr/local/lib/python*", "opt/*/lib/python*"),
+    "usr/share/python-wheels",
+)
+"""Directories of a layer with the interpreter's library, and with distributions: installed, or as wheels."""
 _Run = tuple[str, ...]
 
 
@@ -31,13 +59,54 @@ class _Hunk:
 class _Wanted:
     """What of some solutions is looked for."""
 
-    hunks: Sequence[_Hunk]
     by_run: Mapping[_Run, Sequence[_Hunk]]
     words: Mapping[bytes, frozenset[tuple[bytes, ...]]]
     """The longest word of each run -> its others, the longest first: a file without all of them, for every
     run, holds none."""
     modules: Mapping[str, Sequence[tuple[str, Change]]]
     """File name without its ending -> paths of modules below their source folder."""
+
+
+def scan_layers(
+    layers: Sequence[Path], changes: Sequence[Change], files: Mapping[str, bytes]
+) -> dict[str, str]:
+    """Why tasks of one project are given away by an image: id of the change -> reason.
+
+    `files`: the project's own. Each layer is read by itself: what a later one removes counts too. Raises
+    OSError.
+    """
+    reasons: dict[str, str] = {}
+    sources = _read_texts(files)
+    for layer in layers:
+        for change, leaks in find_leaks(layer, changes, sources, list(_find_foreign(layer))).items():
+            reasons.setdefault(change, _describe(leaks, "the image"))
+    return reasons
+
+
+def scan_workspace(
+    workspace: Path, change: Change, files: Mapping[str, bytes], reference: Mapping[str, str]
+) -> str | None:
+    """Why a task is given away by its own workspace, which lies at this path; None if it is not. `files`: of
+    the workspace; `reference`: texts of the solution."""
+    sources = _read_texts(files) | dict(reference)
+    leaks = find_leaks(workspace, [change], sources).get(change.id)
+    return _describe(leaks, "the workspace") if leaks else None
+
+
+def _read_texts(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {path: text for path, data in files.items() if (text := read_text(data)) is not None}
+
+
+def _find_foreign(layer: Path) -> Iterator[str]:
+    for pattern in _OF_PYTHON:
+        for path in layer.glob(pattern):
+            yield path.relative_to(layer).as_posix()
+
+
+def _describe(leaks: Sequence[Leak], where: str) -> str:
+    first = leaks[0]
+    more = f", and {len(leaks) - 1} more" if len(leaks) > 1 else ""
+    return f"{where} gives the solution away: {first.path} ({first.how}: {first.found}){more}"
 
 
 def find_leaks(
@@ -93,7 +162,7 @@ def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Want
     for change in changes:
         for path in change.files:
             modules.setdefault(PurePosixPath(path).stem, []).append((path, change))
-    return _Wanted(kept, by_run, {first: frozenset(others) for first, others in words.items()}, modules)
+    return _Wanted(by_run, {first: frozenset(others) for first, others in words.items()}, modules)
 
 
 def _hunks_of(change: Change, sources: Mapping[str, str]) -> Iterator[set[_Run]]:
@@ -144,7 +213,7 @@ def _find_text(
     ):
         return
     found = wanted.by_run.keys() & set(runs(code_tokens(data.decode("utf-8", "replace")), RUN_LENGTH))
-    for hunk in {id(hunk): hunk for run in found for hunk in wanted.by_run[run]}.values():
+    for hunk in {id(hunk): hunk for run in sorted(found) for hunk in wanted.by_run[run]}.values():
         if not is_foreign or hunk.runs <= found:
             yield hunk.change, Leak(name, how, " ".join(min(hunk.runs & found)))
 
@@ -162,3 +231,86 @@ def _is_copy(name: str, module: str, data: bytes, scopes: Collection[str]) -> bo
     if path.suffix in (".pyc", ".pyo"):
         return (beside or not folder) and (not names or any(one in data for one in names))
     return beside and (not names or any(one in data for one in names))
+
+
+def read_contents(path: Path, name: str) -> Contents:
+    """The file at `path`, called `name`; archives and git objects unpacked. A file that cannot be opened
+    by its mode or is gone has none."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            yield from [] if _MEDIA.search(name) else [(name, "text", None)]
+            return
+        data = path.read_bytes()
+    except OSError:
+        yield name, "text", None
+        return
+    yield from _unpack(name, data, "text", 0)
+
+
+def _unpack(name: str, data: bytes, how: str, depth: int) -> Contents:
+    if _LOOSE_OBJECT.search(name):
+        yield name, "git object", _inflate(data)
+        return
+    if data.startswith(b"PACK") and name.endswith(".pack"):
+        yield name, "git object", None  # its objects are differences of one another
+        return
+    if depth > _MOST_DEPTH:
+        yield name, how, None
+        return
+    try:
+        if data.startswith(b"PK\x03\x04"):
+            yield from _unzip(name, data, depth)
+        elif data.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00")):
+            yield from _unpack(f"{name}!", _decompress(data), "archive", depth + 1)
+        elif data[257:262] == b"ustar":
+            yield from _untar(name, data, depth)
+        else:
+            yield name, how, data
+    except _ERRORS:
+        yield name, "archive", None
+
+
+def _inflate(data: bytes) -> bytes | None:
+    try:
+        inflater = zlib.decompressobj()
+        found = inflater.decompress(data, MOST_BYTES)
+    except zlib.error:
+        return None
+    if inflater.unconsumed_tail:
+        return None
+    return found.partition(b"\0")[2] if found.startswith(b"blob ") else b""
+
+
+def _decompress(data: bytes) -> bytes:
+    openers = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}
+    with openers[data[:2]](io.BytesIO(data)) as file:
+        found = file.read(MOST_BYTES + 1)
+    if len(found) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES} bytes")
+    return found
+
+
+def _unzip(name: str, data: bytes, depth: int) -> Contents:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = archive.infolist()
+        if len(members) > _MOST_MEMBERS or sum(member.file_size for member in members) > _MOST_TOTAL:
+            yield name, "archive", None
+            return
+        for member in members:
+            inner = f"{name}!{member.filename}"
+            if member.file_size > MOST_BYTES:
+                yield inner, "archive", None
+            elif not member.is_dir():
+                with archive.open(member) as file:
+                    yield from _unpack(inner, file.read(MOST_BYTES), "archive", depth + 1)
+
+
+def _untar(name: str, data: bytes, depth: int) -> Contents:
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for count, member in enumerate(archive):
+            if count >= _MOST_MEMBERS:
+                yield name, "archive", None
+                return
+            file = archive.extractfile(member) if member.isreg() else None
+            if file is not None:
+                yield from _unpack(f"{name}!{member.name}", file.read(MOST_BYTES), "archive", depth + 1)

@@ -19,19 +19,10 @@ _DUPLICATE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
-    """A task that is kept."""
-
-    verified: Verified
-    difficulty: Difficulty
-    """A third of the kept each: many lines to search and few failing tests are hard."""
-
-
-@dataclass(frozen=True, slots=True)
 class Selection:
     """What is kept, and the rest with reasons."""
 
-    kept: tuple[Selected, ...]
+    kept: tuple[Verified, ...]
     rejected: tuple[tuple[Verified, Rejection], ...]
     missed: str = ""
     """The least share that the candidates did not allow, with what it came to; empty where it holds."""
@@ -75,7 +66,7 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
             f"{num_compound} of {len(kept)} tasks are of two files or bugs; {quotas.least_compound:.0%} were "
             "wanted, and the candidates allow no more"
         )
-    return Selection(_grade([one.verified for one in kept]), tuple(rejected), missed)
+    return Selection(tuple(one.verified for one in kept), tuple(rejected), missed)
 
 
 def names_edited_line(verified: Verified) -> bool:
@@ -120,7 +111,7 @@ def _refusal(
         return "no test fails"
     if len({split_of(path) for path in candidate.change.files}) > 1:
         return "its modules are of different splits"
-    full = [name for name in _functions(candidate) if per_function[name] >= quotas.most_per_function]
+    full = sorted(name for name in _functions(candidate) if per_function[name] >= quotas.most_per_function)
     if full:
         return f"quota: {quotas.most_per_function} tasks of {full[0][0]}:{full[0][1] or 'the module'} already"
     where, tokens = _fingerprint(candidate)
@@ -151,10 +142,13 @@ def _worst(kept: Sequence[_Facts], quotas: Quotas) -> tuple[int, str] | None:
     return None
 
 
-def _grade(kept: Sequence[Verified]) -> tuple[Selected, ...]:
+def grade(kept: Sequence[Verified]) -> list[Difficulty]:
+    """How hard tasks are beside each other: many lines to search and few failing tests are hard. A third of
+    them is of each level."""
+
     def hardness(verified: Verified) -> tuple[float, int]:
         return verified.num_suspect_lines / len(verified.failures), len(verified.change.places)
 
     order = sorted(range(len(kept)), key=lambda at: hardness(kept[at]))
-    level = {at: _LEVELS[len(_LEVELS) * place // len(kept)] for place, at in enumerate(order)}
-    return tuple(Selected(one, level[at]) for at, one in enumerate(kept))
+    rank = {at: place for place, at in enumerate(order)}
+    return [_LEVELS[len(_LEVELS) * rank[at] // len(kept)] for at in range(len(kept))]

@@ -9,15 +9,18 @@ the protocol, never a reward.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from etude.agent.admission import admit
 from etude.agent.tools.text_file import off_loop
+from etude.environment.server.creating import create_session
+from etude.environment.server.host import Held, SessionHost
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
 from etude.errors import AgentError, UserError
 from etude.records import Status, ToolCall, ToolResult
+from etude.serving.describing import object_schema
 from etude.serving.messages import Fields, checked
 from etude.tokens.grammar import XmlGrammar, parse_calls
 from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
@@ -25,28 +28,31 @@ from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
 MAX_TURNS = 50
 MAX_CALLS = 16
 _NONE = type(None)
-_RESET: Fields = {
+RESET: Fields = {
     "seed": (int, _NONE),
     "episode_id": (str, _NONE),
     "task": (str, dict, _NONE),
     "max_turns": (int, _NONE),
 }
 _ACTION: Fields = {"calls": (list, _NONE), "message": (str, _NONE), "metadata": (dict, _NONE)}
-
-OpenSession = Callable[[str | dict[str, Any] | None, int | None], Awaitable[EnvironmentSession]]
-"""(task or None, seed) -> a session on that task, or on one that the seed chooses."""
-RunTurn = Callable[[EnvironmentSession, Sequence[ToolCall]], Awaitable[list[ToolResult]]]
-EndSession = Callable[[EnvironmentSession], Awaitable[None]]
+_OBSERVATION: Fields = {
+    "episode_id": (str, _NONE), "text": (str,), "results": (list,), "errors": (list, _NONE),
+    "instruction": (str, _NONE), "tools": (list, _NONE), "status": (str, _NONE), "cause": (str, _NONE),
+    "passed": (bool, _NONE),
+}  # fmt: skip
+_STATE: Fields = {
+    "episode_id": (str, _NONE), "step_count": (int,), "session": (str, _NONE), "task": (str, _NONE),
+    "done": (bool, _NONE), "reward": (float, _NONE), "facts": (dict, _NONE),
+}  # fmt: skip
 
 
 class Episode:
     """One client's episodes, one after the other. `close` must be called at the end."""
 
-    def __init__(self, open_session: OpenSession, run_turn: RunTurn, end_session: EndSession) -> None:
-        self._open = open_session
-        self._run = run_turn
-        self._end = end_session
-        self._session: EnvironmentSession | None = None
+    def __init__(self, host: SessionHost, tenant: str) -> None:
+        """`tenant`: whose the sessions are."""
+        self._host, self._tenant = host, tenant
+        self._held: Held | None = None
         self._grammar: XmlGrammar | None = None
         self._max_turns = MAX_TURNS
         self._done = False
@@ -55,11 +61,12 @@ class Episode:
 
     async def reset(self, data: object) -> dict[str, Any]:
         """Ends the episode and begins another. Raises UserError, SandboxError."""
-        named = {name: value for name, value in checked(data, _RESET).items() if value is not None}
+        named = {name: value for name, value in checked(data, RESET).items() if value is not None}
         await self.close()
         self._max_turns = named.get("max_turns", MAX_TURNS)
-        session = await self._open(named.get("task"), named.get("seed"))
-        self._session, self._done, self._reward = session, False, None
+        task = named["task"] if "task" in named else self._choose_task(named.get("seed", 0))
+        self._held = await create_session(self._host, self._tenant, {"task": task})
+        session, self._done, self._reward = self._held.session, False, None
         self._grammar = XmlGrammar(session.site.tools.schemas)
         self.episode_id = named.get("episode_id") or secrets.token_hex(8)
         tools = [schema.function_schema() for schema in session.site.tools.schemas]
@@ -72,7 +79,7 @@ class Episode:
         size = len(message) if isinstance(message, str) else 0
         calls = await off_loop(size, self._calls, action)
         try:
-            results = await self._run(session, calls)
+            results = await self._host.run(self._host.find(self._tenant, session.id), calls)
         except AgentError as error:
             return await self._finish(session, Status.AGENT_ERROR, error.message, [])
         if session.finished:
@@ -83,9 +90,9 @@ class Episode:
 
     def state(self) -> dict[str, Any]:
         """Where the episode stands."""
-        session = self._session
-        if session is None:
+        if self._held is None:
             return {"episode_id": None, "step_count": 0}
+        session = self._held.session
         return {
             "episode_id": self.episode_id,
             "step_count": session.num_turns,
@@ -98,9 +105,15 @@ class Episode:
 
     async def close(self) -> None:
         """Ends the episode's session. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await self._end(session)
+        held, self._held = self._held, None
+        if held is not None:
+            await self._host.end(held)
+
+    def _choose_task(self, seed: int) -> str:
+        names = sorted(self._host.tasks)
+        if not names:
+            raise UserError("this server has no tasks", field="task", fix="start it with --tasks DIRECTORY")
+        return names[seed % len(names)]
 
     async def _finish(
         self, session: EnvironmentSession, status: Status, cause: str, results: Sequence[ToolResult]
@@ -114,11 +127,11 @@ class Episode:
         return {"observation": observation, "reward": self._reward, "done": self._done}
 
     def _running(self) -> EnvironmentSession:
-        if self._session is None or self._done:
+        if self._held is None or self._done:
             raise UserError(
                 "no episode runs", field="step", received="done" if self._done else None, fix="reset first"
             )
-        return self._session
+        return self._held.session
 
     def _calls(self, action: object) -> Sequence[ToolCall]:
         """The turn's calls, those that may not run marked with why, as in every session of ours."""
@@ -146,40 +159,13 @@ class Episode:
 
 def schemas() -> dict[str, Any]:
     """JSON Schemas of action, observation and state."""
-    call = {
-        "type": "object",
-        "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
-        "required": ["name"],
-    }
+    call = object_schema({"name": (str,), "arguments": (dict, _NONE), "error": (str, _NONE)})
     texts = {"type": "array", "items": {"type": "string"}}
+    errors = {"type": "array", "items": {"type": ["string", "null"]}}
     return {
-        "action": {
-            "type": "object",
-            "properties": {"calls": {"type": "array", "items": call}, "message": {"type": "string"}},
-        },
-        "observation": {
-            "type": "object",
-            "properties": {
-                "episode_id": {"type": "string"},
-                "text": {"type": "string"},
-                "results": texts,
-                "errors": {"type": "array", "items": {"type": ["string", "null"]}},
-                "instruction": {"type": "string"},
-                "tools": {"type": "array"},
-            },
-        },
-        "state": {
-            "type": "object",
-            "properties": {
-                "episode_id": {"type": ["string", "null"]},
-                "step_count": {"type": "integer"},
-                "session": {"type": "string"},
-                "task": {"type": ["string", "null"]},
-                "done": {"type": "boolean"},
-                "reward": {"type": ["number", "null"]},
-                "facts": {"type": "object"},
-            },
-        },
+        "action": object_schema(_ACTION, calls={"type": ["array", "null"], "items": call}),
+        "observation": object_schema(_OBSERVATION, results=texts, errors=errors),
+        "state": object_schema(_STATE),
     }
 
 
