@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError
 from etude.inference import Answer, Engine
+from etude.inference.cache import PagedCache
 from etude.inference.engine import Kernels
 from etude.inference.native import find_compiler
 from etude.model import LanguageModel, PackedAttention, RecordedRoutes
@@ -171,3 +172,15 @@ def drain(engine: Engine, clients: Sequence[Client]) -> list[Answer]:
 def deliver(by_name: dict[str, Client], answer: Answer) -> None:
     for chunk in answer.chunks:
         by_name[answer.request.session_id].take(chunk)
+
+
+def cache_bytes(cache: PagedCache) -> int:
+    """Memory of keys and values."""
+    return sum(store.nbytes for store in (cache.keys, cache.values) if store is not None)
+
+
+def held_bytes(engine: Engine) -> int:
+    """Memory of keys and values, and of the weights as modules have them."""
+    runners = {id(one): one for one in (engine._weights.active, engine._weights._spare) if one is not None}
+    weights = sum(parameter.nbytes for one in runners.values() for parameter in one.model.parameters())
+    return weights + sum(cache_bytes(one) for one in (engine._cache, engine._cache.drafts) if one is not None)

@@ -20,7 +20,7 @@ from etude.model.kernels.invariant import InvariantOps
 from etude.model.lora import Adapters, pairs_of
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
-from tests.inference.builders import ALL_KERNELS, Client, deliver, needs_compiler, prompt
+from tests.inference.builders import ALL_KERNELS, Client, deliver, held_bytes, needs_compiler, prompt
 from tests.inference.invariants import check_engine
 from tests.inference.native_steps import cache_for, random_sequences
 from tests.model.builders import LATENT, VOCAB, small_model
@@ -175,6 +175,6 @@ def test_a_new_version_of_an_adapter_leaves_the_base_where_it_lies() -> None:
     model, adapters = adapted({}, 1)
     engine = Engine(model.config, VOCAB, 2, 100)
     put_in(engine, "a", 0, model, adapters)
-    lying, held = engine.model, engine.held_bytes
+    lying, held = engine.model, held_bytes(engine)
     put_in(engine, "a", 1, model, adapted({}, 2)[1])
-    assert engine.model is lying and engine.held_bytes == held
+    assert engine.model is lying and held_bytes(engine) == held

@@ -12,7 +12,7 @@ from etude.errors import ConfigError
 from etude.inference import MtpDrafts, page_bytes
 from etude.inference.cache import CacheFormat, PagedCache
 from etude.model.scoring import score_sequences
-from tests.inference.builders import Client, drain, needs_compiler, prompt, small_engine
+from tests.inference.builders import Client, cache_bytes, drain, needs_compiler, prompt, small_engine
 from tests.model.builders import draft_layers, small_config, small_model
 
 _LATENT = {
@@ -28,7 +28,7 @@ _LATENT = {
 def test_bfloat16_keys_cost_little_in_logprob_and_half_the_memory(changes: dict) -> None:
     model = small_model(3, **changes)
     exact, half = small_engine(model), small_engine(model, cache_dtype="bfloat16")
-    assert half._cache.num_bytes * 2 == exact._cache.num_bytes
+    assert cache_bytes(half._cache) * 2 == cache_bytes(exact._cache)
     clients = [Client(f"s{number}", number) for number in range(4)]
     for number, client in enumerate(clients):
         client.ask(half, prompt(30, number), max_tokens=40)
@@ -69,4 +69,4 @@ def test_the_size_of_a_page_is_what_a_cache_of_one_page_takes(shape: dict[str, A
     formats: tuple[CacheFormat, ...] = ("float32", "bfloat16")
     for dtype in formats:
         cache = PagedCache(config, 1, dtype=getattr(torch, dtype))
-        assert page_bytes(config, dtype) == cache.num_bytes + cache.routes.nbytes
+        assert page_bytes(config, dtype) == cache_bytes(cache) + cache.routes.nbytes

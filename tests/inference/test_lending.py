@@ -15,7 +15,7 @@ from etude.inference.cache import PagedCache
 from etude.inference.engine import Kernels
 from etude.inference.gpu import GpuForward, run_uncaptured
 from etude.weights import MemoryWeights
-from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, serve, small_engine
+from tests.inference.builders import ALL_KERNELS, Client, drain, held_bytes, prompt, serve, small_engine
 from tests.inference.invariants import check_engine
 from tests.model.builders import draft_layers, random_tokens, small_config, small_model
 
@@ -61,15 +61,6 @@ def test_weights_that_are_staged_meanwhile_serve_with_the_pages_that_come_back(k
     serve(engine, new, 1)
     client = _session(engine, "b")
     client.check_logprobs(new)
-
-
-def held_bytes(engine: Engine) -> int:
-    """Memory of keys and values, and of the weights as modules have them."""
-    runners = {id(one): one for one in (engine._weights.active, engine._weights._spare) if one is not None}
-    weights = [parameter for one in runners.values() for parameter in one.model.parameters()]
-    caches = [one for one in (engine._cache, engine._cache.drafts) if one is not None]
-    stores = [store for one in caches for store in (one.keys, one.values) if store is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*weights, *stores))
 
 
 def test_memory_is_given_back_and_taken_again() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.errors import UserError
 from etude.tokens.chat.client_tools import client_tool
 from etude.tokens.chat.dialects import DIALECTS
 from etude.tokens.chat.errors import BadRequestError
@@ -61,13 +62,13 @@ def test_a_parameter_is_of_the_first_type_that_we_know(schema: Any, kind: str) -
 
 def test_a_body_that_nests_too_deep_is_refused() -> None:
     deep = "[" * 900 + "]" * 900
-    with pytest.raises(BadRequestError, match="deep"):
+    with pytest.raises(UserError, match="deep"):
         parse_body(f'{{"tools": {deep}}}'.encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"[" * 200_000, b'{"a":' * 200_000, b"\xff"])
 def test_a_body_that_is_no_object_is_refused(data: bytes) -> None:
-    with pytest.raises(BadRequestError):
+    with pytest.raises(UserError):
         parse_body(data)
 
 
