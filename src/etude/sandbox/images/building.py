@@ -74,7 +74,12 @@ async def build_image(
     options = options or BuildOptions()
     _check_files(context, dockerfile, options)
     build = BuildInputs(context, dockerfile, args or {}, target, options)
-    key = await asyncio.to_thread(build.find_key, store)
+    try:
+        key = await asyncio.to_thread(build.find_key, store)
+    except OSError as error:
+        raise TemplateError(
+            f"cannot be read: {error.strerror}", field="context", received=str(error.filename)
+        ) from error
     if not options.fresh and key and (known := await asyncio.to_thread(recall_build, store, key, name)):
         return known
     image = await _build_in_two(build, name, store, on_line)

@@ -16,7 +16,7 @@ from pathlib import Path
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.template import Image
 
-_COPY = re.compile(r"COPY (?P<source>[\w.-]+)/ (?P<target>/[\w.-]+)/?")
+_COPY = re.compile(r"COPY (?P<source>\w[\w.-]*)/ (?P<target>/\w[\w.-]*)/?")
 _NEEDS_CONTEXT = re.compile(
     r"^\s*(COPY\s+(?!--from=)|ADD\s)|--mount|<<|escape=", re.MULTILINE | re.IGNORECASE
 )
