@@ -85,7 +85,7 @@ async def build_image(
     image = await _build_in_two(build, name, store, on_line)
     if image is None:
         image = await _build_whole(build, name, store, on_line)
-    if key := await asyncio.to_thread(build.find_key, store):
+    if key and await asyncio.to_thread(build.find_key, store) == key:  # nobody wrote in the context meanwhile
         await asyncio.to_thread(note_build, store, key, image)
     return image
 
