@@ -38,7 +38,7 @@ class Stuck:
     "A target at which a move stops: before or after the copy was taken in."
 
     def __init__(self, inner, stage):
-        self.capabilities = inner.capabilities
+        self.hello = inner.hello
         self.import_snapshot = stop_here if stage == "import" else inner.import_snapshot
         self.create = stop_here
 
