@@ -1,8 +1,9 @@
-"""The demonstration of configs/smollm2.toml, one seed: SFT until it stops helping, then RL against more SFT.
+"""The demonstration of configs/smollm2.toml: SFT until it stops helping, then RL against more SFT, by seed.
 
     chats ──> SFT, round after round, until `validation` has not risen in two ──> the best round
                                                                                   ├──> RL
                                                                                   └──> SFT for the same time
+                                                                                       (each for every seed)
 
 All are commands of `etude`, each in a run directory or an evaluation of its own. What is there is continued
 or left alone, so that the same script goes on where it was stopped.
@@ -29,6 +30,8 @@ ROUND_STEPS = 120
 """Steps of SFT in a round: with fewer the pass rate rises by less than 100 tasks can tell."""
 PATIENCE = 2
 """Rounds of SFT that do not raise the pass rate on `validation` before it ends."""
+SFT_SEED = 0
+"""Of the rounds of SFT, which all seeds go on from."""
 
 
 def find_best(rates: Sequence[float]) -> tuple[int, bool]:
@@ -67,10 +70,12 @@ class Demonstration:
     def measure(self) -> Figures:
         """Runs what is missing, and returns the figures."""
         rates, tuned = self._tune(self.prepare())
-        trained = self.train("train", "rl", tuned)
+        trained = self.train("train", f"rl-{self.seed}", tuned)
         stages = (trained.read_json(trained.report_file) or {})["stages"]
         num_steps = max(1, round(stages["rl_s"] / self._step_s("sft-1")))
-        control = self.train("sft", "more", tuned, f"sft.num_steps={num_steps}")
+        for run in (tuned, trained):
+            print(f"{run.name}: {pass_rate(self.judge(run, 'heldout', self.num_tasks)):.1%} held out", flush=True)
+        control = self.train("sft", f"more-{self.seed}", tuned, f"sft.num_steps={num_steps}")
         results = [self.judge(run, "heldout", self.num_tasks) for run in (tuned, control, trained)]
         return {
             "seed": float(self.seed),
@@ -98,7 +103,8 @@ class Demonstration:
         best, ended = 0, False
         while not ended:
             start = _final(rounds[-1]) if rounds else base
-            rounds.append(self.train("sft", f"sft-{len(rounds) + 1}", start, f"sft.num_steps={ROUND_STEPS}"))
+            settings = (f"sft.num_steps={ROUND_STEPS}", f"seed={SFT_SEED}")
+            rounds.append(self.train("sft", f"sft-{len(rounds) + 1}", start, *settings))
             rates.append(pass_rate(self.judge(rounds[-1], "validation", self.num_validation_tasks)))
             best, ended = find_best(rates)
             print(f"SFT round {len(rates)}: {rates[-1]:.1%} of validation", flush=True)
@@ -114,12 +120,12 @@ class Demonstration:
     def options(self, start: Path | RunDirectory, *settings: str) -> list[str]:
         """What tells a command of `etude` to begin with the weights of `start`."""
         chosen = [
+            f"seed={self.seed}",
             *self.settings,
             *settings,
             f'runs_directory="{self.directory / "runs"}"',
             f'initial_checkpoint="{start if isinstance(start, Path) else _final(start)}"',
             f'sft.sources.expert.path="{self.directory / CHATS}"',
-            f"seed={self.seed}",
         ]
         return ["--config", str(self.config), *(part for setting in chosen for part in ("--set", setting))]
 
@@ -140,8 +146,8 @@ class Demonstration:
         return (ended_s - wall_s[first]) / (last - first)
 
     def run_path(self, name: str) -> Path:
-        """The directory of a run of this seed."""
-        return self.directory / "runs" / f"{name}-{self.seed}"
+        """The directory of the run of this name."""
+        return self.directory / "runs" / name
 
     def ask(self, *words: Any) -> str:
         """Runs a command of etude, and returns what it prints. Raises subprocess.CalledProcessError."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from common import Figures
-from demonstration import CHATS, Demonstration, pass_rate
+from demonstration import CHATS, SFT_SEED, Demonstration, pass_rate
 
 from etude.evaluation import EvaluationResult, pass_at_k
 from etude.evaluation.statistics import verdicts_by_task
@@ -53,7 +53,7 @@ class MadeLearning(Demonstration):
         }
         if solved_share(before) < ENOUGH:
             return figures
-        trained = self.train("train", "rl", tuned)
+        trained = self.train("train", f"rl-{self.seed}", tuned)
         after = self.judge(trained, str(self._suite), self.num_tasks, SAMPLES)
         rows = [row for row in read_metrics(trained.metrics_file) if row["kind"] == "rl"]
         quarter = max(1, len(rows) // 4)
@@ -100,7 +100,7 @@ class MadeLearning(Demonstration):
         while len(found) < self.most_rounds and (not found or solved_share(found[-1][1]) < ENOUGH):
             start = found[-1][0] if found else base
             name = f"sft-{len(found) + 1}"
-            run = self.train("sft", name, start, f"sft.num_steps={ROUND_STEPS}")
+            run = self.train("sft", name, start, f"sft.num_steps={ROUND_STEPS}", f"seed={SFT_SEED}")
             found.append((run, self.judge(run, str(self._suite), self.num_tasks, SAMPLES)))
             print(f"SFT round {len(found)}: pass@{SAMPLES} {solved_share(found[-1][1]):.1%}", flush=True)
         return found
