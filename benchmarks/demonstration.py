@@ -74,7 +74,10 @@ class Demonstration:
         stages = (trained.read_json(trained.report_file) or {})["stages"]
         num_steps = max(1, round(stages["rl_s"] / self._step_s("sft-1")))
         for run in (tuned, trained):
-            print(f"{run.name}: {pass_rate(self.judge(run, 'heldout', self.num_tasks)):.1%} held out", flush=True)
+            print(
+                f"{run.name}: {pass_rate(self.judge(run, 'heldout', self.num_tasks)):.1%} held out",
+                flush=True,
+            )
         control = self.train("sft", f"more-{self.seed}", tuned, f"sft.num_steps={num_steps}")
         results = [self.judge(run, "heldout", self.num_tasks) for run in (tuned, control, trained)]
         return {

@@ -90,6 +90,9 @@ def main() -> None:
         help="No change is tested, and no made task begun, after so long.",
     )
     parser.add_argument(
+        "--again", type=int, default=0, help="Tasks, drawn at random, that are verified again; 0: all."
+    )
+    parser.add_argument(
         "--made", type=Path, action="append", help="A project's directory below --work: judge its tasks."
     )
     parser.add_argument("--learn", type=Path, help="Train on the made tasks in this directory.")
@@ -121,7 +124,7 @@ def main() -> None:
         asyncio.run(compare_made(options.made, options))
         return
     if options.project:
-        budget = Budget(options.num_tasks, options.runs, options.minutes)
+        budget = Budget(options.num_tasks, options.runs, options.minutes, options.again)
         work = options.work or Path(tempfile.mkdtemp(prefix="your-repository-"))
         measured, found = measure_project(options.project, work, budget)
         print_table(options.project, measured)
