@@ -75,6 +75,9 @@ def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, fl
     report = make_task_set(repo, folder / "tasks", settings, config, SilentObserver())
     made_s = time.monotonic() - began
     again = draw_tasks(folder, budget.num_again)
+    shutil.rmtree(
+        default_state_directory() / "task-checks", ignore_errors=True
+    )  # what the making itself found
     began = time.monotonic()
     checked = check_task_set(again, "--work", config) if report.written else []
     verified = [one.task for one in checked if one.task is not None and one.report.reason is None]

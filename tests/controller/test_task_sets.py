@@ -19,12 +19,13 @@ import pytest
 from etude.config import RunConfig
 from etude.controller import task_sets
 from etude.controller.families import open_family
-from etude.controller.task_sets import CheckedTask, check_task_set, load_task_set
+from etude.controller.task_sets import CheckedTask, TaskChecks, check_task_set, load_task_set
 from etude.environment.checking import TaskReport
 from etude.environment.task_images import TaskImages
 from etude.errors import TaskError
-from etude.records import Task
+from etude.records import Task, TaskImage, TaskMachine
 from etude.sandbox.containers.engine import EngineError
+from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.local.doctor import find_problems
 from etude.tasks.harbor import write_harbor
 from etude_quickstart.generator import TaskGenerator
@@ -198,6 +199,28 @@ def test_a_failure_is_checked_again_and_a_pass_is_not(
     monkeypatch.setattr(task_sets, "check_tasks", check)
     found = [reports(tmp_path / "tasks", "unisolated")["one"].report.reason for _ in range(3)]
     assert found == ["timeout: tests/test.sh did not end within 600 s", None, None]
+
+
+def test_a_task_that_was_checked_as_it_was_made_is_known_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find(_: TaskImages, task: Task) -> Task:
+        image = TaskImage(f"harbor/{task.directory}", ("layer",), {}, "/work", "")
+        return replace(task, machine=TaskMachine(docker_image="python", image=image))
+
+    async def check(tasks: Sequence[Task], *_: Any, **__: Any) -> list[TaskReport]:
+        asked.extend(task.id for task in tasks)
+        return [TaskReport(task.id, None, ("a test",)) for task in tasks]
+
+    asked: list[str] = []
+    monkeypatch.setattr(TaskImages, "find", find)
+    monkeypatch.setattr(task_sets, "check_tasks", check)
+    write_task(tmp_path / "draft/one")
+    checks = TaskChecks(config("unisolated"))
+    report = asyncio.run(checks.check_directory(tmp_path / "draft/one", MemoryBackend()))
+    (tmp_path / "draft").rename(tmp_path / "tasks")
+    assert reports(tmp_path / "tasks", "unisolated")["one"].report == report
+    assert asked == [report.id]
 
 
 def test_a_check_that_is_cut_off_goes_on_where_it_was(

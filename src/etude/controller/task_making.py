@@ -7,7 +7,8 @@ from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.task_sets import run_interruptibly
+from etude.controller.task_sets import TaskChecks, run_interruptibly
+from etude.environment.checking import TaskReport
 from etude.environment.making.history import find_past
 from etude.environment.making.importing import ImportReport, import_rows
 from etude.environment.making.pipeline import MakeSettings, make_tasks
@@ -41,9 +42,15 @@ def make_task_set(
 
     async def make() -> MakeReport:
         store = ImageStore(default_state_directory() / IMAGES)
-        backend = open_run_backend(config.sandbox)
+        backend, checks = open_run_backend(config.sandbox), TaskChecks(config)
+
+        async def check(directory: Path) -> TaskReport:
+            return await checks.check_directory(directory, backend)
+
         try:
-            return await make_tasks(project, out, settings, backend, store, config.images, observer, past)
+            return await make_tasks(
+                project, out, settings, backend, store, config.images, check, observer, past
+            )
         finally:
             await backend.close()
 

@@ -34,9 +34,9 @@ from etude.evaluation import EvaluationResult
 from etude.evaluation.statistics import verdicts_by_task
 from etude.kit.durable import write_json
 from etude.observe import Observer, SilentObserver
-from etude.records import Task
+from etude.records import Task, TaskMachine
+from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
-from etude.sandbox.types import Resources
 from etude.tasks.calibration import calibrate, find_difficulty
 from etude.tasks.harbor import find_directories, read_harbor
 from etude.tasks.making.selection import NOT_CALIBRATED
@@ -176,20 +176,70 @@ def run_interruptibly(work: Coroutine[Any, Any, Done]) -> Done:
             raise
 
 
+class TaskChecks:
+    """Checks tasks as the runs of one configuration do, and remembers those that pass."""
+
+    def __init__(self, config: RunConfig) -> None:
+        settings = config.sandbox
+        is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
+        self._config = config
+        self._backend_name = settings.model_dump_json() if is_elsewhere else settings.backend
+        self._images = _open_images("a server" if is_elsewhere else settings.backend, config.images)
+        self._state = default_state_directory()
+        self.limits = EpisodeLimits.from_config(config).sandbox
+
+    def read(self, directory: Path) -> Task:
+        """Without its images. Raises TaskError."""
+        settings = self._config.tasks
+        return _with_network(read_harbor(directory, settings.host_env), tuple(settings.public_hosts))
+
+    async def find_images(self, task: Task) -> Task:
+        """Raises TaskError, TemplateError, ResourceError."""
+        return await self._images.find(task)
+
+    def recall(self, task: Task) -> TaskReport | None:
+        """An earlier check's report; None if there is none, or one that does not parse."""
+        try:
+            found: Mapping[str, Any] = json.loads(self._file(task).read_bytes())
+            return TaskReport(**{**found, "forgeable": tuple(found["forgeable"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def keep(self, task: Task, report: TaskReport) -> None:
+        """Has `recall` find the report of a task that passed."""
+        if report.reason is None:
+            write_json(self._file(task), asdict(report))
+
+    async def check_directory(self, directory: Path, backend: SandboxBackend) -> TaskReport:
+        """The report of a task that was just written."""
+        try:
+            task = await self.find_images(self.read(directory))
+        except (UserError, SandboxError) as error:
+            return TaskReport(directory.name, str(error))
+        [report] = await check_tasks([task], backend, self.limits, at_once=1)
+        self.keep(task, report)
+        return report
+
+    def _file(self, task: Task) -> Path:
+        document = task_document(_without_names(replace(task, metadata={})))
+        what = [__version__, document, self._backend_name, asdict(self.limits)]
+        key = blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16).hexdigest()
+        folder = self._state / "task-checks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{key}.json"
+
+
 async def _check(
     directory: Path, field: str, config: RunConfig, observer: Observer, only: Mapping[str, object]
 ) -> list[CheckedTask]:
-    state, settings = default_state_directory(), config.sandbox
-    is_elsewhere = bool(settings.server or settings.servers or settings.servers_file)
-    images = _open_images("a server" if is_elsewhere else settings.backend, config.images)
+    checks = TaskChecks(config)
     rows: list[CheckedTask] = []
     for path in find_directories(directory, field):
         try:
-            task = read_harbor(path, config.tasks.host_env)
+            task = checks.read(path)
             if any(task.metadata.get(key) != value for key, value in only.items()):
                 continue
-            task = _with_network(task, tuple(config.tasks.public_hosts))
-            rows.append(CheckedTask(path.name, await images.find(task), TaskReport(task.id, None)))
+            rows.append(CheckedTask(path.name, await checks.find_images(task), TaskReport(task.id, None)))
         except (UserError, SandboxError) as error:
             rows.append(CheckedTask(path.name, None, TaskReport(path.name, str(error))))
     if not rows:
@@ -199,35 +249,26 @@ async def _check(
             fix="change tasks.only",
         )  # fmt: skip
     _refuse_twice_named(rows, field)
-    limits = EpisodeLimits.from_config(config).sandbox
-    backend_name = settings.backend if not is_elsewhere else settings.model_dump_json()
-    keys = [_key(row.task, backend_name, limits) if row.task is not None else "" for row in rows]
-    known = [_recall(state, key) for key in keys]
-    unknown = {
-        row.task.id: (place, row.task)
-        for place, row in enumerate(rows)
-        if row.task is not None and known[place] is None
-    }
+    found = {row.task.id: checks.recall(row.task) for row in rows if row.task is not None}
+    unknown = {row.task.id: row.task for row in rows if row.task is not None and found[row.task.id] is None}
 
     def keep(report: TaskReport) -> None:
-        place, _ = unknown[report.id]
-        known[place] = report
-        if report.reason is None:
-            write_json(_file(state, keys[place]), asdict(report))
-        observer.stage_advances(sum(known[one] is not None for one, _ in unknown.values()), {})
+        found[report.id] = report
+        checks.keep(unknown[report.id], report)
+        observer.stage_advances(sum(found[one] is not None for one in unknown), {})
 
     if unknown:
         observer.stage_begins("checks of tasks", len(unknown), "task")
         try:
-            backend = open_run_backend(settings)
+            backend = open_run_backend(config.sandbox)
             try:
-                tasks, at_once = [task for _, task in unknown.values()], max(2, os.cpu_count() or 1)
-                await check_tasks(tasks, backend, limits, at_once, keep)
+                at_once = max(2, os.cpu_count() or 1)
+                await check_tasks(list(unknown.values()), backend, checks.limits, at_once, keep)
             finally:
                 await backend.close()
         finally:
             observer.stage_ends()
-    return [replace(row, report=known[place] or row.report) for place, row in enumerate(rows)]
+    return [replace(row, report=(row.task and found[row.task.id]) or row.report) for row in rows]
 
 
 def _with_network(task: Task, public: tuple[str, ...]) -> Task:
@@ -251,21 +292,14 @@ def _refuse_twice_named(rows: Sequence[CheckedTask], field: str) -> None:
             )
 
 
-def _key(task: Task, backend: str, limits: Resources) -> str:
-    what = [__version__, task_document(replace(task, metadata={})), backend, asdict(limits)]
-    return blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _without_names(task: Task) -> Task:
+    """The task, whose images of layers are no longer called after where it lies."""
 
+    def unnamed(machine: TaskMachine | None) -> TaskMachine | None:
+        image = machine and machine.image
+        if machine is None or image is None or not image.layers:
+            return machine
+        return replace(machine, image=replace(image, name=""))
 
-def _file(state: Path, key: str) -> Path:
-    folder = state / "task-checks"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{key}.json"
-
-
-def _recall(state: Path, key: str) -> TaskReport | None:
-    """An earlier check's report; None if there is none, or one that does not parse."""
-    try:
-        found: Mapping[str, Any] = json.loads((state / "task-checks" / f"{key}.json").read_bytes())
-        return TaskReport(**{**found, "forgeable": tuple(found["forgeable"])})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    scripts = [replace(one, machine=unnamed(one.machine)) for one in task.verifiers]
+    return replace(task, machine=unnamed(task.machine)).with_verifiers(scripts)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import tempfile
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 
 from etude.config.images import ImagesConfig
@@ -125,8 +124,7 @@ def _check_users(task: Task, image: TaskImage) -> None:
 
 
 def _image_name(context: Path) -> str:
-    """A name for what a directory builds: its task's, with a digest of where it lies."""
+    """A name for what a directory builds: its task's."""
     plain = re.sub(r"[^a-z0-9]+", "-", context.parent.name.lower()).strip("-") or "task"
     plain = plain if context.name == "environment" else f"{plain[:50]}-{context.name}"
-    place = blake2b(str(context.resolve()).encode(), digest_size=6).hexdigest()
-    return f"harbor/{plain[:60]}-{place}"
+    return f"harbor/{plain[:60]}"

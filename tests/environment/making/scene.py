@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from etude.config.images import ImagesConfig
+from etude.environment.checking import TaskReport, check_tasks
+from etude.environment.making.images import find_project_image
 from etude.environment.making.pipeline import MakeSettings, make_tasks
 from etude.environment.making.projects import read_project
 from etude.environment.making.reports import MakeReport
 from etude.observe import SilentObserver
+from etude.records import Task, TaskImage
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.local.backend import LocalBackend
+from etude.tasks.harbor import read_harbor
 from etude.tasks.making.changes import Quotas
 from etude.tasks.making.undoing import PastChange
 from tests.environment.making.python_image import save_python_image
@@ -57,6 +62,18 @@ QUOTAS = Quotas(2, most_per_operator=1.0, least_compound=0.0, most_named_lines=1
 """A project as small as this has no set of tasks by the shares of a large one."""
 
 
+def read_made_task(directory: Path, image: TaskImage) -> Task:
+    """A written task as a run plays it, on the project's image instead of one that buildah makes of it."""
+    task, workspace = read_harbor(directory), directory / "environment/workspace"
+    assert task.machine is not None
+    files = {
+        path.relative_to(workspace).as_posix(): path.read_text()
+        for path in workspace.rglob("*")
+        if path.is_file()
+    }
+    return replace(task, files=files, machine=replace(task.machine, image=image))
+
+
 class Making:
     """Makes tasks from one project, in one state directory."""
 
@@ -74,8 +91,16 @@ class Making:
             backend = self.open_backend()
             try:
                 project = read_project(self.repo)
+                image = await find_project_image(project, how.image or self.image, self.store, {})
+
+                async def check(draft: Path) -> TaskReport:
+                    [report] = await check_tasks([read_made_task(draft, image.image)], backend)
+                    return report
+
                 images, observer = ImagesConfig(), SilentObserver()
-                return await make_tasks(project, self.out, how, backend, self.store, images, observer, past)
+                return await make_tasks(
+                    project, self.out, how, backend, self.store, images, check, observer, past
+                )
             finally:
                 await backend.close()
 

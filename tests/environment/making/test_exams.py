@@ -18,7 +18,7 @@ from etude.environment.making.images import ProjectImage
 from etude.environment.making.projects import read_project
 from etude.environment.making.suites import Coverage, Suite
 from etude.environment.making.twinning import find_project_twins
-from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
+from etude.environment.making.writing import MadeTask, write_made_task
 from etude.environment.verdicts import Grader
 from etude.records import Task, TaskImage
 from etude.sandbox.interface import SandboxBackend
@@ -27,6 +27,7 @@ from etude.sandbox.template import Template
 from etude.tasks.exams import read_exams
 from etude.tasks.making.changes import Change, Place, TestFailure, Verified
 from tests.environment.making.cheats import CHEATS
+from tests.environment.making.scene import read_made_task
 from tests.sandbox.images.image_builders import write_tree
 
 PRICES = """\
@@ -133,7 +134,7 @@ async def make_task(folder: Path, backend: SandboxBackend) -> Task:
     image = ProjectImage(TaskImage("host"), "FROM host\n")
     made = MadeTask(project, image, verified, tuple(FAILING), tuple(PASSING), 60.0, "train", "easy", exams)
     write_made_task(made, folder / "task")
-    task = read_made_task(made, folder / "task")
+    task = read_made_task(folder / "task", image.image)
     assert task.machine is not None and task.verifier is not None
     verifier = replace(task.verifier, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     return replace(task, machine=replace(task.machine, docker_image="host"), verifier=verifier)

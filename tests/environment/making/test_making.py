@@ -9,6 +9,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -154,7 +155,8 @@ def test_a_directory_that_was_begun_before_tasks_were_made_otherwise_is_refused(
 
     def begin() -> None:
         how = MakeSettings(image="tests/nowhere")
-        asyncio.run(make_tasks(project, out, how, backend, store, ImagesConfig(), SilentObserver()))
+        images = ImagesConfig()
+        asyncio.run(make_tasks(project, out, how, backend, store, images, AsyncMock(), SilentObserver()))
 
     with pytest.raises(TemplateError):
         begin()

@@ -1,6 +1,6 @@
 """From a project to a directory of verified tasks, resumable at every point.
 
-    project ──> image ──> baseline ──> twins ──> changes, tested ──> selection ──> leaks ──> grader ──> OUT/
+    project ──> image ──> baseline ──> twins ──> changes, tested ──> selection ──> leaks ──> checks ──> OUT/
                   |           |          |               |
     OUT/.making/image.json, baseline.json, twins.json, journal (one line for each change that was tested)
 
@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest
 
 from etude.config.images import ImagesConfig
-from etude.environment.checking import check_tasks
+from etude.environment.checking import TaskReport
 from etude.environment.making.baseline import LOAD, Baseline, measure_baseline
 from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import ProjectImage, build_project_image, find_project_image
@@ -35,7 +35,7 @@ from etude.environment.making.reports import MakeReport
 from etude.environment.making.suites import Suite
 from etude.environment.making.twinning import ROUNDS, ProjectTwins, find_project_twins
 from etude.environment.making.verifying import differing, guard, noticed_of, verify_change
-from etude.environment.making.writing import MadeTask, read_made_task, write_made_task
+from etude.environment.making.writing import MadeTask, write_made_task
 from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
 from etude.kit.journal import LineJournal
@@ -55,6 +55,8 @@ from etude.tasks.making.undoing import PastChange
 
 STATE = ".making"
 Result = TypeVar("Result", ProjectImage, Baseline, ProjectTwins)
+CheckTask = Callable[[Path], Awaitable[TaskReport]]
+"""Checks the task in a directory as a run would that plays it."""
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
 VERSION = 6
@@ -89,6 +91,7 @@ async def make_tasks(
     backend: SandboxBackend,
     store: ImageStore,
     images: ImagesConfig,
+    check: CheckTask,
     observer: Observer,
     past: Iterable[PastChange] = (),
 ) -> MakeReport:
@@ -102,7 +105,7 @@ async def make_tasks(
     make_directory(out / STATE)
     _check_same(project, out, settings)
     changer = TestChanger(project, settings.seed)
-    maker = _Maker(project, out, settings, backend, store, observer, past, changer)
+    maker = _Maker(project, out, settings, backend, store, check, observer, past, changer)
     image = await maker.prepare(images)
     baseline = await maker.find_baseline(image)
     twins = await maker.find_twins(image, baseline)
@@ -139,6 +142,7 @@ class _Maker:
     _settings: MakeSettings
     _backend: SandboxBackend
     _store: ImageStore
+    _check: CheckTask
     _observer: Observer
     _past: Iterable[PastChange]
     _changer: TestChanger
@@ -289,12 +293,7 @@ class _Maker:
             if leak is not None:
                 report.reject(made.verified.change, "leaks", leak)
                 return
-            try:
-                task = read_made_task(made, draft)
-            except TaskError as error:
-                report.count_check(made, str(error))
-                return
-            [found] = await check_tasks([task], self._backend, at_once=1)
+            found = await self._check(draft)
             if found.reason is None:
                 publish_directory(draft, target)
             report.count_check(made, found.reason)

@@ -15,21 +15,19 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from etude.environment.grading import matches_any
 from etude.environment.making.images import WORKSPACE, ProjectImage
 from etude.environment.making.projects import Project
 from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
-from etude.records import Task
 from etude.tasks.exams import EXAMS, ExamSet
-from etude.tasks.harbor import SOLVE, TomlValue, read_harbor, toml_text, write_files
+from etude.tasks.harbor import SOLVE, TomlValue, toml_text, write_files
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified
 from etude.tasks.making.refactoring import write_check
 from etude.tasks.making.selection import NOT_CALIBRATED, Difficulty
-from etude.tasks.making.source import read_text
 
 _CHECK = b"PYTHONPATH= python3 -s /tests/structure.py /tests/structure.json || exit 0\n"
 """Of a refactoring: before anything of the agent's has run."""
@@ -75,17 +73,6 @@ class MadeTask:
 def write_made_task(made: MadeTask, directory: Path) -> None:
     """Writes the task's directory, which appears only when whole. Raises OSError."""
     write_files(_files(made), directory)
-
-
-def read_made_task(made: MadeTask, directory: Path) -> Task:
-    """The written task as a run plays it, on the project's image instead of one of its own.
-
-    What is no text is missing in its workspace, but for what the tests bring. Raises TaskError.
-    """
-    task = read_harbor(directory)
-    assert task.machine is not None, "its Dockerfile says what it is"
-    files = {path: text for path, data in made.workspace.items() if (text := read_text(data)) is not None}
-    return replace(task, files=files, machine=replace(task.machine, image=made.image.image))
 
 
 def _files(made: MadeTask) -> dict[str, bytes]:
