@@ -38,11 +38,11 @@ from etude.agent import play as play_messages
 from etude.agent.scripted import Tokens
 from etude.records import SampleChunk, SampleRequest, ToolCall, TrajectoryId
 from etude.sandbox.backends import open_backend
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
+from etude_quickstart.memory_backend import MemoryBackend
 
 FILES = {f"src/module_{number}.py": f"VALUE = {number}\n" * 40 for number in range(8)}
 LIMITS = SessionLimits(max_turns=1 << 20, max_calls_per_turn=8, max_tokens=1 << 20, max_message_tokens=1024)

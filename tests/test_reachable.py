@@ -22,7 +22,6 @@ PUBLIC = {
 """API for readers' own programs, and the page of the docs that shows it."""
 STAND_INS = re.compile(r"(^|\.)(fakes?|simulations?|simulated|faulty)(_\w+)?(\.|$)")
 NO_STAND_INS = (
-    "etude.sandbox.fake",  # the backend `memory`, and its parts
     "etude.agent.simulated_user",  # answers the agent's questions in rollouts
 )
 

@@ -27,12 +27,12 @@ from etude.inference.router.server import build_app as router_app
 from etude.inference.server import Keys
 from etude.inference.server import build_app as inference_app
 from etude.inference.server.limits import Key, KeyLimits
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.server import build_app as sandbox_app
 from etude.serving.process import ServerThread
 from etude.weights.folders import DirectoryFolder
 from etude.weights.relay import Relay
 from etude.weights.server import RelayServer
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.controller.clusters.playing import MAKINGS
 from tests.controller.clusters.test_server import SETTINGS
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings

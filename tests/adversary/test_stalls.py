@@ -23,8 +23,8 @@ from etude.environment.verdicts import Grader
 from etude.environment.wire import MAX_PATTERNS, MAX_TEST_CHARACTERS, task_document, task_of
 from etude.errors import UserError
 from etude.records import Task
-from etude.sandbox.fake import MemoryBackend
 from etude.serving.process import ServerThread
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.adversary.servers import TOKEN, Pulse, Server
 from tests.environment.playing import TASK
 from tests.environment.server.serving import new_host

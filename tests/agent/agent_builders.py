@@ -16,10 +16,10 @@ from etude.agent import (
     run_session,
 )
 from etude.records import PolicyVersion, SampleChunk, ToolCall, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
+from etude_quickstart.memory_backend import MemoryBackend
 
 FILES = {
     "lib/tally.py": (

@@ -26,9 +26,9 @@ from etude.agent.endpoint_stream import read_stream
 from etude.agent.events import Retried
 from etude.errors import ConfigError, SamplerError
 from etude.records import SampleRequest, SamplingParams, Status, ToolCall, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude.serving.client import NoAnswerError
+from etude_quickstart.memory_backend import MemoryBackend
 
 REGISTRY = core_registry()
 LIMITS = SessionLimits(max_turns=20, max_calls_per_turn=8, max_tokens=60_000, max_message_tokens=8_000)

@@ -26,9 +26,9 @@ from etude.agent.tools.state import ToolState
 from etude.config import AgentConfig, McpConfig, parse_config
 from etude.errors import ConfigError, InfrastructureError, SandboxError
 from etude.records import ToolCall, ToolErrorClass
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude.tokens.grammar import HermesGrammar, XmlGrammar, read_value
+from etude_quickstart.memory_backend import MemoryBackend
 
 FILES = {"lib/tally.py": "def tally():\n    return 1\n"}
 
@@ -39,7 +39,7 @@ from etude.agent.mcp.server import serve_stdio
 from etude.agent.tools.mcp_schemas import own_name, parameters_of, text_of
 from etude.agent.tools.mcp_tool import served_tools
 from etude.agent.tools.registries import agent_registry, full_registry
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from etude.sandbox.template import Template
 
 async def main():

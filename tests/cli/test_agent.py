@@ -40,7 +40,7 @@ from tests.cli.agent_scripts import (
 )
 
 MENDED = TALLY.replace("= 1", "= 0")
-needs_sandboxes = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
+pytestmark = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str = "memory") -> Result:
-    """Runs the command on the repository; by default on sandboxes in memory, which run no commands."""
+def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str = "local") -> Result:
+    """Runs the command on the repository; by default in real sandboxes."""
     script = write_script(root / "script.json", messages)
     more = ("--script", script, "--backend", backend)
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
@@ -60,7 +60,6 @@ def tally(root: Path) -> str:
     return (root / "repo" / "lib" / "tally.py").read_text()
 
 
-@needs_sandboxes
 def test_the_terminal_gives_the_tokens_of_a_rollout(root: Path) -> None:
     before = plain_tokens(root / "repo", write_script(root / "script.json", SESSION), "fix it")
     done = agent(root, SESSION, "-p", "fix it", "--apply", backend="local")
@@ -174,7 +173,7 @@ def test_a_session_is_listed_and_taken_up(root: Path) -> None:
     rows = json.loads(ran(root, "--list", "--json").stdout)
     assert [(row["id"], row["title"]) for row in rows] == [(folder.name, "fix the total")]
     write_script(root / "script.json", [[MEND], [FINISH], [READ], ["Again.", FINISH]])
-    done = ran(root, "--resume", "last", "--backend", "memory", "-p", "look again")
+    done = ran(root, "--resume", "last", "--backend", "local", "-p", "look again")
     assert done.exit_code == 0, done.stderr
     assert "Again." in done.stdout
     assert len(session_folders(root)) == 1
@@ -205,7 +204,6 @@ SLEEP = {"name": "run_command", "arguments": {"command": "touch begun; sleep 60"
 
 
 @pytest.mark.slow
-@needs_sandboxes
 def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
     """kill -9 while a command runs: the edits of finished turns stay, and the command runs again."""
     counts = "grep -c 'total = 0' lib/tally.py; test -e go_on || sleep 600"
@@ -232,7 +230,6 @@ def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_sandboxes
 def test_an_interrupt_stops_the_agent_and_not_the_program(root: Path) -> None:
     """At a terminal: Ctrl-C while a command runs, then more words, then Ctrl-C at the prompt."""
     script = write_script(root / "script.json", [[MEND, SLEEP], ["Still here.", FINISH]])
@@ -267,7 +264,6 @@ def test_an_interrupt_stops_the_agent_and_not_the_program(root: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_sandboxes
 def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
     script = write_script(root / "script.json", [[SLEEP], [FINISH]])
     child = started(root, str(root / "repo"), "--script", script, "-p", "fix it", "--json")
@@ -321,7 +317,7 @@ def test_an_endpoint_that_is_not_there_is_a_failure_of_the_system(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.agent.runner.asyncio.sleep", _no_sleep)
-    arguments = ("--endpoint", "http://127.0.0.1:9/v1", "--model-name", "m", "--backend", "memory")
+    arguments = ("--endpoint", "http://127.0.0.1:9/v1", "--model-name", "m", "--backend", "local")
     result = ran(root, str(root / "repo"), "-p", "x", *arguments)
     assert result.exit_code == 3, result.output
     assert "dropped the request" in result.stderr
@@ -400,7 +396,7 @@ def test_a_model_behind_an_endpoint_works_on_the_repository(root: Path, model) -
     """One stream drops in mid-token: it is asked for again, and what it said counts for nothing."""
     edit = native("edit_lines", path="lib/tally.py", start=2, text="    total = 0")
     server = model([native("read_file", path="lib/tally.py"), None, edit, native("finish")])
-    line = (str(root / "repo"), "--endpoint", server.url, "--model-name", "m", "--backend", "memory")
+    line = (str(root / "repo"), "--endpoint", server.url, "--model-name", "m", "--backend", "local")
     done = ran(root, *line, "-p", "fix it", "--apply")
     assert done.exit_code == 0, done.stderr
     assert tally(root) == MENDED
@@ -414,7 +410,7 @@ def test_a_model_behind_an_endpoint_works_on_the_repository(root: Path, model) -
 def test_plain_words_answer_the_user_and_the_project_speaks_to_the_agent(root: Path, model) -> None:
     (root / "repo" / "AGENTS.md").write_text("Never rename tally.\n" + "x" * 20_000)
     server = model([{"content": "It adds numbers."}, {"content": "In a loop."}])
-    line = (str(root / "repo"), "--endpoint", server.url, "--model-name", "m", "--backend", "memory")
+    line = (str(root / "repo"), "--endpoint", server.url, "--model-name", "m", "--backend", "local")
     done = ran(root, *line, stdin="what does tally do?\nhow?\n/quit\n")
     assert done.exit_code == 0, done.stderr
     assert "It adds numbers." in done.stdout and "In a loop." in done.stdout
@@ -429,7 +425,7 @@ def test_max_turns_counts_from_each_instruction(root: Path) -> None:
     script = [[READ], [READ], [READ], [FINISH]]
     done = agent(root, script, "--max-turns", "2", "-p", "look")
     assert done.exit_code == 1 and "turns" in done.stdout
-    again = ran(root, "--resume", "last", "--backend", "memory", "--max-turns", "2", "-p", "go on", "--json")
+    again = ran(root, "--resume", "last", "--backend", "local", "--max-turns", "2", "-p", "go on", "--json")
     assert json.loads(again.stdout.splitlines()[-1])["turns"] == 4
     assert again.exit_code == 0
 
@@ -439,9 +435,9 @@ def test_max_turns_counts_from_each_instruction(root: Path) -> None:
     [
         (["--image", "a:1", "--dockerfile", "Dockerfile"], "contradicts --image"),
         (["--image", "a:1", "--venv", "x"], "sees no environment of the host"),
-        (["--image", "a:1", "--backend", "memory"], "leave --backend out"),
+        (["--image", "a:1", "--backend", "unisolated"], "leave --backend out"),
         (["--dockerfile", "nowhere/Dockerfile"], "there is no such file"),
-        (["--venv", "x", "--backend", "memory"], "by the local backend alone"),
+        (["--venv", "x", "--backend", "unisolated"], "by the local backend alone"),
         (["--venv", "nowhere", "--backend", "local"], "is no Python environment"),
         (["--max-turns", "0"], "--max-turns"),
     ],
@@ -471,7 +467,7 @@ def test_tools_of_an_mcp_server_act_outside_and_are_asked_about(root: Path, appl
     script = write_script(
         root / "script.json", [[{"name": "echo_shout", "arguments": {"text": "hello"}}], ["Done."]]
     )
-    line = [str(root / "repo"), "--script", script, "--backend", "memory", "-p", "x", *apply]
+    line = [str(root / "repo"), "--script", script, "--backend", "local", "-p", "x", *apply]
     server = f"echo={sys.executable} {root / 'server.py'}"
     done = subprocess.run(
         command(*line, "--mcp", server),
@@ -502,7 +498,7 @@ def test_mcp_servers_that_are_named_wrongly_are_refused(root: Path, named: list[
 
 def test_an_agent_may_ask_and_is_answered(root: Path, model) -> None:
     server = model([native("ask_user", question="Which?", options=["red", "blue"]), native("finish")])
-    line = (str(root / "repo"), "--endpoint", server.url, "--model-name", "m", "--backend", "memory")
+    line = (str(root / "repo"), "--endpoint", server.url, "--model-name", "m", "--backend", "local")
     done = ran(root, *line, stdin="paint it\n2\n/quit\n")
     assert done.exit_code == 0, done.stderr
     assert "Which?\n  1. red\n  2. blue" in done.stderr
@@ -520,7 +516,7 @@ def test_a_broken_journal_is_refused(root: Path) -> None:
     agent(root, [[MEND], [FINISH]], "-p", "x")
     (folder,) = session_folders(root)
     (folder / "journal").write_bytes(b"nonsense\nand more\n")
-    done = ran(root, "--resume", folder.name, "--backend", "memory", "-p", "x")
+    done = ran(root, "--resume", folder.name, "--backend", "local", "-p", "x")
     assert done.exit_code == 3
     assert "journal is damaged" in done.stderr
     assert done.stdout == ""

@@ -41,7 +41,7 @@ from tests.controller.test_agent_models import trained_run  # noqa: E402
 
 MENDED = TALLY.replace("= 1", "= 0")
 FILES = schema.FileSystemCapabilities(read_text_file=True, write_text_file=True)
-needs_sandboxes = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
+pytestmark = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
 
 
 @pytest.fixture
@@ -99,7 +99,12 @@ class Editor:
 
 @contextlib.asynccontextmanager
 async def connected(
-    root: Path, messages: Any, editor: Editor, *arguments: str, files: Any = FILES, backend: str = "memory"
+    root: Path,
+    messages: Any,
+    editor: Editor,
+    *arguments: str,
+    files: Any = FILES,
+    backend: str = "local",
 ) -> AsyncIterator[Any]:
     """An editor before `etude agent --acp` as a process of its own."""
     script = write_script(root / "script.json", messages)
@@ -133,7 +138,7 @@ async def beside(
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
-        opening = serve_editor(choice, mode, sandbox or SandboxChoice("memory"), agents, None, servers)
+        opening = serve_editor(choice, mode, sandbox or SandboxChoice("local"), agents, None, servers)
         serving = asyncio.create_task(opening)
         reader, writer = await asyncio.open_connection(sock=theirs)
         connection = acp.connect_to_agent(editor, writer, reader)
@@ -164,7 +169,6 @@ def tally(root: Path) -> str:
     return (root / "repo" / "lib" / "tally.py").read_text()
 
 
-@needs_sandboxes
 def test_an_editor_gives_the_tokens_of_a_rollout(root: Path) -> None:
     before = plain_tokens(root / "repo", write_script(root / "script.json", SESSION), "fix it")
     editor = Editor()
@@ -395,7 +399,6 @@ def test_modes_and_commands(root: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_sandboxes
 def test_a_cancelled_prompt_ends_as_such_and_the_session_goes_on(root: Path) -> None:
     editor = Editor()
     sleep = {"name": "run_command", "arguments": {"command": "sleep 60"}}
@@ -498,7 +501,7 @@ def test_an_editor_that_sends_nonsense_is_told_and_served_on(root: Path) -> None
         {"jsonrpc": "2.0", "id": 4, "method": "initialize", "params": {"protocolVersion": 1}},
     ]
     sent = b"\n".join([*nonsense, *(json.dumps(one).encode() for one in requests)]) + b"\n"
-    line = command("--acp", "--script", script, "--backend", "memory")
+    line = command("--acp", "--script", script, "--backend", "local")
     child = subprocess.Popen(
         line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(root)
     )
@@ -538,7 +541,6 @@ def test_an_editor_that_leaves_upon_nonsense_has_gone() -> None:
     assert asyncio.run(go()) is None
 
 
-@needs_sandboxes
 def test_in_place_edits_are_on_disk_at_once_and_no_mode_previews(root: Path) -> None:
     seen = {"name": "run_command", "arguments": {"command": "cat lib/tally.py"}}
 

@@ -24,7 +24,7 @@ from tests.cli.agent_scripts import (
 
 MENDED = TALLY.replace("= 1", "= 0")
 SECRET = {"name": "write_file", "arguments": {"path": "secret.env", "text": "theirs\n"}}
-needs_sandboxes = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
+pytestmark = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def git_root(root: Path) -> Path:
     return root
 
 
-def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str = "memory") -> Result:
+def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str = "local") -> Result:
     script = write_script(root / "script.json", messages)
     more = ("--script", script, "--tools", "full", "--backend", backend)
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
@@ -89,7 +89,6 @@ def test_a_hook_that_the_agent_wrote_is_kept_back(git_root: Path) -> None:
     assert not (git_root / "repo" / ".git" / "hooks" / "pre-commit").exists()
 
 
-@needs_sandboxes
 def test_what_commands_leave_among_builds_is_told_and_is_no_failure(git_root: Path) -> None:
     make = shell("mkdir -p build/o __pycache__; touch build/o/a.o build/b.o __pycache__/x.pyc")
     done = agent(git_root, [[make], [READ], [FINISH]], "-p", "build it", "--apply", backend="local")
@@ -99,7 +98,6 @@ def test_what_commands_leave_among_builds_is_told_and_is_no_failure(git_root: Pa
     assert secret.exit_code == 4
 
 
-@needs_sandboxes
 def test_a_locked_file_loses_nothing(root: Path) -> None:
     lock = shell(
         "echo '# more' >> tests/test_all.py; echo new > new.txt; chmod 000 lib/tally.py tests new.txt"
@@ -112,7 +110,6 @@ def test_a_locked_file_loses_nothing(root: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_sandboxes
 def test_changes_that_are_too_large_are_no_success(root: Path) -> None:
     large = shell("echo x > small.txt; head -c 40000000 /dev/zero > large.bin")
     done = agent(root, [[large], [FINISH]], "-p", "x", "--apply", "--json", backend="local")
@@ -125,7 +122,6 @@ def test_changes_that_are_too_large_are_no_success(root: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_sandboxes
 @pytest.mark.parametrize(("more", "until"), [(["--json"], '"changed"'), ([], "+    total = 0")])
 def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: list[str], until: str) -> None:
     long = shell("yes | head -c 30000")
@@ -148,7 +144,7 @@ def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: li
     child.stderr.close()
     assert (root / "repo" / "lib" / "tally.py").read_text() == MENDED
     write_script(root / "script.json", [[FINISH]] * 70)
-    done = ran(root, "--resume", "last", "--backend", "memory", "-p", "go on", "--json")
+    done = ran(root, "--resume", "last", "--backend", "local", "-p", "go on", "--json")
     assert done.exit_code == 0, done.stderr
     assert 1 < result_of(done)["turns"] < 62
 
@@ -164,7 +160,7 @@ def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: li
 )
 def test_a_stream_that_cannot_be_used_is_no_traceback(root: Path, more: str, status: int, said: str) -> None:
     script = write_script(root / "script.json", [["words"], [FINISH]])
-    line = shlex.join(command(str(root / "repo"), "--script", script, "--backend", "memory"))
+    line = shlex.join(command(str(root / "repo"), "--script", script, "--backend", "local"))
     done = subprocess.run(
         f"{line} {more}", env=environment(root), shell=True, capture_output=True, text=True, timeout=120
     )
@@ -186,7 +182,7 @@ def test_json_takes_its_instruction_from_standard_input(root: Path) -> None:
     done = agent(root, [[MEND], [FINISH]], "--json", "--approve", "full", stdin="\nfix it\n")
     assert done.exit_code == 0, done.stderr
     assert (root / "repo" / "lib" / "tally.py").read_text() == MENDED
-    again = ran(root, "--resume", "last", "--backend", "memory", "--json")
+    again = ran(root, "--resume", "last", "--backend", "local", "--json")
     assert again.exit_code == 2
     assert "standard input is empty" in again.stderr
 
@@ -205,7 +201,7 @@ def test_an_option_that_a_session_cannot_take_is_refused(
     root: Path, arguments: list[str], field: str, said: str
 ) -> None:
     agent(root, [[FINISH]], "-p", "x")
-    done = ran(root, "--resume", "last", "--backend", "memory", "-p", "x", *arguments)
+    done = ran(root, "--resume", "last", "--backend", "local", "-p", "x", *arguments)
     assert done.exit_code == 2, done.output
     assert f"error: {field}" in done.stderr
     assert said in done.stderr
@@ -229,7 +225,7 @@ def test_an_instruction_that_says_nothing_is_refused(root: Path) -> None:
 
 def test_the_whole_machine_is_refused_with_a_way_out(root: Path) -> None:
     script = write_script(root / "script.json", [[FINISH]])
-    done = ran(root, "/", "--script", script, "--backend", "memory", "-p", "x")
+    done = ran(root, "/", "--script", script, "--backend", "local", "-p", "x")
     assert done.exit_code == 2
     assert "the whole machine" in done.stderr
     assert "fix: name the directory of one project" in done.stderr

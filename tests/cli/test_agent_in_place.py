@@ -27,7 +27,7 @@ from tests.cli.agent_scripts import (
 
 MENDED = TALLY.replace("= 1", "= 0")
 BUILD = "mkdir -p build && cp /bin/true build/prog && ./build/prog && echo $PWD $HOME && touch /tmp/elsewhere"
-needs_sandboxes = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
+pytestmark = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
 
 
 @pytest.fixture
@@ -59,7 +59,6 @@ def contents(directory: Path) -> dict[str, tuple[int, int, bytes]]:
     }
 
 
-@needs_sandboxes
 def test_edits_and_commands_change_the_directory_itself_and_nothing_else(root: Path) -> None:
     (root / "repo" / "lib" / "tally.py").chmod(0o755)
     before = contents(root / "repo")
@@ -80,7 +79,6 @@ def test_edits_and_commands_change_the_directory_itself_and_nothing_else(root: P
     assert not Path("/tmp/elsewhere").exists()
 
 
-@needs_sandboxes
 def test_the_tokens_are_those_of_a_rollout(root: Path) -> None:
     (root / "repo" / ".gitignore").unlink()
     (root / "repo" / ".env").unlink()
@@ -102,7 +100,6 @@ def test_the_tokens_are_those_of_a_rollout(root: Path) -> None:
     assert np.array_equal(recorded_tokens(root, script), before)
 
 
-@needs_sandboxes
 def test_what_nobody_answers_is_refused_and_the_flags_that_allow_it_are_named(root: Path) -> None:
     before = contents(root / "repo")
     messages = [[MEND, call("run_command", command="touch x")], [FINISH]]
@@ -115,7 +112,6 @@ def test_what_nobody_answers_is_refused_and_the_flags_that_allow_it_are_named(ro
     assert (root / "repo" / "lib" / "tally.py").read_text() == MENDED and not (root / "repo" / "x").exists()
 
 
-@needs_sandboxes
 def test_undo_reverts_edits_but_not_what_someone_else_or_a_command_changed(root: Path) -> None:
     repository = root / "repo"
     (repository / "lib" / "tally.py").chmod(0o755)
@@ -213,6 +209,6 @@ def test_a_home_directory_is_not_worked_on_in_place(root: Path, monkeypatch: pyt
 
 def test_a_session_on_a_copy_does_not_go_on_in_place(root: Path) -> None:
     script = write_script(root / "script.json", [[FINISH], [FINISH]])
-    assert ran(root, str(root / "repo"), "--script", script, "--backend", "memory", "-p", "x").exit_code == 0
+    assert ran(root, str(root / "repo"), "--script", script, "--backend", "local", "-p", "x").exit_code == 0
     done = ran(root, "--resume", "last", "--in-place", "-p", "x")
     assert done.exit_code == 2 and "the session works on a copy" in done.stderr

@@ -12,6 +12,8 @@ from tests.cli.commands import etude
 from tests.controller.recorded import FINISH, LIST, TEST, make_run, solving, task_of, write_script
 from tests.store.builders import make_chain, make_group, same
 
+pytestmark = pytest.mark.filterwarnings("ignore:the unisolated sandbox")
+
 SOLVED, GAVE_UP = "g0/0", "g0/1"
 
 
@@ -189,14 +191,14 @@ def test_a_file_that_is_no_atif_is_reported(tmp_path: Path, text: str, words: st
 
 
 def test_a_replay_without_difference_succeeds(run: RunDirectory) -> None:
-    result = etude("trajectory", "replay", SOLVED, "--backend", "memory")
+    result = etude("trajectory", "replay", SOLVED, "--backend", "unisolated")
     assert result.exit_code == 0, result.output
     assert "5 turns, 6 calls replayed" in result.stdout
     assert "no difference" in result.stdout
 
 
 def test_a_chain_is_replayed(chain: RunDirectory) -> None:
-    result = etude("trajectory", "replay", SOLVED, "--backend", "memory", "--json")
+    result = etude("trajectory", "replay", SOLVED, "--backend", "unisolated", "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert (document["equal"], document["turns"], document["calls"]) == (True, 6, 6)
@@ -210,8 +212,8 @@ def test_a_replay_with_a_difference_says_where_and_fails(run: RunDirectory, tmp_
     from etude.tasks.harbor import write_harbor
 
     write_harbor(task_of(run.config), tmp_path / "task")
-    words = ["replay", str(tmp_path / "one.json"), "--task", str(tmp_path / "task"), "--backend", "memory"]
-    result = etude("trajectory", *words)
+    words = ["replay", str(tmp_path / "one.json"), "--task", str(tmp_path / "task")]
+    result = etude("trajectory", *words, "--backend", "unisolated")
     assert result.exit_code == 1
     assert "turn 1, call 1: list_dir gave another result" in result.stdout
     assert "-ghost.py" in result.stdout
@@ -239,7 +241,7 @@ def test_a_fork_goes_on_and_is_written(run: RunDirectory, tmp_path: Path) -> Non
     script = write_script(
         tmp_path / "s.json", [(LIST,), (ToolCall("list_dir", {"path": "tests"}),), (FINISH,)]
     )
-    options = ["--turn", "1", "--script", str(script), "--backend", "memory"]
+    options = ["--turn", "1", "--script", str(script), "--backend", "unisolated"]
     result = etude("trajectory", "fork", SOLVED, *options, "--output", str(tmp_path / "new.json"))
     assert result.exit_code == 0, result.output
     assert "demo+fork1/train-0-0/e0/g0/0" in result.stdout
@@ -254,12 +256,12 @@ def test_a_fork_goes_on_and_is_written(run: RunDirectory, tmp_path: Path) -> Non
 def test_a_fork_is_taken_up_by_the_agent(run: RunDirectory, tmp_path: Path) -> None:
     messages = solving(task_of(run.config))
     script = write_script(tmp_path / "s.json", messages)
-    words = ["--turn", "2", "--script", str(script), "--backend", "memory", "--into", str(tmp_path / "mine")]
-    result = etude("trajectory", "fork", SOLVED, *words, "--json")
+    words = ["--turn", "2", "--script", str(script), "--into", str(tmp_path / "mine"), "--json"]
+    result = etude("trajectory", "fork", SOLVED, "--backend", "unisolated", *words)
     assert result.exit_code == 0, result.output
     handed = json.loads(result.stdout)
     session = handed["session"]
-    resumed = etude("agent", "--resume", session, "--backend", "memory", "--approve", "full")
+    resumed = etude("agent", "--resume", session, "--backend", "unisolated", "--approve", "full")
     assert resumed.exit_code == 0, resumed.output
     task = task_of(run.config)
     path = str(task.metadata["path"])

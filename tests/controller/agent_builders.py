@@ -15,10 +15,10 @@ from etude.controller.agent.models import Policy, people_session_limits
 from etude.controller.agent.trees import DirectoryTree
 from etude.protocols import Sampler
 from etude.records import SamplingParams, ToolCall
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.tokens import Renderer
 from etude.tokens.grammar import XmlGrammar
+from etude_quickstart.memory_backend import MemoryBackend
 
 TALLY = "def tally(xs, a):\n    total = 1\n    for x in xs:\n        total += x\n    return total\n"
 MENDED = TALLY.replace("= 1", "= 0")

@@ -20,8 +20,8 @@ from etude.controller.agent.events import CallDone, Ended, FilesChanged, Noted, 
 from etude.controller.agent.folders import SessionFolder, list_sessions
 from etude.errors import ConfigError, SamplerError, StoreError
 from etude.records import Status, ToolCall, ToolErrorClass, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.controller.agent_builders import (
     DELETE,
     FINISH,

@@ -20,10 +20,10 @@ from etude.model.huggingface import save_model
 from etude.observe import RunDirectory
 from etude.protocols import Sample
 from etude.records import Status, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.tokens import CHATML_TEMPLATE, Tokenizer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
 from etude.training import save_checkpoint
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.controller.agent_builders import make_repository
 
 SMALL = ModelConfig(

@@ -11,10 +11,10 @@ from etude.config import SandboxConfig
 from etude.controller.backends import open_run_backend
 from etude.errors import ConfigError
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
 from etude.sandbox.remote import RemoteBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.serving import TOKEN, build_app, served
 
 VARIABLE = "ETUDE_TEST_SANDBOX_TOKEN"

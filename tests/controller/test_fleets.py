@@ -14,8 +14,8 @@ from etude.controller.backends import ListedServers, check_run_backend, open_fle
 from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
-from etude.sandbox.fake import MemoryBackend
 from etude.store.trajectories import TrajectoryLog
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.controller.running import num_rl_steps, run_elsewhere, wait_until
 from tests.controller.sandbox_servers import sandbox_servers
 from tests.controller.test_fork_run import check_forks, forking_config

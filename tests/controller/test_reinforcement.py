@@ -10,7 +10,7 @@ from etude.controller.reinforcement import Validation
 from etude.errors import InfrastructureError
 from etude.records import RewardBreakdown, Status, Trajectory
 from etude.rollout.collect import CollectorState
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.controller.looping import World
 from tests.environment.playing import FAILS, SOLVES
 from tests.fakes.faulty_sandbox import FaultyBackend

@@ -25,10 +25,10 @@ from etude.environment.task_images import TaskImages
 from etude.errors import TaskError
 from etude.records import Task, TaskImage, TaskMachine
 from etude.sandbox.containers.engine import EngineError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.local.doctor import find_problems
 from etude.tasks.harbor import write_harbor
 from etude_quickstart.generator import TaskGenerator
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.cli.commands import etude
 from tests.environment.target import TARGET
 from tests.tasks.harbor_tasks import KINDS, write_task

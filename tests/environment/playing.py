@@ -13,11 +13,11 @@ from etude.agent import ScriptedSampler, SessionLimits, core_registry
 from etude.config import RewardConfig
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.records import SamplingParams, Task, ToolCall, Trajectory, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.store.blobs import MemoryBlobs
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
+from etude_quickstart.memory_backend import MemoryBackend
 
 Tokens = NDArray[np.int32]
 Turn = Sequence[ToolCall | str]

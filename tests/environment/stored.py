@@ -14,10 +14,10 @@ from etude.agent.endpoint_messages import byte_tokenizer
 from etude.config import RewardConfig
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.records import SamplingParams, Task, ToolCall, Trajectory, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.store.blobs import MemoryBlobs
 from etude.tokens import Renderer
 from etude.tokens.grammar import XmlGrammar
+from etude_quickstart.memory_backend import MemoryBackend
 
 Tokens = NDArray[np.int32]
 Message = Sequence[ToolCall | str]

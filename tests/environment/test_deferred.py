@@ -6,10 +6,10 @@ import pytest
 from etude.environment.origins import DeferredSandbox
 from etude.errors import SandboxError
 from etude.sandbox.errors import Unsupported
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Commands, Files, Sandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.fakes.faulty_sandbox import FaultyBackend, FaultySandbox
 
 TEMPLATE = Template({"a.py": "x = 1\n", "test_a.py": "def test_a():\n    assert True\n"})

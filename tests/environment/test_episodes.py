@@ -9,8 +9,8 @@ from etude.config import RewardConfig, RunConfig
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import SamplerError, TaskError
 from etude.records import SampleChunk, SampleRequest, SamplingParams, Status, ToolCall, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.store.blobs import MemoryBlobs
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import (
     FAILS,
     FINISH,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from etude.records import SamplingParams, Status, Trajectory, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.registry import FleetConfig
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import SOLVES, TASK, new_environment, scripted
 
 QUICK = FleetConfig(heartbeat_s=0.02, heartbeat_timeout_s=60, create_timeout_s=60, queue_wait_s=60)

@@ -22,10 +22,10 @@ from etude.environment.verdicts import Grader
 from etude.errors import SamplerError, SandboxError
 from etude.records import Group, Relation, SamplingParams, Status, TrajectoryId
 from etude.sandbox.errors import LiveProcessesError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.store.blobs import MemoryBlobs
 from etude.store.documents import group_document, group_from_document
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import (
     FAILS,
     FINISH,

@@ -14,9 +14,9 @@ from etude.environment.grading import Verdict, allowed_changes, matches_any
 from etude.environment.verdicts import Grader
 from etude.errors import SandboxError, TaskError
 from etude.records import Task
-from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend, MemorySandbox
 from tests.environment.target import TARGET
 from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.sandbox.backends import with_backend

@@ -13,10 +13,10 @@ from etude.environment.hidden_tests import oracles_in, take_apart
 from etude.environment.oracles import known_oracles, spare_arguments
 from etude.environment.verdicts import Grader
 from etude.records import Task
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.inside.running import MAX_RESULT_BYTES
 from etude.sandbox.inside.testrunner import run_probe_files
 from etude.sandbox.types import ProbeReport, ProbeResult
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.target import TARGET
 from tests.environment.test_hidden_tests import OneFile
 

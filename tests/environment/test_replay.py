@@ -14,7 +14,7 @@ from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, SandboxError, UserError
 from etude.protocols import Finished, OnCall, OnResult, Sample
 from etude.records import Relation, Status, ToolCall, ToolErrorClass, ToolResult, Trajectory, Turn
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, SOLVES, TASK, TEST
 from tests.environment.stored import LIMITS, SUMMARIES, byte_renderer, record
 from tests.fakes.faulty_sandbox import FaultyBackend

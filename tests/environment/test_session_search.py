@@ -6,7 +6,7 @@ from etude.environment.sessions import EnvironmentSession
 from etude.environment.site import Site
 from etude.environment.verdicts import Grader
 from etude.records import Task, ToolCall
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 
 TASK = Task("t", "find it", {"lib/tally.py": "def tally(xs):\n    return sum(xs)\n"})
 

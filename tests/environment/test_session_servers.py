@@ -21,9 +21,9 @@ from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, InfrastructureError
 from etude.records import SamplingParams, Status, Task, ToolCall, ToolErrorClass, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import TASK as GRADED
 from tests.sandbox.backends import with_backend
 from tests.tokens.chat_models import plain_chatml

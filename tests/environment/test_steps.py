@@ -32,10 +32,10 @@ from etude.records import (
     Trajectory,
     TrajectoryId,
 )
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 from etude.tasks.harbor import read_harbor
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, Turn, new_environment, renderer, script_of
 from tests.environment.server.serving import new_host, new_site
 from tests.sandbox.backends import with_backend

@@ -19,12 +19,12 @@ from etude.environment.verdicts import Grader
 from etude.errors import SandboxError
 from etude.records import Task
 from etude.sandbox.errors import SandboxKilledByAgentError
-from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.inside.running import MAX_RESULT_BYTES
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import ProbeReport, ProbeResult
 from etude_quickstart.composed import ComposedGenerator
 from etude_quickstart.generator import TaskGenerator
+from etude_quickstart.memory_backend import MemoryBackend, MemorySandbox
 from etude_quickstart.observed import ObservedGenerator
 from etude_quickstart.trails import TrailGenerator
 from tests.environment.target import TARGET

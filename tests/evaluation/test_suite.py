@@ -8,7 +8,7 @@ from etude.errors import InfrastructureError
 from etude.evaluation import evaluate_policy
 from etude.evaluation.suite import check_infrastructure
 from etude.records import RewardBreakdown, Status
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FAILS, SOLVES, TASK, new_environment, script_of, scripted
 from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.store.builders import make_trajectory

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from etude.agent import LocalWorkspace, ToolContext, core_registry
 from etude.errors import TaskError
 from etude.records import Task, ToolCall
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude_quickstart.frozen import acting_tasks
 from etude_quickstart.functions import compile_functions
 from etude_quickstart.generator import FUNCTION_SPLITS
+from etude_quickstart.memory_backend import MemoryBackend
 from etude_quickstart.observed import (
     CEILING,
     NUM_RULES,

@@ -14,6 +14,7 @@ from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 
 Result = TypeVar("Result")
 
@@ -28,7 +29,7 @@ def with_backend(name: str, scenario: Callable[[SandboxBackend], Awaitable[Resul
     async def run() -> Result:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            backend = open_backend(name)
+            backend = MemoryBackend() if name == "memory" else open_backend(name)
         if name in OPTIONAL and (problems := backend.doctor()):
             pytest.skip("; ".join(problems))
         try:

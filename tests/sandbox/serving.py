@@ -14,11 +14,11 @@ import pytest
 
 from etude.sandbox.calls import Answer
 from etude.sandbox.errors import Unsupported
-from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.interface import OnOutput, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
+from etude_quickstart.memory_backend import MemoryBackend, MemorySandbox
 
 pytest.importorskip("fastapi", reason="needs etude[serve]")
 pytest.importorskip("httpx", reason="needs etude[serve]")

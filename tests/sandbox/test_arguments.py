@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError, UserError
 from etude.sandbox.channel import Channel
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.refusals import MAX_TIMEOUT_S, check_count, check_life, check_timeout
 from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.backends import with_backend
 from tests.sandbox.serving import remote
 

@@ -10,7 +10,6 @@ import pytest
 
 from etude.errors import SandboxError, ToolArgumentError
 from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotError, Unsupported
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import MAX_LAYERS, ForkServerBackend
 from etude.sandbox.machine import MachineSandbox
@@ -18,6 +17,7 @@ from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.snapshots import Spec
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.scenes import (
     becomes_true,
     copies,

@@ -14,12 +14,12 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.kit.durable import DRAFTS
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.migration import MOVING, SNAPSHOTS, clear_litter
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.scenes import becomes_true, on_backend, open_local
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import CapacityError, SandboxMissingError
-from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.pool import PooledBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
 from etude.sandbox.waiting import WaitingLine
+from etude_quickstart.memory_backend import MemoryBackend, MemorySandbox
 from tests.sandbox.backends import with_sandbox
 from tests.sandbox.test_contract import FILES, SCENARIOS
 

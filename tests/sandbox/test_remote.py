@@ -38,7 +38,6 @@ from etude.sandbox.errors import (
     SnapshotError,
     Unsupported,
 )
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.file_streams import receive_file
 from etude.sandbox.files import batches, below, split_write
 from etude.sandbox.inside.frames import pack
@@ -59,6 +58,7 @@ from etude.sandbox.wire_types import (
     encode,
     encode_error,
 )
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.backends import with_sandbox
 from tests.sandbox.scenes import comes_alive
 from tests.sandbox.serving import (

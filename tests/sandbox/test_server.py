@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, SandboxError, ToolArgumentError
 from etude.kit.retry import Backoff
 from etude.sandbox.errors import CapacityError, SandboxLostError, SandboxMissingError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.inside.frames import Unpacker, pack
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.pool import PooledBackend
@@ -37,6 +36,7 @@ from etude.serving.long_answers import BUFFER_BYTES, OutputBuffer, Pack
 from etude.serving.messages import FRAMES
 from etude.serving.metrics import Metrics
 from etude.serving.process import Draining, DrainingServer
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.scenes import open_local
 from tests.sandbox.serving import TOKEN, RemoteBackend, ScriptedBackend, build_app, served, until
 

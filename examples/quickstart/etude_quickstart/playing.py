@@ -22,9 +22,9 @@ from etude.agent.index.templates import TemplateIndexes
 from etude.config import AgentConfig
 from etude.protocols import Archive, Finished, RunCalls
 from etude.records import PolicyVersion, SampleChunk, Task, ToolCall, ToolResult, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude.tokens.renderer import Renderer
+from etude_quickstart.memory_backend import MemoryBackend
 
 Parts = tuple[ToolCall | str, ...]
 """One message: calls, and raw text for whatever is none."""

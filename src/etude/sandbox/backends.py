@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude.errors import ConfigError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
@@ -62,10 +61,6 @@ def _unisolated(state: Path | None) -> SandboxBackend:
     return UnisolatedBackend(state)
 
 
-def _memory(state: Path | None) -> SandboxBackend:
-    return MemoryBackend()
-
-
 def _gvisor(state: Path | None) -> SandboxBackend:
     from etude.sandbox.gvisor.backend import GvisorBackend
 
@@ -83,6 +78,5 @@ BACKENDS: dict[str, Callable[[Path | None], SandboxBackend]] = {
     "gvisor": _gvisor,
     "vm": _vm,
     "unisolated": _unisolated,
-    "memory": _memory,
 }
-"""`unisolated` and `memory` are for code that you trust, and only by name."""
+"""`unisolated` is for code that you trust, and only by name."""

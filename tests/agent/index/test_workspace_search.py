@@ -14,8 +14,8 @@ from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Image, Template
+from etude_quickstart.memory_backend import MemoryBackend
 
 FILES = {
     "lib/tally.py": "def tally(xs):\n    return sum(xs)\n",

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from etude.agent import ToolContext, ToolLimits
 from etude.agent.tools.output_files import OUTPUTS, bounded, head_and_tail, readable
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from etude.agent import ToolContext, execute_calls
 from etude.agent.tools import Registry
 from etude.agent.tools.interface import Tool
 from etude.records import ToolCall, ToolResult
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 
 Result = TypeVar("Result")
 Call = Callable[..., Awaitable[ToolResult]]

@@ -11,7 +11,7 @@ from etude.controller.agent import in_place
 from etude.controller.agent.changes import FileChange
 from etude.controller.agent.in_place import InPlace
 from etude.controller.agent.trees import LEFT_OUT_NAMES, DirectoryTree
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.controller.agent_builders import run
 
 

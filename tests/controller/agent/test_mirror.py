@@ -9,8 +9,8 @@ from etude.controller.agent import trees
 from etude.controller.agent.mirror import CHANGED_MEANWHILE, EXISTS, IGNORED, Mirror
 from etude.controller.agent.trees import DirectoryTree
 from etude.errors import ConfigError, ToolArgumentError
-from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend, MemorySandbox
 from tests.controller.agent_builders import run
 
 

@@ -17,12 +17,12 @@ from etude.environment.episodes import Environment, EpisodeLimits, failed_trajec
 from etude.inference.exchange import Build
 from etude.protocols import Handle, Sampler
 from etude.records import SamplingParams, Trajectory, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.store.blobs import MemoryBlobs
 from etude.tokens import ETUDE_TEMPLATE
 from etude.tokens.grammar import XmlGrammar
 from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.controller.remote.building import FAST, Fleet
 from tests.environment.playing import TASK
 

@@ -14,8 +14,8 @@ from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.kit.retry import Backoff
 from etude.records import Task, ToolCall, ToolResult
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import TASK
 
 pytest.importorskip("fastapi", reason="needs etude[serve]")

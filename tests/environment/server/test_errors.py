@@ -12,7 +12,7 @@ from etude.environment.sessions import EnvironmentSession
 from etude.errors import UserError
 from etude.records import Status
 from etude.sandbox.errors import CapacityError, SandboxMissingError
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import TASK
 from tests.environment.server.serving import begin, httpx, new_host, new_site, remote
 from tests.environment.server.test_server import ask, create

@@ -22,8 +22,8 @@ from etude.agent import (
 from etude.environment.origins import task_template
 from etude.protocols import Workspace
 from etude.records import Status, Task, ToolCall, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, TASK, TEST, renderer
 from tests.environment.server.serving import begin, new_host, new_site, remote
 from tests.sandbox.backends import with_backend

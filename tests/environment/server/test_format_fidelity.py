@@ -38,11 +38,11 @@ from etude.environment.replay import Replayer, tell
 from etude.environment.sessions import EnvironmentSession
 from etude.protocols import Workspace
 from etude.records import SamplingParams, Segment, Status, ToolCall, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
 from etude.tokens import Tokenizer
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening, UserWords
 from etude.tokens.chat.openai_messages import read_tools
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, READ, TASK, TEST
 from tests.environment.server.serving import new_host, remote
 from tests.tokens.chat_models import coder_tokenizer, headers_tokenizer, qwen_like, told_chatml

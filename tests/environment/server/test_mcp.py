@@ -14,7 +14,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 
 from etude.environment.server.mcp_endpoint import session_server
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.server.serving import TOKEN, begin, httpx, new_host, new_site, remote
 from tests.fakes.faulty_sandbox import FaultyBackend
 

@@ -9,7 +9,7 @@ import pytest
 
 from etude.agent.inputs import call_document
 from etude.errors import SandboxError
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, SPOIL
 from tests.environment.server.serving import TOKEN, TOKENS, asking, new_host, new_site, served
 from tests.environment.server.test_server import Socket

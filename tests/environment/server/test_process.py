@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.types import Capabilities
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.cli.commands import etude
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from tests.environment.server.serving import httpx, new_host, new_site

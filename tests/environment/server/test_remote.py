@@ -19,9 +19,9 @@ from etude.errors import InfrastructureError, SandboxError, UserError
 from etude.kit.retry import Backoff
 from etude.records import Status, Task, ToolCall, TrajectoryId
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxLostError, SandboxMissingError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.serving.client import ONCE
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, SOLVES, TASK, TEST, renderer, scripted
 from tests.environment.server.serving import (
     TOKEN,

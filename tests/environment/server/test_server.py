@@ -12,7 +12,7 @@ import pytest
 
 from etude.environment.session_events import EventLog
 from etude.records import ToolCall
-from etude.sandbox.fake import MemoryBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import MEND, READ, TASK
 from tests.environment.server.serving import (
     OTHER_TOKEN,

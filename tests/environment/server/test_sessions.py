@@ -18,10 +18,10 @@ from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError, InfrastructureError, SandboxError, UserError
 from etude.records import Status, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import SnapshotKind
 from etude.tokens.grammar import ToolSchema
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, SPOIL, TASK, TEST
 from tests.environment.server.serving import Seen, begin, new_site, turn, until
 from tests.fakes.faulty_sandbox import FaultyBackend

@@ -20,13 +20,13 @@ from etude.sandbox.errors import (
     SandboxMissingError,
     TemplateError,
 )
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import HostSpec
 from etude.sandbox.fleet.hosts import Capacity, Pressure
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.fleet.fakes import FakeHost, SleeplessHost
 
 GB = 1 << 30

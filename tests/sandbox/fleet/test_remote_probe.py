@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from etude.errors import ResourceError, SandboxError
 from etude.kit.retry import Backoff
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.hosts import Pressure
 from etude.sandbox.fleet.probe import NoProbe
 from etude.sandbox.wire_types import encode
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.serving import TOKEN, build_app, served  # skips where the server's libraries are missing
 
 from etude.sandbox.fleet.servers import RemoteProbe, decode_pressure  # isort: skip

@@ -11,12 +11,12 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.hosts import Capacity
 from etude.sandbox.fleet.probe import NoProbe
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.types import Resources
 from etude.sandbox.wire_types import encode
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.serving import TOKEN, build_app, served  # skips where the libraries are missing
 
 from etude.sandbox.fleet.servers import decode_capacity  # isort: skip

@@ -14,10 +14,10 @@ import pytest
 from benchmarks.simulation.virtual_time import run_virtual
 
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.template import Template
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.fleet.fakes import FakeHost
 
 QUIET = FleetConfig(heartbeat_s=3600.0, heartbeat_timeout_s=1.0)

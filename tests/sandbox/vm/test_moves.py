@@ -13,11 +13,11 @@ import pytest
 from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import Unsupported
-from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.snapshots import Snapshot
 from etude.sandbox.template import Template
 from etude.sandbox.vm.backend import VmBackend
+from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.vm.guests import SMALL, machines_below, make_state
 from tests.sandbox.vm.programs import alive, start_program
 

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from etude.sandbox import fake_running
-from etude.sandbox.fake_running import run_here
+from etude_quickstart import memory_running
+from etude_quickstart.memory_running import run_here
 
 
 class _Finder:
@@ -36,5 +36,5 @@ def test_a_run_that_ends_in_time_gives_its_result() -> None:
 
 def test_time_without_a_processor_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = iter([1.0])
-    monkeypatch.setattr(fake_running, "_waited_s", lambda: next(waited, 50.0))
+    monkeypatch.setattr(memory_running, "_waited_s", lambda: next(waited, 50.0))
     assert run_here(lambda: time.sleep(0.1) or 3, 0.05)[0] == 3

@@ -24,8 +24,6 @@ from etude.sandbox.errors import (
     SnapshotRefusedError,
     Unsupported,
 )
-from etude.sandbox.fake_files import MemoryWorkspace
-from etude.sandbox.fake_running import run_here
 from etude.sandbox.inside import testrunner
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header, pack
@@ -42,6 +40,8 @@ from etude.sandbox.types import (
     SnapshotInfo,
     SnapshotKind,
 )
+from etude_quickstart.memory_files import MemoryWorkspace
+from etude_quickstart.memory_running import run_here
 
 
 class MemorySandbox(Sandbox):
@@ -302,7 +302,7 @@ def unsupported_here(ability: str) -> Unsupported:
         f"the in-memory backend has no {ability}",
         field="sandbox.backend",
         received="memory",
-        fix='use the "local" backend, or tasks that need none',
+        fix="use another backend, or tasks that need none",
     )
 
 
