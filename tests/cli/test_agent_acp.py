@@ -480,6 +480,16 @@ def test_what_an_editor_asks_wrongly_is_answered_with_an_error(root: Path) -> No
     asyncio.run(go())
 
 
+def test_input_from_a_file_is_refused(root: Path) -> None:
+    line = command("--acp", "--script", write_script(root / "script.json", [[FINISH]]), "--backend", "local")
+    done = subprocess.run(
+        line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60,
+        env=environment(root),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--acp: an editor sends its messages through a pipe" in done.stderr
+
+
 @pytest.mark.slow
 def test_an_editor_that_sends_nonsense_is_told_and_served_on(root: Path) -> None:
     script = write_script(root / "script.json", [[FINISH]])

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import select
 import shlex
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -87,11 +89,20 @@ def serve(
     max_turns: int | None = None,
     servers: Mapping[str, McpConfig] | None = None,
 ) -> None:
-    """Serves one editor until it closes our input. Raises UserError for a model that cannot be opened."""
+    """Serves one editor until it closes our input. Raises UserError for a model that cannot be opened, and
+    for an input that is a file."""
 
     async def on_stdio() -> None:
         await serve_editor(choice, mode, sandbox, await LineTransport.on_stdio(), max_turns, servers)
 
+    with select.epoll() as polling:
+        try:
+            polling.register(sys.stdin.fileno(), select.EPOLLIN)
+        except PermissionError as error:
+            raise ConfigError(
+                "an editor sends its messages through a pipe", field="--acp",
+                received="standard input from a file, or /dev/null", fix="have the editor start the command",
+            ) from error  # fmt: skip
     asyncio.run(on_stdio())
 
 

@@ -14,7 +14,7 @@ from etude.errors import TaskError
 from etude.tasks.making.undoing import PastChange
 from tests.sandbox.images.image_builders import write_tree
 
-MODULE, TEST = "src/prices/__init__.py", "tests/test_prices.py"
+MODULE, TEST = "src/prices/__init__.py", "tests/test_größen.py"
 STATES = [
     {MODULE: f"def one():\n    return {number}\n", TEST: f"def test_one():\n    assert {number}\n"}
     for number in (1, 2, 3, 4)

@@ -75,15 +75,15 @@ def _list_commits(repo: Path, project: Project) -> list[list[_Row]]:
     words = ("rev-list", "--first-parent", "--parents", f"--max-count={_MOST_COMMITS}", "--ignore-missing")
     listed = _git(repo, *words, "HEAD").decode().splitlines()
     pairs = "".join(f"{' '.join(line.split()[:2])}\n" for line in listed if " " in line)
-    words = ("diff-tree", "--stdin", "-r", "--raw", "--no-renames", "--no-abbrev")
+    words = ("diff-tree", "--stdin", "-r", "-z", "--raw", "--no-renames", "--no-abbrev")
     commits: list[list[_Row]] = []
-    for row in _git(repo, *words, stdin=pairs.encode()).decode(errors="replace").splitlines():
-        if not row.startswith(":"):
+    rows = iter(_git(repo, *words, stdin=pairs.encode()).decode(errors="surrogateescape").split("\0"))
+    for row in rows:
+        if row.startswith(":"):
+            _, _, old, new, _ = row.split()
+            commits[-1].append((next(rows), old, new))
+        elif row:
             commits.append([])
-            continue
-        facts, _, path = row.partition("\t")
-        _, _, old, new, _ = facts.split()
-        commits[-1].append((path, old, new))
     return [
         modules
         for rows in commits

@@ -125,19 +125,19 @@ def _worst(kept: Sequence[_Facts], quotas: Quotas) -> tuple[int, str] | None:
     """The last task that breaks a share, and which; None where all hold. One task per operator always may."""
     operators = Counter(name for one in kept for name in one.operators)
     most = max(1.0, quotas.most_per_operator * len(kept))
-    over = [name for name, count in operators.most_common(1) if count > most]
+    frequent = max(sorted(operators), key=operators.__getitem__, default="")
     named = [at for at, one in enumerate(kept) if one.is_named]
     if len(named) > quotas.most_named_lines * len(kept):
         return named[-1], "quota: too many tracebacks name the edited line"
-    if over:
-        mine = [at for at, one in enumerate(kept) if over[0] in one.operators]
+    if operators[frequent] > most:
+        mine = [at for at, one in enumerate(kept) if frequent in one.operators]
         last = max(mine, key=lambda at: (not kept[at].is_compound, at))
-        return last, f"quota: too many tasks of the operator {over[0]}"
+        return last, f"quota: too many tasks of the operator {frequent}"
     if len(kept) > quotas.most_tasks:
         single = [at for at, one in enumerate(kept) if not one.is_compound]
         if single and len(kept) - len(single) <= quotas.least_compound * quotas.most_tasks:
-            frequent = max(single, key=lambda at: (max(operators[name] for name in kept[at].operators), at))
-            return frequent, "quota: there are tasks enough"
+            last = max(single, key=lambda at: (max(operators[name] for name in kept[at].operators), at))
+            return last, "quota: there are tasks enough"
         return len(kept) - 1, "quota: there are tasks enough"
     return None
 
