@@ -18,7 +18,7 @@ from etude.store import TrajectoryLog
 from etude.tasks.harbor import write_harbor
 from tests.environment.playing import FAILS, SOLVES, TASK
 
-OPTIONS = TargetOptions(model_name="m", tools="core", backend="memory")
+OPTIONS = TargetOptions(model_name="m", tools="core", backend="unisolated")
 
 
 class Model(ThreadingHTTPServer):
