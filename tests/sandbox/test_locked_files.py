@@ -93,7 +93,12 @@ def test_files_that_come_and_go_hide_nothing() -> None:
 @backends
 def test_a_plain_users_sandboxes_see_it_too(backend: str, tmp_path: Path) -> None:
     interpreter, root = "/usr/bin/python3", Path(__file__).parents[2]
-    paths = [root / "src", root, *(Path(path) for path in sys.path if path.endswith("site-packages"))]
+    paths = [
+        root / "src",
+        root,
+        root / "examples/quickstart",
+        *(Path(path) for path in sys.path if path.endswith("site-packages")),
+    ]
     if not Path(interpreter).exists() or not all(_open_to_all(path) for path in paths):
         pytest.skip("no Python or no sources that a plain user may read")
     env = {"PYTHONPATH": ":".join(map(str, paths)), "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
