@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -76,6 +78,28 @@ def test_no_bit_of_training_depends_on_the_number_of_threads(
         assert figures == same
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, other.get_parameter(name)), name
+
+
+LOCKS = """
+import faulthandler, sys
+import torch
+from torch import nn
+from etude.training.threads import add_gradients
+
+faulthandler.dump_traceback_later(60, exit=True)
+sys.setswitchinterval(1e-5)
+torch.set_num_threads(1)
+weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(100)])
+for _ in range(5):
+    weights.zero_grad()
+    add_gradients(weights, lambda item: (sum(w * item for w in weights).sum(), item), list(range(64)), 2)
+print(int(weights[0].grad), sum(range(64)))
+"""
+
+
+def test_threads_and_their_caller_do_not_wait_for_each_others_locks() -> None:
+    done = subprocess.run([sys.executable, "-c", LOCKS], capture_output=True, text=True, check=False)
+    assert done.stdout == "2016 2016\n", done.stderr
 
 
 def test_results_come_in_order_whoever_is_first() -> None:

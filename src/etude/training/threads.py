@@ -105,6 +105,10 @@ def add_gradients(
             results.append(result)
         return results
     parameters = [parameter for parameter in learning.parameters() if parameter.requires_grad]
+    # PyTorch makes the node that accumulates a parameter's gradient under a lock of the parameter's, and waits
+    # there for the interpreter's (2.13), which `backward` holds as it waits for that lock. The nodes that these
+    # views hold are made by now, and have no object in Python, which would have to be counted in that place.
+    views = [parameter.expand_as(parameter) for parameter in parameters]
 
     def differentiate(item: ItemT) -> tuple[tuple[Tensor | None, ...], ResultT]:
         loss, result = compute(item)
@@ -115,6 +119,7 @@ def add_gradients(
         # As `backward` does it, with the parameters' hooks.
         torch.autograd.backward([p for p, _ in reached], [g for _, g in reached])
         results.append(result)
+    del views
     return results
 
 
