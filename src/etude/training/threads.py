@@ -105,9 +105,9 @@ def add_gradients(
             results.append(result)
         return results
     parameters = [parameter for parameter in learning.parameters() if parameter.requires_grad]
-    # PyTorch makes the node that accumulates a parameter's gradient under a lock of the parameter's, and waits
-    # there for the interpreter's (2.13), which `backward` holds as it waits for that lock. The nodes that these
-    # views hold are made by now, and have no object in Python, which would have to be counted in that place.
+    # PyTorch makes the node that accumulates a parameter's gradient under a lock of the parameter's, and
+    # waits there for the interpreter's (2.13), which `backward` holds as it waits for that lock. The nodes
+    # that these views hold are made by now, and have no object in Python, which would be counted there.
     views = [parameter.expand_as(parameter) for parameter in parameters]
 
     def differentiate(item: ItemT) -> tuple[tuple[Tensor | None, ...], ResultT]:
