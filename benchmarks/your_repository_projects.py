@@ -40,6 +40,10 @@ from etude.tasks.making.leaks import scan_layers
 PROJECTS = {
     "itsdangerous": "2.2.0",
     "click": "8.1.8",
+    "mistune": "3.1.3",
+    "sqlparse": "0.5.3",
+    "marshmallow": "3.26.1",
+    "wtforms": "3.2.1",
     "tomlkit": "0.13.2",
     "python-dateutil": "2.9.0.post0",
     "pyparsing": "3.2.0",

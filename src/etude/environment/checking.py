@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin
@@ -20,6 +20,7 @@ from etude.kit.tasks import gather_bounded
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
+from etude.tasks.exams import read_exams
 
 _ROUNDS = 2
 
@@ -74,6 +75,7 @@ async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limit
         return "has no reference solution to be checked by"
     before: list[tuple[bool, float | None]] = []
     for number in range(_ROUNDS):
+        task = _with_first_exam(task) if number else task
         solved = await judge_solution(task, grader, backend, limits)
         if isinstance(solved, str):
             return solved
@@ -89,6 +91,15 @@ async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limit
         if task.verifier is not None and nothing.reward is None:
             return f"doing nothing earns no reward, not 0: {nothing.cause}"
     return None
+
+
+def _with_first_exam(task: Task) -> Task:
+    """The task without the exams after the first: their tests are the same, with other values in some."""
+    verifier = task.verifier
+    if verifier is None or not verifier.exams:
+        return task
+    first = replace(exams := read_exams(verifier.exams), exams=exams.exams[:1])
+    return replace(task, verifier=replace(verifier, exams=first.to_text()))
 
 
 async def judge_solution(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from etude.environment.checking import check_tasks
 from etude.environment.grading import Verdict
 from etude.environment.making import twinning
 from etude.environment.making.baseline import Baseline
@@ -21,7 +22,7 @@ from etude.environment.making.twinning import find_project_twins
 from etude.environment.making.writing import MadeTask, write_made_task
 from etude.environment.verdicts import Grader
 from etude.records import Task, TaskImage
-from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.template import Template
 from etude.tasks.exams import read_exams
@@ -159,6 +160,24 @@ def test_the_solution_earns_1_and_nothing_0(scene: Scene) -> None:
     solved, nothing = scene.judge(PRICES), scene.judge(BROKEN)
     assert (solved.reward, solved.cause, nothing.reward) == (1.0, None, 0.0)
     assert nothing.cause is not None and nothing.cause.endswith(" does not pass")
+
+
+@pytest.mark.slow
+def test_a_check_sits_all_exams_once_and_again_the_first(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[Template | None] = []
+    create = scene.backend.create
+
+    async def count(template: Template | None = None, *rest: Any, **options: Any) -> Sandbox:
+        played.append(template)
+        return await create(template, *rest, **options)
+
+    monkeypatch.setattr(scene.backend, "create", count)
+    [report] = scene.run(check_tasks([scene.task], scene.backend))
+    assert report.reason is None
+    solving, judging = 2, (5 + 1) + (1 + 1)
+    assert len(played) == solving + judging
 
 
 @pytest.mark.slow
