@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from etude.records import ToolCall
 from etude.tokens import QWEN3_TEMPLATE, Renderer
 from etude.tokens.chat.client_tools import call_arguments
+from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening
 from etude.tokens.chat.openai_messages import read_tools
@@ -172,3 +175,18 @@ def test_a_model_with_tags_of_its_own_is_offered_the_tools_that_it_knows() -> No
     )
     words = Opening("Be brief.", read_tools([schema]))
     assert "read_file" not in model.tokenizer.decode(Framing(renderer).given(words, first=True))
+
+
+def test_a_tool_is_offered_without_the_parameters_that_a_model_has_no_tags_for() -> None:
+    model, _ = xml_model()
+    assert model.shelf is not None
+
+    def offered(*parameters: Parameter) -> list[str]:
+        assert model.shelf is not None
+        schema = replace(READ, parameters=parameters).function_schema()
+        [tool] = model.shelf.find(Opening(tools=read_tools([schema]))).grammar.tools
+        return [parameter.name for parameter in tool.parameters]
+
+    assert offered(Parameter("path", ""), Parameter("follow", "", required=False)) == ["path"]
+    with pytest.raises(BadRequestError, match="follow"):
+        offered(Parameter("path", ""), Parameter("follow", ""))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from blake3 import blake3
 
 from etude.errors import ConfigError
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Opening, canonical
-from etude.tokens.grammar.interface import Grammar, ToolSchema
+from etude.tokens.grammar.interface import Grammar, Parameter, ToolSchema
 from etude.tokens.renderer import Renderer, announcing_template
 from etude.tokens.template import Template
 from etude.tokens.tokenizer import Tokenizer
@@ -62,10 +63,22 @@ class RendererShelf:
         return renderer
 
     def _callable(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
-        """The tools of which the tokenizer has all tags, if it has a tag of any; else all, in text mode. All,
-        too, where none would be left: the renderer says why it refuses them."""
-        tags = [self._make_grammar((tool,)).control_tokens() for tool in tools]
-        has = self.tokenizer.has_control
-        if not any(has(tag) for names in tags for tag in names):
+        """The tools of which the tokenizer has the tags, if it has a tag of any, each with the parameters of
+        which it has them; else all, in text mode. All, too, where none would be left: the renderer says why it
+        refuses them."""
+        tags = self._make_grammar(tools).control_tokens()
+        if not any(map(self.tokenizer.has_control, tags)):
             return tools
-        return [tool for tool, names in zip(tools, tags, strict=True) if all(map(has, names))] or tools
+        return [kept for tool in tools if (kept := self._restricted(tool)) is not None] or tools
+
+    def _restricted(self, tool: ToolSchema) -> ToolSchema | None:
+        """The tool without the optional parameters that the model has no tags for; None for one that it cannot
+        call at all."""
+
+        def is_held(*parameters: Parameter) -> bool:
+            grammar = self._make_grammar((replace(tool, parameters=parameters),))
+            return all(map(self.tokenizer.has_control, grammar.control_tokens()))
+
+        kept = tuple(one for one in tool.parameters if is_held(one))
+        lacks = any(one.required and one not in kept for one in tool.parameters)
+        return None if lacks or not is_held(*kept) else replace(tool, parameters=kept)
