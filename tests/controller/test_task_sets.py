@@ -121,6 +121,20 @@ def test_tasks_that_are_graded_by_values_are_checked_too(tmp_path: Path) -> None
     assert (found["wrong"].reason or "").startswith("its reference solution fails: ")
 
 
+def test_tasks_without_a_solution_are_taken_where_none_is_required(tmp_path: Path) -> None:
+    always = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"
+    write_task(tmp_path / "always", always, solve=None)
+    write_task(tmp_path / "open", solve=None)
+    taken = config(require_solution=False)
+    for _ in range(2):  # what is kept of the first time does not count where a solution is required
+        verified, words = load_task_set(tmp_path, "DIR", taken)
+        assert [task.id for task in verified] == ["open"]
+        assert any(line == "  1 have no solution: that they can be solved is not known" for line in words)
+        assert any("always: doing nothing earns 1" in line for line in words)
+        with pytest.raises(TaskError, match="require_solution = false"):
+            load_task_set(tmp_path, "DIR", config())
+
+
 def test_a_script_is_not_run_where_nothing_is_isolated(tmp_path: Path) -> None:
     write_task(tmp_path / "tasks/one")
     (found,) = reports(tmp_path / "tasks", "unisolated").values()
@@ -208,9 +222,11 @@ def test_a_task_that_was_checked_as_it_was_made_is_known_wherever_it_lies(
         image = TaskImage(f"harbor/{task.directory}", ("layer",), {}, "/work", "")
         return replace(task, machine=TaskMachine(docker_image="python", image=image))
 
-    async def check(tasks: Sequence[Task], *_: Any, **__: Any) -> list[TaskReport]:
+    async def check(tasks: Sequence[Task], *others: Any) -> list[TaskReport]:
         asked.extend(task.id for task in tasks)
-        return [TaskReport(task.id, None, ("a test",)) for task in tasks]
+        [found] = [TaskReport(task.id, None, ("a test",)) for task in tasks]
+        others[-1](found)
+        return [found]
 
     asked: list[str] = []
     monkeypatch.setattr(TaskImages, "find", find)

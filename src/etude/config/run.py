@@ -143,6 +143,9 @@ class TasksConfig(Section):
     """What becomes of tasks in `directory` whose reference solution does not earn 1, in which doing nothing
     does not earn 0, or whose image cannot be had: they are left out by name, or the run does not start. What
     passed is not checked again until it changes. See docs/tasks.md."""
+    require_solution: bool = True
+    """Whether tasks in `directory` without a reference solution are left out. If not, all that is tried of
+    them is that doing nothing earns 0: nothing shows that they can be solved."""
     public_hosts: tuple[str, ...] = ()
     """What tasks of a public network reach, as `host:port` or `*.domain:port`; empty: nothing."""
     host_env: tuple[str, ...] = ()

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -26,13 +27,14 @@ from etude import __version__
 from etude.config import RunConfig
 from etude.config.images import ImagesConfig
 from etude.controller.backends import open_run_backend
-from etude.environment.checking import TaskReport, check_tasks
+from etude.environment.checking import TaskReport, check_tasks, has_solution
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.wire import task_document
 from etude.errors import SandboxError, TaskError, UserError
 from etude.evaluation import EvaluationResult
 from etude.evaluation.statistics import verdicts_by_task
 from etude.kit.durable import write_json
+from etude.kit.tasks import gather_bounded
 from etude.observe import Observer, SilentObserver
 from etude.records import Task, TaskMachine
 from etude.sandbox.interface import SandboxBackend
@@ -105,9 +107,12 @@ def load_task_set(
             fix=f"correct or remove them; `etude tasks check {directory}` lists all",
         )
     share = len(forgeable) / len(verified)
+    num_unsolved = sum(not has_solution(task) for task in verified)
+    unsolved = [f"  {num_unsolved} have no solution: that they can be solved is not known"]
     words = [
         f"tasks: {len(verified)} of {len(checked)} in {directory} are verified; "
         f"an agent could forge the verdict on {len(forgeable)} of these ({share:.0%})",
+        *(unsolved if num_unsolved else []),
         *(f"  left out: {one}" for one in left_out),
         *(f"  forgeable: {one.name}: {one.report.forgeable[0]}" for one in forgeable[:_NAMED]),
     ]
@@ -199,6 +204,8 @@ class TaskChecks:
 
     def recall(self, task: Task) -> TaskReport | None:
         """An earlier check's report; None if there is none, or one that does not parse."""
+        if self._config.tasks.require_solution and not has_solution(task):
+            return None
         try:
             found: Mapping[str, Any] = json.loads(self._file(task).read_bytes())
             return TaskReport(**{**found, "forgeable": tuple(found["forgeable"])})
@@ -216,9 +223,25 @@ class TaskChecks:
             task = await self.find_images(self.read(directory))
         except (UserError, SandboxError) as error:
             return TaskReport(directory.name, str(error))
-        [report] = await check_tasks([task], backend, self.limits, at_once=1)
-        self.keep(task, report)
+        [report] = await self.check([task], backend, at_once=1)
         return report
+
+    async def check(
+        self,
+        tasks: Sequence[Task],
+        backend: SandboxBackend,
+        at_once: int,
+        on_report: Callable[[TaskReport], None] = lambda report: None,
+    ) -> list[TaskReport]:
+        """Reports of tasks that have their images, in order; those that pass are kept as they are found."""
+        by_id = {task.id: task for task in tasks}
+
+        def keep(report: TaskReport) -> None:
+            self.keep(by_id[report.id], report)
+            on_report(report)
+
+        needed = self._config.tasks.require_solution
+        return await check_tasks(tasks, backend, self.limits, at_once, needed, keep)
 
     def _file(self, task: Task) -> Path:
         document = task_document(_without_names(replace(task, metadata={})))
@@ -232,15 +255,14 @@ class TaskChecks:
 async def _check(
     directory: Path, field: str, config: RunConfig, observer: Observer, only: Mapping[str, object]
 ) -> list[CheckedTask]:
-    checks = TaskChecks(config)
+    checks, at_once = TaskChecks(config), max(2, os.cpu_count() or 1)
     rows: list[CheckedTask] = []
     for path in find_directories(directory, field):
         try:
             task = checks.read(path)
-            if any(task.metadata.get(key) != value for key, value in only.items()):
-                continue
-            rows.append(CheckedTask(path.name, await checks.find_images(task), TaskReport(task.id, None)))
-        except (UserError, SandboxError) as error:
+            if all(task.metadata.get(key) == value for key, value in only.items()):
+                rows.append(CheckedTask(path.name, task, TaskReport(task.id, None)))
+        except UserError as error:
             rows.append(CheckedTask(path.name, None, TaskReport(path.name, str(error))))
     if not rows:
         wanted = ", ".join(f"{key} = {value!r}" for key, value in only.items())
@@ -249,26 +271,39 @@ async def _check(
             fix="change tasks.only",
         )  # fmt: skip
     _refuse_twice_named(rows, field)
-    found = {row.task.id: checks.recall(row.task) for row in rows if row.task is not None}
-    unknown = {row.task.id: row.task for row in rows if row.task is not None and found[row.task.id] is None}
 
-    def keep(report: TaskReport) -> None:
-        found[report.id] = report
-        checks.keep(unknown[report.id], report)
-        observer.stage_advances(sum(found[one] is not None for one in unknown), {})
-
-    if unknown:
-        observer.stage_begins("checks of tasks", len(unknown), "task")
+    async def find_images(row: CheckedTask) -> CheckedTask:
         try:
+            return replace(row, task=row.task and await checks.find_images(row.task))
+        except (UserError, SandboxError) as error:
+            return CheckedTask(row.name, None, TaskReport(row.name, str(error)))
+
+    with _stage(observer, "images of tasks", len(rows)) as advance:
+        rows = await gather_bounded(find_images, rows, at_once, advance)
+    found = {row.task.id: checks.recall(row.task) for row in rows if row.task is not None}
+    unknown = [row.task for row in rows if row.task is not None and found[row.task.id] is None]
+    if unknown:
+        with _stage(observer, "checks of tasks", len(unknown)) as advance:
+            num_done = itertools.count(1)
             backend = open_run_backend(config.sandbox)
             try:
-                at_once = max(2, os.cpu_count() or 1)
-                await check_tasks(list(unknown.values()), backend, checks.limits, at_once, keep)
+                reports = await checks.check(
+                    unknown, backend, at_once, lambda report: advance(next(num_done))
+                )
             finally:
                 await backend.close()
-        finally:
-            observer.stage_ends()
+        found |= {report.id: report for report in reports}
     return [replace(row, report=(row.task and found[row.task.id]) or row.report) for row in rows]
+
+
+@contextlib.contextmanager
+def _stage(observer: Observer, name: str, num_tasks: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many tasks are done, which what it yields is called with."""
+    observer.stage_begins(name, num_tasks, "task")
+    try:
+        yield lambda num_done: observer.stage_advances(num_done, {})
+    finally:
+        observer.stage_ends()
 
 
 def _with_network(task: Task, public: tuple[str, ...]) -> Task:

@@ -42,18 +42,33 @@ async def check_tasks(
     backend: SandboxBackend,
     limits: Resources | None = None,
     at_once: int = 4,
+    require_solution: bool = True,
     on_report: Callable[[TaskReport], None] = lambda report: None,
 ) -> list[TaskReport]:
     """A report for each task, in order; `at_once` of them are checked at the same time. `on_report` is called
-    with each as it is found."""
+    with each as it is found. Where no solution is required, doing nothing is all that is tried of a task
+    without one."""
     grader = Grader(backend, limits)
 
     async def check(task: Task) -> TaskReport:
-        report = await _check_task(task, grader, backend, limits or Resources())
+        if require_solution and not has_solution(task):
+            why = (
+                "has no reference solution to be checked by; tasks.require_solution = false takes it as it is"
+            )
+            report = TaskReport(task.id, why)
+        else:
+            report = await _check_task(task, grader, backend, limits or Resources())
         on_report(report)
         return report
 
     return await gather_bounded(check, tasks, at_once)
+
+
+def has_solution(task: Task) -> bool:
+    """Whether a task, or each of its steps, says how it is solved."""
+    if task.steps:
+        return all(step.solution is not None for step in task.steps)
+    return bool(task.solution or task.solution_files)
 
 
 async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> TaskReport:
@@ -70,21 +85,18 @@ async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limit
 
 
 async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> str | None:
-    solutions = [step.solution for step in task.steps] or [task.solution or task.solution_files or None]
-    if None in solutions:
-        return "has no reference solution to be checked by"
-    before: list[tuple[bool, float | None]] = []
+    is_solved, before = has_solution(task), list[tuple[bool, float | None]]()
     for number in range(_ROUNDS):
         task = _with_first_exam(task) if number else task
-        solved = await judge_solution(task, grader, backend, limits)
+        solved = await judge_solution(task, grader, backend, limits) if is_solved else None
         if isinstance(solved, str):
             return solved
         nothing = await judge_nothing(task, grader, backend, limits)
-        earned = [(verdict.passed, verdict.reward) for verdict in (solved, nothing)]
+        earned = [(verdict.passed, verdict.reward) for verdict in (nothing, solved) if verdict is not None]
         if number and earned != before:
             return f"the same earns something else at another time: {_shown(before)}, then {_shown(earned)}"
         before = earned
-        if not solved.passed:
+        if solved is not None and not solved.passed:
             return f"its reference solution fails: {solved.cause}"
         if nothing.passed or nothing.reward:
             return f"doing nothing earns {1.0 if nothing.reward is None else nothing.reward:g}"
@@ -141,5 +153,6 @@ async def judge_nothing(task: Task, grader: Grader, backend: SandboxBackend, lim
 
 
 def _shown(earned: Sequence[tuple[bool, float | None]]) -> str:
-    solved, nothing = (float(passed) if reward is None else reward for passed, reward in earned)
-    return f"{solved:g} for the reference solution and {nothing:g} for nothing"
+    names = ("nothing", "the reference solution")
+    rewards = [float(passed) if reward is None else reward for passed, reward in earned]
+    return " and ".join(f"{one:g} for {name}" for one, name in zip(rewards, names, strict=False))

@@ -7,8 +7,10 @@ Dockerfile ────> built, FROM the same names ─────────�
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tempfile
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +31,7 @@ _BACKENDS = ("local", *ENGINES)
 
 
 class TaskImages:
-    """Finds images for the tasks of one set. Equal ones are found once."""
+    """Finds images for the tasks of one set, several at once. Equal ones are found once."""
 
     def __init__(self, backend: str, settings: ImagesConfig | None = None) -> None:
         """`backend`: name of the backend that runs them (`sandbox.backend`)."""
@@ -41,6 +43,7 @@ class TaskImages:
             settings.bases, Network(tuple(settings.allow)), tuple(settings.allow_private), settings.volumes
         )
         self._found: dict[str, TaskImage] = {}
+        self._finding: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, task: Task) -> Task:
         """The task with the images of its machine and of its verifiers'. Raises TaskError, TemplateError or
@@ -64,8 +67,9 @@ class TaskImages:
                 fix=f"use one of the backends {', '.join(_BACKENDS)}",
             )
         key = machine.docker_image or f"{task.directory}/{machine.context}"
-        if key not in self._found:
-            self._found[key] = await self._find(task, machine)
+        async with self._finding[key]:
+            if key not in self._found:
+                self._found[key] = await self._find(task, machine)
         if self._engine in ENGINES:
             _check_users(task, self._found[key])
         return replace(machine, image=self._found[key])

@@ -25,6 +25,7 @@ from etude.sandbox.images.building import (
     build_image,
     explain_failure,
     find_missing,
+    open_proxy,
 )
 from etude.sandbox.images.built import BuildInputs, BuildOptions, note_build
 from etude.sandbox.images.image_store import ImageStore
@@ -40,6 +41,7 @@ from tests.sandbox.images.image_builders import (
     tar_bytes,
     write_tree,
 )
+from tests.sandbox.network.builders import exchange
 
 BASE = "example.org/tiny:1"
 
@@ -96,6 +98,15 @@ def test_a_failure_shows_the_instruction_and_the_end_of_its_output() -> None:
     assert "--allow HOST" in (error.fix or "") and "images.allow" in (error.fix or "")
     assert "no such thing\nError" in error.message
     assert len(error.message) < 2200
+
+
+def test_a_build_that_fails_says_what_its_network_refused(tmp_path: Path) -> None:
+    options = BuildOptions(network=Network(("here.example",)))
+    with pytest.raises(TemplateError) as failed, open_proxy(options, tmp_path, "x") as proxy:
+        assert proxy is not None
+        asyncio.run(exchange(proxy, b"GET http://here.example/ HTTP/1.1\r\nHost: here.example\r\n\r\n"))
+        raise explain_failure("Dockerfile", "E: failed", 100)
+    assert "here.example:80 (no_rule)" in (failed.value.fix or "")
 
 
 @pytest.mark.parametrize(

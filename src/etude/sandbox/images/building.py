@@ -111,7 +111,7 @@ async def _build_in_two(
 async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line: OnLine | None) -> Image:
     root, options = store.layers.root, build.options
     try:
-        with _proxy(options, root, name) as proxy:
+        with open_proxy(options, root, name) as proxy:
             async with asyncio.timeout(options.deadline_s), open_buildah(root / BUILDAH, proxy) as buildah:
                 making = _Build(buildah, store, options, build.dockerfile)
                 words = await asyncio.to_thread(making.make_words, build.context, build.args, build.target)
@@ -124,14 +124,25 @@ async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line
 
 
 @contextlib.contextmanager
-def _proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressProxy | None]:
-    """The way out of a build's network; None: there is none."""
+def open_proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressProxy | None]:
+    """The way out of a build's network; None: there is none. The error of a build says what it was refused."""
     allow, private = options.network.allow, options.allow_private
     if not allow:
         yield None
         return
     with contextlib.closing(RequestLog.to_file(root / "network.jsonl")) as log:
-        yield EgressProxy(allow, log, f"build of {name}", allow_private=private)
+        try:
+            yield EgressProxy(allow, log, f"build of {name}", allow_private=private)
+        except TemplateError as error:
+            if not log.refused:
+                raise
+            refused = ", ".join(f"{place} ({reason})" for place, reason in log.refused.items())
+            raise TemplateError(
+                error.message, field=error.field, received=error.received,
+                fix=f"the build was refused {refused}: for no_rule, add HOST:PORT to `images.allow` (`--allow`; "
+                "HOST alone is port 443); for address_..., IP:PORT to `images.allow_private` "
+                "(`--allow-private`)",
+            ) from error  # fmt: skip
 
 
 class _Build:

@@ -22,6 +22,7 @@ Decision = Literal["allowed", "refused"]
 MAX_LOG_BYTES = 64 * 2**20
 """Of a log file, which is then FILE.1 in place of an earlier one: sandboxes ask as often as they like."""
 _MAX_TEXT_CHARS = 255
+_MAX_REFUSED = 8
 
 
 @dataclass(slots=True)
@@ -67,6 +68,8 @@ class RequestLog:
         """`sink` is called with each line and must not block."""
         self._sink = sink
         self._fd: int | None = None
+        self.refused: dict[str, str] = {}
+        """Reason by `host:port`, of the first few that were refused."""
 
     @classmethod
     def to_file(cls, path: str | Path, max_bytes: int = MAX_LOG_BYTES) -> RequestLog:
@@ -87,6 +90,8 @@ class RequestLog:
 
     def write(self, record: RequestRecord) -> None:
         """Appends a record. Raises SandboxError if it cannot be written."""
+        if record.decision == "refused" and len(self.refused) < _MAX_REFUSED:
+            self.refused[f"{record.host}:{record.port}"[:_MAX_TEXT_CHARS]] = record.reason
         try:
             self._sink(record.to_line())
         except OSError as error:
