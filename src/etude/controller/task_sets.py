@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import threading
@@ -284,15 +283,16 @@ async def _check(
     unknown = [row.task for row in rows if row.task is not None and found[row.task.id] is None]
     if unknown:
         with _stage(observer, "checks of tasks", len(unknown)) as advance:
-            num_done = itertools.count(1)
+
+            def keep(report: TaskReport) -> None:
+                found[report.id] = report
+                advance(sum(found[task.id] is not None for task in unknown))
+
             backend = open_run_backend(config.sandbox)
             try:
-                reports = await checks.check(
-                    unknown, backend, at_once, lambda report: advance(next(num_done))
-                )
+                await checks.check(unknown, backend, at_once, keep)
             finally:
                 await backend.close()
-        found |= {report.id: report for report in reports}
     return [replace(row, report=(row.task and found[row.task.id]) or row.report) for row in rows]
 
 

@@ -23,6 +23,7 @@ from etude.sandbox.types import Resources
 from etude.tasks.exams import read_exams
 
 _ROUNDS = 2
+_UNSOLVED = "has no reference solution to be checked by; tasks.require_solution = false takes it as it is"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,7 @@ async def check_tasks(
 
     async def check(task: Task) -> TaskReport:
         if require_solution and not has_solution(task):
-            why = (
-                "has no reference solution to be checked by; tasks.require_solution = false takes it as it is"
-            )
-            report = TaskReport(task.id, why)
+            report = TaskReport(task.id, _UNSOLVED)
         else:
             report = await _check_task(task, grader, backend, limits or Resources())
         on_report(report)

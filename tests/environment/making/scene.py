@@ -67,7 +67,7 @@ def read_made_task(directory: Path, image: TaskImage) -> Task:
     task, workspace = read_harbor(directory), directory / "environment/workspace"
     assert task.machine is not None
     files = {
-        path.relative_to(workspace).as_posix(): path.read_text()
+        path.relative_to(workspace).as_posix(): path.read_text(errors="replace")
         for path in workspace.rglob("*")
         if path.is_file()
     }

@@ -24,23 +24,43 @@ TEST = "from lib import a\n\n" + "".join(
 )
 
 
-def test_candidates_come_with_their_share_of_combinations_and_no_function_has_too_many() -> None:
-    past = PastChange({"lib/a.py": MODULE.replace("a < b and b", "a < b")}, {"lib/a.py": MODULE})
-    quotas = Quotas(16, most_per_operator=0.3)
-    planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, quotas, [past])
-    failures: dict[str, tuple[TestFailure, ...]] = {}
+def search(planner: Planner, failures: dict[str, tuple[TestFailure, ...]]) -> None:
+    """Has tests notice all that the planner gives, each by its own test, combinations by their parts'."""
     while (change := planner.next_change()) is not None:
         at = len(failures)
         message = f"assert 1 == 2\n +  where 1 = a.g{at}(1)"
         own = (TestFailure(f"tests/test_a.py::test_{at}", message, 3 * at + 4),)
         failures[change.id] = sum((failures[part] for part in change.parts), ()) or own
         assert planner.take(change, Noticed(failures[change.id], (), 1)) is None
+
+
+def test_candidates_come_with_their_share_of_combinations_and_no_function_has_too_many() -> None:
+    past = PastChange({"lib/a.py": MODULE.replace("a < b and b", "a < b")}, {"lib/a.py": MODULE})
+    quotas = Quotas(16, most_per_operator=0.3)
+    planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, quotas, [past])
+    search(planner, {})
     assert 16 <= planner.num_found <= 22
     baseline = Baseline((), {}, Coverage((), {}), 1.0)
     report = MakeReport(Project("a", "1", {}, {}, frozenset(), (), "", ()), baseline)
-    kept = planner.select(report)
+    kept = planner.select()
+    planner.report_selection(report)
     assert len(kept) >= 14 and not report.missed
     assert sum(is_compound(one.verified) for one in kept) * 4 >= len(kept)
     functions = Counter((place.path, place.name) for one in kept for place in one.change.places)
     assert max(functions.values()) <= quotas.most_per_function
     assert {"planted_bug", "past_change", "combined"} <= {one.change.kind for one in kept}
+
+
+def test_what_turns_out_to_be_no_task_is_made_up_for() -> None:
+    planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, Quotas(8, most_per_operator=1.0))
+    failures: dict[str, tuple[TestFailure, ...]] = {}
+    search(planner, failures)
+    first, num_tested = [one.change.id for one in planner.select()], len(failures)
+    planner.drop(first[:3], 3)
+    search(planner, failures)
+    second = [one.change.id for one in planner.select()]
+    assert 3 <= len(failures) - num_tested <= 6
+    assert not {*first[:3]} & {*second}
+    assert len(second) >= len(first) == 8
+    planner.drop((), 0)
+    assert planner.next_change() is None, "there are enough"

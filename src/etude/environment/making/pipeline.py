@@ -33,7 +33,7 @@ from etude.environment.making.planning import Found, Planner
 from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.suites import Suite
-from etude.environment.making.twinning import ROUNDS, ProjectTwins, find_project_twins
+from etude.environment.making.twinning import MIXED_ROUNDS, ROUNDS, ProjectTwins, find_project_twins
 from etude.environment.making.verifying import differing, guard, noticed_of, verify_change
 from etude.environment.making.writing import MadeTask, write_made_task
 from etude.errors import TaskError
@@ -59,7 +59,7 @@ CheckTask = Callable[[Path], Awaitable[TaskReport]]
 """Checks the task in a directory as a run would that plays it."""
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
-VERSION = 6
+VERSION = 7
 """Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
 _VERIFIER_S = 60.0
 _AHEAD = 2
@@ -178,7 +178,7 @@ class _Maker:
         """Changed tests that the project's own text fails, found unless they are known."""
         suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
         return await self._kept(
-            "twins", ProjectTwins, 1 + ROUNDS,
+            "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
             lambda: find_project_twins(
                 suite, baseline, self._changer, self._settings.at_once, self._advance
             ),
@@ -219,16 +219,25 @@ class _Maker:
         known = {line["id"]: line for line in lines}
         try:
             search = _Search(suite, baseline, twins, planner, journal, known, report)
-            self._observer.stage_begins("changes", self._settings.quotas.most_tasks, "task")
-            until = time.monotonic() + self._settings.budget_s
-            await search.run(self._settings.at_once, until, self._observer)
-            self._observer.stage_ends()
+            limit_s = max(_VERIFIER_S, baseline.timeout_s)
+            until, num_tested = time.monotonic() + self._settings.budget_s, -1
+            made: list[MadeTask] = []
+            # What turns out to be no task is made up for, as long as there are changes and time.
+            while len(made) < settings.quotas.most_tasks and report.num_tested > num_tested:
+                num_tested = report.num_tested
+                self._observer.stage_begins("changes", settings.quotas.most_tasks, "task")
+                await search.run(settings.at_once, until, self._observer)
+                self._observer.stage_ends()
+                asked = [self._made(one, image, twins, limit_s) for one in planner.select()]
+                made = await self._check_and_write(asked, report)
+                names = {one.id for one in made}
+                dropped = [one.verified.change.id for one in asked if one.id not in names]
+                planner.drop(dropped, settings.quotas.most_tasks - len(made))
         finally:
             journal.close()
-        kept = planner.select(report)
-        limit_s = max(_VERIFIER_S, baseline.timeout_s)
-        made = [self._made(one, image, twins, limit_s) for one in kept]
-        await self._check_and_write(made, report)
+        planner.report_selection(report)
+        for one in made:
+            report.count_check(one, None)
         report.duration_s = time.monotonic() - began
         write_json(self._out / "report.json", report.to_document())
         return report
@@ -246,7 +255,8 @@ class _Maker:
             self._project, image, found.verified, failing, passing, limit_s, split, found.difficulty, exams
         )
 
-    async def _check_and_write(self, kept: Sequence[MadeTask], report: MakeReport) -> None:
+    async def _check_and_write(self, kept: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
+        """Those that are written, then or before; `report` is given the reasons of the others."""
         made = await self._drop_leaked(kept, report)
         names = {one.id for one in made}
         for folder in [one for one in self._out.iterdir() if (one / "task.toml").is_file()]:
@@ -254,15 +264,13 @@ class _Maker:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
         self._observer.stage_begins("check", len(made), "task")
 
-        async def check(one: MadeTask) -> None:
+        async def check(one: MadeTask) -> bool:
             target = self._out / one.id
-            if not target.exists():
-                await self._write_if_verified(one, target, report)
-            else:
-                report.count_check(one, None)
+            return target.exists() or await self._write_if_verified(one, target, report)
 
-        await gather_bounded(check, made, self._settings.at_once, self._advance)
+        is_written = await gather_bounded(check, made, self._settings.at_once, self._advance)
         self._observer.stage_ends()
+        return [one for one, is_there in zip(made, is_written, strict=True) if is_there]
 
     async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
         """Those whose solution the image does not hold; what was written before was scanned before."""
@@ -280,9 +288,9 @@ class _Maker:
                 report.reject(one.verified.change, "leaks", reason)
         return [one for one in made if one.verified.change.id not in reasons]
 
-    async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> None:
+    async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> bool:
         """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
-        nothing 0, twice; else `report` is given the reason."""
+        nothing 0, twice, and returns True; else `report` is given the reason."""
         with ScratchDirectory(self._out / STATE, "check-") as scratch:
             draft = scratch / made.id
             await asyncio.to_thread(write_made_task, made, draft)
@@ -292,11 +300,13 @@ class _Maker:
             )  # fmt: skip
             if leak is not None:
                 report.reject(made.verified.change, "leaks", leak)
-                return
+                return False
             found = await self._check(draft)
-            if found.reason is None:
-                publish_directory(draft, target)
-            report.count_check(made, found.reason)
+            if found.reason is not None:
+                report.count_check(made, found.reason)
+                return False
+            publish_directory(draft, target)
+            return True
 
 
 def seed_exams(project: Project, verified: Verified) -> str:

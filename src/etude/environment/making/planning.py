@@ -19,7 +19,7 @@ from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import Difficulty, grade, is_compound, names_edited_line, select
+from etude.tasks.making.selection import Difficulty, Selection, grade, is_compound, names_edited_line, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
 _SPARE = 1.1
@@ -68,17 +68,25 @@ class Planner:
         self._operators: Counter[str] = Counter()
         self._found: dict[str, Found] = {}
         self._num_compound = self._num_named = 0
+        self._dropped: set[str] = set()
+        """Of those found, the ids that turned out to be no tasks."""
+        self._num_wanted = _SPARE * quotas.most_tasks
+        """Candidates."""
+        self._selection = Selection((), ())
 
     @property
     def num_found(self) -> int:
         """Changes that became candidates."""
-        return len(self._found)
+        return len(self._found) - len(self._dropped)
+
+    @property
+    def _num_usable(self) -> float:
+        rest = max(1e-9, 1 - self._quotas.most_named_lines)
+        return min(self.num_found, (self.num_found - self._num_named) / rest)
 
     def next_change(self) -> Change | None:
         """The next change to be tested; None if there are enough, or no more."""
-        most_named = self._quotas.most_named_lines
-        usable = min(self.num_found, (self.num_found - self._num_named) / max(1e-9, 1 - most_named))
-        if usable >= _SPARE * self._quotas.most_tasks:
+        if self._num_usable >= self._num_wanted:
             return None
         wanted = _COMPOUND_SPARE * self._quotas.least_compound * self.num_found
         if self._num_compound < wanted:
@@ -94,7 +102,7 @@ class Planner:
             for change in self._pairs:
                 if self._is_new(change) and self._has_room(change):
                     return change
-            found = [one.change for one in self._found.values() if len(one.change.places) == 1]
+            found = [one.change for one in self._candidates() if len(one.change.places) == 1]
             bugs = [change for change in found if change.kind in ("planted_bug", "past_change")]
             if len(bugs) == self._num_paired:
                 return None
@@ -118,28 +126,47 @@ class Planner:
             names_every_call=instruction.names_every_call,
         )  # fmt: skip
         self._found[change.id] = Found(change, noticed, verified)
-        self._num_named += names_edited_line(verified)
-        self._num_compound += is_compound(verified)
-        self._functions.update({(place.path, place.name) for place in change.places})
-        self._operators.update(change.operators)
+        self._count(verified, 1)
         return None
 
-    def select(self, report: MakeReport) -> list[Found]:
-        """The candidates that become tasks; `report` is given the reasons of the others. They are asked in
-        the order of planning: which tests ended first decides nothing. Every fourth is a combination, so that
-        single bugs do not take all places that a function has."""
-        asked = [self._found[one] for one in self._given if one in self._found]
+    def drop(self, ids: Iterable[str], num_missing: int) -> None:
+        """Leaves out candidates that turned out to be no tasks, and looks for so many more tasks."""
+        for one in ids:
+            self._dropped.add(one)
+            self._count(self._found[one].verified, -1)
+        self._num_wanted = self._num_usable + _SPARE * num_missing
+
+    def _count(self, verified: Verified, sign: int) -> None:
+        self._num_named += sign * names_edited_line(verified)
+        self._num_compound += sign * is_compound(verified)
+        for place in {(place.path, place.name) for place in verified.change.places}:
+            self._functions[place] += sign
+        for operator in verified.change.operators:
+            self._operators[operator] += sign
+
+    def _candidates(self) -> list[Found]:
+        """In the order of planning."""
+        return [self._found[one] for one in self._given if one in self._found and one not in self._dropped]
+
+    def select(self) -> list[Found]:
+        """The candidates that become tasks. They are asked in the order of planning: which tests ended first
+        decides nothing. Every fourth is a combination, so that single bugs do not take all places that a
+        function has."""
+        asked = self._candidates()
         singles = iter([one for one in asked if not one.change.parts])
         compound = iter([one for one in asked if one.change.parts])
         found = select([one.verified for one in in_turn([singles, singles, singles, compound])], self._quotas)
-        for verified, reason in found.rejected:
-            report.reject(verified.change, "selection", reason.reason)
-        report.missed = found.missed
-        levels = grade(found.kept)
+        levels, self._selection = grade(found.kept), found
         return [
             replace(self._found[one.change.id], difficulty=level)
             for one, level in zip(found.kept, levels, strict=True)
         ]
+
+    def report_selection(self, report: MakeReport) -> None:
+        """Tells why the last selection left candidates out, and which share it could not meet."""
+        for verified, reason in self._selection.rejected:
+            report.reject(verified.change, "selection", reason.reason)
+        report.missed = self._selection.missed
 
     def _is_new(self, change: Change) -> bool:
         is_new = change.id not in self._given

@@ -27,6 +27,8 @@ from etude.kit.tasks import gather_bounded
 from etude.tasks.exams import Exam, ExamSet
 
 ROUNDS = 10
+MIXED_ROUNDS = 8
+"""In which a random half of the functions is changed, as in an exam."""
 _EXAMS = 4
 _PATTERNS = tuple(places for size in range(1, _EXAMS) for places in combinations(range(_EXAMS), size))
 """The exams in which a function is a twin are one of these: neither none nor all."""
@@ -118,7 +120,7 @@ async def find_project_twins(
     at_once: int,
     advance: Callable[[int], None] = lambda step: None,
 ) -> ProjectTwins:
-    """Runs the tests once as they are and in ROUNDS changed states.
+    """Runs the tests once as they are, in ROUNDS changed states and in MIXED_ROUNDS partly changed ones.
 
     Raises SandboxError, TaskError where the tests as they are or in no changed state give a result.
     """
@@ -156,7 +158,36 @@ async def find_project_twins(
             if len(ran[name]) == len(ended.get(name, ())):
                 twin = _find_twin(number, kinds[name], known, found, suite.project)
                 twins.setdefault(name, []).extend([twin] if twin is not None else [])
-    return ProjectTwins(tests, {name: tuple(found) for name, found in sorted(twins.items()) if found}, files)
+    known = {name: tuple(found) for name, found in sorted(twins.items()) if found}
+    found = ProjectTwins(tests, known, files)
+    unsettled = await _find_unsettled(suite, changer, found, at_once, lambda step: advance(1 + ROUNDS + step))
+    tests = {name: own for name, own in tests.items() if name not in unsettled}
+    return ProjectTwins(tests, {name: own for name, own in known.items() if name not in unsettled}, files)
+
+
+async def _find_unsettled(
+    suite: Suite, changer: TestChanger, twins: ProjectTwins, at_once: int, advance: Callable[[int], None]
+) -> set[str]:
+    """Functions whose tests end otherwise where only some functions are changed: a test that fails halfway
+    leaves behind what they depend on. Exams do without them."""
+
+    async def run(number: int) -> set[str]:
+        rng = Random(number)
+        chosen = {name: rng.choice(known) for name, known in twins.twins.items() if rng.random() < 0.5}
+        numbers = {name: twin.number for name, twin in chosen.items()}
+        files = {path: changer.unchanged[path] for path in twins.files}
+        files |= await asyncio.to_thread(changer.change, numbers)
+        found = await suite.run(files=files)
+        return {name for name in twins.tests if not found.problem and not _ended(found, name, chosen)}
+
+    def _ended(found: SuiteRun, name: str, chosen: Mapping[str, Twin]) -> bool:
+        twin = chosen.get(name)
+        passing, failing = (twin.passing, twin.failing) if twin is not None else (twins.tests[name], ())
+        ends = {**dict.fromkeys(passing, "passed"), **dict.fromkeys(failing, "failed")}
+        return all(found.outcomes.get(test) == end for test, end in ends.items())
+
+    rounds = await gather_bounded(run, range(MIXED_ROUNDS), at_once, advance)
+    return set().union(*rounds)
 
 
 def _find_twin(

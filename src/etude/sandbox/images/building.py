@@ -125,7 +125,7 @@ async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line
 
 @contextlib.contextmanager
 def open_proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressProxy | None]:
-    """The way out of a build's network; None: there is none. The error of a build says what it was refused."""
+    """The way out of a build's network; None: there is none. A build's error says what was refused."""
     allow, private = options.network.allow, options.allow_private
     if not allow:
         yield None
@@ -139,9 +139,9 @@ def open_proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressP
             refused = ", ".join(f"{place} ({reason})" for place, reason in log.refused.items())
             raise TemplateError(
                 error.message, field=error.field, received=error.received,
-                fix=f"the build was refused {refused}: for no_rule, add HOST:PORT to `images.allow` (`--allow`; "
-                "HOST alone is port 443); for address_..., IP:PORT to `images.allow_private` "
-                "(`--allow-private`)",
+                fix=f"allow what the build was refused, {refused}: no_rule by HOST:PORT in `images.allow` or "
+                "`--allow` (HOST alone is port 443), address_... by IP:PORT in `images.allow_private` or "
+                "`--allow-private`",
             ) from error  # fmt: skip
 
 

@@ -64,16 +64,16 @@ class RendererShelf:
 
     def _callable(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
         """The tools of which the tokenizer has the tags, if it has a tag of any, each with the parameters of
-        which it has them; else all, in text mode. All, too, where none would be left: the renderer says why it
-        refuses them."""
+        which it has them; else all, in text mode. All, too, where none would be left: the renderer says why
+        it refuses them."""
         tags = self._make_grammar(tools).control_tokens()
         if not any(map(self.tokenizer.has_control, tags)):
             return tools
         return [kept for tool in tools if (kept := self._restricted(tool)) is not None] or tools
 
     def _restricted(self, tool: ToolSchema) -> ToolSchema | None:
-        """The tool without the optional parameters that the model has no tags for; None for one that it cannot
-        call at all."""
+        """The tool without the optional parameters that the model has no tags for; None for one that it
+        cannot call at all."""
 
         def is_held(*parameters: Parameter) -> bool:
             grammar = self._make_grammar((replace(tool, parameters=parameters),))
