@@ -141,15 +141,26 @@ def test_a_model_is_measured_with_an_index_that_its_tools_search(tmp_path: Path,
     write_harbor(TASK, tmp_path / "tasks" / "one")
     search = ToolCall("semantic_search", {"query": "tally"})
     model = serve([[search], [ToolCall("finish")]])
+    file = tmp_path / "search.toml"
+    file.write_text('name = "another"\n[agent]\nindex = "words"\n')
+    asked = {
+        "plain": OPTIONS,
+        "set": replace(OPTIONS, settings=("agent.index=words",)),
+        "file": replace(OPTIONS, config=file),
+    }
     shown: dict[str, str] = {}
-    for settings in ((), ("agent.index=words",)):
-        options = replace(OPTIONS, settings=settings)
-        out, tasks = tmp_path / "-".join(("out", *settings)), str(tmp_path / "tasks")
+    for name, options in asked.items():
+        out, tasks = tmp_path / name, str(tmp_path / "tasks")
         request = EvaluationRequest(model.url, tasks, 1, temperature=0.0, out=out, options=options)
         result = evaluate(request, SilentObserver())
         (stored,) = TrajectoryLog(out / TRAJECTORIES).read()
-        shown[result.target["label"]] = stored.members[0].turns[0].results[0].output
-        assert ("semantic_search" in model.tools) == bool(settings)
-    assert "unknown tool" in shown["m"] and "lib/tally.py" in shown["m agent.index=words"]
-    with pytest.raises(ConfigError, match="only the section `agent`"):
+        shown[name] = stored.members[0].turns[0].results[0].output
+        assert ("semantic_search" in model.tools) == (name != "plain")
+        assert (result.target["label"] == "m agent.index=words") == (name == "set")
+    assert (
+        "unknown tool" in shown["plain"]
+        and "lib/tally.py" in shown["set"]
+        and "lib/tally.py" in shown["file"]
+    )
+    with pytest.raises(ConfigError, match="only the sections agent, images, sandbox, tasks"):
         evaluate(replace(request, options=replace(OPTIONS, settings=("seed=1",))), SilentObserver())

@@ -231,7 +231,7 @@ def test_a_task_that_was_checked_as_it_was_made_is_known_wherever_it_lies(
     asked: list[str] = []
     monkeypatch.setattr(TaskImages, "find", find)
     monkeypatch.setattr(task_sets, "check_tasks", check)
-    write_task(tmp_path / "draft/one")
+    write_task(tmp_path / "draft/one", image="python")
     checks = TaskChecks(config("unisolated"))
     report = asyncio.run(checks.check_directory(tmp_path / "draft/one", MemoryBackend()))
     (tmp_path / "draft").rename(tmp_path / "tasks")
@@ -262,7 +262,7 @@ def test_a_task_that_cannot_be_read_or_whose_image_fails_is_left_out_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("circle", "engine", "locked"):
-        write_task(tmp_path / "tasks" / name)
+        write_task(tmp_path / "tasks" / name, image="python")
     write_harbor(replace(TARGET, id="right"), tmp_path / "tasks/right")
     (tmp_path / "tasks/circle/tests/a").symlink_to("a")
     (tmp_path / "tasks/locked/tests/secret").write_text("")

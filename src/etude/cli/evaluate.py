@@ -88,7 +88,15 @@ def run_command(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Another agent, such as agent.index=meaning. Repeatable."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another agent, images, sandbox or tasks, such as agent.index=meaning. Repeatable.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file: its sections agent, images, sandbox, tasks count in place of the model's own."
         ),
     ] = None,
     max_turns: Annotated[
@@ -118,6 +126,7 @@ def run_command(
         max_turns,
         backend,
         tuple(settings or ()),
+        config,
     )
     prices = Prices(input_price, output_price) if input_price or output_price else None
     request = EvaluationRequest(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude.config import RunConfig, load_config
+from etude.config import RunConfig, load_config, read_toml
 from etude.controller.agent.models import BYTES_PER_TOKEN, ModelChoice, open_model_of
 from etude.controller.backends import open_people_backend, open_run_backend
 from etude.controller.compute import settle_evaluation, use_sampling_threads
@@ -23,6 +23,8 @@ from etude.records import SamplingParams
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 
+SECTIONS = ("agent", "images", "sandbox", "tasks")
+"""Of a configuration, those that an evaluation may have other than the model's own."""
 _NUM_SESSIONS = 8
 """At once, behind an endpoint."""
 
@@ -43,7 +45,9 @@ class TargetOptions:
     backend: str = ""
     """Sandboxes for such a model; empty: as a run has by default."""
     settings: tuple[str, ...] = ()
-    """Of the section `agent`, such as `agent.index=meaning`: in place of the run's, or of the defaults."""
+    """Keys of `SECTIONS`, such as `agent.index=meaning`: in place of the run's, or of the defaults."""
+    config: Path | None = None
+    """A configuration file: those of `SECTIONS` that it has count as `settings` do. The others do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Target:
         label = " ".join((label, *options.settings))
         if options.settings:
             named["settings"] = list(options.settings)
+        if options.config is not None:
+            named["agent"] = self.config.agent.model_dump(mode="json")
         if self.kind == "run":
             chosen = f"/{options.checkpoint}" if options.checkpoint else ""
             return {"label": label + chosen, **named, "checkpoint": options.checkpoint}
@@ -95,10 +101,10 @@ class OpenTarget:
 
 def find_target(place: str, options: TargetOptions) -> Target:
     """The model at an address or in a directory. Raises ConfigError, RunDirectoryError."""
-    other = [one for one in options.settings if not one.startswith("agent.")]
+    other = [one for one in options.settings if one.partition(".")[0] not in SECTIONS]
     if other:
         raise ConfigError(
-            "only the section `agent` may be another than the model's own",
+            f"only the sections {', '.join(SECTIONS)} may be other than the model's own",
             field="--set",
             received=other[0],
             fix="give keys such as agent.index",
@@ -140,13 +146,21 @@ def open_target_backend(target: Target) -> SandboxBackend:
 
 def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
     weights = _weights(find_checkpoint(run, options.checkpoint))
-    config = load_config(run.config_file, options.settings)
-    return Target("run", str(run.path), options, config, weights)
+    return Target("run", str(run.path), options, _load_config(run.config_file, options), weights)
 
 
 def _default_config(options: TargetOptions) -> RunConfig:
     tools = [f"agent.tools={json.dumps(options.tools)}"] if options.tools else []
-    return load_config(None, [*options.settings, *tools])
+    return _load_config(None, replace(options, settings=(*options.settings, *tools)))
+
+
+def _load_config(own: Path | None, options: TargetOptions) -> RunConfig:
+    """The model's own configuration, with the sections that the options have."""
+    config = load_config(own, options.settings)
+    if options.config is None:
+        return config
+    tree, given = read_toml(options.config), load_config(options.config, options.settings)
+    return config.model_copy(update={name: getattr(given, name) for name in SECTIONS if name in tree})
 
 
 def _weights(directory: Path) -> tuple[str, ...]:

@@ -277,8 +277,11 @@ async def _check(
         except (UserError, SandboxError) as error:
             return CheckedTask(row.name, None, TaskReport(row.name, str(error)))
 
-    with _stage(observer, "images of tasks", len(rows)) as advance:
-        rows = await gather_bounded(find_images, rows, at_once, advance)
+    bare = [row for row in rows if row.task is not None and _needs_image(row.task)]
+    if bare:
+        with _stage(observer, "images of tasks", len(bare)) as advance:
+            whole = {row.name: row for row in await gather_bounded(find_images, bare, at_once, advance)}
+        rows = [whole.get(row.name, row) for row in rows]
     found = {row.task.id: checks.recall(row.task) for row in rows if row.task is not None}
     unknown = [row.task for row in rows if row.task is not None and found[row.task.id] is None]
     if unknown:
@@ -294,6 +297,12 @@ async def _check(
             finally:
                 await backend.close()
     return [replace(row, report=(row.task and found[row.task.id]) or row.report) for row in rows]
+
+
+def _needs_image(task: Task) -> bool:
+    """Whether a task, or one of its verifiers, names an image of its own."""
+    machines = (task.machine, *(script.machine for script in task.verifiers))
+    return any(machine is not None and not machine.is_host for machine in machines)
 
 
 @contextlib.contextmanager
