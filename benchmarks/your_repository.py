@@ -81,16 +81,16 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, help="Directory for a project; one that was begun is gone on with."
     )
-    parser.add_argument("--num-tasks", type=int, default=12, help="Tasks to make from a project.")
-    parser.add_argument("--runs", type=int, default=10, help="Runs of its tests, to find flaky ones.")
+    parser.add_argument("--num-tasks", type=int, default=200, help="Tasks to make from a project.")
+    parser.add_argument("--runs", type=int, default=20, help="Runs of its tests, to find flaky ones.")
     parser.add_argument(
         "--minutes",
         type=float,
-        default=15.0,
+        default=30.0,
         help="No change is tested, and no made task begun, after so long.",
     )
     parser.add_argument(
-        "--again", type=int, default=0, help="Tasks, drawn at random, that are verified again; 0: all."
+        "--again", type=int, default=60, help="Tasks, drawn at random, that are verified again; 0: all."
     )
     parser.add_argument(
         "--made", type=Path, action="append", help="A project's directory below --work: judge its tasks."
