@@ -197,6 +197,12 @@ def test_tasks_are_exported_as_harbor_directories(tmp_path: Path) -> None:
     assert "is not empty" in again.stderr
 
 
+def test_making_tasks_in_containers_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    result = etude("tasks", "make", str(tmp_path), "--out", str(tmp_path / "tasks"), "--backend", "podman")
+    assert result.exit_code == 2 and "layers of images" in result.stderr and "use local" in result.stderr
+    assert not (tmp_path / "tasks").exists()
+
+
 def test_tasks_of_the_families_of_acting_are_shown_by_the_names_of_their_suites() -> None:
     shown = etude("tasks", "show", "0", "--split", "composed_heldout")
     assert shown.exit_code == 0

@@ -14,8 +14,9 @@ from etude.environment.making.importing import ImportReport, import_rows
 from etude.environment.making.pipeline import MakeSettings, make_tasks
 from etude.environment.making.projects import read_project
 from etude.environment.making.reports import MakeReport
+from etude.errors import ConfigError
 from etude.observe import Observer
-from etude.sandbox.backends import IMAGES
+from etude.sandbox.backends import ENGINES, IMAGES
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.migration import default_state_directory
 
@@ -36,7 +37,15 @@ def make_task_set(
     observer: Observer,
     releases: Sequence[Path] = (),
 ) -> MakeReport:
-    """Makes the tasks of one project. Raises as `make_tasks`, `read_project` and `find_past`."""
+    """Makes the tasks of one project. Raises as `make_tasks`, `read_project` and `find_past`; ConfigError for
+    sandboxes that cannot run the images in which they are made."""
+    if config.sandbox.backend.partition(":")[0] in ENGINES:
+        raise ConfigError(
+            "tasks are made in layers of images, which containers do not run",
+            field="sandbox.backend",
+            received=config.sandbox.backend,
+            fix="use local; what was made can be played on podman too",
+        )
     project = read_project(repo)
     past = find_past(repo, releases, project)
 
