@@ -34,10 +34,11 @@ SFT_SEED = 0
 """Of the rounds of SFT, which all seeds go on from."""
 
 
-def find_best(rates: Sequence[float]) -> tuple[int, bool]:
-    """(the round of the highest pass rate, the first of equal ones; whether SFT has ended)."""
+def find_best(rates: Sequence[float], most_rounds: int = 0) -> tuple[int, bool]:
+    """(the round of the highest pass rate, the first of equal ones; whether SFT has ended). 0: any number of
+    rounds."""
     best = rates.index(max(rates))
-    return best, len(rates) - 1 - best >= PATIENCE
+    return best, len(rates) == most_rounds or len(rates) - 1 - best >= PATIENCE
 
 
 def well_formed_share(
@@ -65,6 +66,8 @@ class Demonstration:
     """`KEY=VALUE`, of all runs."""
     num_tasks: int = 200
     num_validation_tasks: int = 100
+    most_rounds: int = 0
+    """Of SFT; 0: until it has stopped helping."""
     num_sessions: int = 15_000
 
     def measure(self) -> Figures:
@@ -109,7 +112,7 @@ class Demonstration:
             settings = (f"sft.num_steps={ROUND_STEPS}", f"seed={SFT_SEED}")
             rounds.append(self.train("sft", f"sft-{len(rounds) + 1}", start, *settings))
             rates.append(pass_rate(self.judge(rounds[-1], "validation", self.num_validation_tasks)))
-            best, ended = find_best(rates)
+            best, ended = find_best(rates, self.most_rounds)
             print(f"SFT round {len(rates)}: {rates[-1]:.1%} of validation", flush=True)
         return rates, rounds[best]
 

@@ -192,6 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs/demonstration"), help="what it keeps")
     parser.add_argument("--tasks", type=int, default=200, help="held-out tasks of the demonstration")
     parser.add_argument("--validation-tasks", type=int, default=100, help="after each of its rounds of SFT")
+    parser.add_argument(
+        "--sft-rounds", type=int, default=0, help="of the demonstration at most; 0: until SFT stops helping"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in its runs")
     parser.add_argument("--sft-steps", type=int, default=360, help="of `gpu`")
     parser.add_argument("--rl-steps", type=int, default=20, help="of `gpu`")
@@ -219,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures |= found
             peers |= rounds
         if _DEMONSTRATION in options.parts:
-            sizes = (options.tasks, options.validation_tasks)
+            sizes = (options.tasks, options.validation_tasks, options.sft_rounds)
             shown = Demonstration(options.directory, find_gguf(), options.seed, options.set, *sizes)
             figures |= {f"demonstration_{name}": value for name, value in shown.measure().items()}
         if _GPU in options.parts:

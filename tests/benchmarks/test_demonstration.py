@@ -20,6 +20,7 @@ def test_sft_ends_when_validation_has_not_risen_in_two_rounds() -> None:
     assert find_best([0.1, 0.3, 0.3]) == (1, False)
     assert find_best([0.1, 0.3, 0.2, 0.3]) == (1, True)
     assert find_best([0.1, 0.3, 0.2, 0.4]) == (3, False)
+    assert find_best([0.1], most_rounds=1) == (0, True)
 
 
 def test_a_lead_is_split_by_whether_calls_were_well_formed_before() -> None:
