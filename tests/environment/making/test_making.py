@@ -181,7 +181,8 @@ def test_a_bug_must_fail_under_the_hash_seed_zone_and_fresh_sandbox_of_grading(m
         f"def test_{name}():\n    assert total([1, 2]) == 3 or {check}\n\n\n"
         for name, check in checks.items()
     )
-    making.change({"tests/test_prices.py": text})
+    absent = {"tests/test_absent.py": "import not_installed\n\n\ndef test_nothing():\n    pass\n"}
+    making.change({"tests/test_prices.py": text, **absent})  # which is collected as little without a bug
     own = PROJECT["src/prices/totals.py"]
     broken = own.replace("result + amount", "result - amount")
     line = broken[: broken.index("result - amount")].count("\n") + 1
