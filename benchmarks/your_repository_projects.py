@@ -44,6 +44,8 @@ PROJECTS = {
     "sqlparse": "0.5.3",
     "marshmallow": "3.26.1",
     "wtforms": "3.2.1",
+    "funcy": "2.1",
+    "markdown": "3.11.3",
     "tomlkit": "0.13.2",
     "python-dateutil": "2.9.0.post0",
     "pyparsing": "3.2.0",
