@@ -43,6 +43,7 @@ echo 1 > /logs/verifier/reward.txt
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of these tests are nobody else's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(task_sets, "_failed", {})
 
 
 def test_runs_on_generated_tasks_do_not_import_the_code_of_images() -> None:
@@ -198,7 +199,7 @@ def test_the_command_lists_what_fails_and_what_is_forgeable(tmp_path: Path) -> N
     assert set(rows["broken"]) == {"name", "verified", "id", "reason", "forgeable", "duration_s"}
 
 
-def test_a_failure_is_checked_again_and_a_pass_is_not(
+def test_a_failure_is_checked_again_by_the_next_command_and_a_pass_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_task(tmp_path / "tasks/one")
@@ -211,8 +212,15 @@ def test_a_failure_is_checked_again_and_a_pass_is_not(
         return found
 
     monkeypatch.setattr(task_sets, "check_tasks", check)
-    found = [reports(tmp_path / "tasks", "unisolated")["one"].report.reason for _ in range(3)]
-    assert found == ["timeout: tests/test.sh did not end within 600 s", None, None]
+
+    def check_as_a_new_command() -> list[str | None]:
+        monkeypatch.setattr(task_sets, "_failed", {})
+        return [reports(tmp_path / "tasks", "unisolated")["one"].report.reason for _ in range(2)]
+
+    failed = "timeout: tests/test.sh did not end within 600 s"
+    assert check_as_a_new_command() == [failed, failed], "a run opens its tasks more than once"
+    assert check_as_a_new_command() == [None, None]
+    assert check_as_a_new_command() == [None, None]
 
 
 def test_a_task_that_was_checked_as_it_was_made_is_known_wherever_it_lies(

@@ -4,7 +4,8 @@
                         └─────────────┴──────────────────────────┴──> left out, by name, with the reason
 
 Reports of verified tasks are kept in the state directory by a digest of all that a task is: its files, its
-image, the backend, the version of Étude. What failed is checked again: a busy machine may be why.
+image, the backend, the version of Étude. What failed is checked again by the next command: a busy machine may
+be why.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
 Done = TypeVar("Done")
 
 _NAMED = 5
+
+_failed: dict[tuple[str, bool], TaskReport] = {}
+"""Tasks that did not pass in this process, by the file of their report and whether a solution was required:
+a run opens its tasks more than once, and plays the same ones each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +208,25 @@ class TaskChecks:
 
     def recall(self, task: Task) -> TaskReport | None:
         """An earlier check's report; None if there is none, or one that does not parse."""
-        if self._config.tasks.require_solution and not has_solution(task):
+        needed = self._config.tasks.require_solution
+        file = self._file(task)
+        if failed := _failed.get((file.name, needed)):
+            return failed
+        if needed and not has_solution(task):
             return None
         try:
-            found: Mapping[str, Any] = json.loads(self._file(task).read_bytes())
+            found: Mapping[str, Any] = json.loads(file.read_bytes())
             return TaskReport(**{**found, "forgeable": tuple(found["forgeable"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def keep(self, task: Task, report: TaskReport) -> None:
-        """Has `recall` find the report of a task that passed."""
+        """Has `recall` find the report: of a task that passed, later commands too."""
+        file = self._file(task)
         if report.reason is None:
-            write_json(self._file(task), asdict(report))
+            write_json(file, asdict(report))
+        else:
+            _failed[file.name, self._config.tasks.require_solution] = report
 
     async def check_directory(self, directory: Path, backend: SandboxBackend) -> TaskReport:
         """The report of a task that was just written."""
