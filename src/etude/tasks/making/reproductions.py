@@ -37,6 +37,9 @@ class NotAloneError(Exception):
 class Failing:
     """Where a test failed."""
 
+    failure: TestFailure
+    tests: Mapping[str, str]
+    """Test files, path to text."""
     function: ast.FunctionDef
     block: Sequence[ast.stmt]
     """Statements of the function before and with the outermost one that failed."""
@@ -51,10 +54,10 @@ class Failing:
         return self.statement is not outer and self.statement not in inside
 
 
-def find_failing(failure: TestFailure, text: str) -> Failing | None:
+def find_failing(failure: TestFailure, tests: Mapping[str, str]) -> Failing | None:
     """None where the failing line is in no statement of the test."""
     name = failure.name.rpartition(".")[2]
-    tree, line = _read_tree(text), failure.test_line
+    tree, line = _read_tree(tests.get(failure.path, "")), failure.test_line
     for scope in ast.walk(tree) if tree is not None else ():
         if not isinstance(scope, ast.FunctionDef) or scope.name != name or not _holds(scope, line):
             continue
@@ -64,7 +67,8 @@ def find_failing(failure: TestFailure, text: str) -> Failing | None:
         inner = [
             node for node in ast.walk(scope.body[at]) if isinstance(node, ast.stmt) and _holds(node, line)
         ]
-        return Failing(scope, scope.body[: at + 1], max(inner, key=lambda node: node.lineno))
+        statement = max(inner, key=lambda node: node.lineno)
+        return Failing(failure, tests, scope, scope.body[: at + 1], statement)
     return None
 
 
@@ -72,16 +76,14 @@ def _holds(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or 0)
 
 
-def write_alone(
-    failure: TestFailure, tests: Mapping[str, str], failing: Failing, piece: ast.AST
-) -> Text | None:
+def write_alone(failing: Failing, piece: ast.AST) -> Text | None:
     """What has to run before a piece of the failing statement, and the piece itself; None where it is too
     long, or depends on what only the test knows. Short values are put where their names were."""
     arguments = {one.arg for one in ast.walk(failing.function.args) if isinstance(one, ast.arg)}
     before = slice_before(failing.block[:-1], piece, arguments)
     try:
-        script = _Script(failure, tests)
-        script.need(_free_names([*before, piece]), failure.path, failing.function)
+        script = _Script(failing.failure, failing.tests)
+        script.need(_free_names([*before, piece]), failing.failure.path, failing.function)
     except NotAloneError:
         return None
     return _inline([*script.bindings, *before], piece) or _write(script, before, piece)
@@ -139,11 +141,16 @@ def _target(node: ast.stmt) -> str:
 
 
 class _Substitution(ast.NodeTransformer):
+    """Names, and attributes such as `request.param` -> their values."""
+
     def __init__(self, values: Mapping[str, ast.expr]) -> None:
         self.values = values
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        return self.values.get(ast.unparse(node)) or self.generic_visit(node)
 
 
 class _Script:
@@ -211,7 +218,7 @@ class _Script:
             raise NotAloneError
         given = _fixture_value(function.decorator_list, self._failure.indices.get(name))
         if given is not None:
-            value = _Param(given).visit(value)
+            value = _Substitution({"request.param": given}).visit(value)
         self.need(_free_names([*body[:-1], *around, value]), path, function)
         self.bindings += [*body[:-1], *around]
         if ast.unparse(value) != name:
@@ -260,12 +267,10 @@ def _assign(name: str, value: ast.expr) -> ast.Assign:
 
 def _parametrized(decorators: Sequence[ast.expr], name: str, index: int | None) -> ast.expr | None:
     """The value of a parametrized argument, from the list in the decorator."""
+    if index is None:
+        return None
     for call in decorators:
-        if (
-            index is None
-            or not isinstance(call, ast.Call)
-            or not ast.unparse(call.func).endswith("parametrize")
-        ):
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith("parametrize"):
             continue
         if len(call.args) < 2 or not isinstance(call.args[1], ast.List | ast.Tuple):
             continue
@@ -285,10 +290,12 @@ def _parametrized(decorators: Sequence[ast.expr], name: str, index: int | None) 
 
 def _fixture_value(decorators: Sequence[ast.expr], index: int | None) -> ast.expr | None:
     """What `request.param` is in a fixture."""
+    if index is None:
+        return None
     for call in decorators:
-        for one in call.keywords if isinstance(call, ast.Call) and index is not None else ():
+        for one in call.keywords if isinstance(call, ast.Call) else ():
             rows = getattr(one.value, "elts", ())
-            if one.arg == "params" and index is not None and index < len(rows):
+            if one.arg == "params" and index < len(rows):
                 return _without_marks(rows[index])[0]
     return None
 
@@ -297,16 +304,6 @@ def _without_marks(value: ast.expr) -> list[ast.expr]:
     """The values of a row, of which `pytest.param` may be around."""
     is_param = isinstance(value, ast.Call) and ast.unparse(value.func) in ("pytest.param", "param")
     return list(value.args) if is_param and isinstance(value, ast.Call) else [value]
-
-
-class _Param(ast.NodeTransformer):
-    """`request.param` -> its value."""
-
-    def __init__(self, value: ast.expr) -> None:
-        self.value = value
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        return self.value if ast.unparse(node) == "request.param" else self.generic_visit(node)  # type: ignore
 
 
 _LEAVING = (ast.Return, ast.Yield, ast.YieldFrom)

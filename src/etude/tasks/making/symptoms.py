@@ -6,7 +6,7 @@ import ast
 import builtins
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from etude.kit.syntax import parse_expression, parse_python
@@ -32,10 +32,13 @@ class Symptom:
     """What runs first; empty for nothing."""
     call: str
     """An expression, or statements where it has several lines or is none."""
-    seen: str
-    wanted: str
-    subject: str
-    """What is called; symptoms of one subject are told once."""
+    seen: str = ""
+    wanted: str = ""
+
+    @property
+    def subject(self) -> str:
+        """What is called; symptoms of one subject are told once."""
+        return self.call.rpartition("\n")[2].strip().partition("(")[0]
 
     @property
     def is_statement(self) -> bool:
@@ -64,20 +67,20 @@ def _told_calls(node: ast.AST) -> list[str]:
 
 def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | None:
     """None where the failing statement or the message shows nothing that a user could repeat."""
-    failing = find_failing(failure, tests.get(failure.path, ""))
+    failing = find_failing(failure, tests)
     if failing is None or not failure.message.strip():
         return None
     message = re.sub(r"^(AssertionError: )?assert ", "assert ", failure.message.strip())
     not_raised = _NOT_RAISED.search(message)
     if not_raised:
-        return _not_raised(f"`{not_raised['kind']}`", failure, tests, failing)
+        return _not_raised(f"`{not_raised['kind']}`", failing)
     raised = _EXCEPTION.match(message.split("\n")[0])
     asserted = None if failing.is_nested else as_assert(failing.statement)
     if asserted is not None and (message.startswith(("assert ", "AssertionError")) or raised is None):
-        return _wrong(message, asserted, failure, tests, failing)
+        return _wrong(message, asserted, failing)
     if message.startswith("assert "):
-        alone = write_alone(failure, tests, failing, failing.block[-1])
-        return alone and Symptom("untrue", *alone, "", "", _subject(alone[1]))
+        alone = write_alone(failing, failing.block[-1])
+        return alone and Symptom("untrue", *alone)
     if raised is None or raised["kind"] == "Failed":
         return None
     kind, text = raised["kind"].rpartition(".")[2], raised["text"] or ""
@@ -85,9 +88,9 @@ def find_symptom(failure: TestFailure, tests: Mapping[str, str]) -> Symptom | No
     seen = f"`{kind}`" + (f" ({text})" if shown and kind != "AssertionError" else "")
     pieces = [failing.block[-1]] if failing.is_nested else [_called(failing.statement), failing.block[-1]]
     for piece in pieces:
-        alone = write_alone(failure, tests, failing, piece) if piece is not None else None
+        alone = write_alone(failing, piece) if piece is not None else None
         if alone is not None:
-            return Symptom("raises", *alone, seen, "", _subject(alone[1]))
+            return Symptom("raises", *alone, seen)
     return None
 
 
@@ -122,10 +125,6 @@ _UNITTEST = {
 }
 
 
-def _subject(text: str) -> str:
-    return text.rpartition("\n")[2].strip().partition("(")[0]
-
-
 def _called(statement: ast.stmt) -> ast.expr | None:
     """The expression that a statement works out: the call, not what is done with its result."""
     if is_raises(statement):
@@ -140,22 +139,18 @@ def _called(statement: ast.stmt) -> ast.expr | None:
     return value if isinstance(value, ast.expr) else None
 
 
-def _not_raised(
-    wanted: str, failure: TestFailure, tests: Mapping[str, str], failing: Failing
-) -> Symptom | None:
+def _not_raised(wanted: str, failing: Failing) -> Symptom | None:
     """Of the last statement that should have raised; what is before it in the block runs first."""
     outer = failing.block[-1]
     body = outer.body if isinstance(outer, ast.With) and is_raises(outer) else [failing.statement]
     value = body[-1].value if isinstance(body[-1], ast.Expr) else None
-    block = Failing(failing.function, [*failing.block[:-1], *body], body[-1])
-    alone = write_alone(failure, tests, block, value) if value is not None else None
-    alone = alone or write_alone(failure, tests, block, body[-1])
-    return alone and Symptom("not raised", *alone, "", wanted, _subject(alone[1]))
+    failing = replace(failing, block=[*failing.block[:-1], *body], statement=body[-1])
+    alone = write_alone(failing, value) if value is not None else None
+    alone = alone or write_alone(failing, body[-1])
+    return alone and Symptom("not raised", *alone, wanted=wanted)
 
 
-def _wrong(
-    message: str, asserted: ast.Assert, failure: TestFailure, tests: Mapping[str, str], failing: Failing
-) -> Symptom | None:
+def _wrong(message: str, asserted: ast.Assert, failing: Failing) -> Symptom | None:
     """From the values that pytest shows of a failed `assert`; without plain ones, that it does not hold."""
     test, negated = asserted.test, False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -167,19 +162,19 @@ def _wrong(
         seen, wanted = sides if len(sides) == 2 else ("", "")
     else:
         piece = test
-        where = next((found for found in _WHERE.finditer(message)), None)
+        where = _WHERE.search(message)
         seen = where["value"] if where else first.removeprefix("not ")
         wanted = "a false value" if negated else "a true value"
         wanted = str(not negated) if seen in ("True", "False") else wanted
         seen = "" if isinstance(test, ast.Compare | ast.BoolOp) else seen
     if has_call(piece) and seen != wanted and _is_plain(seen) and _is_plain(wanted):
-        alone = write_alone(failure, tests, failing, piece)
+        alone = write_alone(failing, piece)
         if alone is not None:
             seen, wanted = (text if text.startswith("a ") else f"`{text}`" for text in (seen, wanted))
-            return Symptom("wrong value", *alone, seen, wanted, _subject(alone[1]))
-    alone = write_alone(failure, tests, failing, asserted.test) if has_call(asserted.test) else None
-    alone = alone or write_alone(failure, tests, failing, asserted)
-    return alone and Symptom("untrue", *alone, "", "", _subject(alone[1]))
+            return Symptom("wrong value", *alone, seen, wanted)
+    alone = write_alone(failing, asserted.test) if has_call(asserted.test) else None
+    alone = alone or write_alone(failing, asserted)
+    return alone and Symptom("untrue", *alone)
 
 
 def has_call(node: ast.AST) -> bool:
