@@ -15,8 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from etude.agent.tools.linters import Finding, HostRuff
-from etude.environment.making.planning import in_turn
-from etude.tasks.making.changes import Change, Rejection
+from etude.tasks.making.changes import Change, Rejection, in_turn
 from etude.tasks.making.refactoring import SMELLS, is_removed, plan_smells
 from etude.tasks.making.source import Edit, Source, apply_edits, read_sources
 
@@ -28,7 +27,7 @@ async def find_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]
     ruff = HostRuff.find(_RULES)
     if ruff is None:
         return None
-    return in_turn([iter(await _find_own(ruff, sources)), plan_smells(sources, seed)])
+    return in_turn([await _find_own(ruff, sources), plan_smells(sources, seed)])
 
 
 async def find_disagreement(change: Change, sources: Mapping[str, str]) -> Rejection | None:

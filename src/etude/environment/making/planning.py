@@ -10,12 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import plan_bugs
-from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
+from etude.tasks.making.changes import Change, Quotas, Rejection, Verified, in_turn
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
@@ -26,7 +25,6 @@ _SPARE = 1.1
 """Candidates that are looked for, for each task that is wanted: more, as selection rejects some."""
 _COMPOUND_SPARE = 1.4
 """The same of tasks with two files or bugs."""
-T = TypeVar("T")
 _FEW = 10
 """Candidates from which on shares are looked at."""
 
@@ -60,7 +58,7 @@ class Planner:
         """Ids of changes, in the order in which they were planned."""
         bugs = plan_bugs(sources, seed)
         deletions = plan_deletions(sources, seed)
-        self._singles = in_turn([plan_undone(sources, past), bugs, deletions, bugs, iter(refactorings)])
+        self._singles = in_turn([plan_undone(sources, past), bugs, deletions, bugs, refactorings])
         self._pairs: Iterator[Change] = iter(())
         self._num_paired = 0
         """Bugs of which combinations were planned."""
@@ -154,7 +152,7 @@ class Planner:
         function has."""
         asked = self._candidates()
         singles = iter([one for one in asked if not one.change.parts])
-        compound = iter([one for one in asked if one.change.parts])
+        compound = [one for one in asked if one.change.parts]
         found = select([one.verified for one in in_turn([singles, singles, singles, compound])], self._quotas)
         levels, self._selection = grade(found.kept), found
         return [
@@ -184,14 +182,3 @@ class Planner:
         return all(self._operators[one] < most for one in change.operators) and all(
             self._functions[one] < self._quotas.most_per_function for one in functions
         )
-
-
-def in_turn(plans: list[Iterator[T]]) -> Iterator[T]:
-    """One of each plan in turn, until all have ended."""
-    while plans:
-        for plan in list(plans):
-            change = next(plan, None)
-            if change is None:
-                plans.remove(plan)
-            else:
-                yield change

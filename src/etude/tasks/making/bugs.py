@@ -11,12 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from random import Random
 
-from etude.tasks.making.changes import Change
+from etude.tasks.making.changes import Change, each_once, in_turn
 from etude.tasks.making.expressions import EXPRESSION_RULES
-from etude.tasks.making.source import Edit, Source, apply_edits, read_sources, read_tree
+from etude.tasks.making.source import Edit, Scope, Source, apply_edits, read_sources, read_tree
 from etude.tasks.making.statements import STATEMENT_RULES
 from etude.tasks.making.tokens import code_tokens
 
@@ -61,27 +60,20 @@ def plan_bugs(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
     for source in read_sources(sources):
         for candidate in _candidates(source):
             by_operator.setdefault(candidate.operator, []).append(candidate)
-    queues = [_in_turn(by_operator[operator], rng) for operator in sorted(by_operator)]
-    seen = set[str]()
-    for round_ in zip_longest(*queues):
-        for candidate in round_:
-            change = candidate.change() if candidate is not None else None
-            if change is not None and change.id not in seen:
-                seen.add(change.id)
-                yield change
+    queues = [_shuffle(by_operator[operator], rng) for operator in sorted(by_operator)]
+    yield from each_once(candidate.change() for candidate in in_turn(queues))
 
 
-def _in_turn(candidates: list[_Candidate], rng: Random) -> list[_Candidate]:
-    """Shuffled, the first of each function before the second of any."""
+def _shuffle(candidates: list[_Candidate], rng: Random) -> list[_Candidate]:
+    """In random order, but the first of each function before the second of any."""
     rng.shuffle(candidates)
     count = Counter[tuple[str, str]]()
-    ranks = list[int]()
-    for candidate in candidates:
-        key = (candidate.source.path, candidate.scope)
-        ranks.append(count[key])
-        count[key] += 1
-    order = sorted(range(len(candidates)), key=ranks.__getitem__)
-    return [candidates[at] for at in order]
+
+    def rank(candidate: _Candidate) -> int:
+        count[candidate.source.path, candidate.scope] += 1
+        return count[candidate.source.path, candidate.scope]
+
+    return sorted(candidates, key=rank)
 
 
 def _candidates(source: Source) -> Iterator[_Candidate]:
@@ -90,16 +82,18 @@ def _candidates(source: Source) -> Iterator[_Candidate]:
         text = source.segment(statement)
         if span is None or isinstance(statement, ast.Import | ast.ImportFrom) or _ONLY_FOR_TYPES.match(text):
             continue
+        first, last = span
         for node, scope in _nodes(statement, ""):
             for rule in RULES:
-                for operator, edits in rule(source, node):
-                    if all(span[0] <= edit.start and edit.end <= span[1] for edit in edits):
-                        yield _Candidate(operator, source, tuple(edits), span, scope)
+                for operator, planned in rule(source, node):
+                    edits = tuple(one for one in planned if one and first <= one.start and one.end <= last)
+                    if len(edits) == len(planned):
+                        yield _Candidate(operator, source, edits, span, scope)
 
 
 def _nodes(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
     """The nodes that run, with the function they are in: no annotations, no parts of f-strings."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(node, Scope):
         scope = f"{scope}.{node.name}"
         if any("overload" in ast.dump(decorator) for decorator in node.decorator_list):
             return

@@ -11,15 +11,16 @@ select                                  Verified -> Selection
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 ChangeKind = Literal[
     "planted_bug", "deleted_feature", "past_change", "combined", "planted_smell", "found_smell"
 ]  # fmt: skip
 Split = Literal["train", "validation", "heldout"]
 
+Item = TypeVar("Item")
 OPERATOR_JOIN = " + "
 """Between the operators of a combined change."""
 
@@ -157,6 +158,26 @@ class Quotas:
     """Share with two files or two bugs."""
     most_named_lines: float = 0.30
     """Share where the innermost frame of a failing test's traceback names an edited line."""
+
+
+def in_turn(plans: Iterable[Iterable[Item]]) -> Iterator[Item]:
+    """One of each plan in turn, until all have ended. An iterator that is there twice has two turns."""
+    going = [iter(plan) for plan in plans]
+    while going:
+        for plan in list(going):
+            try:
+                yield next(plan)
+            except StopIteration:
+                going.remove(plan)
+
+
+def each_once(changes: Iterable[Change | None]) -> Iterator[Change]:
+    """The changes that there are, of the same files once."""
+    seen = set[str]()
+    for change in changes:
+        if change is not None and change.id not in seen:
+            seen.add(change.id)
+            yield change
 
 
 def split_of(path: str) -> Split:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
-from etude.tasks.making.changes import Change, TestFailure
+from etude.tasks.making.changes import Change, TestFailure, each_once
 from etude.tasks.making.source import (
     Edit,
     Function,
@@ -35,13 +35,14 @@ def plan_deletions(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
     names = Counter(re.findall(r"\w+", "\n".join(source.text for source in files)))
     planned = [found for source in files for found in _deletions(source, names)]
     Random(f"deletions/{seed}").shuffle(planned)
-    seen = set[str]()
-    for operator, source, edits in planned:
-        text = apply_edits(source.text, edits)
-        change = Change("deleted_feature", operator, {source.path: text}, (source.place(edits),))
-        if read_tree(text) is not None and change.id not in seen:
-            seen.add(change.id)
-            yield change
+    yield from each_once(_delete(*one) for one in planned)
+
+
+def _delete(operator: str, source: Source, edits: list[Edit]) -> Change | None:
+    """None where what is left is no Python."""
+    text = apply_edits(source.text, edits)
+    change = Change("deleted_feature", operator, {source.path: text}, (source.place(edits),))
+    return change if read_tree(text) is not None else None
 
 
 def _deletions(source: Source, names: Counter[str]) -> Iterator[tuple[str, Source, list[Edit]]]:
@@ -53,12 +54,9 @@ def _deletions(source: Source, names: Counter[str]) -> Iterator[tuple[str, Sourc
             edits = _empty(source, scope)
             if edits:
                 yield "emptied function", source, edits
-            block = next(
-                (body for body in [getattr(source.parents[scope], "body", [])] if scope in body),
-                [],
-            )
-            dunder = scope.name.startswith("__")
-            if edits and len(block) > 1 and not dunder and names[scope.name] == 1:
+            block: list[ast.stmt] = getattr(source.parents[scope], "body", [])
+            is_unused = names[scope.name] == 1 and not scope.name.startswith("__")
+            if edits and is_unused and scope in block and len(block) > 1:
                 removed = source.remove(scope, block)
                 if removed is not None:
                     yield "removed function", source, [removed]
@@ -104,22 +102,17 @@ def hide_tests(tests: Mapping[str, str], failures: Sequence[TestFailure]) -> dic
         }
         if set(found.values()) != wanted:
             return None
-        edits = _remove_tests(source, list(found))
-        if edits is None:
+        planned = list(_remove_tests(source, list(found)))
+        edits = [edit for edit in planned if edit is not None]
+        if len(edits) < len(planned):
             return None
         hidden[path] = apply_edits(source.text, edits)
     return hidden
 
 
-def _remove_tests(source: Source, functions: Sequence[ast.AST]) -> list[Edit] | None:
-    edits: list[Edit] = []
+def _remove_tests(source: Source, functions: Sequence[ast.AST]) -> Iterator[Edit | None]:
     for parent in dict.fromkeys(source.parents[one] for one in functions):
         body: list[ast.stmt] = getattr(parent, "body", [])
         mine = [one for one in body if one in functions]
-        rest = [one for one in body if one not in functions]
         for at, one in enumerate(mine):
-            edit = source.remove(one, [one] if not rest and at == 0 else body)
-            if edit is None:
-                return None
-            edits.append(edit)
-    return edits
+            yield source.remove(one, [one] if len(mine) == len(body) and at == 0 else body)

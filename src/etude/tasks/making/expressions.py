@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from etude.tasks.making.source import Edit, Function, Source, has_docstring
 
-Planted = Iterator[tuple[str, list[Edit]]]
-"""What was done, such as `inverted condition`, and the edits that do it."""
+Planted = Iterator[tuple[str, Sequence[Edit | None]]]
+"""What was done, such as `inverted condition`, and the edits that do it; None among them where one cannot be
+made, and nothing comes of them."""
+Others = Mapping[type[ast.AST], tuple[str, str]]
+"""Operator -> its text, and that of another one."""
 
-INVERTED = {
+INVERTED: Others = {
     ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="),
     ast.In: ("in", "not in"),
@@ -18,8 +21,8 @@ INVERTED = {
     ast.Is: ("is", "is not"),
     ast.IsNot: ("is not", "is"),
 }
-BOUNDARIES = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
-ARITHMETIC = {
+BOUNDARIES: Others = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
+ARITHMETIC: Others = {
     ast.Add: ("+", "-"),
     ast.Sub: ("-", "+"),
     ast.Mult: ("*", "+"),
@@ -56,14 +59,18 @@ def _between(source: Source, left: ast.expr, right: ast.expr, old: str, new: str
     return Edit(start + at, start + at + length, new)
 
 
-def invert_condition(source: Source, node: ast.AST) -> Planted:
-    """`if a` becomes `if not a`, `==` becomes `!=`."""
+def _change_comparison(source: Source, node: ast.AST, others: Others, what: str) -> Planted:
+    """Replaces the operators of a comparison that have another one."""
     if isinstance(node, ast.Compare):
         operands = [node.left, *node.comparators]
         for operator, left, right in zip(node.ops, operands, operands[1:], strict=False):
-            if type(operator) in INVERTED:
-                edit = _between(source, left, right, *INVERTED[type(operator)])
-                yield from [("inverted condition", [edit])] if edit else []
+            if type(operator) in others:
+                yield what, [_between(source, left, right, *others[type(operator)])]
+
+
+def invert_condition(source: Source, node: ast.AST) -> Planted:
+    """`if a` becomes `if not a`, `==` becomes `!=`."""
+    yield from _change_comparison(source, node, INVERTED, "inverted condition")
     tests = [node.test] if isinstance(node, ast.If | ast.While | ast.IfExp) else []
     tests += node.ifs if isinstance(node, ast.comprehension) else []
     for test in tests:
@@ -75,12 +82,7 @@ def invert_condition(source: Source, node: ast.AST) -> Planted:
 
 def shift_boundary(source: Source, node: ast.AST) -> Planted:
     """`<` becomes `<=`; an end of a range or slice moves by one."""
-    if isinstance(node, ast.Compare):
-        operands = [node.left, *node.comparators]
-        for operator, left, right in zip(node.ops, operands, operands[1:], strict=False):
-            if type(operator) in BOUNDARIES:
-                edit = _between(source, left, right, *BOUNDARIES[type(operator)])
-                yield from [("shifted boundary", [edit])] if edit else []
+    yield from _change_comparison(source, node, BOUNDARIES, "shifted boundary")
     ends = [node.lower, node.upper] if isinstance(node, ast.Slice) else []
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
         ends += node.args[:2]
@@ -107,14 +109,11 @@ def change_operator(source: Source, node: ast.AST) -> Planted:
     """`+` becomes `-`, `+=` becomes `-=`."""
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         if not isinstance(node.left, ast.Constant | ast.JoinedStr) or not isinstance(node.op, ast.Mod):
-            edit = _between(source, node.left, node.right, *ARITHMETIC[type(node.op)])
-            yield from [("changed operator", [edit])] if edit else []
+            yield "changed operator", [_between(source, node.left, node.right, *ARITHMETIC[type(node.op)])]
     elif isinstance(node, ast.AugAssign) and type(node.op) in ARITHMETIC:
         old, new = ARITHMETIC[type(node.op)]
-        edit = _between(source, node.target, node.value, f"{old}=", f"{new}=")
-        yield from [("changed operator", [edit])] if edit else []
-        edit = _between(source, node.target, node.value, f"{old}=", "=")
-        yield from [("lost accumulation", [edit])] if edit else []
+        yield "changed operator", [_between(source, node.target, node.value, f"{old}=", f"{new}=")]
+        yield "lost accumulation", [_between(source, node.target, node.value, f"{old}=", "=")]
 
 
 def change_logic(source: Source, node: ast.AST) -> Planted:
@@ -123,8 +122,7 @@ def change_logic(source: Source, node: ast.AST) -> Planted:
         return
     old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
     if len(node.values) == 2:
-        edit = _between(source, node.values[0], node.values[1], old, new)
-        yield from [("changed logic", [edit])] if edit else []
+        yield "changed logic", [_between(source, node.values[0], node.values[1], old, new)]
     for left, right in zip(node.values, node.values[1:], strict=False):
         if "#" not in source.text[source.end(left) : source.start(right)]:
             yield "dropped condition", [Edit(_outer_end(source, left), _outer_end(source, right), "")]

@@ -11,11 +11,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
 from random import Random
 from typing import Any
 
-from etude.tasks.making.changes import Change
+from etude.tasks.making.changes import Change, in_turn
 from etude.tasks.making.source import Edit, Function, Source, apply_edits, blocks, read_sources
 from etude.tasks.making.structure_inside import JUMPS, count_smells, find_fault, survey
 
@@ -80,7 +79,7 @@ def plan_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]:
     rng = Random(f"smells/{seed}")
     for code in sorted(by_code):
         rng.shuffle(by_code[code])
-    for code, source, edit in filter(None, chain(*zip_longest(*(by_code[code] for code in sorted(by_code))))):
+    for code, source, edit in in_turn(by_code[code] for code in sorted(by_code)):
         text, place = apply_edits(source.text, [edit]), source.place([edit])
         change = Change("planted_smell", SMELLS[code][0], {source.path: text}, (place,), smell=code)
         if is_removed(change, sources):

@@ -131,9 +131,11 @@ class Source:
 
     def remove(self, statement: ast.stmt, block: Sequence[ast.stmt]) -> Edit | None:
         """Removes a statement with its lines, or writes `pass` where it is its block's only one."""
-        span = self.own_lines(statement, statement)
-        if len(block) == 1:
-            return self.replace(statement, "pass")
+        return self.replace(statement, "pass") if len(block) == 1 else self.remove_lines(statement, statement)
+
+    def remove_lines(self, first: ast.stmt | ast.excepthandler, last: ast.stmt) -> Edit | None:
+        """Removes the lines of statements; None where they share one."""
+        span = self.own_lines(first, last)
         return None if span is None else Edit(*span, "")
 
     def line_of(self, offset: int) -> int:

@@ -7,7 +7,7 @@ import re
 from itertools import pairwise
 
 from etude.tasks.making.expressions import Planted
-from etude.tasks.making.source import Edit, Function, Source, blocks, has_docstring
+from etude.tasks.making.source import Edit, Function, Scope, Source, blocks, has_docstring
 
 _OTHER_EXCEPTION = {
     "ValueError": "TypeError",
@@ -29,25 +29,20 @@ _OTHER_EXCEPTION = {
 }
 
 
-def _one(operator: str, edit: Edit | None) -> Planted:
-    if edit is not None:
-        yield operator, [edit]
-
-
 def remove_statement(source: Source, node: ast.AST) -> Planted:
     """An assignment to what has a value already, or a call made for its effect, is left out."""
     in_class = isinstance(node, ast.ClassDef | ast.Module)
     for block in blocks(node):
         for statement in block:
             if isinstance(statement, ast.AugAssign):
-                yield from _one("removed assignment", source.remove(statement, block))
+                yield "removed assignment", [source.remove(statement, block)]
             elif isinstance(statement, ast.Assign) and not in_class:
                 if all(_has_value(source, target, statement) for target in statement.targets):
-                    yield from _one("removed assignment", source.remove(statement, block))
+                    yield "removed assignment", [source.remove(statement, block)]
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call | ast.Await):
-                yield from _one("removed call", source.remove(statement, block))
+                yield "removed call", [source.remove(statement, block)]
             elif isinstance(statement, ast.Delete | ast.Continue):
-                yield from _one("removed statement", source.remove(statement, block))
+                yield "removed statement", [source.remove(statement, block)]
 
 
 def _has_value(source: Source, target: ast.expr, statement: ast.stmt) -> bool:
@@ -78,15 +73,14 @@ def remove_branch(source: Source, node: ast.AST) -> Planted:
                 yield from _remove_if(source, statement, block)
             elif isinstance(statement, ast.Try) and len(statement.handlers) > 1:
                 for handler in statement.handlers:
-                    span = source.own_lines(handler, handler.body[-1])
-                    yield from _one("removed handler", Edit(*span, "") if span else None)
+                    yield "removed handler", [source.remove_lines(handler, handler.body[-1])]
 
 
 def _remove_if(source: Source, statement: ast.If, block: list[ast.stmt]) -> Planted:
     if not statement.orelse:
         leaves = isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
-        yield from _one("removed guard" if leaves else "removed branch", source.remove(statement, block))
-        yield from _one("unconditional branch", _dedent(source, statement, statement.body))
+        yield "removed guard" if leaves else "removed branch", [source.remove(statement, block)]
+        yield "unconditional branch", [_dedent(source, statement, statement.body)]
         return
     branch = statement
     while len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
@@ -94,8 +88,7 @@ def _remove_if(source: Source, statement: ast.If, block: list[ast.stmt]) -> Plan
         if not source.text.startswith("elif", source.start(inner)):
             break
         if not inner.orelse or source.text.startswith("elif", source.start(inner.orelse[0])):
-            span = source.own_lines(inner, inner.body[-1])
-            yield from _one("removed branch", Edit(*span, "") if span else None)
+            yield "removed branch", [source.remove_lines(inner, inner.body[-1])]
         branch = inner
     if branch.orelse:  # the `else:` stands on the lines between the two blocks
         span = source.own_lines(branch.orelse[0], branch.orelse[-1])
@@ -130,7 +123,7 @@ def remove_loop(source: Source, node: ast.AST) -> Planted:
                 yield "changed jump", [source.replace(statement, "continue")]
             if not isinstance(statement, ast.For | ast.While):
                 continue
-            yield from _one("removed loop", source.remove(statement, block))
+            yield "removed loop", [source.remove(statement, block)]
             jumps = any(isinstance(entry, ast.Break | ast.Continue) for entry in ast.walk(statement))
             if isinstance(statement, ast.While) and not jumps and not statement.orelse:
                 at = source.start(statement)
@@ -175,7 +168,7 @@ def change_exception(source: Source, node: ast.AST) -> Planted:
 
 def change_decorator(source: Source, node: ast.AST) -> Planted:
     """A decorator is left out."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if not isinstance(node, Scope):
         return
     for decorator in node.decorator_list:
         text = source.segment(decorator)
@@ -200,8 +193,7 @@ def share_mutable(source: Source, node: ast.AST) -> Planted:
                 new = _fresh_value(source, statement, name.arg)
                 if new and isinstance(default, ast.Constant) and default.value is None:
                     removed = source.remove(statement, node.body)
-                    if removed is not None:
-                        yield "shared mutable", [source.replace(default, new), removed]
+                    yield "shared mutable", [source.replace(default, new), removed]
     elif isinstance(node, ast.ClassDef):
         start = next((entry for entry in node.body if isinstance(entry, Function)), None)
         init = next((one for one in node.body if isinstance(one, Function) and one.name == "__init__"), None)
@@ -234,7 +226,7 @@ def _share_attribute(source: Source, statement: ast.stmt, start: Function, init:
     if not isinstance(target, ast.Attribute) or source.segment(target.value) != "self" or value is None:
         return
     removed, at = source.remove(statement, init.body), source.start(start)
-    if source.segment(value) in _FRESH and removed is not None and not target.attr.startswith("__"):
+    if source.segment(value) in _FRESH and not target.attr.startswith("__"):
         text = f"{target.attr} = {source.segment(value)}\n\n{' ' * start.col_offset}"
         yield "shared mutable", [Edit(at, at, text), removed]
 
@@ -256,7 +248,7 @@ def change_class(source: Source, node: ast.AST) -> Planted:
     for entry in node.body if node.bases else []:
         special = isinstance(entry, Function) and entry.name.startswith("__") and entry.name != "__init__"
         if isinstance(entry, Function) and (special or "super()." in source.segment(entry)):
-            yield from _one("dropped method", source.remove(entry, node.body))
+            yield "dropped method", [source.remove(entry, node.body)]
 
 
 def change_default(source: Source, node: ast.AST) -> Planted:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from etude.tasks.making.changes import Change, Place, split_of
+from etude.tasks.making.changes import Change, Place, each_once, split_of
 from etude.tasks.making.source import Function, Source, is_test_path, read_tree
 from etude.tasks.making.tokens import changed_lines
 
@@ -53,15 +53,13 @@ def plan_undone(sources: Mapping[str, str], past: Iterable[PastChange]) -> Itera
     A change over modules of several splits is undone in those of one at a time, a large one module by module,
     or only by its hunks. Hunks whose lines, or those next to them, were changed again since are left out.
     """
-    seen = set[str]()
-    for one in past:
-        hunks = [hunk for path in sorted(one.after) for hunk in _find_hunks(path, one, sources)]
-        planned = [_undo("undone change", group) for group in _groups(hunks)]
-        planned += [_undo("dropped hunk", [hunk]) for hunk in hunks]
-        for change in planned:
-            if change is not None and change.id not in seen:
-                seen.add(change.id)
-                yield change
+    return each_once(change for one in past for change in _plan(one, sources))
+
+
+def _plan(past: PastChange, sources: Mapping[str, str]) -> list[Change | None]:
+    hunks = [hunk for path in sorted(past.after) for hunk in _find_hunks(path, past, sources)]
+    planned = [_undo("undone change", group) for group in _groups(hunks)]
+    return planned + [_undo("dropped hunk", [hunk]) for hunk in hunks]
 
 
 def _find_hunks(path: str, past: PastChange, sources: Mapping[str, str]) -> Iterator[_Hunk]:
