@@ -14,7 +14,8 @@ from pathlib import Path
 from etude.errors import TaskError
 from etude.kit.durable import write_text
 from etude.tasks.harbor import toml_text
-from etude.tasks.making.selection import NOT_CALIBRATED, Difficulty
+from etude.tasks.making.changes import Difficulty
+from etude.tasks.making.selection import NOT_CALIBRATED
 
 _EASY, _MEDIUM = 2 / 3, 1 / 3
 _TABLE = "[metadata]"

@@ -131,9 +131,9 @@ async def make_task(folder: Path, backend: SandboxBackend) -> Task:
     exams = twins.write_exams(FAILING, PASSING, changer, "seed")
     change = Change("planted_bug", "operator", {"prices.py": BROKEN}, (Place("prices.py", "total", 6, 6),))
     failures = tuple(TestFailure(test, "assert") for test in FAILING)
-    verified = Verified(change, {"prices.py": PRICES}, failures, "total is wrong")
+    verified = Verified(change, {"prices.py": PRICES}, failures, "total is wrong", passing=tuple(PASSING))
     image = ProjectImage(TaskImage("host"), "FROM host\n")
-    made = MadeTask(project, image, verified, tuple(FAILING), tuple(PASSING), 60.0, "train", "easy", exams)
+    made = MadeTask(project, image, verified, exams, 60.0)
     write_made_task(made, folder / "task")
     task = read_made_task(folder / "task", image.image)
     assert task.machine is not None and task.verifier is not None

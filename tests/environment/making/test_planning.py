@@ -45,7 +45,7 @@ def test_candidates_come_with_their_share_of_combinations_and_no_function_has_to
     kept = planner.select()
     planner.report_selection(report)
     assert len(kept) >= 14 and not report.missed
-    assert sum(is_compound(one.verified) for one in kept) * 4 >= len(kept)
+    assert sum(is_compound(one) for one in kept) * 4 >= len(kept)
     functions = Counter((place.path, place.name) for one in kept for place in one.change.places)
     assert max(functions.values()) <= quotas.most_per_function
     assert {"planted_bug", "past_change", "combined"} <= {one.change.kind for one in kept}

@@ -29,7 +29,7 @@ from etude.environment.making.baseline import LOAD, Baseline, measure_baseline
 from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import ProjectImage, build_project_image, find_project_image
 from etude.environment.making.lints import find_disagreement, find_smells
-from etude.environment.making.planning import Found, Planner
+from etude.environment.making.planning import Planner
 from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.suites import Suite
@@ -48,7 +48,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Network
 from etude.tasks.exams import Exam
 from etude.tasks.making import structure_inside
-from etude.tasks.making.changes import Change, Quotas, Rejection, Verified, split_of
+from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
 from etude.tasks.making.instructions import find_refusal
 from etude.tasks.making.leaks import scan_layers, scan_workspace
 from etude.tasks.making.undoing import PastChange
@@ -107,9 +107,10 @@ async def make_tasks(
     changer = TestChanger(project, settings.seed)
     maker = _Maker(project, out, settings, backend, store, check, observer, past, changer)
     image = await maker.prepare(images)
-    baseline = await maker.find_baseline(image)
-    twins = await maker.find_twins(image, baseline)
-    return await maker.make(image, baseline, twins, began)
+    suite = Suite.of(project, image.image, backend, FIRST_RUN_S)
+    baseline = await maker.find_baseline(suite)
+    twins = await maker.find_twins(suite, baseline)
+    return await maker.make(image, suite, baseline, twins, began)
 
 
 def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
@@ -165,18 +166,16 @@ class _Maker:
             found = await self._kept("image", ProjectImage, 0, find)
         return found
 
-    async def find_baseline(self, image: ProjectImage) -> Baseline:
+    async def find_baseline(self, suite: Suite) -> Baseline:
         """What the tests say of the project's own text, measured unless it is known."""
-        suite = Suite.of(self._project, image.image, self._backend, FIRST_RUN_S)
         num_runs, at_once = self._settings.num_runs, LOAD * self._settings.at_once
         return await self._kept(
             "baseline", Baseline, num_runs + 1,
             lambda: measure_baseline(suite, num_runs, at_once, self._advance),
         )  # fmt: skip
 
-    async def find_twins(self, image: ProjectImage, baseline: Baseline) -> ProjectTwins:
+    async def find_twins(self, suite: Suite, baseline: Baseline) -> ProjectTwins:
         """Changed tests that the project's own text fails, found unless they are known."""
-        suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
         return await self._kept(
             "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
             lambda: find_project_twins(
@@ -201,7 +200,7 @@ class _Maker:
         self._observer.stage_advances(step, {})
 
     async def make(
-        self, image: ProjectImage, baseline: Baseline, twins: ProjectTwins, began: float
+        self, image: ProjectImage, suite: Suite, baseline: Baseline, twins: ProjectTwins, began: float
     ) -> MakeReport:
         """Tests changes, selects, looks for leaks, checks and writes."""
         report = MakeReport(self._project, baseline, len(twins.turned))
@@ -213,7 +212,6 @@ class _Maker:
         planner = Planner(
             project.sources, project.test_texts, settings.seed, settings.quotas, self._past, smells or ()
         )
-        suite = Suite.of(self._project, image.image, self._backend, baseline.timeout_s)
         path = self._out / STATE / "journal"
         journal, lines = _open_journal(path)
         known = {line["id"]: line for line in lines}
@@ -242,18 +240,13 @@ class _Maker:
         write_json(self._out / "report.json", report.to_document())
         return report
 
-    def _made(self, found: Found, image: ProjectImage, twins: ProjectTwins, limit_s: float) -> MadeTask:
-        failing = tuple(one.test for one in found.noticed.failures)
-        passing, change = found.noticed.passing, found.change
-        exams = twins.write_exams(failing, passing, self._changer, seed_exams(self._project, found.verified))
-        if change.smell:
+    def _made(self, verified: Verified, image: ProjectImage, twins: ProjectTwins, limit_s: float) -> MadeTask:
+        failing, seed = [one.test for one in verified.failures], seed_exams(self._project, verified)
+        exams = twins.write_exams(failing, verified.passing, self._changer, seed)
+        if verified.change.smell:
             # In the first one nothing of the agent's runs, so that its outcome cannot be forged.
             exams = replace(exams, exams=(Exam({"suite.py": ""}, (structure_inside.NAME,)), *exams.exams))
-            failing, passing = (), (*failing, *passing)
-        split = split_of(change.places[0].path)
-        return MadeTask(
-            self._project, image, found.verified, failing, passing, limit_s, split, found.difficulty, exams
-        )
+        return MadeTask(self._project, image, verified, exams, limit_s)
 
     async def _check_and_write(self, kept: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
         """Those that are written, then or before; `report` is given the reasons of the others."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
@@ -18,7 +18,7 @@ from etude.tasks.making.changes import Change, Quotas, Rejection, Verified, in_t
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import Difficulty, Selection, grade, is_compound, names_edited_line, select
+from etude.tasks.making.selection import Selection, grade, is_compound, names_edited_line, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
 _SPARE = 1.1
@@ -27,17 +27,6 @@ _COMPOUND_SPARE = 1.4
 """The same of tasks with two files or bugs."""
 _FEW = 10
 """Candidates from which on shares are looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A change that tests notice, and its task in words."""
-
-    change: Change
-    noticed: Noticed
-    verified: Verified
-    difficulty: Difficulty = "easy"
-    """As selection finds it."""
 
 
 class Planner:
@@ -64,7 +53,7 @@ class Planner:
         """Bugs of which combinations were planned."""
         self._functions: Counter[tuple[str, str]] = Counter()
         self._operators: Counter[str] = Counter()
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, Verified] = {}
         self._num_compound = self._num_named = 0
         self._dropped: set[str] = set()
         """Of those found, the ids that turned out to be no tasks."""
@@ -110,7 +99,7 @@ class Planner:
 
     def take(self, change: Change, noticed: Noticed) -> str | None:
         """Takes a change that tests notice; why it becomes no candidate, or None."""
-        groups = [{one.test for one in self._found[part].noticed.failures} for part in change.parts]
+        groups = [{one.test for one in self._found[part].failures} for part in change.parts]
         failures = noticed.failures
         instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
         if isinstance(instruction, Rejection):
@@ -118,12 +107,11 @@ class Planner:
         hidden = hide_tests(self._tests, failures)
         if hidden is None:
             return "not hidden: a failing test cannot be taken out of its file"
-        change = replace(change, removed_tests=hidden)
         verified = Verified(
-            change, change.solved(self._sources), failures, instruction.text, noticed.num_suspect_lines,
-            names_every_call=instruction.names_every_call,
+            replace(change, removed_tests=hidden), change.solved(self._sources), failures, instruction.text,
+            noticed.num_suspect_lines, instruction.names_every_call, noticed.passing,
         )  # fmt: skip
-        self._found[change.id] = Found(change, noticed, verified)
+        self._found[change.id] = verified
         self._count(verified, 1)
         return None
 
@@ -131,7 +119,7 @@ class Planner:
         """Leaves out candidates that turned out to be no tasks, and looks for so many more tasks."""
         for one in ids:
             self._dropped.add(one)
-            self._count(self._found[one].verified, -1)
+            self._count(self._found[one], -1)
         self._num_wanted = self._num_usable + _SPARE * num_missing
 
     def _count(self, verified: Verified, sign: int) -> None:
@@ -142,23 +130,20 @@ class Planner:
         for operator in verified.change.operators:
             self._operators[operator] += sign
 
-    def _candidates(self) -> list[Found]:
+    def _candidates(self) -> list[Verified]:
         """In the order of planning."""
         return [self._found[one] for one in self._given if one in self._found and one not in self._dropped]
 
-    def select(self) -> list[Found]:
+    def select(self) -> list[Verified]:
         """The candidates that become tasks. They are asked in the order of planning: which tests ended first
         decides nothing. Every fourth is a combination, so that single bugs do not take all places that a
         function has."""
         asked = self._candidates()
         singles = iter([one for one in asked if not one.change.parts])
         compound = [one for one in asked if one.change.parts]
-        found = select([one.verified for one in in_turn([singles, singles, singles, compound])], self._quotas)
-        levels, self._selection = grade(found.kept), found
-        return [
-            replace(self._found[one.change.id], difficulty=level)
-            for one, level in zip(found.kept, levels, strict=True)
-        ]
+        self._selection = select(list(in_turn([singles, singles, singles, compound])), self._quotas)
+        kept = self._selection.kept
+        return [replace(one, difficulty=level) for one, level in zip(kept, grade(kept), strict=True)]
 
     def report_selection(self, report: MakeReport) -> None:
         """Tells why the last selection left candidates out, and which share it could not meet."""

@@ -25,9 +25,9 @@ from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
 from etude.tasks.exams import EXAMS, ExamSet
 from etude.tasks.harbor import SOLVE, TomlValue, toml_text, write_files
 from etude.tasks.making import structure_inside
-from etude.tasks.making.changes import Verified
+from etude.tasks.making.changes import Verified, split_of
 from etude.tasks.making.refactoring import write_check
-from etude.tasks.making.selection import NOT_CALIBRATED, Difficulty
+from etude.tasks.making.selection import NOT_CALIBRATED
 
 _CHECK = b"PYTHONPATH= python3 -s /tests/structure.py /tests/structure.json || exit 0\n"
 """Of a refactoring: before anything of the agent's has run."""
@@ -48,17 +48,18 @@ class MadeTask:
     project: Project
     image: ProjectImage
     verified: Verified
-    fail_to_pass: tuple[str, ...]
-    pass_to_pass: tuple[str, ...]
-    verifier_s: float
-    split: str
-    difficulty: Difficulty
     exams: ExamSet
+    verifier_s: float
 
     @property
     def id(self) -> str:
         """Of the task, and the name of its directory."""
         return f"{self.project.name.lower()}-{self.verified.change.id}"
+
+    @property
+    def failing(self) -> list[str]:
+        """Tests that fail in the workspace: none, where its code works."""
+        return [] if self.verified.change.smell else [one.test for one in self.verified.failures]
 
     @property
     def workspace(self) -> dict[str, bytes]:
@@ -78,8 +79,8 @@ def write_made_task(made: MadeTask, directory: Path) -> None:
 def _files(made: MadeTask) -> dict[str, bytes]:
     project, change = made.project, made.verified.change
     expected = {
-        "ids": sorted({*made.fail_to_pass, *made.pass_to_pass}),
-        "fail_to_pass": sorted(made.fail_to_pass),
+        "ids": sorted({*(one.test for one in made.verified.failures), *made.verified.passing}),
+        "fail_to_pass": sorted(made.failing),
         "paths": list(project.test_files),
         "options": list(project.options),
     }
@@ -121,10 +122,10 @@ def _toml(made: MadeTask) -> str:
         "version": made.project.version,
         "kind": change.kind,
         "operator": change.operator,
-        "split": made.split,
-        "difficulty": made.difficulty,
+        "split": split_of(change.places[0].path),
+        "difficulty": made.verified.difficulty,
         "calibration": NOT_CALIBRATED,
-        "num_failing_tests": len(made.fail_to_pass),
+        "num_failing_tests": len(made.failing),
         "num_suspect_lines": made.verified.num_suspect_lines,
         "names_every_call": made.verified.names_every_call,
         "num_open_tests": len(made.exams.open_tests),

@@ -19,6 +19,7 @@ ChangeKind = Literal[
     "planted_bug", "deleted_feature", "past_change", "combined", "planted_smell", "found_smell"
 ]  # fmt: skip
 Split = Literal["train", "validation", "heldout"]
+Difficulty = Literal["easy", "medium", "hard"]
 
 Item = TypeVar("Item")
 OPERATOR_JOIN = " + "
@@ -145,6 +146,10 @@ class Verified:
     """Coverage distance: lines of the project that every failing test runs."""
     names_every_call: bool = False
     """Whether the instruction tells the call of each failing test."""
+    passing: tuple[str, ...] = ()
+    """Tests that pass each time, with the change and without."""
+    difficulty: Difficulty = "easy"
+    """As selection finds it, beside the other tasks."""
 
 
 @dataclass(frozen=True, slots=True)

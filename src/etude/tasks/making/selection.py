@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from etude.tasks.making.changes import Quotas, Rejection, Verified, split_of
+from etude.tasks.making.changes import Difficulty, Quotas, Rejection, Verified, split_of
 from etude.tasks.making.tokens import changed_lines, changed_text, code_tokens, runs
 
-Difficulty = Literal["easy", "medium", "hard"]
 NOT_CALIBRATED = "not calibrated"
 """Of a task that no model has solved yet: its difficulty is by its tests."""
 _LEVELS: tuple[Difficulty, ...] = ("easy", "medium", "hard")
