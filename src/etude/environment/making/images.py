@@ -27,6 +27,8 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Image, Template
 
 WORKSPACE = "/workspace"
+BASE = "python:3.11-slim"
+"""Image that a project's packages are installed in."""
 _FREEZE_S = 120.0
 _TAIL_CHARS = 600
 
@@ -53,14 +55,14 @@ def _env(project: Project) -> dict[str, str]:
 
 
 async def build_project_image(
-    project: Project, base: str, store: ImageStore, options: BuildOptions, backend: SandboxBackend
+    project: Project, store: ImageStore, options: BuildOptions, backend: SandboxBackend
 ) -> ProjectImage:
     """Builds the image, with the newest versions that fit, and again with exactly these.
 
     Raises TaskError for a project that cannot be installed, ResourceError where nothing can be built.
     """
-    newest = await _build(project, dockerfile_text(project, base, project.requirements), store, options)
-    text = dockerfile_text(project, base, await _list_packages(newest, backend), "--no-deps ")
+    newest = await _build(project, dockerfile_text(project, BASE, project.requirements), store, options)
+    text = dockerfile_text(project, BASE, await _list_packages(newest, backend), "--no-deps ")
     return ProjectImage(await _build(project, text, store, options), text)
 
 

@@ -27,7 +27,7 @@ from etude.config.images import ImagesConfig
 from etude.environment.checking import TaskReport
 from etude.environment.making.baseline import LOAD, Baseline, measure_baseline
 from etude.environment.making.changing import TestChanger
-from etude.environment.making.images import ProjectImage, build_project_image, find_project_image
+from etude.environment.making.images import BASE, ProjectImage, build_project_image, find_project_image
 from etude.environment.making.lints import find_disagreement, find_smells
 from etude.environment.making.planning import Planner
 from etude.environment.making.projects import Project
@@ -74,8 +74,6 @@ class MakeSettings:
     num_runs: int = 20
     """Of the project's tests, to find those that are flaky."""
     seed: int = 0
-    base: str = "python:3.11-slim"
-    """Image that the project's packages are installed in."""
     image: str | None = None
     """Image that has them already: nothing is built."""
     at_once: int = 2
@@ -108,8 +106,14 @@ async def make_tasks(
     maker = _Maker(project, out, settings, backend, store, check, observer, past, changer)
     image = await maker.prepare(images)
     suite = Suite.of(project, image.image, backend, FIRST_RUN_S)
-    baseline = await maker.find_baseline(suite)
-    twins = await maker.find_twins(suite, baseline)
+    baseline = await maker.recall(
+        "baseline", Baseline, settings.num_runs + 1,
+        lambda: measure_baseline(suite, settings.num_runs, LOAD * settings.at_once, maker.advance),
+    )  # fmt: skip
+    twins = await maker.recall(
+        "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
+        lambda: find_project_twins(suite, baseline, changer, settings.at_once, maker.advance),
+    )  # fmt: skip
     return await maker.make(image, suite, baseline, twins, began)
 
 
@@ -119,7 +123,7 @@ def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
     for path, data in sorted(project.files.items()):
         digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
     key = {"project": digest.hexdigest(), "seed": settings.seed, "num_runs": settings.num_runs}
-    key |= {"base": settings.base, "image": settings.image, "version": VERSION}
+    key |= {"base": BASE, "image": settings.image, "version": VERSION}
     path = out / STATE / "key.json"
     if not path.exists():
         if any(one for one in out.iterdir() if one.name != STATE):
@@ -157,33 +161,15 @@ class _Maker:
                 return await find_project_image(self._project, self._settings.image, store, images.bases)
             network, private = Network(tuple(images.allow)), tuple(images.allow_private)
             options = BuildOptions(images.bases, network, private, images.volumes)
-            base = self._settings.base
-            return await build_project_image(self._project, base, store, options, self._backend)
+            return await build_project_image(self._project, store, options, self._backend)
 
-        found = await self._kept("image", ProjectImage, 0, find)
+        found = await self.recall("image", ProjectImage, 0, find)
         if not all(map(store.layers.has, found.image.layers)):
             (self._out / STATE / "image.json").unlink()
-            found = await self._kept("image", ProjectImage, 0, find)
+            found = await self.recall("image", ProjectImage, 0, find)
         return found
 
-    async def find_baseline(self, suite: Suite) -> Baseline:
-        """What the tests say of the project's own text, measured unless it is known."""
-        num_runs, at_once = self._settings.num_runs, LOAD * self._settings.at_once
-        return await self._kept(
-            "baseline", Baseline, num_runs + 1,
-            lambda: measure_baseline(suite, num_runs, at_once, self._advance),
-        )  # fmt: skip
-
-    async def find_twins(self, suite: Suite, baseline: Baseline) -> ProjectTwins:
-        """Changed tests that the project's own text fails, found unless they are known."""
-        return await self._kept(
-            "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
-            lambda: find_project_twins(
-                suite, baseline, self._changer, self._settings.at_once, self._advance
-            ),
-        )  # fmt: skip
-
-    async def _kept(
+    async def recall(
         self, name: str, kind: type[Result], num_runs: int, find: Callable[[], Awaitable[Result]]
     ) -> Result:
         """What an earlier call found, or else what is found now."""
@@ -196,7 +182,8 @@ class _Maker:
         write_json(path, asdict(found))
         return found
 
-    def _advance(self, step: int) -> None:
+    def advance(self, step: int) -> None:
+        """Shows how far the stage is."""
         self._observer.stage_advances(step, {})
 
     async def make(
@@ -261,7 +248,7 @@ class _Maker:
             target = self._out / one.id
             return target.exists() or await self._write_if_verified(one, target, report)
 
-        is_written = await gather_bounded(check, made, self._settings.at_once, self._advance)
+        is_written = await gather_bounded(check, made, self._settings.at_once, self.advance)
         self._observer.stage_ends()
         return [one for one, is_there in zip(made, is_written, strict=True) if is_there]
 

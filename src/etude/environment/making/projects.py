@@ -33,7 +33,7 @@ ALWAYS = ("pytest",)
 _GROUPS = ("tests", "test", "testing", "dev")
 _FILES = tuple(
     form.format(name)
-    for name in ("tests", "test", "testing", "dev")
+    for name in _GROUPS
     for form in ("requirements/{}.txt", "requirements/{}.in", "requirements-{}.txt", "{}-requirements.txt")
 )
 _TOOLS = re.compile(

@@ -194,10 +194,7 @@ def _read_run(found: Mapping[str, Any]) -> SuiteRun:
 
 
 def _read_failure(test: str, row: Mapping[str, Any]) -> TestFailure:
-    given = {key: row.get(key, {}) for key in ("values", "indices", "fixtures")}
-    where = {key: row[key] for key in ("file", "function")}
-    return TestFailure(test, row["message"], row["line"], _place(row["place"]), **where, **given)
-
-
-def _place(row: Sequence[Any] | None) -> Place | None:
-    return None if row is None else Place(row[0], row[1], row[2], row[2])
+    place = row["place"]
+    innermost = Place(place[0], place[1], place[2], place[2]) if place is not None else None
+    given = {key: row[key] for key in ("file", "function", "values", "indices", "fixtures")}
+    return TestFailure(test, row["message"], row["line"], innermost, **given)

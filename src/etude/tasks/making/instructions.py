@@ -214,8 +214,7 @@ class _Told:
 
     def __init__(self, failures: Sequence[TestFailure], tests: Mapping[str, str]) -> None:
         self.calls = frozenset[Call]()
-        self._tests = tests
-        self._order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
+        self._failures, self._tests = failures, tests
         self._symptoms: dict[str, Symptom | None] = {}
 
     def find(self, failure: TestFailure) -> Symptom | None:
@@ -226,7 +225,7 @@ class _Told:
 
     def is_whole(self, calls: frozenset[Call]) -> bool:
         """Whether every failing test fails by one of these calls; one without a symptom does not."""
-        found = map(self.find, self._order)
+        found = map(self.find, self._failures)
         return all(symptom is not None and find_calls(symptom) <= calls for symptom in found)
 
 
