@@ -122,7 +122,7 @@ async def make_task(folder: Path, backend: SandboxBackend) -> Task:
     files = {"pyproject.toml": '[project]\nname = "prices"\n', "prices.py": PRICES, PATH: TESTS}
     files["tests/test_labels.py"] = LABELS
     project = read_project(write_tree(folder / "repo", {**files, "tests/conftest.py": "import prices\n"}))
-    suite = Suite(project, TaskImage("host"), backend, 60.0, Template(project.files, project.name))
+    suite = Suite(project, backend, 60.0, Template(project.files, project.name))
     changer = TestChanger(project, seed=0)
     baseline = Baseline((*FAILING, *PASSING), {}, Coverage((), {}), 1.0)
     with pytest.MonkeyPatch.context() as patch:

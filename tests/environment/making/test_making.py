@@ -20,7 +20,7 @@ from etude.environment.making.images import find_project_image
 from etude.environment.making.pipeline import STATE, MakeSettings, make_tasks
 from etude.environment.making.projects import read_project
 from etude.environment.making.suites import Coverage, Suite
-from etude.environment.making.verifying import Noticed, differing, verify_change
+from etude.environment.making.verifying import Noticed, verify_change
 from etude.errors import TaskError
 from etude.observe import SilentObserver
 from etude.sandbox.errors import TemplateError
@@ -203,6 +203,6 @@ def test_a_bug_must_fail_under_the_hash_seed_zone_and_fresh_sandbox_of_grading(m
     found = asyncio.run(verify())
     assert isinstance(found, Noticed), found
     assert [one.test for one in found.failures] == ["tests/test_prices.py::test_leaves"]
-    assert differing(found, baseline) == [
+    assert found.to_document(baseline)["differing"] == [
         f"tests/test_prices.py::test_{one}" for one in ("files", "seed", "zone")
     ]

@@ -34,7 +34,7 @@ from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.suites import Suite
 from etude.environment.making.twinning import MIXED_ROUNDS, ROUNDS, ProjectTwins, find_project_twins
-from etude.environment.making.verifying import differing, guard, noticed_of, verify_change
+from etude.environment.making.verifying import Noticed, guard, verify_change
 from etude.environment.making.writing import MadeTask, write_made_task
 from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
@@ -351,14 +351,14 @@ class _Search:
         if isinstance(found, Rejection):
             line["reason"] = found.reason
         else:
-            line |= {**found.to_document(), "differing": differing(found, self._baseline)}
+            line |= found.to_document(self._baseline)
         self._journal.append(line)
         return line
 
     async def _take(self, change: Change, line: dict[str, Any]) -> None:
         reason = line.get("reason")
         if reason is None:
-            noticed = noticed_of(line, self._baseline)
+            noticed = Noticed.from_document(line, self._baseline)
             if change.smell:
                 noticed = guard(noticed, change, self._baseline, self._twins)
             reason = "forgeable: no exam can change a failing test, or one that runs the lines of a smell"

@@ -86,7 +86,6 @@ class Suite:
     """The tests of one project in one image."""
 
     project: Project
-    image: TaskImage
     backend: SandboxBackend
     timeout_s: float
     """Wall time of one run."""
@@ -96,7 +95,7 @@ class Suite:
     def of(cls, project: Project, image: TaskImage, backend: SandboxBackend, timeout_s: float) -> Suite:
         """Of a project."""
         run_in = Image(image.name, image.layers, {"HOME": "/root", **image.env}, image.workdir, image.user)
-        return cls(project, image, backend, timeout_s, Template(project.files, project.name, run_in))
+        return cls(project, backend, timeout_s, Template(project.files, project.name, run_in))
 
     def within(self, timeout_s: float) -> Suite:
         """The same with another time limit."""

@@ -38,24 +38,23 @@ class Noticed:
     """Tests that pass each time, with the change and without."""
     num_suspect_lines: int
 
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values, without `passing`, which nearly all stable tests are: what is missing there."""
-        rows = [asdict(one) for one in self.failures]
-        return {"failures": rows, "num_suspect_lines": self.num_suspect_lines}
+    def to_document(self, baseline: Baseline) -> dict[str, Any]:
+        """Plain JSON values. For `passing`, which nearly all stable tests are, it has those that are neither
+        there nor in `failures`: they ended otherwise in another run with the change."""
+        known = {one.test for one in self.failures} | set(self.passing)
+        return {
+            "failures": [asdict(one) for one in self.failures],
+            "num_suspect_lines": self.num_suspect_lines,
+            "differing": [test for test in baseline.stable if test not in known],
+        }
 
-
-def noticed_of(document: Mapping[str, Any], baseline: Baseline) -> Noticed:
-    """From `to_document` with the key `differing`: stable tests that neither failed nor passed each time."""
-    failures = _FAILURES.validate_python(document["failures"])
-    left_out = {one.test for one in failures} | set(document["differing"])
-    passing = tuple(test for test in baseline.stable if test not in left_out)
-    return Noticed(failures, passing, document["num_suspect_lines"])
-
-
-def differing(noticed: Noticed, baseline: Baseline) -> list[str]:
-    """Stable tests that ended otherwise in another run with the change."""
-    known = {one.test for one in noticed.failures} | set(noticed.passing)
-    return [test for test in baseline.stable if test not in known]
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], baseline: Baseline) -> Noticed:
+        """From what `to_document` gave."""
+        failures = _FAILURES.validate_python(document["failures"])
+        left_out = {one.test for one in failures} | set(document["differing"])
+        passing = tuple(test for test in baseline.stable if test not in left_out)
+        return cls(failures, passing, document["num_suspect_lines"])
 
 
 async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:

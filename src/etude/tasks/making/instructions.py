@@ -12,7 +12,7 @@ from random import Random
 
 from etude.tasks.making.changes import Change, Rejection, TestFailure
 from etude.tasks.making.refactoring import write_request
-from etude.tasks.making.source import read_tree
+from etude.tasks.making.source import Function, read_tree
 from etude.tasks.making.symptoms import Call, Symptom, find_calls, find_symptom
 from etude.tasks.making.tokens import changed_text, code_tokens, runs
 
@@ -179,9 +179,8 @@ def _failing_parts(tests: Mapping[str, str], failures: Sequence[TestFailure]) ->
         tree, lines = read_tree(text), text.encode(errors="surrogatepass").splitlines(keepends=True)
         wanted = {failure.name.rpartition(".")[2] for failure in failures if failure.path == path}
         for node in ast.walk(tree) if tree is not None else ():
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Import | ast.ImportFrom):
-                continue
-            if isinstance(node, ast.Import | ast.ImportFrom) or node.name in wanted:
+            is_import = isinstance(node, ast.Import | ast.ImportFrom)
+            if is_import or (isinstance(node, Function) and node.name in wanted):
                 parts.append(_segment(lines, node))
                 parts += map(ast.unparse, getattr(node, "decorator_list", ()))
     return parts
@@ -293,9 +292,8 @@ def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     what, it = (f"{listed} is", "it") if len(names) == 1 else (f"{listed} are", "them")
     text = rng.choice(_DELETED).format(what=what, it=it)
-    absent = [(name, doc, arguments) for name, doc, arguments in gone if arguments is not None]
-    for name, doc, arguments in absent:
-        text += f" `{name}` takes {arguments}: {doc}"
+    for name, doc, arguments in gone:
+        text += f" `{name}` takes {arguments}: {doc}" if arguments is not None else ""
     return text
 
 
@@ -315,11 +313,11 @@ def _deleted(broken: str, own: str) -> list[tuple[str, str, str | None]]:
     return found
 
 
-def _functions(tree: ast.Module | None) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    found = dict[str, ast.FunctionDef | ast.AsyncFunctionDef]()
+def _functions(tree: ast.Module | None) -> dict[str, Function]:
+    found = dict[str, Function]()
     for node in tree.body if tree is not None else ():
         prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
         for entry in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(entry, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(entry, Function):
                 found[f"{prefix}{entry.name}"] = entry
     return found
