@@ -125,8 +125,8 @@ class Planner:
     def _count(self, verified: Verified, sign: int) -> None:
         self._num_named += sign * names_edited_line(verified)
         self._num_compound += sign * is_compound(verified)
-        for place in {(place.path, place.name) for place in verified.change.places}:
-            self._functions[place] += sign
+        for function in verified.change.functions:
+            self._functions[function] += sign
         for operator in verified.change.operators:
             self._operators[operator] += sign
 
@@ -163,7 +163,6 @@ class Planner:
         if change.kind == "deleted_feature" and self._num_named >= named:
             return False
         most = math.ceil(self._quotas.most_per_operator * self._quotas.most_tasks)
-        functions = {(place.path, place.name) for place in change.places}
         return all(self._operators[one] < most for one in change.operators) and all(
-            self._functions[one] < self._quotas.most_per_function for one in functions
+            self._functions[one] < self._quotas.most_per_function for one in change.functions
         )

@@ -70,6 +70,11 @@ class Change:
         return digest.hexdigest()[:16]
 
     @property
+    def functions(self) -> set[tuple[str, str]]:
+        """Path and name of each function that the solution edits."""
+        return {(place.path, place.name) for place in self.places}
+
+    @property
     def operators(self) -> tuple[str, ...]:
         """The operator of each part."""
         return tuple(self.operator.split(OPERATOR_JOIN))

@@ -23,30 +23,31 @@ _MOST_READ = 50
 """Failing tests of which symptoms are told."""
 _MOST_NEEDED = 6
 _MOST_TEXT = 160
-_WRONG_VALUE = (
-    "`{call}` gives {seen}, but should give {wanted}.",
-    "I expected {wanted} from `{call}` and got {seen}.",
-    "`{call}` returns {seen}; right is {wanted}.",
-    "Expected of `{call}`: {wanted}. Actual: {seen}.",
-    "Why is `{call}` {seen}? It has to be {wanted}.",
-)
-_RAISES = (
-    "`{call}` fails with {seen}.",
-    "Calling `{call}` ends in {seen}.",
-    "I get {seen} from `{call}`.",
-    "`{call}` raises {seen}, which it should not.",
-)
-_NOT_RAISED = (
-    "`{call}` should raise {wanted}, but does not.",
-    "No {wanted} from `{call}`, though one is due.",
-    "`{call}` is accepted; {wanted} is what it has to raise.",
-)
-_UNTRUE = (
-    "`{call}` should hold, but does not.",
-    "I rely on `{call}`, which no longer holds.",
-    "`{call}` has to be true and is not.",
-)
-_TEMPLATES = {"wrong value": _WRONG_VALUE, "untrue": _UNTRUE, "raises": _RAISES, "not raised": _NOT_RAISED}
+_TEMPLATES = {
+    "wrong value": (
+        "`{call}` gives {seen}, but should give {wanted}.",
+        "I expected {wanted} from `{call}` and got {seen}.",
+        "`{call}` returns {seen}; right is {wanted}.",
+        "Expected of `{call}`: {wanted}. Actual: {seen}.",
+        "Why is `{call}` {seen}? It has to be {wanted}.",
+    ),
+    "untrue": (
+        "`{call}` should hold, but does not.",
+        "I rely on `{call}`, which no longer holds.",
+        "`{call}` has to be true and is not.",
+    ),
+    "raises": (
+        "`{call}` fails with {seen}.",
+        "Calling `{call}` ends in {seen}.",
+        "I get {seen} from `{call}`.",
+        "`{call}` raises {seen}, which it should not.",
+    ),
+    "not raised": (
+        "`{call}` should raise {wanted}, but does not.",
+        "No {wanted} from `{call}`, though one is due.",
+        "`{call}` is accepted; {wanted} is what it has to raise.",
+    ),
+}
 _SCRIPTS = {
     "wrong value": "This script should run through, but does not:",
     "untrue": "This script should run through, but does not:",

@@ -15,6 +15,9 @@ _LEVELS: tuple[Difficulty, ...] = ("easy", "medium", "hard")
 _DUPLICATE = 0.8
 """Share of their differences' runs of three tokens from which two changes count as the same."""
 
+_Fingerprint = tuple[tuple[str, ...], set[tuple[str, ...]]]
+"""Functions and failing tests, and the difference's runs of three tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -46,14 +49,14 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
     """
     rejected = list[tuple[Verified, Rejection]]()
     kept = list[_Facts]()
-    per_function, seen = Counter[tuple[str, str]](), list[tuple[tuple[str, ...], set[tuple[str, ...]]]]()
+    per_function, seen = Counter[tuple[str, str]](), list[_Fingerprint]()
     for candidate in candidates:
         reason = _refusal(candidate, per_function, seen, quotas)
         if reason:
             rejected.append((candidate, Rejection(reason)))
             continue
         kept.append(_Facts(candidate, names_edited_line(candidate), is_compound(candidate)))
-        per_function.update(_functions(candidate))
+        per_function.update(candidate.change.functions)
         seen.append(_fingerprint(candidate))
     while (worst := _worst(kept, quotas)) is not None:
         rejected.append((kept.pop(worst[0]).verified, Rejection(worst[1])))
@@ -84,16 +87,11 @@ def is_compound(verified: Verified) -> bool:
     return len(verified.change.files) > 1 or len(verified.change.parts) > 1
 
 
-def _functions(verified: Verified) -> set[tuple[str, str]]:
-    return {(place.path, place.name) for place in verified.change.places}
-
-
-def _fingerprint(verified: Verified) -> tuple[tuple[str, ...], set[tuple[str, ...]]]:
-    """Functions and failing tests, and the difference's runs of three tokens."""
+def _fingerprint(verified: Verified) -> _Fingerprint:
     change = verified.change
     both = [changed_text(change.files[path], verified.reference[path]) for path in sorted(change.files)]
     tokens = code_tokens("\n".join("\n".join(pair) for pair in both))
-    where = sorted(f"{path}:{name}" for path, name in _functions(verified))
+    where = sorted(f"{path}:{name}" for path, name in change.functions)
     tests = sorted(failure.test for failure in verified.failures)
     return (*where, *tests), set(runs(tokens, 3)) or {tuple(tokens)}
 
@@ -101,7 +99,7 @@ def _fingerprint(verified: Verified) -> tuple[tuple[str, ...], set[tuple[str, ..
 def _refusal(
     candidate: Verified,
     per_function: Counter[tuple[str, str]],
-    seen: Sequence[tuple[tuple[str, ...], set[tuple[str, ...]]]],
+    seen: Sequence[_Fingerprint],
     quotas: Quotas,
 ) -> str:
     """Why a candidate cannot be taken whatever else is; empty where it can."""
@@ -109,9 +107,10 @@ def _refusal(
         return "no test fails"
     if len({split_of(path) for path in candidate.change.files}) > 1:
         return "its modules are of different splits"
-    full = sorted(name for name in _functions(candidate) if per_function[name] >= quotas.most_per_function)
+    full = [one for one in candidate.change.functions if per_function[one] >= quotas.most_per_function]
     if full:
-        return f"quota: {quotas.most_per_function} tasks of {full[0][0]}:{full[0][1] or 'the module'} already"
+        path, name = min(full)
+        return f"quota: {quotas.most_per_function} tasks of {path}:{name or 'the module'} already"
     where, tokens = _fingerprint(candidate)
     for other_where, other in seen:
         if where == other_where and len(tokens & other) >= _DUPLICATE * len(tokens | other):
