@@ -43,7 +43,7 @@ def test_every_quota_holds_of_what_is_kept(candidates: list[Verified]) -> None:
     is_short = sum(map(is_compound, kept)) < QUOTAS.least_compound * len(kept)
     assert bool(selection.missed) == is_short
     assert sum(map(names_edited_line, kept)) <= QUOTAS.most_named_lines * len(kept)
-    assert all(reason.reason for _, reason in selection.rejected)
+    assert all(reason for _, reason in selection.rejected)
 
 
 def test_a_varied_set_is_kept_whole() -> None:
@@ -71,7 +71,7 @@ def test_near_duplicates_are_dropped() -> None:
     first, second = (verified(at, "ab"[at], "f", files=2) for at in range(2))
     again = Verified(first.change, first.reference, first.failures)
     selection = select([first, second, again], QUOTAS)
-    assert [reason.reason for one, reason in selection.rejected if one is again] == [
+    assert [reason for one, reason in selection.rejected if one is again] == [
         "near-duplicate: the same tests fail for nearly the same difference"
     ]
 

@@ -148,7 +148,7 @@ class Planner:
     def report_selection(self, report: MakeReport) -> None:
         """Tells why the last selection left candidates out, and which share it could not meet."""
         for verified, reason in self._selection.rejected:
-            report.reject(verified.change, "selection", reason.reason)
+            report.reject(verified.change, "selection", reason)
         report.missed = self._selection.missed
 
     def _is_new(self, change: Change) -> bool:

@@ -126,13 +126,14 @@ def read_project(root: Path) -> Project:
             "holds no package: no directory with an __init__.py below it or its src, nor a module",
             field="REPO", received=str(root), fix="name the directory that holds pyproject.toml",
         )  # fmt: skip
+    options = pyproject.get("tool", {}).get("pytest", {}).get("ini_options", {})
     folder = f"{source_root}/{metadata.name}.egg-info".removeprefix("/")
     files[f"{folder}/PKG-INFO"] = metadata.text.encode()
     files[f"{folder}/entry_points.txt"] = metadata.entry_points.encode()
     return Project(
         metadata.name, metadata.version, files, sources, tests,
-        _chosen_tests(test_files, pyproject), source_root, find_requirements(metadata, pyproject, files),
-        _options(files, pyproject),
+        _chosen_tests(test_files, options), source_root, find_requirements(metadata, pyproject, files),
+        _import_mode(files, options),
     )  # fmt: skip
 
 
@@ -221,17 +222,15 @@ def is_test_file(path: str) -> bool:
     return is_named and not path.startswith(("docs/", "examples/", "bench"))
 
 
-def _chosen_tests(test_files: tuple[str, ...], pyproject: Mapping[str, Any]) -> tuple[str, ...]:
+def _chosen_tests(test_files: tuple[str, ...], options: Mapping[str, Any]) -> tuple[str, ...]:
     """The test files below `testpaths`, where that names some."""
-    options = pyproject.get("tool", {}).get("pytest", {}).get("ini_options", {})
     below = [path.rstrip("/") + "/" for path in options.get("testpaths", []) if isinstance(path, str)]
     chosen = tuple(path for path in test_files if path.startswith(tuple(below)))
     return chosen or test_files
 
 
-def _options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) -> tuple[str, ...]:
+def _import_mode(files: Mapping[str, bytes], options: Mapping[str, Any]) -> tuple[str, ...]:
     """How tests are imported, if the project's configuration says so; nothing else of its options counts."""
-    options = pyproject.get("tool", {}).get("pytest", {}).get("ini_options", {})
     texts = [str(options.get("addopts", ""))]
     texts += [
         files.get(name, b"").decode(errors="replace") for name in ("pytest.ini", "tox.ini", "setup.cfg")

@@ -92,16 +92,11 @@ class ProjectTwins:
         return ExamSet(tuple(exams), dict.fromkeys(sorted(wanted - guarded), reason), common)
 
     def _exam(self, used: Sequence[str], chosen: Mapping[str, Twin], changer: TestChanger) -> Exam:
-        passing: list[str] = []
-        failing: list[str] = []
-        others: list[str] = []
-        for function in used:
-            twin = chosen.get(function)
-            passing += self.tests[function] if twin is None else twin.passing
-            failing += () if twin is None else twin.failing
-            others += () if twin is None else twin.others
+        passing = [test for one in used if one not in chosen for test in self.tests[one]]
+        passing += chain(*(twin.passing for twin in chosen.values()))
+        failing = list(chain(*(twin.failing for twin in chosen.values())))
         files = changer.change({function: twin.number for function, twin in chosen.items()})
-        ids = sorted([*passing, *failing, *others])
+        ids = sorted([*passing, *failing, *chain(*(twin.others for twin in chosen.values()))])
         asked = {
             "ids": ids,
             "paths": sorted({test.partition("::")[0] for test in ids}),
@@ -153,16 +148,18 @@ async def find_project_twins(
     for number, (found, kinds) in enumerate(rounds):
         ended = _tests_of(found)
         for name in kinds.keys() & tests.keys():
-            pairs = zip(ran[name], ended.get(name, ()), strict=False)
-            known = [(before, test) for before, test in pairs if before in stable]
-            if len(ran[name]) == len(ended.get(name, ())):
-                twin = _find_twin(number, kinds[name], known, found, suite.project)
-                twins.setdefault(name, []).extend([twin] if twin is not None else [])
-    known = {name: tuple(found) for name, found in sorted(twins.items()) if found}
-    found = ProjectTwins(tests, known, files)
+            if len(ran[name]) != len(ended.get(name, ())):
+                continue
+            known = [(was, test) for was, test in zip(ran[name], ended[name], strict=True) if was in stable]
+            if twin := _find_twin(number, kinds[name], known, found, suite.project):
+                twins.setdefault(name, []).append(twin)
+    found = ProjectTwins(tests, {name: tuple(known) for name, known in sorted(twins.items())}, files)
     unsettled = await _find_unsettled(suite, changer, found, at_once, lambda step: advance(1 + ROUNDS + step))
-    tests = {name: own for name, own in tests.items() if name not in unsettled}
-    return ProjectTwins(tests, {name: own for name, own in known.items() if name not in unsettled}, files)
+    return ProjectTwins(
+        {name: own for name, own in found.tests.items() if name not in unsettled},
+        {name: known for name, known in found.twins.items() if name not in unsettled},
+        files,
+    )
 
 
 async def _find_unsettled(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.tasks.making.changes import Difficulty, Quotas, Rejection, Verified, split_of
+from etude.tasks.making.changes import Difficulty, Quotas, Verified, split_of
 from etude.tasks.making.tokens import changed_lines, changed_text, code_tokens, runs
 
 NOT_CALIBRATED = "not calibrated"
@@ -24,7 +24,7 @@ class Selection:
     """What is kept, and the rest with reasons."""
 
     kept: tuple[Verified, ...]
-    rejected: tuple[tuple[Verified, Rejection], ...]
+    rejected: tuple[tuple[Verified, str], ...]
     missed: str = ""
     """The least share that the candidates did not allow, with what it came to; empty where it holds."""
 
@@ -47,19 +47,19 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
     broke. No task is left out for the least share of compound ones: of too many tasks the others go first,
     and `missed` says if it is short all the same.
     """
-    rejected = list[tuple[Verified, Rejection]]()
+    rejected = list[tuple[Verified, str]]()
     kept = list[_Facts]()
     per_function, seen = Counter[tuple[str, str]](), list[_Fingerprint]()
     for candidate in candidates:
         reason = _refusal(candidate, per_function, seen, quotas)
         if reason:
-            rejected.append((candidate, Rejection(reason)))
+            rejected.append((candidate, reason))
             continue
         kept.append(_Facts(candidate, names_edited_line(candidate), is_compound(candidate)))
         per_function.update(candidate.change.functions)
         seen.append(_fingerprint(candidate))
     while (worst := _worst(kept, quotas)) is not None:
-        rejected.append((kept.pop(worst[0]).verified, Rejection(worst[1])))
+        rejected.append((kept.pop(worst[0]).verified, worst[1]))
     num_compound = sum(one.is_compound for one in kept)
     missed = ""
     if num_compound < quotas.least_compound * len(kept):
