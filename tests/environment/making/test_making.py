@@ -27,7 +27,7 @@ from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.local.backend import LocalBackend
 from etude.tasks.harbor import find_directories, read_harbor
-from etude.tasks.making.changes import Change, Place, Rejection
+from etude.tasks.making.changes import Change, Place
 from etude.tasks.making.undoing import PastChange
 from tests.environment.making.python_image import save_python_image
 from tests.environment.making.scene import PROJECT, QUOTAS, Making
@@ -48,7 +48,7 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
 ) -> None:
     turn = itertools.cycle((0.5, 0.0))
 
-    async def verify_unevenly(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
+    async def verify_unevenly(change: Change, suite: Suite, baseline: Baseline) -> Noticed | str:
         await asyncio.sleep(next(turn))  # the second of two is known first: that must decide nothing
         return await verify_change(change, suite, baseline)
 
@@ -191,7 +191,7 @@ def test_a_bug_must_fail_under_the_hash_seed_zone_and_fresh_sandbox_of_grading(m
     # By its coverage the first round is of one test alone, which leaves a file for those that follow.
     baseline = Baseline(tuple(sorted(tests)), {}, Coverage((tests[-1],), {path: {line: "1"}}), 1.0)
 
-    async def verify() -> Noticed | Rejection:
+    async def verify() -> Noticed | str:
         backend = making.open_backend()
         try:
             image = await find_project_image(read_project(making.repo), making.image, making.store, {})

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from etude.agent.tools.linters import Finding, HostRuff
-from etude.tasks.making.changes import Change, Rejection, in_turn
+from etude.tasks.making.changes import Change, in_turn
 from etude.tasks.making.refactoring import SMELLS, is_removed, plan_smells
 from etude.tasks.making.source import Edit, Source, apply_edits, read_sources
 
@@ -30,7 +30,7 @@ async def find_smells(sources: Mapping[str, str], seed: int) -> Iterator[Change]
     return in_turn([await _find_own(ruff, sources), plan_smells(sources, seed)])
 
 
-async def find_disagreement(change: Change, sources: Mapping[str, str]) -> Rejection | None:
+async def find_disagreement(change: Change, sources: Mapping[str, str]) -> str | None:
     """Why a planted smell makes no task: ruff does not find it. Raises InfrastructureError."""
     ruff = HostRuff.find(_RULES)
     if ruff is None or change.kind != "planted_smell":
@@ -41,7 +41,7 @@ async def find_disagreement(change: Change, sources: Mapping[str, str]) -> Rejec
         for texts in (change.files, change.solved(sources))
         for source in read_sources(texts)
     ]
-    return None if counts[0] > counts[1] else Rejection(f"ruff does not find it: {change.smell}")
+    return None if counts[0] > counts[1] else f"ruff does not find it: {change.smell}"
 
 
 async def _find_own(ruff: HostRuff, sources: Mapping[str, str]) -> list[Change]:

@@ -48,7 +48,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Network
 from etude.tasks.exams import Exam
 from etude.tasks.making import structure_inside
-from etude.tasks.making.changes import Change, Quotas, Rejection, Verified
+from etude.tasks.making.changes import Change, Quotas, Verified
 from etude.tasks.making.instructions import find_refusal
 from etude.tasks.making.leaks import scan_layers, scan_workspace
 from etude.tasks.making.undoing import PastChange
@@ -348,8 +348,8 @@ class _Search:
         found = find_refusal(change, sources) or await find_disagreement(change, sources)
         found = found or await verify_change(change, self._suite, self._baseline)
         line: dict[str, Any] = {"id": change.id}
-        if isinstance(found, Rejection):
-            line["reason"] = found.reason
+        if isinstance(found, str):
+            line["reason"] = found
         else:
             line |= found.to_document(self._baseline)
         self._journal.append(line)

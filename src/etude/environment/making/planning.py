@@ -14,7 +14,7 @@ from dataclasses import replace
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import plan_bugs
-from etude.tasks.making.changes import Change, Quotas, Rejection, Verified, in_turn
+from etude.tasks.making.changes import Change, Quotas, Verified, in_turn
 from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
@@ -102,8 +102,8 @@ class Planner:
         groups = [{one.test for one in self._found[part].failures} for part in change.parts]
         failures = noticed.failures
         instruction = write_instruction(change, self._sources, self._tests, failures, self._seed, groups)
-        if isinstance(instruction, Rejection):
-            return instruction.reason
+        if isinstance(instruction, str):
+            return instruction
         hidden = hide_tests(self._tests, failures)
         if hidden is None:
             return "not hidden: a failing test cannot be taken out of its file"

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.suites import Suite, SuiteRun
 from etude.environment.making.twinning import ProjectTwins
-from etude.tasks.making.changes import Change, Place, Rejection, TestFailure
+from etude.tasks.making.changes import Change, Place, TestFailure
 
 _ROUNDS = 2
 """Of the whole suite in one sandbox, with another hash seed and time zone than those of grading."""
@@ -57,13 +57,14 @@ class Noticed:
         return cls(failures, passing, document["num_suspect_lines"])
 
 
-async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
-    """Runs the tests over a change. Raises SandboxError if our own machinery failed.
+async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Noticed | str:
+    """Runs the tests over a change: what they notice, or why it makes no task. Raises SandboxError if our own
+    machinery failed.
 
     The project's own tests decide, also those that the workspace lacks.
     """
     if not any(baseline.coverage.is_run(place.path, _lines(place)) for place in change.places):
-        return Rejection("not covered: no test runs the lines")
+        return "not covered: no test runs the lines"
     covering = sorted(_find_covering(change, baseline))
     rounds = [covering] if 0 < len(covering) <= _MOST_COVERING else []
     suite = suite.within(baseline.timeout_s)
@@ -72,24 +73,24 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     runs = await suite.run_rounds(change.files, [*rounds, *[None] * _ROUNDS], baseline.stable)
     problem = next((run.problem for run in runs if run.problem is not None), None)
     if problem is not None:
-        return Rejection(problem)
+        return problem
     if len(runs) < len(rounds) + _ROUNDS:
         which = "the tests that run the lines" if rounds and len(runs) == 1 else "all tests"
-        return Rejection(f"not noticed: {which} pass")
+        return f"not noticed: {which} pass"
     graded = await suite.run(files=change.files)
     if graded.problem is not None:
-        return Rejection(graded.problem)
+        return graded.problem
     return _compare(change, [*runs[-_ROUNDS:], graded], baseline)
 
 
-async def _verify_smell(change: Change, suite: Suite, baseline: Baseline) -> Noticed | Rejection:
+async def _verify_smell(change: Change, suite: Suite, baseline: Baseline) -> Noticed | str:
     """All tests must pass with what is not the project's own text: with the smell, or without it."""
     for seed in (1, None):
         run = await suite.run(seed, files=change.solution or change.files)
         if run.problem is not None:
-            return Rejection(run.problem)
+            return run.problem
         if missed := sorted(set(baseline.stable) - run.passed):
-            return Rejection(f"behaves otherwise: {missed[0]} does not pass")
+            return f"behaves otherwise: {missed[0]} does not pass"
     return Noticed((), baseline.stable, 0)
 
 
@@ -112,18 +113,18 @@ def _find_covering(change: Change, baseline: Baseline) -> set[str]:
     return set[str]().union(*tests).intersection(baseline.stable)
 
 
-def _compare(change: Change, runs: Sequence[SuiteRun], baseline: Baseline) -> Noticed | Rejection:
+def _compare(change: Change, runs: Sequence[SuiteRun], baseline: Baseline) -> Noticed | str:
     stable = set(baseline.stable)
     passing = stable.intersection(*(run.passed for run in runs))
     failing = stable.difference(*(run.passed for run in runs))
     if not failing:
-        return Rejection("flaky with the change: no test fails each time")
+        return "flaky with the change: no test fails each time"
     if not passing:
-        return Rejection("breaks everything: no test passes")
+        return "breaks everything: no test passes"
     last = runs[-1]
     # A file that is not collected without the change either has no test that could fail.
     if _files(last.errors).intersection(_files(failing)) and change.kind in ("planted_bug", "combined"):
-        return Rejection("breaks the import: tests cannot be collected")
+        return "breaks the import: tests cannot be collected"
     failures = tuple(
         last.failures.get(test) or TestFailure(test, _why_missing(test, last)) for test in sorted(failing)
     )

@@ -3,9 +3,11 @@
 plan_bugs, plan_deletions, plan_undone, combine     a project's text -> Change
 plan_smells                                         the same, of code that works
 (the pipeline runs the tests of each)   Change -> TestFailure
-write_instruction                       -> text | Rejection
+write_instruction                       -> text, or why there is none
 find_leaks                              the image's files -> Leak
 select                                  Verified -> Selection
+
+Why no task is made of a change is a text: a kind, a colon, the particulars.
 """
 
 from __future__ import annotations
@@ -117,13 +119,6 @@ class TestFailure:
         name = self.test.partition("[")[0].partition("::")[2].replace("::", ".")
         is_own = self.function.rpartition(".")[2] == name.rpartition(".")[2]
         return self.function if is_own else name
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Why no task is made of a change: a kind, a colon, the particulars."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

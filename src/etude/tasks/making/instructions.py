@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from etude.tasks.making.changes import Change, Rejection, TestFailure
+from etude.tasks.making.changes import Change, TestFailure
 from etude.tasks.making.refactoring import write_request
 from etude.tasks.making.source import Function, read_tree
 from etude.tasks.making.symptoms import Call, Symptom, find_calls, find_symptom
@@ -77,6 +77,8 @@ _DELETED = (
     "Implement {it}: {what} missing so far.",
     "{what} still to be written. Please add {it}.",
 )
+_Gone = tuple[str, str, str | None]
+"""Qualified name, docstring's first paragraph, and the parameters where the whole function is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ def write_instruction(
     failures: Sequence[TestFailure],
     seed: int,
     groups: Sequence[Collection[str]] = (),
-) -> Instruction | Rejection:
-    """The instruction of a task, the same for the same seed; a rejection where none can be honest.
+) -> Instruction | str:
+    """The instruction of a task, the same for the same seed; or why none can be honest.
 
     `sources` are the project's own files, `tests` the hidden ones, path to text. `groups` are the ids of
     the tests that each part of a combined change fails by itself: each part gets a symptom of its own. The
@@ -109,13 +111,13 @@ def write_instruction(
     needed = find_needed(change, sources, tests, failures)
     private = [name for name in needed if name.startswith("_") and name.isidentifier()]
     if private:
-        return Rejection(f"underspecified: tests use the private name {private[0]}")
+        return f"underspecified: tests use the private name {private[0]}"
     if len(needed) > _MOST_NEEDED or any(len(text) > _MOST_TEXT for text in needed):
-        return Rejection(f"underspecified: tests need {len(needed)} names and texts that the workspace lacks")
-    is_past = change.kind == "past_change"
-    deleted = _describe_deleted(change, sources, rng) if is_past or change.kind == "deleted_feature" else ""
-    if isinstance(deleted, Rejection):
-        return deleted
+        return f"underspecified: tests need {len(needed)} names and texts that the workspace lacks"
+    gone = _find_gone(change, sources)
+    if isinstance(gone, str):
+        return gone
+    deleted, is_past = _describe_gone(gone, rng) if gone else "", change.kind == "past_change"
     sentences = [deleted] if deleted else []
     told = _Told(failures, tests)
     for group in [*groups] or [[failure.test for failure in failures]]:
@@ -123,7 +125,7 @@ def write_instruction(
         most = 1 if groups or (deleted and not is_past) else max(_MOST_SYMPTOMS, len(change.places))
         said = _describe_failures(mine, told, sentences, reference, rng, most, not deleted)
         if not said and not deleted:
-            return Rejection("underspecified: no failing test shows a symptom that may be described")
+            return "underspecified: no failing test shows a symptom that may be described"
         sentences += said
     text = rng.choice(_OPENINGS) + " ".join(sentences)
     missing = [entry for entry in needed if entry not in text]
@@ -136,16 +138,16 @@ def write_instruction(
     return _check_text(Instruction(text, told.is_whole(told.calls)), reference)
 
 
-def _check_text(instruction: Instruction, reference: set[tuple[str, ...]]) -> Instruction | Rejection:
+def _check_text(instruction: Instruction, reference: set[tuple[str, ...]]) -> Instruction | str:
     if reference & set(runs(_plain_tokens(instruction.text), RUN_LENGTH)):
-        return Rejection("gives the solution away: the instruction has a run of tokens of the reference")
+        return "gives the solution away: the instruction has a run of tokens of the reference"
     return instruction
 
 
-def find_refusal(change: Change, sources: Mapping[str, str]) -> Rejection | None:
+def find_refusal(change: Change, sources: Mapping[str, str]) -> str | None:
     """Why no instruction is written for a change, whatever its tests say; None if that is not known yet."""
-    found = _describe_deleted(change, sources, Random(0)) if change.kind == "deleted_feature" else None
-    return found if isinstance(found, Rejection) else None
+    found = _find_gone(change, sources)
+    return found if isinstance(found, str) else None
 
 
 def find_needed(
@@ -274,21 +276,26 @@ def _say(symptom: Symptom, rng: Random) -> str:
     return f"{rng.choice(_AFTER)}\n\n```python\n{symptom.script}\n```\n\n{sentence}"
 
 
-def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -> str | Rejection:
-    """Names what is gone and what its docstring says; a rejection where nothing says what it has to do."""
+def _find_gone(change: Change, sources: Mapping[str, str]) -> list[_Gone] | str:
+    """What an instruction may say is gone; or why nothing says what it has to do."""
+    if change.kind not in ("deleted_feature", "past_change"):
+        return []
     gone = [found for path, text in change.files.items() for found in _deleted(text, sources[path])]
-    if not gone and change.kind != "past_change":
-        return Rejection("underspecified: no function is gone")
-    gone = [entry for entry in gone if not re.search(r"(^|\.)_[^_]", entry[0])]
+    public = [entry for entry in gone if not re.search(r"(^|\.)_[^_]", entry[0])]
+    special = [name for name, _, _ in public if name.endswith("__")]
     if change.kind == "past_change":
-        gone = [one for one in gone if one[1] and one[2] is not None and not one[0].endswith("__")]
-        if not gone:
-            return ""
-    special = [name for name, _, _ in gone if name.endswith("__")]
-    if len(special) == len(gone):
-        return Rejection("underspecified: nothing public is gone")
-    if any(not doc for name, doc, _ in gone if name not in special):
-        return Rejection("underspecified: what is gone has no docstring")
+        return [one for one in public if one[1] and one[2] is not None and one[0] not in special]
+    if not gone:
+        return "underspecified: no function is gone"
+    if len(special) == len(public):
+        return "underspecified: nothing public is gone"
+    if any(not doc for name, doc, _ in public if name not in special):
+        return "underspecified: what is gone has no docstring"
+    return public
+
+
+def _describe_gone(gone: Sequence[_Gone], rng: Random) -> str:
+    """Names it, with what its docstrings say."""
     names = [f"`{name}`" for name, _, _ in gone]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     what, it = (f"{listed} is", "it") if len(names) == 1 else (f"{listed} are", "them")
@@ -298,10 +305,9 @@ def _describe_deleted(change: Change, sources: Mapping[str, str], rng: Random) -
     return text
 
 
-def _deleted(broken: str, own: str) -> list[tuple[str, str, str | None]]:
-    """Qualified name, docstring's first paragraph, and the parameters where the whole function is gone."""
+def _deleted(broken: str, own: str) -> list[_Gone]:
     now, was = _functions(read_tree(broken)), _functions(read_tree(own))
-    found = list[tuple[str, str, str | None]]()
+    found = list[_Gone]()
     for name, node in was.items():
         doc = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         if name not in now:
