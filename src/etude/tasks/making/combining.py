@@ -24,7 +24,7 @@ def combine(changes: Sequence[Change], sources: Mapping[str, str], seed: int) ->
     order = list(changes)
     rng.shuffle(order)
     pairs = list(combinations(range(len(order)), 2)) if len(order) <= 1500 else []
-    pairs = pairs or [tuple(rng.sample(range(len(order)), 2)) for _ in range(1_000_000 // 2)]
+    pairs = pairs or [tuple(rng.sample(range(len(order)), 2)) for _ in range(500_000)]
     rng.shuffle(pairs)
     pairs.sort(key=lambda pair: order[pair[0]].files.keys() == order[pair[1]].files.keys())
     uses = Counter[int]()

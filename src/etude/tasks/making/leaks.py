@@ -60,7 +60,7 @@ class _Wanted:
     """What of some solutions is looked for."""
 
     by_run: Mapping[_Run, Sequence[_Hunk]]
-    words: Mapping[bytes, frozenset[tuple[bytes, ...]]]
+    words: Mapping[bytes, Collection[tuple[bytes, ...]]]
     """The longest word of each run -> its others, the longest first: a file without all of them, for every
     run, holds none."""
     modules: Mapping[str, Sequence[tuple[str, Change]]]
@@ -78,7 +78,8 @@ def scan_layers(
     reasons: dict[str, str] = {}
     sources = _read_texts(files)
     for layer in layers:
-        for change, leaks in find_leaks(layer, changes, sources, list(_find_foreign(layer))).items():
+        foreign = [path.relative_to(layer).as_posix() for one in _OF_PYTHON for path in layer.glob(one)]
+        for change, leaks in find_leaks(layer, changes, sources, foreign).items():
             reasons.setdefault(change, _describe(leaks, "the image"))
     return reasons
 
@@ -95,12 +96,6 @@ def scan_workspace(
 
 def _read_texts(files: Mapping[str, bytes]) -> dict[str, str]:
     return {path: text for path, data in files.items() if (text := read_text(data)) is not None}
-
-
-def _find_foreign(layer: Path) -> Iterator[str]:
-    for pattern in _OF_PYTHON:
-        for path in layer.glob(pattern):
-            yield path.relative_to(layer).as_posix()
 
 
 def _describe(leaks: Sequence[Leak], where: str) -> str:
@@ -139,18 +134,16 @@ def find_leaks(
 
 
 def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Wanted:
-    hunks = [_Hunk(change, frozenset(found)) for change in changes for found in _hunks_of(change, sources)]
-    every = {run for hunk in hunks for run in hunk.runs}
+    hunks = [(change, found) for change in changes for found in _hunks_of(change, sources)]
+    every = {run for _, found in hunks for run in found}
     holders: dict[_Run, set[str]] = {}
     for path, text in sources.items():
         for run in every.intersection(runs(code_tokens(text), RUN_LENGTH)):
             holders.setdefault(run, set()).add(path)
-    kept = list[_Hunk]()
-    for hunk in hunks:
-        elsewhere = {run for run in hunk.runs if holders.get(run, set()) - hunk.change.files.keys()}
-        kept.append(_Hunk(hunk.change, hunk.runs - elsewhere))
     by_run: dict[_Run, list[_Hunk]] = {}
-    for hunk in kept:
+    for change, found in hunks:
+        elsewhere = {run for run in found if holders.get(run, set()) - change.files.keys()}
+        hunk = _Hunk(change, frozenset(found - elsewhere))
         for run in hunk.runs:
             by_run.setdefault(run, []).append(hunk)
     words: dict[bytes, set[tuple[bytes, ...]]] = {}
@@ -162,7 +155,7 @@ def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Want
     for change in changes:
         for path in change.files:
             modules.setdefault(PurePosixPath(path).stem, []).append((path, change))
-    return _Wanted(by_run, {first: frozenset(others) for first, others in words.items()}, modules)
+    return _Wanted(by_run, words, modules)
 
 
 def _hunks_of(change: Change, sources: Mapping[str, str]) -> Iterator[set[_Run]]:
@@ -228,9 +221,8 @@ def _is_copy(name: str, module: str, data: bytes, scopes: Collection[str]) -> bo
     beside = (
         parents[-1:] == [folder] if folder else bool({"site-packages", "dist-packages"} & set(parents[-1:]))
     )
-    if path.suffix in (".pyc", ".pyo"):
-        return (beside or not folder) and (not names or any(one in data for one in names))
-    return beside and (not names or any(one in data for one in names))
+    is_near = beside or (not folder and path.suffix in (".pyc", ".pyo"))
+    return is_near and (not names or any(one in data for one in names))
 
 
 def read_contents(path: Path, name: str) -> Contents:

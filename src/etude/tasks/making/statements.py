@@ -195,10 +195,11 @@ def share_mutable(source: Source, node: ast.AST) -> Planted:
                     removed = source.remove(statement, node.body)
                     yield "shared mutable", [source.replace(default, new), removed]
     elif isinstance(node, ast.ClassDef):
-        start = next((entry for entry in node.body if isinstance(entry, Function)), None)
-        init = next((one for one in node.body if isinstance(one, Function) and one.name == "__init__"), None)
-        for statement in init.body if init is not None and start is not None else []:
-            yield from _share_attribute(source, statement, start, init) if start and init else ()
+        functions = [entry for entry in node.body if isinstance(entry, Function)]
+        init = next((one for one in functions if one.name == "__init__"), None)
+        if init is not None:
+            for statement in init.body:
+                yield from _share_attribute(source, statement, functions[0], init)
 
 
 def _fresh_value(source: Source, statement: ast.stmt, name: str) -> str:
