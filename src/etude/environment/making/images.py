@@ -63,7 +63,9 @@ async def build_project_image(
     """
     newest = await _build(project, dockerfile_text(project, BASE, project.requirements), store, options)
     text = dockerfile_text(project, BASE, await _list_packages(newest, backend), "--no-deps ")
-    return ProjectImage(await _build(project, text, store, options), text)
+    image = await _build(project, text, store, options)
+    found = TaskImage(image.name, image.layers, dict(image.env), image.workdir, image.user)
+    return ProjectImage(found, text)
 
 
 async def find_project_image(
@@ -75,13 +77,13 @@ async def find_project_image(
     return ProjectImage(found, dockerfile_text(project, name, ()))
 
 
-async def _build(project: Project, text: str, store: ImageStore, options: BuildOptions) -> TaskImage:
+async def _build(project: Project, text: str, store: ImageStore, options: BuildOptions) -> Image:
     plain = re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project"
     name = f"made/{plain[:60]}-{blake2b(text.encode(), digest_size=6).hexdigest()}"
     with ScratchDirectory(store.layers.root, "project-") as folder:
         (folder / "Dockerfile").write_text(text)
         try:
-            image = await build_image(folder, name, store, options=options)
+            return await build_image(folder, name, store, options=options)
         except TemplateError as error:
             if error.field == "images.bases":
                 raise
@@ -91,13 +93,11 @@ async def _build(project: Project, text: str, store: ImageStore, options: BuildO
                 fix="see that what its tests need can be installed here; `images.allow` names the hosts that "
                 "pip may reach, and `--image` an image that has all",
             ) from error  # fmt: skip
-    return TaskImage(image.name, image.layers, dict(image.env), image.workdir, image.user)
 
 
-async def _list_packages(image: TaskImage, backend: SandboxBackend) -> list[str]:
+async def _list_packages(image: Image, backend: SandboxBackend) -> list[str]:
     """`pip freeze` of an image: empty where what the distribution's own packages hold was enough."""
-    run_in = Image(image.name, image.layers, image.env, image.workdir, image.user)
-    sandbox = await backend.create(Template({}, "packages", run_in))
+    sandbox = await backend.create(Template({}, "packages", image))
     try:
         result = await sandbox.commands.run("python3 -m pip freeze --local", _FREEZE_S, {"PYTHONPATH": ""})
     finally:

@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -119,10 +119,7 @@ async def make_tasks(
 
 def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
     """Raises TaskError if `out` was begun from something else."""
-    digest = blake2b(digest_size=16)
-    for path, data in sorted(project.files.items()):
-        digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
-    key = {"project": digest.hexdigest(), "seed": settings.seed, "num_runs": settings.num_runs}
+    key = {"project": _digest(project.files, 16), "seed": settings.seed, "num_runs": settings.num_runs}
     key |= {"base": BASE, "image": settings.image, "version": VERSION}
     path = out / STATE / "key.json"
     if not path.exists():
@@ -292,10 +289,15 @@ class _Maker:
 def seed_exams(project: Project, verified: Verified) -> str:
     """What a task's exams are drawn by: its solution and the tests that are taken out, which the workspace
     lacks, so that nothing there could draw them again."""
-    digest = blake2b(digest_size=32)
+    tests = {path: project.files[path] for path in verified.change.removed_tests}
     solved = {path: text.encode() for path, text in verified.reference.items()}
-    for path in sorted({*solved, *verified.change.removed_tests}):
-        data = solved.get(path, project.files[path])
+    return _digest(tests | solved, 32)
+
+
+def _digest(files: Mapping[str, bytes], size: int) -> str:
+    """Of files and their paths, in so many bytes, as hexadecimal digits."""
+    digest = blake2b(digest_size=size)
+    for path, data in sorted(files.items()):
         digest.update(f"{path}\0{len(data)}\0".encode(errors="surrogateescape") + data)
     return digest.hexdigest()
 
