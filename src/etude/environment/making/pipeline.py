@@ -271,10 +271,8 @@ class _Maker:
         with ScratchDirectory(self._out / STATE, "check-") as scratch:
             draft = scratch / made.id
             await asyncio.to_thread(write_made_task, made, draft)
-            leak = await asyncio.to_thread(
-                scan_workspace, draft / "environment/workspace", made.verified.change, made.workspace,
-                made.verified.reference,
-            )  # fmt: skip
+            top = draft / "environment/workspace"
+            leak = await asyncio.to_thread(scan_workspace, top, made.verified, made.workspace)
             if leak is not None:
                 report.reject(made.verified.change, "leaks", leak)
                 return False

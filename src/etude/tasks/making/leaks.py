@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from etude.tasks.making.changes import Change, Leak
+from etude.tasks.making.changes import Change, Leak, Verified
 from etude.tasks.making.source import read_text
 from etude.tasks.making.tokens import changed_lines, code_tokens, runs
 
@@ -84,13 +84,11 @@ def scan_layers(
     return reasons
 
 
-def scan_workspace(
-    workspace: Path, change: Change, files: Mapping[str, bytes], reference: Mapping[str, str]
-) -> str | None:
-    """Why a task is given away by its own workspace, which lies at this path; None if it is not. `files`: of
-    the workspace; `reference`: texts of the solution."""
-    sources = _read_texts(files) | dict(reference)
-    leaks = find_leaks(workspace, [change], sources).get(change.id)
+def scan_workspace(workspace: Path, verified: Verified, files: Mapping[str, bytes]) -> str | None:
+    """Why a task is given away by its own workspace, which lies at this path and holds `files`; None if it is
+    not."""
+    sources = _read_texts(files) | dict(verified.reference)
+    leaks = find_leaks(workspace, [verified.change], sources).get(verified.change.id)
     return _describe(leaks, "the workspace") if leaks else None
 
 
