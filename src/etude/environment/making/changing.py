@@ -68,7 +68,7 @@ class TestChanger:
         )
         self._files: dict[str, _TestFile] = {}
         for path, text in sorted(project.test_texts.items()):
-            if path.endswith(".py") and "def test" in text and (source := Source.parse(path, text)):
+            if "def test" in text and (source := Source.parse(path, text)):
                 names = solution_names(source.tree, tops, project.tests)
                 self._files[path] = _TestFile(source, names, seed)
 
