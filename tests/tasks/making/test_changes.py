@@ -150,6 +150,16 @@ def test_a_function_that_others_name_is_emptied_and_not_removed() -> None:
     assert [change.places[0].name for change in removed] == ["one"]
 
 
+def test_functions_of_other_functions_are_emptied_with_them() -> None:
+    inner = "        def inner(c):\n            c += 1\n            c += b\n            return c\n"
+    outer = f"def outer(a, b):\n    if a:\n{inner}        return inner(a)\n    return b\n"
+    source = f"{outer}\n\ndef other(a):\n    b = a\n    b += 1\n    return b\n"
+    planned = {one.operator: one for one in plan_deletions({"a.py": source}, 0)}
+    assert "inner" not in planned["emptied module"].files["a.py"]
+    emptied = [one for one in plan_deletions({"a.py": source}, 0) if one.operator == "emptied function"]
+    assert {one.places[0].name for one in emptied} == {"outer", "other"}
+
+
 def test_combined_changes_are_of_one_split_and_hold_every_part() -> None:
     sources = REAL
     parts = {change.id: change for change in islice(plan_bugs(sources, 0), 30)}

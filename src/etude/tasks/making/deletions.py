@@ -15,6 +15,7 @@ from etude.tasks.making.source import (
     Function,
     Source,
     apply_edits,
+    blocks,
     has_docstring,
     read_sources,
     read_tree,
@@ -68,7 +69,7 @@ def _deletions(source: Source, names: Counter[str]) -> Iterator[tuple[str, Sourc
 
 def _empty(source: Source, node: ast.AST) -> list[Edit]:
     """The edit that leaves a function its docstring alone; none for stubs, small ones and inner ones."""
-    if not isinstance(node, Function) or isinstance(source.parents[node], Function):
+    if not isinstance(node, Function) or any(isinstance(one, Function) for one in source.ancestors(node)):
         return []
     body = node.body[has_docstring(node) :]
     if not body or any(isinstance(entry, ast.Global) for entry in body):
@@ -112,7 +113,7 @@ def hide_tests(tests: Mapping[str, str], failures: Sequence[TestFailure]) -> dic
 
 def _remove_tests(source: Source, functions: Sequence[ast.AST]) -> Iterator[Edit | None]:
     for parent in dict.fromkeys(source.parents[one] for one in functions):
-        body: list[ast.stmt] = getattr(parent, "body", [])
-        mine = [one for one in body if one in functions]
-        for at, one in enumerate(mine):
-            yield source.remove(one, [one] if len(mine) == len(body) and at == 0 else body)
+        for block in blocks(parent):
+            mine = [one for one in block if one in functions]
+            for at, one in enumerate(mine):
+                yield source.remove(one, [one] if len(mine) == len(block) and at == 0 else block)

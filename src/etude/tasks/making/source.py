@@ -75,6 +75,11 @@ class Source:
         """The node that each node stands in."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What a node stands in, the innermost first, without the module."""
+        while (node := self.parents.get(node, self.tree)) is not self.tree:
+            yield node
+
     @cached_property
     def scopes(self) -> dict[Scope, str]:
         """Qualified name of each function and class."""
