@@ -24,13 +24,12 @@ from etude.tokens.grammar.channels import ChannelParser
 from etude.tokens.grammar.events import ParsedMessage, ParseEvent, collect
 from etude.tokens.grammar.interface import (
     CallParser,
-    Grammar,
     ReasoningMarks,
     ToolSchema,
     parse_calls,
     parse_events,
 )
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS
+from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS, Grammar
 from etude.tokens.pieces import Control, Piece, join_text
 from etude.tokens.template import ETUDE_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""What a tool looks like to a grammar, and what a grammar does: render calls and parse them as they come."""
+"""What a tool looks like to a grammar, and what parses the calls of a message as they come."""
 
 from __future__ import annotations
 
@@ -126,6 +126,10 @@ class ToolSchema:
         }
 
 
+ToolTable = Mapping[str, Mapping[str, Parameter]]
+"""The parameters of each tool, all by name."""
+
+
 class CallParser(Protocol):
     """Takes one message of the agent piece by piece and tells what it says as soon as that is decided.
 
@@ -139,41 +143,6 @@ class CallParser(Protocol):
 
     def finish_events(self) -> list[ParseEvent]:
         """What was held back, and the calls left unclosed. Ends the parser's life."""
-        ...
-
-
-class Grammar(Protocol):
-    """How calls are written. Knows its tools; knows neither tokens nor files."""
-
-    name: str
-    tools: tuple[ToolSchema, ...]
-
-    def control_tokens(self) -> list[str]:
-        """Every tag that a tokenizer may hold as one control token, in a fixed order."""
-        ...
-
-    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
-        """What a system message says of these tools, for models that know the grammar or are to learn it.
-        None: the model's own chat template says it."""
-        ...
-
-    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
-        """Calls that follow each other as their author would write them, with what stands before the first:
-        behind words or another call, or at the beginning of an answer."""
-        ...
-
-    def split(self, text: str) -> list[Piece]:
-        """Text of a *scripted* author, its tags as control tokens. Never for text from outside."""
-        ...
-
-    def parser(
-        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
-    ) -> CallParser:
-        """A fresh parser. In text mode tags are recognised in ordinary characters.
-
-        `reasoning`: how its marks are recognised; by default like the tags. `begun`: the prompt ended with
-        `<think>`, so the message begins with reasoning.
-        """
         ...
 
 
