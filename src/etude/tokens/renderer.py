@@ -40,21 +40,15 @@ Tokens = NDArray[np.int32]
 class Renderer:
     """Renders and parses the messages of one tokenizer, grammar and template. Stateless after creation.
 
-    `reasoning` says how `<think>` and `</think>` are recognised. By default: as control tokens where the
-    tokenizer holds both; else like the tags, so in characters in text mode and not at all in token mode.
-    Where the template's prompts open reasoning, each message begins with it.
+    `<think>` and `</think>` are recognised as control tokens where the tokenizer holds both; else like the
+    tags, so in characters in text mode and not at all in token mode. Where the template's prompts open
+    reasoning, each message begins with it.
 
     Raises ConfigError if the tokenizer lacks the template's control tokens, or has some of the grammar's
     tags and lacks others (with none of them, calls are parsed in text mode).
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        grammar: Grammar,
-        template: Template = ETUDE_TEMPLATE,
-        reasoning: ReasoningMarks | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, grammar: Grammar, template: Template = ETUDE_TEMPLATE) -> None:
         self.tokenizer = tokenizer
         self.system: tuple[Piece, ...] | None = None
         """The system message of the agent's own sessions, where there is one; see `ChatFormat`."""
@@ -66,7 +60,7 @@ class Renderer:
         self.text_mode = _needs_text_mode(tokenizer, grammar)
         self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
-        self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, template, self.text_mode)
+        self.reasoning = _choose_marks(tokenizer, template, self.text_mode)
         self._end = (*template.closing, *template.after_end)
         self._is_told_by_template = grammar.announce(()) is None
 

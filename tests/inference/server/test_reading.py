@@ -97,8 +97,7 @@ def told_calls(parts: Sequence[Part]) -> list[tuple[str, str]]:
 
 
 def new_reader(renderer: Renderer, **rules: Any) -> AnswerReader:
-    numbers = itertools.count()
-    return AnswerReader(renderer, ReadingRules(**rules), lambda: f"call_{next(numbers)}")
+    return AnswerReader(renderer, ReadingRules(**rules))
 
 
 @given(
@@ -155,7 +154,7 @@ def test_tags_of_tools_that_are_not_offered_are_text() -> None:
     assert model.shelf is not None
     tokens = whole.message(["I read. ", ToolCall("read_file", {"path": "a.py"})])
     for rules in (ReadingRules(), ReadingRules(calls=False), ReadingRules(whole_calls=True)):
-        reader = AnswerReader(model.shelf.find(Opening()), rules, lambda: "call")
+        reader = AnswerReader(model.shelf.find(Opening()), rules)
         parts = [*reader.feed(tokens)[0], *reader.finish()]
         text = "".join(part.text for part in parts if isinstance(part, TextPart))
         assert text == "I read. <read_file><path>a.py</path></read_file>"

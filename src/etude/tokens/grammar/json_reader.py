@@ -48,9 +48,9 @@ class JsonReader:
 
     def __init__(self, sink: JsonSink) -> None:
         self.error: str | None = None
-        self.begun = False
         self.kind = ""
         """Of the value, once it has begun."""
+        self._begun = False
         self._sink = sink
         self._state = _VALUE
         self._keys: list[set[str] | None] = []
@@ -64,11 +64,6 @@ class JsonReader:
         """Whether consumed text is told as it is written: in a container at `REPORTED_DEPTH`."""
         self._raw_start = 0
         self._scalar = ""
-
-    @property
-    def done(self) -> bool:
-        """Whether the value is whole."""
-        return self._state == _DONE and self.error is None
 
     def fail(self, message: str) -> None:
         """Only the first thing wrong is kept."""
@@ -101,7 +96,7 @@ class JsonReader:
         if self._scalar and self.error is None:
             self._end_scalar()
         if self._state != _DONE:
-            self.fail("the JSON is cut off" if self.begun else "no JSON")
+            self.fail("the JSON is cut off" if self._begun else "no JSON")
 
     def _tell_raw(self, text: str, end: int) -> None:
         if end > self._raw_start:
@@ -138,7 +133,7 @@ class JsonReader:
             self.fail(f"unexpected {shown} in the JSON")
 
     def _begin_value(self, text: str, position: int) -> int:
-        self.begun = True
+        self._begun = True
         character = text[position]
         if character == '"':
             self._report_begin("string")
