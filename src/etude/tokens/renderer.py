@@ -26,7 +26,6 @@ from etude.tokens.grammar.interface import (
     CallParser,
     ReasoningMarks,
     ToolSchema,
-    parse_calls,
     parse_events,
 )
 from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS, Grammar
@@ -102,16 +101,14 @@ class Renderer:
         """
         if system is not None and not isinstance(system, str) and self._is_told_by_template:
             return self.encode(system, None)
-        words = (system,) if isinstance(system, str) else system
-        if words is None and self.template.default_system is not None:
-            words = (self.template.default_system,)
-        message = () if words is None else self.system_message(words)
-        return self.encode((*self.template.begin, *message), None)
-
-    def system_message(self, words: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The system's words in their frame."""
-        end = () if self.template.joins_system else self._end
-        return (*self.template.system, *words, *self.template.system_close, *end)
+        template = self.template
+        words = template.default_system if system is None else system
+        if words is None:
+            return self.encode(template.begin, None)
+        pieces = (words,) if isinstance(words, str) else words
+        end = () if template.joins_system else self._end
+        framed = (*template.system, *pieces, *template.system_close, *end)
+        return self.encode((*template.begin, *framed), None)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
         """The words of a system message that offers tools, as pieces; or where the model's own chat template
@@ -189,7 +186,7 @@ class Renderer:
 
     def parse(self, message: Tokens) -> list[ToolCall]:
         """The calls of one sampled message, with or without its end token. Never raises."""
-        return parse_calls(self.parser(), self.pieces(message))
+        return list(self.read(message).calls)
 
     def parse_events(self, message: Tokens) -> list[ParseEvent]:
         """Everything that one sampled message says, in order. Never raises."""

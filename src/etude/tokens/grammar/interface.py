@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.grammar.events import ParseEvent, finished_calls
+from etude.tokens.grammar.events import ParseEvent, collect
 from etude.tokens.pieces import Piece
 
 Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
@@ -172,7 +172,7 @@ def _can_be_named(name: str, marks: Sequence[str]) -> bool:
 
 def parse_calls(parser: CallParser, pieces: Sequence[Piece]) -> list[ToolCall]:
     """All calls of one whole message."""
-    return finished_calls(parse_events(parser, pieces))
+    return list(collect(parse_events(parser, pieces)).calls)
 
 
 def parse_events(parser: CallParser, pieces: Sequence[Piece]) -> list[ParseEvent]:
