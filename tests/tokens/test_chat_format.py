@@ -356,9 +356,9 @@ def test_content_never_becomes_a_control_token(make: Any) -> None:
     ],
 )
 def test_a_template_that_no_frame_describes_is_refused(template: str, match: str) -> None:
-    tokenizer = chat_tokenizer(marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
+    tokenizer = chat_tokenizer(template, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
     with pytest.raises(ConfigError, match=match):
-        derive_template(tokenizer, template)
+        derive_template(tokenizer)
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:

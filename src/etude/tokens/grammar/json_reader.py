@@ -58,8 +58,7 @@ class JsonReader:
         self._held = ""
         self._in_string = False
         self._is_key = False
-        self._key: list[str] = []
-        self._key_room = MAX_KEY_CHARACTERS
+        self._key = ""
         self._raw = False
         """Whether consumed text is told as it is written: in a container at `REPORTED_DEPTH`."""
         self._raw_start = 0
@@ -112,8 +111,7 @@ class JsonReader:
         if state in (_VALUE, _VALUE_OR_END) and character != "]":
             return self._begin_value(text, position)
         if state in (_KEY, _KEY_OR_END) and character == '"':
-            self._in_string, self._is_key = True, True
-            self._key, self._key_room = [], MAX_KEY_CHARACTERS
+            self._in_string, self._is_key, self._key = True, True, ""
         elif state == _COLON and character == ":":
             self._state = _VALUE
         elif state == _COMMA_OR_END and character == ",":
@@ -226,9 +224,8 @@ class JsonReader:
 
     def _add_to_string(self, text: str) -> None:
         if self._is_key:
-            self._key.append(text)
-            self._key_room -= len(text)
-            if self._key_room < 0:
+            self._key += text
+            if len(self._key) > MAX_KEY_CHARACTERS:
                 self.fail("key too long")
         elif len(self._keys) <= REPORTED_DEPTH:
             self._sink.text(len(self._keys), text)
@@ -238,7 +235,7 @@ class JsonReader:
         if not self._is_key:
             self._end_value()
             return
-        key, keys = "".join(self._key), self._keys[-1]
+        key, keys = self._key, self._keys[-1]
         assert keys is not None
         if key in keys:
             self.fail(f"repeated {printable(key)}")
