@@ -59,7 +59,7 @@ class Renderer:
         self.text_mode = _needs_text_mode(tokenizer, grammar)
         self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
-        self.reasoning = _choose_marks(tokenizer, template, self.text_mode)
+        self.reasoning: ReasoningMarks = _choose_marks(tokenizer, template, self.text_mode)
         self._end = (*template.closing, *template.after_end)
         self._is_told_by_template = grammar.announce(()) is None
 

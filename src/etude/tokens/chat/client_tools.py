@@ -6,13 +6,11 @@ type counts, of any other union the first type that we know, and what has no typ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any, cast, get_args
 
-from etude.errors import ConfigError, ToolArgumentError
+from etude.errors import ToolArgumentError
 from etude.records import ToolCall
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import objects, wrong
@@ -108,18 +106,3 @@ def _value(parameter: Parameter | None, text: str) -> Any:
         return read_value(parameter, text)
     except ToolArgumentError:  # the agent's mistake: the client's own tool answers it
         return text
-
-
-def told_call(name: str, arguments: Any, writes_python: bool = False) -> ToolCall:
-    """A call that a client tells, for a grammar to write, which may write booleans and null as Python does.
-    Raises ConfigError for arguments of no object."""
-    if not isinstance(arguments, dict):
-        raise ConfigError("arguments must be an object", field="arguments", received=type(arguments).__name__)
-    plain = (str, bool, NoneType) if writes_python else str
-    return ToolCall(
-        name,
-        {
-            str(key): str(value) if isinstance(value, plain) else json.dumps(value, ensure_ascii=False)
-            for key, value in arguments.items()
-        },
-    )

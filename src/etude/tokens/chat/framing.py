@@ -6,15 +6,15 @@ Each message is `after_end` (unless it is the first), its frame, its words, its 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import groupby
+from types import NoneType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.chat.client_tools import told_call
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Message, Opening, Results, SystemWords, UserWords
 from etude.tokens.grammar.channels import ChannelMarks
@@ -157,13 +157,17 @@ class Framing:
         return [*reasoning, *pieces]
 
     def _told(self, call: Call) -> ToolCall | str:
-        """A call that a client tells; one of which it kept no arguments as it tells it."""
+        """A call that a client tells, for the grammar to write; one whose arguments are no object is text."""
+        if not isinstance(call.arguments, dict):
+            return f"{call.name} {call.arguments}"
         grammar = self.renderer.grammar
         writes_python = isinstance(grammar, NativeGrammar) and grammar.form.python_words
-        try:
-            return told_call(call.name, call.arguments, writes_python)
-        except ConfigError:
-            return f"{call.name} {call.arguments}"
+        plain = (str, bool, NoneType) if writes_python else str
+        values = {
+            str(key): str(value) if isinstance(value, plain) else json.dumps(value, ensure_ascii=False)
+            for key, value in call.arguments.items()
+        }
+        return ToolCall(call.name, values)
 
 
 def check_answerable(messages: Sequence[Message]) -> None:

@@ -14,8 +14,6 @@ from etude.tokens.pieces import Piece
 Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
 """The types of JSON Schema that an argument may have."""
 
-Scalar = str | int | float | bool
-
 ReasoningMarks = Literal["control", "text", "off"]
 """How `<think>` and `</think>` are recognised: as control tokens, in characters too, or not at all."""
 
@@ -52,7 +50,7 @@ class Parameter:
     description: str
     required: bool = True
     kind: Kind = "string"
-    enum: tuple[Scalar, ...] = ()
+    enum: tuple[str | int | float | bool, ...] = ()
     """The only values allowed; empty allows all. Not for arrays and objects."""
     schema: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
     """More keywords of JSON Schema: `items` of an array; `properties`, `required` of an object. All of them
