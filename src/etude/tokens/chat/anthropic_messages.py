@@ -21,9 +21,9 @@ from etude.tokens.chat.requests import (
     DRAWING_FIELDS,
     ChatRequest,
     Neutral,
+    calls_wanted,
     check_fields,
     check_options,
-    forced_calls,
     read_sampling,
     read_stream,
 )
@@ -65,13 +65,9 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
 
 def _calls_wanted(choice: object, tools: bool) -> tuple[bool, bool]:
     """Whether calls are read, and whether at most one."""
-    if choice is None:
-        return tools, False
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in ("auto", "none"):
-        raise forced_calls(kind)
-    single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
-    return tools and kind == "auto", single
+    if not isinstance(choice, dict):
+        return calls_wanted(choice, tools), False
+    return calls_wanted(choice.get("type") or "", tools), choice.get("disable_parallel_tool_use") is True
 
 
 def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:

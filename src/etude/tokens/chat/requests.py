@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etude.records import SamplingParams
-from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import flag, integer, number, unsupported, wrong
 from etude.tokens.chat.messages import Message
 from etude.tokens.chat.reader import ReadingRules
@@ -164,9 +163,4 @@ def calls_wanted(choice: object, tools: bool) -> bool:
         return tools
     if choice == "none":
         return False
-    raise forced_calls(choice)
-
-
-def forced_calls(choice: object) -> BadRequestError:
-    """The error for a choice of tools that leaves the model none."""
-    return unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")
+    raise unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")

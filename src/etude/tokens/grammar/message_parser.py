@@ -198,7 +198,7 @@ class Grammar:
         self.tools = tuple(tools)
         self._tags = tuple(tags)
         self._table: ToolTable = {tool.name: {one.name: one for one in tool.parameters} for tool in tools}
-        self._tag_pattern = re.compile("|".join(map(re.escape, [*tags, *THINK_MARKS])))
+        self._tag_pattern = re.compile(f"({'|'.join(map(re.escape, [*tags, *THINK_MARKS]))})")
         self._readers: dict[ParserMode, Callable[[], CallReader]] = {}
 
     def control_tokens(self) -> list[str]:
@@ -218,12 +218,8 @@ class Grammar:
     def split(self, text: str) -> list[Piece]:
         """Text of a *scripted* author, the tags of these tools and the marks of reasoning as control tokens.
         Never for text from outside."""
-        pieces: list[Piece] = []
-        position = 0
-        for match in self._tag_pattern.finditer(text):
-            pieces += [text[position : match.start()], Control(match.group())]
-            position = match.end()
-        return join_text([*pieces, text[position:]])
+        parts = self._tag_pattern.split(text)  # every second one is a tag
+        return join_text(Control(part) if place % 2 else part for place, part in enumerate(parts))
 
     def parser(
         self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
