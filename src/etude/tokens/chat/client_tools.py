@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from etude.errors import ToolArgumentError
 from etude.records import ToolCall
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import objects, wrong
-from etude.tokens.grammar.interface import Kind, Parameter, ToolSchema
+from etude.tokens.grammar.interface import KINDS, Kind, Parameter, ToolSchema
 from etude.tokens.grammar.values import read_value
 
 MAX_TOOLS = 1024
 MAX_PARAMETERS = 1024
 """Of one tool."""
-_KINDS = frozenset(get_args(Kind))
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _parameter(name: str, schema: object, required: bool) -> Parameter:
 
 def _kind(schema: Mapping[str, Any]) -> Kind:
     for found in _types(schema):
-        if isinstance(found, str) and found in _KINDS:
+        if isinstance(found, str) and found in KINDS:
             return cast(Kind, found)
     return "string"
 

@@ -23,13 +23,23 @@ MAX_CALL_CHARACTERS = 16 << 20
 MAX_NAME_CHARACTERS = 64
 """Of a tool's or a parameter's name."""
 
-_KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(Kind)
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
 }
+
+
+def is_of_type(value: object, name: str) -> bool:
+    """Whether a JSON value is of this type of JSON Schema's. A type that there is not says nothing."""
+    if isinstance(value, bool) and name in ("integer", "number"):
+        return False
+    return isinstance(value, _PYTHON_TYPES.get(name, (object,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +67,10 @@ class Parameter:
     are exported; `read_value` checks those that it names."""
 
     def __post_init__(self) -> None:
-        allowed = _PYTHON_TYPES.get(self.kind, ())
-        if self.kind not in _KINDS:
-            _refuse(self, "no such kind", self.kind, f"use one of {', '.join(_KINDS)}")
+        if self.kind not in KINDS:
+            _refuse(self, "no such kind", self.kind, f"use one of {', '.join(KINDS)}")
         for value in self.enum:
-            is_bool = isinstance(value, bool)
-            if not isinstance(value, allowed) or is_bool is not (self.kind == "boolean"):
+            if self.kind in ("array", "object") or not is_of_type(value, self.kind):
                 _refuse(self, f"an enum value is no {self.kind}", value, "use values of the parameter's kind")
         if {"type", "description", "enum"} & self.schema.keys():
             _refuse(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from etude.errors import ToolArgumentError
-from etude.tokens.grammar.interface import Parameter
+from etude.tokens.grammar.interface import Parameter, is_of_type
 from etude.tokens.grammar.json_reader import load_json, printable
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
@@ -21,15 +21,6 @@ _FIXES = {
     "boolean": "write true or false",
     "array": "write a JSON array",
     "object": "write a JSON object",
-}
-_KIND_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
 }
 
 
@@ -81,7 +72,7 @@ def _read_json(parameter: Parameter, text: str) -> object:
     value, error = load_json(text)
     if error:
         raise _wrong(parameter, f"{parameter.name} is not JSON: {error}", text)
-    if not isinstance(value, _KIND_TYPES[parameter.kind]):
+    if not is_of_type(value, parameter.kind):
         raise _wrong(parameter, f"{parameter.name} is not an {parameter.kind}", text)
     return value
 
@@ -102,7 +93,7 @@ def _find_fault(value: object, schema: Mapping[str, Any], where: str) -> tuple[s
     """
     kinds = schema.get("type")
     listed = [kinds] if isinstance(kinds, str) else _names(kinds)
-    if listed and not any(_is_kind(value, kind) for kind in listed):
+    if listed and not any(is_of_type(value, kind) for kind in listed):
         return where, f"is not of type {' or '.join(listed)}"
     allowed = schema.get("enum")
     if isinstance(allowed, list | tuple) and not any(type(value) is type(v) and value == v for v in allowed):
@@ -116,12 +107,6 @@ def _find_fault(value: object, schema: Mapping[str, Any], where: str) -> tuple[s
 
 def _names(value: object) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, list | tuple) else []
-
-
-def _is_kind(value: object, kind: str) -> bool:
-    if isinstance(value, bool) and kind in ("integer", "number"):
-        return False
-    return isinstance(value, _KIND_TYPES.get(kind, (object,)))
 
 
 def _find_item_fault(items: list[object], schema: Mapping[str, Any], where: str) -> tuple[str, str] | None:
