@@ -169,7 +169,8 @@ class MessagesWriter(AnswerWriter):
             documents.append({"type": "content_block_start", "index": index, "content_block": begun})
         added = getattr(part, "text", "")
         if added:
-            delta = _delta(block.kind, added)
+            kind, name = _DELTAS[block.kind]
+            delta = {"type": kind, name: added}
             documents.append({"type": "content_block_delta", "index": index, "delta": delta})
         return documents
 
@@ -189,12 +190,11 @@ def _document(block: Block) -> Document:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(block.text or "{}")}
 
 
-def _delta(kind: str, added: str) -> Document:
-    if kind == "text":
-        return {"type": "text_delta", "text": added}
-    if kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": added}
-    return {"type": "input_json_delta", "partial_json": added}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 def _end(ended: Ended) -> Document:

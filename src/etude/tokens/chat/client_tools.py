@@ -72,23 +72,13 @@ def _parameter(name: str, schema: object, required: bool) -> Parameter:
 
 
 def _kind(schema: Mapping[str, Any]) -> Kind:
-    for found in _types(schema):
-        if isinstance(found, str) and found in KINDS:
-            return cast(Kind, found)
+    branches = [schema] if schema.get("type") is not None else schema.get("anyOf") or schema.get("oneOf")
+    for branch in branches if isinstance(branches, list) else []:
+        declared = branch.get("type") if isinstance(branch, dict) else None
+        for found in declared if isinstance(declared, list) else [declared]:
+            if isinstance(found, str) and found in KINDS:
+                return cast(Kind, found)
     return "string"
-
-
-def _types(schema: Mapping[str, Any]) -> list[object]:
-    declared = schema.get("type")
-    if declared is not None:
-        return _listed(declared)
-    options = schema.get("anyOf") or schema.get("oneOf") or []
-    branches = [option for option in options if isinstance(option, dict)] if isinstance(options, list) else []
-    return [found for option in branches for found in _listed(option.get("type"))]
-
-
-def _listed(declared: object) -> list[object]:
-    return list(cast(list[object], declared)) if isinstance(declared, list) else [declared]
 
 
 def call_arguments(call: ToolCall, tools: Sequence[ToolSchema]) -> dict[str, Any]:

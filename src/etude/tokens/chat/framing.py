@@ -132,8 +132,10 @@ class Framing:
 
     def _tools(self, opening: Opening) -> list[ToolSchema]:
         """Those that are announced."""
-        known = () if knows_tools(self.renderer) else self.renderer.grammar.tools
-        return [one for one in opening.tools if one in known]
+        grammar = self.renderer.grammar
+        if grammar.name == "xml" and not self.renderer.text_mode:
+            return []  # their tags are tokens of the model's own: it was trained with them undescribed
+        return [one for one in opening.tools if one in grammar.tools]
 
     def _opening(self, opening: Opening) -> Tokens:
         """The opening's own tokens: none where the first message has them."""
@@ -180,8 +182,3 @@ def check_answerable(messages: Sequence[Message]) -> None:
             received=type(last).__name__.lower(),
             fix="answers cannot be begun for the model",
         )
-
-
-def knows_tools(renderer: Renderer) -> bool:
-    """Whether the tools' tags are tokens of the model's own: it was trained with them undescribed."""
-    return renderer.grammar.name == "xml" and not renderer.text_mode
