@@ -41,10 +41,10 @@ from etude.tokens.grammar import (
     TextDelta,
     ToolSchema,
     XmlGrammar,
+    collect,
     parse_events,
 )
 from etude.tokens.grammar.call_forms import CALL_FORMS
-from etude.tokens.grammar.events import finished_calls
 from etude.tokens.pieces import Control, Piece, spell
 
 TOOLS = (
@@ -345,7 +345,7 @@ def measure_body(num_characters: int) -> dict[str, dict[str, float]]:
         start_s = time.process_time()
         for _ in range(num_characters):
             parser.feed_events("x")
-        calls = finished_calls([*parser.feed_events(closings[grammar.name]), *parser.finish_events()])
+        calls = collect([*parser.feed_events(closings[grammar.name]), *parser.finish_events()]).calls
         rows[grammar.name] = {
             "seconds": time.process_time() - start_s,
             "peak_growth_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,

@@ -170,7 +170,7 @@ def test_reasoning_that_a_prompt_opens_is_given_and_the_answer_goes_on_from_it()
     said = renderer.read(sampled)
     assert (said.reasoning, said.text.strip(), len(said.calls)) == ("Why?\n", "I look.", 1)
     assert renderer.tokenizer.decode(renderer.message(["Yes."])) == "\n</think>\n\nYes.<|im_end|>"
-    framing = Framing(renderer)
+    framing = Framing(renderer, Opening())
     kept = framing.given(Answer("Yes.", reasoning="Why?"), first=False)
     assert renderer.tokenizer.decode(kept).endswith("<think>\nWhy?\n</think>\n\nYes.<|im_end|>")
     shown = renderer.tokenizer.decode(framing.given(Answer("Yes."), first=False))
@@ -220,14 +220,14 @@ def test_each_channel_is_what_its_own_header_says(said: str, words: str, reasoni
     sampled = renderer.encode([Control(one) if one.startswith("<|") else one for one in parts])
     read = renderer.read(sampled)
     assert (read.text, read.reasoning) == (words, reasoning)
-    assert renderer.tokenizer.decode(Framing(renderer).without_reasoning(sampled)) == words
+    assert renderer.tokenizer.decode(Framing(renderer, Opening()).without_reasoning(sampled)) == words
 
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_reasoning_that_was_cut_off_does_not_become_words(opens: bool) -> None:
     thinking = (Control("<think>"), "\n") if opens else ()
     template = replace(QWEN3_TEMPLATE, thinking=thinking)
-    framing = Framing(Renderer(qwen_tokenizer(), HermesGrammar([]), template))
+    framing = Framing(Renderer(qwen_tokenizer(), HermesGrammar([]), template), Opening())
     encode = framing.renderer.encode
     begun = [] if opens else [Control("<think>"), "\n"]
     assert not len(framing.without_reasoning(encode([*begun, "Why"])))
@@ -295,7 +295,7 @@ def test_transformers_renders_the_tokens_that_sessions_have(
         messages = [*system, *spoken[:length]]
         words, rest = read_messages(messages)
         opening = Opening(words, read_tools(tools))
-        framing = Framing(chosen.shelf().find(opening))
+        framing = Framing(chosen.shelf().find(opening), opening)
         begins = [opening, *rest] if words or tools else rest
         parts = [framing.given(message, first=not place) for place, message in enumerate(begins)]
         expected = judge.apply_chat_template(
@@ -356,9 +356,9 @@ def test_content_never_becomes_a_control_token(make: Any) -> None:
     ],
 )
 def test_a_template_that_no_frame_describes_is_refused(template: str, match: str) -> None:
-    tokenizer = chat_tokenizer(marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
+    tokenizer = chat_tokenizer(template, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
     with pytest.raises(ConfigError, match=match):
-        derive_template(tokenizer, template)
+        derive_template(tokenizer)
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:

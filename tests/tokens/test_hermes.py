@@ -7,8 +7,7 @@ from token_builders import HERMES, TYPED_TOOLS
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema, parse_calls, read_value
-from etude.tokens.grammar.events import finished_calls
+from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema, collect, parse_calls, read_value
 from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
 from etude.tokens.pieces import Control, spell
 
@@ -162,7 +161,7 @@ def test_huge_arguments_are_refused_without_being_kept():
     for _ in range(100):
         parser.feed_events("x" * 1_000_000)
     parser.feed_events('"}}')
-    (call,) = finished_calls(parser.feed_events(Control("</tool_call>")))
+    (call,) = collect(parser.feed_events(Control("</tool_call>"))).calls
     assert call == ToolCall("edit", {"path": "a"}, f"longer than {MAX_CALL_CHARACTERS} characters")
 
 

@@ -127,7 +127,7 @@ def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tupl
                 fix="put the chat_template.jinja of the model beside its tokenizer.json; or "
                 'agent.template = "plain", which the model learns by fine-tuning',
             )
-        derived = derive_template(tokenizer, tokenizer.chat_template, in_any_form)
+        derived = derive_template(tokenizer, in_any_form)
         return derived.template, tokenizer.with_chat_template(derived.exported), derived.grammar
     if name == "plain":
         template = _plain(tokenizer)

@@ -135,28 +135,25 @@ class ChatTemplate:
         Raises ConfigError where the template refuses it or fails.
         """
         try:
-            return self._render(messages, tools, prompts)
-        except jinja2.UndefinedError as error:
-            if self.names_a_day or _CLOCK not in str(error):
-                raise ConfigError(f"fails: {error}", field="chat_template") from error
+            text = self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=prompts,
+                **self._variables,
+            )
+            return self._read(text)
         except Exception as error:  # whatever somebody else's program raises
-            raise ConfigError(
-                f"fails: {error}",
-                field="chat_template",
-                fix='agent.template = "plain" does without it; the model learns that frame by fine-tuning',
-            ) from error
+            lacks_clock = isinstance(error, jinja2.UndefinedError) and _CLOCK in str(error)
+            if self.names_a_day or not lacks_clock:
+                raise ConfigError(
+                    f"fails: {error}",
+                    field="chat_template",
+                    fix='agent.template = "plain" does without it; the model learns that frame by '
+                    "fine-tuning",
+                ) from error
         self.names_a_day = True
         self._variables[_CLOCK] = _DAY.strftime
         return self.render(messages, tools, prompts)
-
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompts: bool) -> str:
-        text = self._template.render(
-            messages=[dict(message) for message in messages],
-            tools=list(tools) or None,
-            add_generation_prompt=prompts,
-            **self._variables,
-        )
-        return self._read(text)
 
 
 @lru_cache(maxsize=8)

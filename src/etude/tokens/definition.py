@@ -27,6 +27,7 @@ _WORDS = re.compile(
 )
 """Runs of blanks and tags of HTML, which Gemma's vocabulary holds as words that are always cut off whole."""
 _MARKS_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_PREPENDS_SPACE = {"type": "Prepend", "prepend": SPACE}
 
 Where = Literal["never", "first", "always"]
 
@@ -81,14 +82,14 @@ def read_definition(parsed: Mapping[str, Any]) -> Definition:
     normalizers = _parts(parsed.get("normalizer"), "normalizers")
     cutters = _parts(parsed.get("pre_tokenizer"), "pretokenizers")
     for one in normalizers:
-        if one not in (_MARKS_SPACES, _prepend()) and one["type"] not in _LEFT_OUT:
+        if one not in (_MARKS_SPACES, _PREPENDS_SPACE) and one["type"] not in _LEFT_OUT:
             raise ConfigError(
                 "changes text before it is encoded, so that it would not be given back",
                 field="tokenizer.json: normalizer",
                 received=one["type"],
                 fix="use a model whose tokenizer only marks spaces",
             )
-    scheme: Where = "always" if _prepend() in normalizers else "never"
+    scheme: Where = "always" if _PREPENDS_SPACE in normalizers else "never"
     for one in cutters:
         if one["type"] == "Metaspace":
             old = "always" if one.pop("add_prefix_space", True) else "never"
@@ -105,12 +106,8 @@ def read_definition(parsed: Mapping[str, Any]) -> Definition:
         marks,
         is_sentencepiece=True,
         space_before=scheme,
-        doubles_space=_prepend() in normalizers,
+        doubles_space=_PREPENDS_SPACE in normalizers,
     )
-
-
-def _prepend() -> dict[str, str]:
-    return {"type": "Prepend", "prepend": SPACE}
 
 
 def _parts(part: Mapping[str, Any] | None, key: str) -> list[dict[str, Any]]:

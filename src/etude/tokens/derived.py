@@ -68,11 +68,12 @@ class Derived:
     """Of the calls that it writes: `hermes`, or one of those whose tools it announces in its own words."""
 
 
-def derive_template(tokenizer: Tokenizer, source: str, in_any_form: bool = True) -> Derived:
-    """The frame of the Jinja template `source`, which may write calls `in_any_form`, or else as Hermes does.
+def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> Derived:
+    """The frame of a tokenizer's chat template, which may write calls `in_any_form` or else as Hermes does.
 
     Raises ConfigError for one that no frame describes, or whose control tokens the tokenizer lacks.
     """
+    source = tokenizer.chat_template
     jinja = ChatTemplate(source, tokenizer.template_variables, read=tokenizer.swallow_blanks)
     reader = _Reader(jinja, tokenizer)
     template = reader.frame()
@@ -91,10 +92,9 @@ def derive_template(tokenizer: Tokenizer, source: str, in_any_form: bool = True)
     known = (one for one in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(one) == _layout(template))
     template = next(known, template)
     if with_results is not None and not jinja.names_a_day:
-        told = tokenizer.with_chat_template(source)
         others = TOLD_GRAMMARS.values() if in_any_form else ()
         for grammar in (HermesGrammar(_TOOLS), *(make(_TOOLS) for make in others)):
-            renderer = Renderer(told, grammar, template)
+            renderer = Renderer(tokenizer, grammar, template)
             if _writes_calls(jinja, template, grammar) and _tells_tools(jinja, renderer, reader.pieces):
                 return Derived(template, source, grammar.name)
     return Derived(template, write_chat_template(template), "hermes")
@@ -135,13 +135,12 @@ class _Reader:
         else:
             template = self._alike(opened, after_said, to_answer, bare)
             close = self.pieces(to_user.removesuffix(after_said))
-            template = replace(template, system_close=tuple(close))
-        template = replace(template, thinking=tuple(self.pieces(thinking)), shown=tuple(self.pieces(shown)))
+            template = replace(template, system_close=close)
+        template = replace(template, thinking=self.pieces(thinking), shown=self.pieces(shown))
         if not shown:
             return template
         _, last = self._between([user, answer], _ANSWER, prompts=False)
         (end, *_) = self._ended(last)
-        assert isinstance(end, Control), "see _ended"
         return replace(template, end=end, shown_end=template.end)
 
     def _joined(self, to_user: str, to_answer: str, bare: str, between: str) -> Template:
@@ -153,16 +152,15 @@ class _Reader:
             user = self.pieces(bare)[-1:]
             begin = bare.removesuffix(spell(user))
             template = self._unended(begin, spell(user), to_answer, to_user.removesuffix(spell(user)))
-        return replace(
-            template, system=template.user, system_close=tuple(self.pieces(between)), joins_system=True
-        )
+        return replace(template, system=template.user, system_close=self.pieces(between), joins_system=True)
 
     def _is_text(self, frame: str) -> bool:
         return all(isinstance(piece, str) for piece in self.pieces(frame))
 
     def _alike(self, opened: str, to_user: str, to_answer: str, bare: str) -> Template:
         """The frame where all messages end with one token."""
-        (end, *user_pieces), (_, *answer_pieces) = self._ended(to_user), self._ended(to_answer)
+        ended, answer_ended = self._ended(to_user), self._ended(to_answer)
+        end, user_pieces, answer_pieces = ended[0], ended[1:], answer_ended[1:]
         num_plain = next(
             (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
         )
@@ -185,38 +183,36 @@ class _Reader:
             start = system.index(user_pieces[0])
             begin, system = system[:start], system[start:]
         else:  # where there is always a system message, what stands before it counts as its opening
-            begin = [] if has_default else self.pieces(before)
+            begin = () if has_default else self.pieces(before)
             system = system[len(begin) :]
-        assert isinstance(end, Control), "see _ended"
         default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
         return Template(
             "derived",
-            tuple(system),
-            tuple(user_pieces),
-            tuple(answer_pieces),
+            system,
+            user_pieces,
+            answer_pieces,
             tool=(),
             result_open=(),
             result_close=(),
             end=end,
-            after_end=tuple(after_end),
-            begin=tuple(begin),
+            after_end=after_end,
+            begin=begin,
             default_system=default,
         )
 
     def _unended(self, opened: str, user: str, answer: str, ended: str) -> Template:
         """The frame where answers end with a token, and other messages where the next one begins."""
-        end = self._ended(ended)[0]
-        assert isinstance(end, Control), "see _ended"
+        (end, *_) = self._ended(ended)
         return Template(
             "derived",
             system=(),
-            user=tuple(self._ended(user)),
-            assistant=tuple(self._ended(answer)),
+            user=self._ended(user),
+            assistant=self._ended(answer),
             tool=(),
             result_open=(),
             result_close=(),
             end=end,
-            begin=tuple(self.pieces(opened)),
+            begin=self.pieces(opened),
             only_answers_end=True,
         )
 
@@ -238,9 +234,9 @@ class _Reader:
             return None
         return replace(
             template,
-            tool=tuple(self.pieces(opened.removeprefix(lead))),
-            result_close=tuple(self.pieces(close)),
-            result_between=tuple(self.pieces(between.removeprefix(close))),
+            tool=self.pieces(opened.removeprefix(lead)),
+            result_close=self.pieces(close),
+            result_between=self.pieces(between.removeprefix(close)),
         )
 
     def _between(self, messages: Sequence[Message], *words: str, prompts: bool = True) -> list[str]:
@@ -254,9 +250,10 @@ class _Reader:
             found.append(before)
         return [*found, text]
 
-    def _ended(self, text: str) -> list[Piece]:
-        pieces = self.pieces(text)
-        if not pieces or not isinstance(pieces[0], Control):
+    def _ended(self, text: str) -> tuple[Control, *tuple[Piece, ...]]:
+        """The pieces of text that begins where a message ends or opens, with a control token."""
+        first, *rest = self.pieces(text) or ("",)
+        if not isinstance(first, Control):
             raise ConfigError(
                 "ends messages with what is no control token of the tokenizer",
                 field="chat_template",
@@ -264,11 +261,11 @@ class _Reader:
                 fix="use the tokenizer of the model that the template belongs to, with its special tokens; "
                 'or agent.template = "plain", which opens messages with words',
             )
-        return pieces
+        return (first, *rest)
 
-    def pieces(self, text: str) -> list[Piece]:
+    def pieces(self, text: str) -> tuple[Piece, ...]:
         """Rendered text, its control tokens as such."""
-        return join_text(Control(one) if one in self._names else one for one in self._split(text))
+        return tuple(join_text(Control(one) if one in self._names else one for one in self._split(text)))
 
 
 def _unstable(why: str) -> ConfigError:
@@ -344,7 +341,7 @@ def _framed(template: Template, messages: Sequence[Message]) -> str:
     return "".join([spell(template.begin), *texts, spell(template.prompt)])
 
 
-def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], list[Piece]]) -> bool:
+def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], tuple[Piece, ...]]) -> bool:
     """Whether the template announces tools as sessions do, before words of the system's and without any, and
     with all control tokens that it then shows written out in its own text."""
     template, is_native = renderer.template, renderer.grammar.announce(()) is None
@@ -352,7 +349,7 @@ def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str],
         for words in ("", _SYSTEM):
             told = renderer.describe(words, _TOOLS)
             opening = renderer.tokenizer.decode(renderer.opening(told))
-            if is_native and list(told) != split(opening):
+            if is_native and told != split(opening):
                 return False
             if not all(tool.description in opening for tool in _TOOLS):
                 return False

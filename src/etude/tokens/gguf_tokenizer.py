@@ -108,7 +108,8 @@ def _build_sentencepiece(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _build_byte_level(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    written = {token: index for index, (token, kind) in enumerate(_kinds(given)) if _is_text(kind)}
+    texts = (_NORMAL, _CONTROL, _USER_DEFINED)
+    written = {token: index for index, (token, kind) in enumerate(_kinds(given)) if kind in texts}
     merges = [tuple(pair.split(" ")) for pair in given["merges"]]
     cut = str(given.get("pre"))
     built = tokenizers.Tokenizer(models.BPE(written, merges, ignore_merges=cut == "llama-bpe"))
@@ -129,10 +130,6 @@ def _add_marks(built: tokenizers.Tokenizer, given: Mapping[str, Any], begins: st
         built.post_processor = processors.TemplateProcessing(
             f"{begins} $A", f"{begins} $A {begins} $B", marks
         )
-
-
-def _is_text(kind: int) -> bool:
-    return kind in (_NORMAL, _CONTROL, _USER_DEFINED)
 
 
 def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:

@@ -24,13 +24,11 @@ from etude.tokens.grammar.channels import ChannelParser
 from etude.tokens.grammar.events import ParsedMessage, ParseEvent, collect
 from etude.tokens.grammar.interface import (
     CallParser,
-    Grammar,
     ReasoningMarks,
     ToolSchema,
-    parse_calls,
     parse_events,
 )
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS
+from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS, Grammar
 from etude.tokens.pieces import Control, Piece, join_text
 from etude.tokens.template import ETUDE_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
@@ -41,21 +39,15 @@ Tokens = NDArray[np.int32]
 class Renderer:
     """Renders and parses the messages of one tokenizer, grammar and template. Stateless after creation.
 
-    `reasoning` says how `<think>` and `</think>` are recognised. By default: as control tokens where the
-    tokenizer holds both; else like the tags, so in characters in text mode and not at all in token mode.
-    Where the template's prompts open reasoning, each message begins with it.
+    `<think>` and `</think>` are recognised as control tokens where the tokenizer holds both; else like the
+    tags, so in characters in text mode and not at all in token mode. Where the template's prompts open
+    reasoning, each message begins with it.
 
     Raises ConfigError if the tokenizer lacks the template's control tokens, or has some of the grammar's
     tags and lacks others (with none of them, calls are parsed in text mode).
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        grammar: Grammar,
-        template: Template = ETUDE_TEMPLATE,
-        reasoning: ReasoningMarks | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, grammar: Grammar, template: Template = ETUDE_TEMPLATE) -> None:
         self.tokenizer = tokenizer
         self.system: tuple[Piece, ...] | None = None
         """The system message of the agent's own sessions, where there is one; see `ChatFormat`."""
@@ -67,7 +59,7 @@ class Renderer:
         self.text_mode = _needs_text_mode(tokenizer, grammar)
         self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
-        self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, template, self.text_mode)
+        self.reasoning: ReasoningMarks = _choose_marks(tokenizer, template, self.text_mode)
         self._end = (*template.closing, *template.after_end)
         self._is_told_by_template = grammar.announce(()) is None
 
@@ -109,16 +101,14 @@ class Renderer:
         """
         if system is not None and not isinstance(system, str) and self._is_told_by_template:
             return self.encode(system, None)
-        words = (system,) if isinstance(system, str) else system
-        if words is None and self.template.default_system is not None:
-            words = (self.template.default_system,)
-        message = () if words is None else self.system_message(words)
-        return self.encode((*self.template.begin, *message), None)
-
-    def system_message(self, words: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The system's words in their frame."""
-        end = () if self.template.joins_system else self._end
-        return (*self.template.system, *words, *self.template.system_close, *end)
+        template = self.template
+        words = template.default_system if system is None else system
+        if words is None:
+            return self.encode(template.begin, None)
+        pieces = (words,) if isinstance(words, str) else words
+        end = () if template.joins_system else self._end
+        framed = (*template.system, *pieces, *template.system_close, *end)
+        return self.encode((*template.begin, *framed), None)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
         """The words of a system message that offers tools, as pieces; or where the model's own chat template
@@ -196,7 +186,7 @@ class Renderer:
 
     def parse(self, message: Tokens) -> list[ToolCall]:
         """The calls of one sampled message, with or without its end token. Never raises."""
-        return parse_calls(self.parser(), self.pieces(message))
+        return list(self.read(message).calls)
 
     def parse_events(self, message: Tokens) -> list[ParseEvent]:
         """Everything that one sampled message says, in order. Never raises."""

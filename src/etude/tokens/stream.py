@@ -86,21 +86,15 @@ def malformed_spans(message: NDArray[np.int32], calls: Sequence[ToolCall], rende
 def _call_spans(message: NDArray[np.int32], renderer: Renderer) -> list[tuple[int, int]]:
     """The tokens of each call, from its opening tag to what ends it, in the order of `Renderer.parse`."""
     stream = MessageStream(renderer)
+    steps = [(place, stream.feed([token])) for place, token in enumerate(message.tolist(), start=1)]
     spans: list[tuple[int, int]] = []
     waiting = start = 0
-
-    def take(events: Sequence[ParseEvent], end: int) -> None:
-        nonlocal start
+    for end, events in [*steps, (len(message), stream.finish())]:
         for event in events:
             if isinstance(event, CallStarted):
                 start = waiting
             elif isinstance(event, CallFinished):
                 spans.append((start, end))
-
-    for position in range(len(message)):
-        events = stream.feed(message[position : position + 1])
-        take(events, position + 1)
         if events:
-            waiting = position + 1
-    take(stream.finish(), len(message))
+            waiting = end
     return spans

@@ -217,12 +217,8 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[np.int32], skip_control: bool = False) -> bytes:
         """The exact bytes that the tokens stand for; a control token stands for its name."""
-        table = self._bytes
-        listed = self._known(ids)
-        if skip_control:
-            control = self._control
-            return b"".join([table[index] for index in listed if index not in control])
-        return b"".join([table[index] for index in listed])
+        table, left_out = self._bytes, self._control if skip_control else ()
+        return b"".join([table[index] for index in self._known(ids) if index not in left_out])
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32], skip_control: bool = False) -> str:
         """The tokens as text. A byte sequence that is not UTF-8 becomes U+FFFD."""

@@ -154,7 +154,7 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
     check_turns(tokenizer, first[0], is_apart=bool(chosen.template.result_between))
     words = MANNERS if is_plain else asked.system
     opening = Opening(words, read_tools([schema.function_schema() for schema in chosen.tools]))
-    framing = Framing(chosen.shelf().find(opening))
+    framing = Framing(chosen.shelf().find(opening), opening)
     served = [framing.given(opening, True), framing.given(UserWords(FORGED.instruction), False)]
     prompt = np.concatenate([*served, framing.answer_frame()])
     assert first[0].tokens[: len(prompt)].tobytes() == prompt.tobytes()

@@ -97,8 +97,7 @@ def told_calls(parts: Sequence[Part]) -> list[tuple[str, str]]:
 
 
 def new_reader(renderer: Renderer, **rules: Any) -> AnswerReader:
-    numbers = itertools.count()
-    return AnswerReader(renderer, ReadingRules(**rules), lambda: f"call_{next(numbers)}")
+    return AnswerReader(renderer, ReadingRules(**rules))
 
 
 @given(
@@ -155,7 +154,7 @@ def test_tags_of_tools_that_are_not_offered_are_text() -> None:
     assert model.shelf is not None
     tokens = whole.message(["I read. ", ToolCall("read_file", {"path": "a.py"})])
     for rules in (ReadingRules(), ReadingRules(calls=False), ReadingRules(whole_calls=True)):
-        reader = AnswerReader(model.shelf.find(Opening()), rules, lambda: "call")
+        reader = AnswerReader(model.shelf.find(Opening()), rules)
         parts = [*reader.feed(tokens)[0], *reader.finish()]
         text = "".join(part.text for part in parts if isinstance(part, TextPart))
         assert text == "I read. <read_file><path>a.py</path></read_file>"
@@ -170,11 +169,11 @@ def test_a_model_with_tags_of_its_own_is_offered_the_tools_that_it_knows() -> No
     opening = Opening(tools=read_tools([schema, known, other]))
     renderer = model.shelf.find(opening)
     assert [tool.name for tool in renderer.grammar.tools] == ["read_file"]
-    assert not len(Framing(renderer).given(opening, first=True)), (
+    assert not len(Framing(renderer, opening).given(opening, first=True)), (
         "it was trained with them, without being told"
     )
     words = Opening("Be brief.", read_tools([schema]))
-    assert "read_file" not in model.tokenizer.decode(Framing(renderer).given(words, first=True))
+    assert "read_file" not in model.tokenizer.decode(Framing(renderer, words).given(words, first=True))
 
 
 def test_a_tool_is_offered_without_the_parameters_that_a_model_has_no_tags_for() -> None:

@@ -14,7 +14,7 @@ from etude.inference.server.answering import Job, random_key
 from etude.inference.server.chat import ServedAnswer, ServedModel, room_for
 from etude.tokens.chat.answers import AnswerWriter, Choice, Document, Ended
 from etude.tokens.chat.errors import ContextLengthError
-from etude.tokens.chat.fields import integer, wrong
+from etude.tokens.chat.fields import integer, stop_strings, wrong
 from etude.tokens.chat.reader import Part, ReadingRules, TextPart, TextReader
 from etude.tokens.chat.requests import (
     MAX_SAMPLES,
@@ -24,7 +24,6 @@ from etude.tokens.chat.requests import (
     Neutral,
     check_fields,
     read_sampling,
-    read_stops,
     read_stream,
 )
 from etude.tokens.tokenizer import Tokenizer
@@ -59,7 +58,7 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
     stream, include_usage = read_stream(body)
     sampling = read_sampling(body, max_tokens, num_top is not None, num_top or 0)
     prompts = read_prompts(body.get("prompt"), model.tokenizer, model.max_context_tokens)
-    rules = ReadingRules(read_stops(body))
+    rules = ReadingRules(stop_strings(body.get("stop"), "stop"))
     request = CompletionRequest((), rules, sampling, stream, include_usage, body, prompts)
     if request.num_answers > MAX_SAMPLES:
         raise wrong("n", sampling.num_samples, f"so that prompts times n are at most {MAX_SAMPLES}")

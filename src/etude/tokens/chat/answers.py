@@ -14,9 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from etude.records import SampleChunk
 from etude.tokens.chat.reader import CallHead, CallMore, Part, ReasoningPart, TextPart
 from etude.tokens.chat.requests import ChatRequest
@@ -244,18 +241,11 @@ def token_rows(chunk: SampleChunk, tokenizer: Tokenizer) -> list[Document]:
         if chunk.raw_logprobs is not None:
             row["raw_logprob"] = float(chunk.raw_logprobs[place])
         if chunk.top_tokens is not None and chunk.top_logprobs is not None:
-            row["top_logprobs"] = [
-                _token_row(*one, tokenizer)
-                for one in top_pairs(chunk.top_tokens[place], chunk.top_logprobs[place])
-            ]
+            pairs = zip(chunk.top_tokens[place].tolist(), chunk.top_logprobs[place].tolist(), strict=True)
+            # -1 stands where there are fewer
+            row["top_logprobs"] = [_token_row(*pair, tokenizer) for pair in pairs if pair[0] >= 0]
         rows.append(row)
     return rows
-
-
-def top_pairs(tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> list[tuple[int, float]]:
-    """The likeliest tokens of one place; -1 stands where there are fewer."""
-    pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-    return [(token, logprob) for token, logprob in pairs if token >= 0]
 
 
 def _token_row(token: int, logprob: float, tokenizer: Tokenizer) -> Document:

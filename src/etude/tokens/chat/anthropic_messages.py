@@ -21,9 +21,9 @@ from etude.tokens.chat.requests import (
     DRAWING_FIELDS,
     ChatRequest,
     Neutral,
+    calls_wanted,
     check_fields,
     check_options,
-    forced_calls,
     read_sampling,
     read_stream,
 )
@@ -65,13 +65,9 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
 
 def _calls_wanted(choice: object, tools: bool) -> tuple[bool, bool]:
     """Whether calls are read, and whether at most one."""
-    if choice is None:
-        return tools, False
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in ("auto", "none"):
-        raise forced_calls(kind)
-    single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
-    return tools and kind == "auto", single
+    if not isinstance(choice, dict):
+        return calls_wanted(choice, tools), False
+    return calls_wanted(choice.get("type") or "", tools), choice.get("disable_parallel_tool_use") is True
 
 
 def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
@@ -173,7 +169,8 @@ class MessagesWriter(AnswerWriter):
             documents.append({"type": "content_block_start", "index": index, "content_block": begun})
         added = getattr(part, "text", "")
         if added:
-            delta = _delta(block.kind, added)
+            kind, name = _DELTAS[block.kind]
+            delta = {"type": kind, name: added}
             documents.append({"type": "content_block_delta", "index": index, "delta": delta})
         return documents
 
@@ -193,12 +190,11 @@ def _document(block: Block) -> Document:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(block.text or "{}")}
 
 
-def _delta(kind: str, added: str) -> Document:
-    if kind == "text":
-        return {"type": "text_delta", "text": added}
-    if kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": added}
-    return {"type": "input_json_delta", "partial_json": added}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 def _end(ended: Ended) -> Document:

@@ -6,23 +6,20 @@ type counts, of any other union the first type that we know, and what has no typ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import Any, cast, get_args
+from typing import Any, cast
 
-from etude.errors import ConfigError, ToolArgumentError
+from etude.errors import ToolArgumentError
 from etude.records import ToolCall
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import objects, wrong
-from etude.tokens.grammar.interface import Kind, Parameter, ToolSchema
+from etude.tokens.grammar.interface import KINDS, Kind, Parameter, ToolSchema
 from etude.tokens.grammar.values import read_value
 
 MAX_TOOLS = 1024
 MAX_PARAMETERS = 1024
 """Of one tool."""
-_KINDS = frozenset(get_args(Kind))
 
 
 @dataclass(frozen=True)
@@ -75,23 +72,13 @@ def _parameter(name: str, schema: object, required: bool) -> Parameter:
 
 
 def _kind(schema: Mapping[str, Any]) -> Kind:
-    for found in _types(schema):
-        if isinstance(found, str) and found in _KINDS:
-            return cast(Kind, found)
+    branches = [schema] if schema.get("type") is not None else schema.get("anyOf") or schema.get("oneOf")
+    for branch in branches if isinstance(branches, list) else []:
+        declared = branch.get("type") if isinstance(branch, dict) else None
+        for found in declared if isinstance(declared, list) else [declared]:
+            if isinstance(found, str) and found in KINDS:
+                return cast(Kind, found)
     return "string"
-
-
-def _types(schema: Mapping[str, Any]) -> list[object]:
-    declared = schema.get("type")
-    if declared is not None:
-        return _listed(declared)
-    options = schema.get("anyOf") or schema.get("oneOf") or []
-    branches = [option for option in options if isinstance(option, dict)] if isinstance(options, list) else []
-    return [found for option in branches for found in _listed(option.get("type"))]
-
-
-def _listed(declared: object) -> list[object]:
-    return list(cast(list[object], declared)) if isinstance(declared, list) else [declared]
 
 
 def call_arguments(call: ToolCall, tools: Sequence[ToolSchema]) -> dict[str, Any]:
@@ -108,18 +95,3 @@ def _value(parameter: Parameter | None, text: str) -> Any:
         return read_value(parameter, text)
     except ToolArgumentError:  # the agent's mistake: the client's own tool answers it
         return text
-
-
-def told_call(name: str, arguments: Any, writes_python: bool = False) -> ToolCall:
-    """A call that a client tells, for a grammar to write, which may write booleans and null as Python does.
-    Raises ConfigError for arguments of no object."""
-    if not isinstance(arguments, dict):
-        raise ConfigError("arguments must be an object", field="arguments", received=type(arguments).__name__)
-    plain = (str, bool, NoneType) if writes_python else str
-    return ToolCall(
-        name,
-        {
-            str(key): str(value) if isinstance(value, plain) else json.dumps(value, ensure_ascii=False)
-            for key, value in arguments.items()
-        },
-    )

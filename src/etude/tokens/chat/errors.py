@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from etude.errors import UserError
 
-__all__ = ["BadRequestError", "ContextLengthError"]
-
 
 class BadRequestError(UserError):
     """A request that breaks its API's format, or asks for what is not done here."""

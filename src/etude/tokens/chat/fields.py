@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -24,8 +23,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 def wrong(field: str, received: object, wanted: str) -> BadRequestError:
     """An error for a field of another type or value."""
-    shown = received if isinstance(received, str | int | float | bool | None) else type(received).__name__
-    return BadRequestError(f"must be {wanted}", field=field, received=shown, fix=f"send {wanted}")
+    return unsupported(field, received, f"must be {wanted}", f"send {wanted}")
 
 
 def unsupported(field: str, received: object, why: str, fix: str = "leave it out") -> BadRequestError:
@@ -41,8 +39,6 @@ def number(body: Mapping[str, Any], field: str, default: float, low: float, high
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise wrong(field, value, f"a number from {low:g} to {high:g}")
-    if math.isnan(value):
-        raise wrong(field, "NaN", "a number")
     return float(value)
 
 
@@ -99,8 +95,8 @@ def words(content: object, field: str, joint: str, kinds: Collection[str] = ("te
 
 def stop_strings(value: object, field: str) -> tuple[str, ...]:
     """Stop strings, one or a list; empty ones are refused."""
-    listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    if value is not None and not isinstance(value, str | list):
+    listed = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(listed, list):
         raise wrong(field, value, "a string or a list of strings")
     if len(listed) > _MAX_STOPS or not all(isinstance(stop, str) and stop for stop in listed):
         raise wrong(field, len(listed), f"at most {_MAX_STOPS} strings, none of them empty")

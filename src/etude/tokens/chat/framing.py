@@ -6,15 +6,15 @@ Each message is `after_end` (unless it is the first), its frame, its words, its 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import groupby
+from types import NoneType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.chat.client_tools import told_call
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Message, Opening, Results, SystemWords, UserWords
 from etude.tokens.grammar.channels import ChannelMarks
@@ -30,22 +30,27 @@ Tokens = NDArray[np.int32]
 class Framing:
     """Renders the messages of conversations with one opening."""
 
-    def __init__(self, renderer: Renderer, opening: Opening | None = None) -> None:
+    def __init__(self, renderer: Renderer, opening: Opening) -> None:
         self.renderer = renderer
         self.template = renderer.template
-        self._opened = self._open(opening)
+        tools = self._announced(opening)
+        words = renderer.describe(opening.system, tools) if tools else opening.system or None
+        self._has_words = words is not None
+        self._opened = renderer.opening(words)
+        """All that stands before the first message."""
         self.end = np.array([renderer.end_token], dtype=np.int32)
         self.shown_end = renderer.encode([self.template.shown_end or self.template.end])
 
     def given(self, message: Message, first: bool) -> Tokens:
-        """A message that was not sampled, its end included. `first`: nothing stands before it.
+        """A message that was not sampled, its end included; of an opening: this one's own tokens. `first`:
+        nothing stands before it.
 
         Raises BadRequestError for results before any message.
         """
         renderer, template = self.renderer, self.template
         match message:
             case Opening():
-                return self._opening(message)
+                return self._opening()
             case SystemWords(text):
                 return self._framed(template.system or template.user, (text, *template.system_close), first)
             case UserWords(text):
@@ -122,26 +127,20 @@ class Framing:
             return self.renderer.encode((*self.template.after_end, *pieces), self.template.end)
         return np.concatenate([self._opened, self.renderer.encode_first(pieces, self._opened)])
 
-    def _open(self, opening: Opening | None) -> Tokens:
-        """All that stands before the first message."""
-        renderer = self.renderer
-        if opening is None or not (opening.system or self._tools(opening)):
-            return renderer.opening()
-        tools = self._tools(opening)
-        return renderer.opening(renderer.describe(opening.system, tools) if tools else opening.system)
+    def _announced(self, opening: Opening) -> list[ToolSchema]:
+        """The tools that the system's words describe."""
+        grammar = self.renderer.grammar
+        if grammar.name == "xml" and not self.renderer.text_mode:
+            return []  # their tags are tokens of the model's own: it was trained with them undescribed
+        return [one for one in opening.tools if one in grammar.tools]
 
-    def _tools(self, opening: Opening) -> list[ToolSchema]:
-        """Those that are announced."""
-        known = () if knows_tools(self.renderer) else self.renderer.grammar.tools
-        return [one for one in opening.tools if one in known]
-
-    def _opening(self, opening: Opening) -> Tokens:
+    def _opening(self) -> Tokens:
         """The opening's own tokens: none where the first message has them."""
         template = self.template
-        if template.joins_system or not (opening.system or self._tools(opening)):
+        if template.joins_system or not self._has_words:
             return self.end[:0]
-        opened = self._open(opening)
-        return opened[: len(opened) - len(self.renderer.encode(template.after_end, template.end))]
+        num_after = len(self.renderer.encode(template.after_end, template.end))
+        return self._opened[: len(self._opened) - num_after]
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""
@@ -157,13 +156,17 @@ class Framing:
         return [*reasoning, *pieces]
 
     def _told(self, call: Call) -> ToolCall | str:
-        """A call that a client tells; one of which it kept no arguments as it tells it."""
+        """A call that a client tells, for the grammar to write; one whose arguments are no object is text."""
+        if not isinstance(call.arguments, dict):
+            return f"{call.name} {call.arguments}"
         grammar = self.renderer.grammar
         writes_python = isinstance(grammar, NativeGrammar) and grammar.form.python_words
-        try:
-            return told_call(call.name, call.arguments, writes_python)
-        except ConfigError:
-            return f"{call.name} {call.arguments}"
+        plain = (str, bool, NoneType) if writes_python else str
+        values = {
+            str(key): str(value) if isinstance(value, plain) else json.dumps(value, ensure_ascii=False)
+            for key, value in call.arguments.items()
+        }
+        return ToolCall(call.name, values)
 
 
 def check_answerable(messages: Sequence[Message]) -> None:
@@ -176,8 +179,3 @@ def check_answerable(messages: Sequence[Message]) -> None:
             received=type(last).__name__.lower(),
             fix="answers cannot be begun for the model",
         )
-
-
-def knows_tools(renderer: Renderer) -> bool:
-    """Whether the tools' tags are tokens of the model's own: it was trained with them undescribed."""
-    return renderer.grammar.name == "xml" and not renderer.text_mode

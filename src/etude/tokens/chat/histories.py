@@ -97,8 +97,8 @@ class ChatFrames:
         for message in messages:
             state = _next(state, message)
             first = not any(len(part) for part in parts)
-            known = self._find(state) if isinstance(message, Answer) else None
-            if known and isinstance(message, Answer) and _as_served(known, message):
+            known = self._find(state, message) if isinstance(message, Answer) else None
+            if known is not None:
                 parts += [framing.answer_frame(first), known.tokens, framing.end]
             else:
                 parts.append(framing.given(message, first))
@@ -114,14 +114,12 @@ class ChatFrames:
             with self._lock:
                 self.memory.keep(_next(prompt.state, answer), answer, tokens)
 
-    def _find(self, state: bytes) -> Remembered | None:
+    def _find(self, state: bytes, told: Answer) -> Remembered | None:
+        """The answer that was served, unless the client changed its reasoning."""
         with self._lock:
-            return self.memory.find(state)
+            known = self.memory.find(state)
+        return known if known and same_reasoning(known.answer.reasoning, told.reasoning) else None
 
 
 def _next(state: bytes, message: Message) -> bytes:
     return blake3(state + content_key(message)).digest()
-
-
-def _as_served(known: Remembered, told: Answer) -> bool:
-    return same_reasoning(known.answer.reasoning, told.reasoning)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, Event, ended_choice
-from etude.tokens.chat.fields import flag, integer, objects, unsupported, wrong
+from etude.tokens.chat.fields import flag, integer, objects, stop_strings, unsupported, wrong
 from etude.tokens.chat.messages import Message, Opening
 from etude.tokens.chat.openai_messages import read_messages, read_tools
 from etude.tokens.chat.reader import CallHead, CallMore, Part, ReadingRules, ReasoningPart
@@ -18,7 +18,6 @@ from etude.tokens.chat.requests import (
     calls_wanted,
     check_fields,
     read_sampling,
-    read_stops,
     read_stream,
 )
 
@@ -56,7 +55,7 @@ def read_chat(body: Mapping[str, Any], agent: str = "", strict: bool = True) -> 
     stream, include_usage = read_stream(body, strict)
     messages, with_tools = read_conversation(body, agent)
     rules = ReadingRules(
-        stops=read_stops(body),
+        stops=stop_strings(body.get("stop"), "stop"),
         single_call=not flag(body, "parallel_tool_calls", True),
         calls=calls_wanted(body.get("tool_choice"), with_tools),
     )

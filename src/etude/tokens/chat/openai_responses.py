@@ -34,8 +34,10 @@ _FIELDS = DRAWING_FIELDS | {
     "reasoning",
     "stream_options",
     "text",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
 }
-_FIELDS |= {"tools", "tool_choice", "parallel_tool_calls"}
 _NEUTRAL: Neutral = {
     "previous_response_id": (),
     "conversation": (),

@@ -21,7 +21,7 @@ import codecs
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,11 +89,6 @@ class ReadingRules:
     """False: calls are text."""
     whole_calls: bool = False
     """Calls are served when they have ended. For clients that make the best of half a call."""
-
-
-def new_call_id() -> str:
-    """Names a call to its client."""
-    return f"call_{secrets.token_hex(12)}"
 
 
 class Reader:
@@ -189,13 +184,10 @@ class TextReader(Reader):
 class AnswerReader(Reader):
     """Reads one answer of a conversation."""
 
-    def __init__(
-        self, renderer: Renderer, rules: ReadingRules, new_id: Callable[[], str] = new_call_id
-    ) -> None:
+    def __init__(self, renderer: Renderer, rules: ReadingRules) -> None:
         super().__init__(rules.stops)
         self._renderer = renderer
         self._rules = rules
-        self._new_id = new_id
         self._stream = MessageStream(renderer)
         self._tools = {tool.name: tool for tool in renderer.grammar.tools} if rules.calls else {}
         self._foreign = _foreign_tags(renderer)
@@ -277,7 +269,7 @@ class AnswerReader(Reader):
         """A call begins."""
         self._release()
         self._blanks = ""
-        self._open = _OpenCall(self._new_id())
+        self._open = _OpenCall(f"call_{secrets.token_hex(12)}")
         self._out.append(CallHead(self._open.id, name))
         return self._open
 

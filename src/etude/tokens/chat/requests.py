@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etude.records import SamplingParams
-from etude.tokens.chat.errors import BadRequestError
-from etude.tokens.chat.fields import flag, integer, number, stop_strings, unsupported, wrong
+from etude.tokens.chat.fields import flag, integer, number, unsupported, wrong
 from etude.tokens.chat.messages import Message
 from etude.tokens.chat.reader import ReadingRules
 
@@ -123,12 +122,17 @@ def read_sampling(
     max_temperature: float = 2.0,
 ) -> Sampling:
     """Reads how answers are drawn. Raises BadRequestError."""
+    top_p, min_p = number(body, "top_p", 1.0, 0.0, 1.0), number(body, "min_p", 0.0, 0.0, 1.0)
+    if top_p == 0.0:
+        raise wrong("top_p", top_p, "a number above 0, up to 1")
+    if min_p == 1.0:
+        raise wrong("min_p", min_p, "a number from 0 on, below 1")
     return Sampling(
         params=SamplingParams(
             temperature=number(body, "temperature", 1.0, 0.0, max_temperature),
-            top_p=_top_p(body),
-            top_k=_top_k(body),
-            min_p=_min_p(body),
+            top_p=top_p,
+            top_k=max(integer(body, "top_k", -1, 1 << 31) or 0, 0),
+            min_p=min_p,
             raw_logprobs=flag(body, "raw_logprobs", False),
             top_logprobs=num_top,
         ),
@@ -153,38 +157,10 @@ def read_stream(body: Mapping[str, Any], strict: bool = True) -> tuple[bool, boo
     return stream, flag(options or {}, "include_usage", False)
 
 
-def read_stops(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """The stop strings of OpenAI's dialects. Raises BadRequestError."""
-    return stop_strings(body.get("stop"), "stop")
-
-
 def calls_wanted(choice: object, tools: bool) -> bool:
     """Whether calls are calls and not text, by `tool_choice`. Raises BadRequestError for forced calls."""
     if choice in (None, "auto"):
         return tools
     if choice == "none":
         return False
-    raise forced_calls(choice)
-
-
-def forced_calls(choice: object) -> BadRequestError:
-    """The error for a choice of tools that leaves the model none."""
-    return unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")
-
-
-def _top_k(body: Mapping[str, Any]) -> int:
-    return max(integer(body, "top_k", -1, 1 << 31) or 0, 0)
-
-
-def _top_p(body: Mapping[str, Any]) -> float:
-    value = number(body, "top_p", 1.0, 0.0, 1.0)
-    if value == 0.0:
-        raise wrong("top_p", value, "a number above 0, up to 1")
-    return value
-
-
-def _min_p(body: Mapping[str, Any]) -> float:
-    value = number(body, "min_p", 0.0, 0.0, 1.0)
-    if value == 1.0:
-        raise wrong("min_p", value, "a number from 0 on, below 1")
-    return value
+    raise unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")

@@ -11,7 +11,7 @@ from blake3 import blake3
 from etude.errors import ConfigError
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Opening, canonical
-from etude.tokens.grammar.interface import Grammar, Parameter, ToolSchema
+from etude.tokens.grammar import Grammar, Parameter, ToolSchema
 from etude.tokens.renderer import Renderer, announcing_template
 from etude.tokens.template import Template
 from etude.tokens.tokenizer import Tokenizer

@@ -61,11 +61,6 @@ class ParsedMessage:
     calls: tuple[ToolCall, ...]
 
 
-def finished_calls(events: Iterable[ParseEvent]) -> list[ToolCall]:
-    """The calls that these events finish."""
-    return [event.call for event in events if isinstance(event, CallFinished)]
-
-
 def collect(events: Iterable[ParseEvent]) -> ParsedMessage:
     """All events of a message, put together."""
     text: list[str] = []

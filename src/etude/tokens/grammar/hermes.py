@@ -18,20 +18,14 @@ is written with its `<` escaped (`\\u003c`). `render_call` does so in both modes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from etude.records import ToolCall
-from etude.tokens.grammar.hermes_reader import (
-    CALL_CLOSE,
-    CALL_OPEN,
-    CALL_TAGS,
-    HermesReader,
-    HermesTags,
-    tool_table,
-)
+from etude.tokens.grammar.hermes_reader import CALL_CLOSE, CALL_OPEN, CALL_TAGS, HermesReader
 from etude.tokens.grammar.interface import Kind, ToolSchema, check_names
 from etude.tokens.grammar.json_reader import check_json
-from etude.tokens.grammar.message_parser import CallReader, ParserMode, TagGrammar, split_tags, tag_pattern
+from etude.tokens.grammar.message_parser import CallReader, Grammar, ParserMode, TagSet
 from etude.tokens.pieces import Control, Piece, join_text
 
 BEFORE_TOOLS = """# Tools
@@ -49,7 +43,7 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""  # noqa: E501  (the words that these models were trained with)
 
 
-class HermesGrammar(TagGrammar):
+class HermesGrammar(Grammar):
     """The grammar above for a fixed set of tools.
 
     `told_by_template`: the model's own chat template announces them, in words of its own. Raises ConfigError
@@ -57,16 +51,8 @@ class HermesGrammar(TagGrammar):
     """
 
     def __init__(self, tools: Sequence[ToolSchema], told_by_template: bool = False) -> None:
-        self.name = "hermes_told" if told_by_template else "hermes"
-        self.tools = tuple(tools)
-        check_names(self.tools, CALL_TAGS)
-        self._table = tool_table(self.tools)
-        self._tag_pattern = tag_pattern(CALL_TAGS)
-        self._sets: dict[ParserMode, HermesTags] = {}
-
-    def control_tokens(self) -> list[str]:
-        """The two tags around a call."""
-        return list(CALL_TAGS)
+        check_names(tools, CALL_TAGS)
+        super().__init__("hermes_told" if told_by_template else "hermes", tools, CALL_TAGS)
 
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
         """The tools in the words of Qwen's chat template; its example of the tags as control tokens."""
@@ -74,7 +60,7 @@ class HermesGrammar(TagGrammar):
             return None
         lines = [json.dumps(schema.function_schema(), ensure_ascii=False) for schema in schemas]
         listed = "\n".join([BEFORE_TOOLS, *lines])
-        return join_text([listed, *split_tags(AFTER_TOOLS, self._tag_pattern)])
+        return join_text([listed, *self.split(AFTER_TOOLS)])
 
     def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
         """The calls, each on lines of its own."""
@@ -94,10 +80,9 @@ class HermesGrammar(TagGrammar):
             body = body.replace(tag, "\\u003c" + tag[1:])
         return [Control(CALL_OPEN), f"\n{body}\n", Control(CALL_CLOSE)]
 
-    def reader(self, mode: ParserMode) -> CallReader:
-        if mode not in self._sets:
-            self._sets[mode] = HermesTags(mode)
-        return HermesReader(self._table, self._sets[mode])
+    def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
+        in_call = TagSet(CALL_TAGS) if mode.text_mode else None
+        return partial(HermesReader, self._table, mode.outside(CALL_TAGS), in_call)
 
 
 def _render_value(text: str, kind: Kind) -> str:

@@ -7,36 +7,18 @@ the agent. Arguments that were read before the fault are kept.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 
 from etude.records import ToolCall
 from etude.tokens.grammar.events import ArgumentDelta, CallFinished, CallStarted, ParseEvent, TextDelta
-from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, MAX_NAME_CHARACTERS, Parameter, ToolSchema
+from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, MAX_NAME_CHARACTERS, ToolTable
 from etude.tokens.grammar.json_reader import JsonReader, JsonSink, printable
-from etude.tokens.grammar.message_parser import ParserMode, TagSet
+from etude.tokens.grammar.message_parser import CallReader, TagSet
 
 CALL_OPEN = "<tool_call>"
 CALL_CLOSE = "</tool_call>"
 CALL_TAGS = (CALL_OPEN, CALL_CLOSE)
 
 _ARTICLES = {"integer": "an", "array": "an", "object": "an"}
-
-ToolTable = Mapping[str, Mapping[str, Parameter]]
-"""Parameters by name, by tool."""
-
-
-def tool_table(tools: Sequence[ToolSchema]) -> ToolTable:
-    """The tools as the reader looks them up."""
-    return {tool.name: {parameter.name: parameter for parameter in tool.parameters} for tool in tools}
-
-
-class HermesTags:
-    """Which tags are recognised in characters, by the state that a message is in."""
-
-    def __init__(self, mode: ParserMode) -> None:
-        outside = [*(CALL_TAGS if mode.text_mode else ()), *mode.marks_in_text]
-        self.outside = TagSet(outside) if outside else None
-        self.in_call = TagSet(CALL_TAGS) if mode.text_mode else None
 
 
 class _OpenCall(JsonSink):
@@ -145,12 +127,13 @@ class _OpenCall(JsonSink):
                 fail(f"{printable(name)} is not {article} {parameter.kind}")
 
 
-class HermesReader:
-    """Reads the calls of one message. See `CallReader`."""
+class HermesReader(CallReader):
+    """Reads the calls of one message."""
 
-    def __init__(self, tools: ToolTable, sets: HermesTags) -> None:
+    def __init__(self, tools: ToolTable, outside: TagSet | None, in_call: TagSet | None) -> None:
+        """`outside`, `in_call`: what is recognised in characters there."""
         self._tools = tools
-        self._sets = sets
+        self._outside, self._in_call = outside, in_call
         self._call: _OpenCall | None = None
 
     @property
@@ -160,7 +143,7 @@ class HermesReader:
 
     def tags(self) -> TagSet | None:
         """In text mode the two tags count everywhere: a value that holds one must escape its `<`."""
-        return self._sets.outside if self._call is None else self._sets.in_call
+        return self._outside if self._call is None else self._in_call
 
     def take_text(self, text: str, out: list[ParseEvent]) -> None:
         """Part of a call's JSON, or free text."""
@@ -181,9 +164,6 @@ class HermesReader:
         """A control token that is no tag. Outside of calls it is as harmless as text."""
         if self._call:
             self._call.json.fail("control token in a call")
-
-    def take_mark(self, out: list[ParseEvent]) -> None:
-        """Nothing is open outside of a call."""
 
     def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
         """Takes one of the two tags."""

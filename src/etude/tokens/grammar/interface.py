@@ -1,4 +1,4 @@
-"""What a tool looks like to a grammar, and what a grammar does: render calls and parse them as they come."""
+"""What a tool looks like to a grammar, and what parses the calls of a message as they come."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Literal, Protocol, get_args
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.grammar.events import ParseEvent, finished_calls
+from etude.tokens.grammar.events import ParseEvent, collect
 from etude.tokens.pieces import Piece
 
 Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
 """The types of JSON Schema that an argument may have."""
-
-Scalar = str | int | float | bool
 
 ReasoningMarks = Literal["control", "text", "off"]
 """How `<think>` and `</think>` are recognised: as control tokens, in characters too, or not at all."""
@@ -25,13 +23,23 @@ MAX_CALL_CHARACTERS = 16 << 20
 MAX_NAME_CHARACTERS = 64
 """Of a tool's or a parameter's name."""
 
-_KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(Kind)
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
 }
+
+
+def is_of_type(value: object, name: str) -> bool:
+    """Whether a JSON value is of this type of JSON Schema's. A type that there is not says nothing."""
+    if isinstance(value, bool) and name in ("integer", "number"):
+        return False
+    return isinstance(value, _PYTHON_TYPES.get(name, (object,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +60,17 @@ class Parameter:
     description: str
     required: bool = True
     kind: Kind = "string"
-    enum: tuple[Scalar, ...] = ()
+    enum: tuple[str | int | float | bool, ...] = ()
     """The only values allowed; empty allows all. Not for arrays and objects."""
     schema: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
     """More keywords of JSON Schema: `items` of an array; `properties`, `required` of an object. All of them
     are exported; `read_value` checks those that it names."""
 
     def __post_init__(self) -> None:
-        allowed = _PYTHON_TYPES.get(self.kind, ())
-        if self.kind not in _KINDS:
-            _refuse(self, "no such kind", self.kind, f"use one of {', '.join(_KINDS)}")
+        if self.kind not in KINDS:
+            _refuse(self, "no such kind", self.kind, f"use one of {', '.join(KINDS)}")
         for value in self.enum:
-            is_bool = isinstance(value, bool)
-            if not isinstance(value, allowed) or is_bool is not (self.kind == "boolean"):
+            if self.kind in ("array", "object") or not is_of_type(value, self.kind):
                 _refuse(self, f"an enum value is no {self.kind}", value, "use values of the parameter's kind")
         if {"type", "description", "enum"} & self.schema.keys():
             _refuse(
@@ -126,6 +132,10 @@ class ToolSchema:
         }
 
 
+ToolTable = Mapping[str, Mapping[str, Parameter]]
+"""The parameters of each tool, all by name."""
+
+
 class CallParser(Protocol):
     """Takes one message of the agent piece by piece and tells what it says as soon as that is decided.
 
@@ -139,41 +149,6 @@ class CallParser(Protocol):
 
     def finish_events(self) -> list[ParseEvent]:
         """What was held back, and the calls left unclosed. Ends the parser's life."""
-        ...
-
-
-class Grammar(Protocol):
-    """How calls are written. Knows its tools; knows neither tokens nor files."""
-
-    name: str
-    tools: tuple[ToolSchema, ...]
-
-    def control_tokens(self) -> list[str]:
-        """Every tag that a tokenizer may hold as one control token, in a fixed order."""
-        ...
-
-    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
-        """What a system message says of these tools, for models that know the grammar or are to learn it.
-        None: the model's own chat template says it."""
-        ...
-
-    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
-        """Calls that follow each other as their author would write them, with what stands before the first:
-        behind words or another call, or at the beginning of an answer."""
-        ...
-
-    def split(self, text: str) -> list[Piece]:
-        """Text of a *scripted* author, its tags as control tokens. Never for text from outside."""
-        ...
-
-    def parser(
-        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
-    ) -> CallParser:
-        """A fresh parser. In text mode tags are recognised in ordinary characters.
-
-        `reasoning`: how its marks are recognised; by default like the tags. `begun`: the prompt ended with
-        `<think>`, so the message begins with reasoning.
-        """
         ...
 
 
@@ -203,7 +178,7 @@ def _can_be_named(name: str, marks: Sequence[str]) -> bool:
 
 def parse_calls(parser: CallParser, pieces: Sequence[Piece]) -> list[ToolCall]:
     """All calls of one whole message."""
-    return finished_calls(parse_events(parser, pieces))
+    return list(collect(parse_events(parser, pieces)).calls)
 
 
 def parse_events(parser: CallParser, pieces: Sequence[Piece]) -> list[ParseEvent]:

@@ -48,9 +48,9 @@ class JsonReader:
 
     def __init__(self, sink: JsonSink) -> None:
         self.error: str | None = None
-        self.begun = False
         self.kind = ""
         """Of the value, once it has begun."""
+        self._begun = False
         self._sink = sink
         self._state = _VALUE
         self._keys: list[set[str] | None] = []
@@ -58,17 +58,11 @@ class JsonReader:
         self._held = ""
         self._in_string = False
         self._is_key = False
-        self._key: list[str] = []
-        self._key_room = MAX_KEY_CHARACTERS
+        self._key = ""
         self._raw = False
         """Whether consumed text is told as it is written: in a container at `REPORTED_DEPTH`."""
         self._raw_start = 0
         self._scalar = ""
-
-    @property
-    def done(self) -> bool:
-        """Whether the value is whole."""
-        return self._state == _DONE and self.error is None
 
     def fail(self, message: str) -> None:
         """Only the first thing wrong is kept."""
@@ -101,7 +95,7 @@ class JsonReader:
         if self._scalar and self.error is None:
             self._end_scalar()
         if self._state != _DONE:
-            self.fail("the JSON is cut off" if self.begun else "no JSON")
+            self.fail("the JSON is cut off" if self._begun else "no JSON")
 
     def _tell_raw(self, text: str, end: int) -> None:
         if end > self._raw_start:
@@ -117,8 +111,7 @@ class JsonReader:
         if state in (_VALUE, _VALUE_OR_END) and character != "]":
             return self._begin_value(text, position)
         if state in (_KEY, _KEY_OR_END) and character == '"':
-            self._in_string, self._is_key = True, True
-            self._key, self._key_room = [], MAX_KEY_CHARACTERS
+            self._in_string, self._is_key, self._key = True, True, ""
         elif state == _COLON and character == ":":
             self._state = _VALUE
         elif state == _COMMA_OR_END and character == ",":
@@ -138,7 +131,7 @@ class JsonReader:
             self.fail(f"unexpected {shown} in the JSON")
 
     def _begin_value(self, text: str, position: int) -> int:
-        self.begun = True
+        self._begun = True
         character = text[position]
         if character == '"':
             self._report_begin("string")
@@ -231,9 +224,8 @@ class JsonReader:
 
     def _add_to_string(self, text: str) -> None:
         if self._is_key:
-            self._key.append(text)
-            self._key_room -= len(text)
-            if self._key_room < 0:
+            self._key += text
+            if len(self._key) > MAX_KEY_CHARACTERS:
                 self.fail("key too long")
         elif len(self._keys) <= REPORTED_DEPTH:
             self._sink.text(len(self._keys), text)
@@ -243,7 +235,7 @@ class JsonReader:
         if not self._is_key:
             self._end_value()
             return
-        key, keys = "".join(self._key), self._keys[-1]
+        key, keys = self._key, self._keys[-1]
         assert keys is not None
         if key in keys:
             self.fail(f"repeated {printable(key)}")

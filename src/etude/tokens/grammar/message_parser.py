@@ -1,4 +1,4 @@
-"""The streaming parser that all grammars share: finds the tags, keeps reasoning apart, lets a reader judge.
+"""What all grammars share. The streaming parser finds tags, keeps reasoning apart and lets a reader judge.
 
     pieces --> [ tags or text? ] --> reasoning                       --> ReasoningDelta
                                  --> the grammar's CallReader        --> every other event
@@ -10,12 +10,13 @@ in, and a state never looks back, so parsing takes linear time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from etude.records import ToolCall
 from etude.tokens.grammar.events import ParseEvent, ReasoningDelta
-from etude.tokens.grammar.interface import CallParser, ReasoningMarks
+from etude.tokens.grammar.interface import CallParser, ReasoningMarks, ToolSchema, ToolTable
 from etude.tokens.pieces import Control, Piece, join_text
 
 THINK_OPEN = "<think>"
@@ -86,8 +87,7 @@ class CallReader(Protocol):
         ...
 
     def take_mark(self, out: list[ParseEvent]) -> None:
-        """Reasoning begins or ends here, outside of any call."""
-        ...
+        """Reasoning begins or ends here, outside of any call: most readers have nothing open there."""
 
     def end(self, out: list[ParseEvent]) -> None:
         """The message is over."""
@@ -101,15 +101,10 @@ class ParserMode:
     text_mode: bool
     reasoning: ReasoningMarks
 
-    @classmethod
-    def choose(cls, text_mode: bool, reasoning: ReasoningMarks | None) -> ParserMode:
-        """`reasoning` as given; by default like the tags."""
-        return cls(text_mode, reasoning or ("text" if text_mode else "control"))
-
-    @property
-    def marks_in_text(self) -> tuple[str, ...]:
-        """The marks of reasoning that are recognised in characters outside of calls."""
-        return THINK_MARKS if self.reasoning == "text" else ()
+    def outside(self, tags: Sequence[str]) -> TagSet | None:
+        """What is recognised outside of calls: these tags, the marks of reasoning, or nothing."""
+        found = [*(tags if self.text_mode else ()), *(THINK_MARKS if self.reasoning == "text" else ())]
+        return TagSet(found) if found else None
 
 
 _CLOSING_MARK = TagSet([THINK_CLOSE])
@@ -194,37 +189,51 @@ class MessageParser:
         return self._reader.take_tag(name, out)
 
 
-class TagGrammar:
-    """What grammars have in common whose calls stand between tags. See `Grammar`."""
+class Grammar:
+    """How calls are written. Knows its tools; knows neither tokens nor files."""
 
-    _tag_pattern: re.Pattern[str]
+    def __init__(self, name: str, tools: Sequence[ToolSchema], tags: Sequence[str]) -> None:
+        """`tags`: what `control_tokens` gives."""
+        self.name = name
+        self.tools = tuple(tools)
+        self._tags = tuple(tags)
+        self._table: ToolTable = {tool.name: {one.name: one for one in tool.parameters} for tool in tools}
+        self._tag_pattern = re.compile(f"({'|'.join(map(re.escape, [*tags, *THINK_MARKS]))})")
+        self._readers: dict[ParserMode, Callable[[], CallReader]] = {}
+
+    def control_tokens(self) -> list[str]:
+        """Every tag that a tokenizer may hold as one control token, in a fixed order."""
+        return list(self._tags)
+
+    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
+        """What a system message says of these tools, for models that know the grammar or are to learn it.
+        None: the model's own chat template says it."""
+        raise NotImplementedError
+
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
+        """Calls that follow each other as their author would write them, with what stands before the first:
+        behind words or another call, or at the beginning of an answer."""
+        raise NotImplementedError
 
     def split(self, text: str) -> list[Piece]:
-        """The tags of these tools and the marks of reasoning as control tokens; others stay text."""
-        return split_tags(text, self._tag_pattern)
+        """Text of a *scripted* author, the tags of these tools and the marks of reasoning as control tokens.
+        Never for text from outside."""
+        parts = self._tag_pattern.split(text)  # every second one is a tag
+        return join_text(Control(part) if place % 2 else part for place, part in enumerate(parts))
 
     def parser(
         self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
     ) -> CallParser:
-        """A fresh parser for one message."""
-        mode = ParserMode.choose(text_mode, reasoning)
-        return MessageParser(self.reader(mode), mode.reasoning, begun)
+        """A fresh parser for one message. In text mode tags are recognised in ordinary characters.
 
-    def reader(self, mode: ParserMode) -> CallReader:
-        """What reads the calls of one message."""
+        `reasoning`: how its marks are recognised; by default like the tags. `begun`: the prompt ended with
+        `<think>`, so the message begins with reasoning.
+        """
+        mode = ParserMode(text_mode, reasoning or ("text" if text_mode else "control"))
+        if mode not in self._readers:
+            self._readers[mode] = self._reader(mode)
+        return MessageParser(self._readers[mode](), mode.reasoning, begun)
+
+    def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
+        """What gives a reader of calls for each message."""
         raise NotImplementedError
-
-
-def split_tags(text: str, pattern: re.Pattern[str]) -> list[Piece]:
-    """Text of a scripted author with what `pattern` finds as control tokens."""
-    pieces: list[Piece] = []
-    position = 0
-    for match in pattern.finditer(text):
-        pieces += [text[position : match.start()], Control(match.group())]
-        position = match.end()
-    return join_text([*pieces, text[position:]])
-
-
-def tag_pattern(tags: Sequence[str]) -> re.Pattern[str]:
-    """Finds these tags, and the marks of reasoning."""
-    return re.compile("|".join(re.escape(tag) for tag in [*tags, *THINK_MARKS]))

@@ -15,30 +15,21 @@ from functools import partial
 from etude.records import ToolCall
 from etude.tokens.grammar.call_forms import CALL_FORMS, CallForm
 from etude.tokens.grammar.hermes import HermesGrammar
-from etude.tokens.grammar.hermes_reader import tool_table
-from etude.tokens.grammar.interface import Grammar, ToolSchema, check_names
-from etude.tokens.grammar.message_parser import CallReader, ParserMode, TagGrammar, tag_pattern
+from etude.tokens.grammar.interface import ToolSchema, check_names
+from etude.tokens.grammar.message_parser import CallReader, Grammar, ParserMode
 from etude.tokens.grammar.native_reader import FormTags, NativeReader
 from etude.tokens.pieces import Piece, join_text
 
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
-class NativeGrammar(TagGrammar):
+class NativeGrammar(Grammar):
     """One form for a fixed set of tools. Raises ConfigError for names that cannot be written."""
 
     def __init__(self, form: CallForm, tools: Sequence[ToolSchema]) -> None:
-        self.name = form.name
+        check_names(tools, ("<", ">", '"', "\n"))
+        super().__init__(form.name, tools, form.tags)
         self.form = form
-        self.tools = tuple(tools)
-        check_names(self.tools, ("<", ">", '"', "\n"))
-        self._table = tool_table(self.tools)
-        self._tag_pattern = tag_pattern(form.tags)
-        self._sets: dict[ParserMode, FormTags] = {}
-
-    def control_tokens(self) -> list[str]:
-        """The words of the form that are tokens."""
-        return list(self.form.tags)
 
     def announce(self, schemas: Sequence[ToolSchema]) -> None:
         """The model's own chat template does."""
@@ -65,10 +56,8 @@ class NativeGrammar(TagGrammar):
             pieces += [text, *self.split(form.value[1])]
         return [*pieces, *self.split(form.call[1])]
 
-    def reader(self, mode: ParserMode) -> CallReader:
-        if mode not in self._sets:
-            self._sets[mode] = FormTags(self.form, mode)
-        return NativeReader(self._table, self._sets[mode])
+    def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
+        return partial(NativeReader, self._table, FormTags(self.form, mode))
 
 
 TOLD_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {

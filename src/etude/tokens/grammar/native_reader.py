@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from etude.records import ToolCall
 from etude.tokens.grammar.call_forms import CallForm
-from etude.tokens.grammar.events import CallFinished, CallStarted, ParseEvent, TextDelta
-from etude.tokens.grammar.hermes_reader import ToolTable
-from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Parameter
+from etude.tokens.grammar.events import CallStarted, ParseEvent, TextDelta
+from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Parameter, ToolTable
 from etude.tokens.grammar.json_reader import printable
-from etude.tokens.grammar.message_parser import ParserMode, TagSet
+from etude.tokens.grammar.message_parser import CallReader, ParserMode, TagSet
 from etude.tokens.grammar.xml_reader import OpenCall
 
 _NULLS = ("null", "None")
@@ -47,16 +45,15 @@ class FormTags:
         every = (self.section, self.section_end, self.call, self.call_end, self.key, self.value_end)
         self.all = frozenset([*every, self.name_end, self.key_end])
         spelled = [word for word in every if mode.text_mode or word not in form.tags]
-        outside = [*(form.tags if mode.text_mode else ()), *mode.marks_in_text]
-        self.outside = TagSet(outside) if outside else None
+        self.outside = mode.outside(form.tags)
         self.in_call = TagSet(spelled)
         self.in_name = TagSet(spelled, other=self.name_end)
         self.in_key = TagSet(spelled, other=self.key_end)
         self.in_value = TagSet([self.value_end])
 
 
-class NativeReader:
-    """Reads the calls of one message. See `CallReader`."""
+class NativeReader(CallReader):
+    """Reads the calls of one message."""
 
     def __init__(self, tools: ToolTable, tags: FormTags) -> None:
         self._tools = tools
@@ -112,9 +109,6 @@ class NativeReader:
         if self._place is not _Place.OUTSIDE:
             self._fail("control token in a call", out)
 
-    def take_mark(self, out: list[ParseEvent]) -> None:
-        """Nothing is open outside of a call."""
-
     def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
         """Takes one of the form's words."""
         tags, place = self._tags, self._place
@@ -161,9 +155,7 @@ class NativeReader:
             error = "" if self._num_calls else "no call"
             self._end_section(f"unclosed {printable(call.name)}" if call is not None else error, out)
         elif name == tags.call_end and call is not None:
-            for key, parameter in self._tools.get(call.name, {}).items():
-                if parameter.required and key not in call.arguments:
-                    call.fail(f"missing {key}")
+            call.check_complete(self._tools.get(call.name, {}))
             self._finish(out)
             self._place = _Place.SECTION
         elif name == tags.key and call is not None:
@@ -242,9 +234,8 @@ class NativeReader:
         self._place = _Place.OUTSIDE
 
     def _finish(self, out: list[ParseEvent]) -> None:
-        call = self._call
-        assert call is not None
-        out.append(CallFinished(ToolCall(call.name, call.arguments, call.error)))
+        assert self._call is not None
+        out.append(self._call.finished())
         self._call = None
         self._num_calls += 1
 

@@ -9,27 +9,23 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from etude.errors import ToolArgumentError
-from etude.tokens.grammar.interface import Parameter
+from etude.tokens.grammar.interface import Parameter, is_of_type
 from etude.tokens.grammar.json_reader import load_json, printable
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,100})?(?:[eE][-+]?[0-9]{1,4})?\Z", re.ASCII)
 _SHOWN = 60
+_FAULTS = {
+    "integer": "is not an integer",
+    "number": "is not a number",
+    "boolean": "is neither true nor false",
+}
 _FIXES = {
     "integer": "write digits, without quotes",
     "number": "write a number such as 0.5",
     "boolean": "write true or false",
     "array": "write a JSON array",
     "object": "write a JSON object",
-}
-_KIND_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
 }
 
 
@@ -41,7 +37,7 @@ def read_value(parameter: Parameter, text: str) -> object:
 
     Raises ToolArgumentError, for the agent to read, for anything else.
     """
-    value = text if parameter.kind == "string" else _READERS[parameter.kind](parameter, text.strip())
+    value = text if parameter.kind == "string" else _read(parameter, text.strip())
     if parameter.enum and value not in parameter.enum:
         allowed = ", ".join(v if isinstance(v, str) else json.dumps(v) for v in parameter.enum)
         raise _wrong(parameter, f"{parameter.name} is none of its values", text, f"use one of: {allowed}")
@@ -58,41 +54,28 @@ def _wrong(parameter: Parameter, message: str, text: str, fix: str | None = None
     return ToolArgumentError(message, field=parameter.name, received=shown, fix=fix or _FIXES[parameter.kind])
 
 
-def _read_integer(parameter: Parameter, text: str) -> int:
-    if not _INTEGER.match(text):
-        raise _wrong(parameter, f"{parameter.name} is not an integer", text)
-    return int(text)
-
-
-def _read_number(parameter: Parameter, text: str) -> float:
-    value = float(text) if _NUMBER.match(text) else math.nan
-    if not math.isfinite(value):
-        raise _wrong(parameter, f"{parameter.name} is not a number", text)
-    return value
-
-
-def _read_boolean(parameter: Parameter, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise _wrong(parameter, f"{parameter.name} is neither true nor false", text)
-    return text == "true"
+def _read(parameter: Parameter, text: str) -> object:
+    """The value of an argument that is no string."""
+    match parameter.kind:
+        case "integer" if _INTEGER.match(text):
+            return int(text)
+        case "number" if _NUMBER.match(text) and math.isfinite(float(text)):
+            return float(text)
+        case "boolean" if text in ("true", "false"):
+            return text == "true"
+        case "array" | "object":
+            return _read_json(parameter, text)
+        case kind:
+            raise _wrong(parameter, f"{parameter.name} {_FAULTS[kind]}", text)
 
 
 def _read_json(parameter: Parameter, text: str) -> object:
     value, error = load_json(text)
     if error:
         raise _wrong(parameter, f"{parameter.name} is not JSON: {error}", text)
-    if not isinstance(value, _KIND_TYPES[parameter.kind]):
+    if not is_of_type(value, parameter.kind):
         raise _wrong(parameter, f"{parameter.name} is not an {parameter.kind}", text)
     return value
-
-
-_READERS = {
-    "integer": _read_integer,
-    "number": _read_number,
-    "boolean": _read_boolean,
-    "array": _read_json,
-    "object": _read_json,
-}
 
 
 def _find_fault(value: object, schema: Mapping[str, Any], where: str) -> tuple[str, str] | None:
@@ -102,7 +85,7 @@ def _find_fault(value: object, schema: Mapping[str, Any], where: str) -> tuple[s
     """
     kinds = schema.get("type")
     listed = [kinds] if isinstance(kinds, str) else _names(kinds)
-    if listed and not any(_is_kind(value, kind) for kind in listed):
+    if listed and not any(is_of_type(value, kind) for kind in listed):
         return where, f"is not of type {' or '.join(listed)}"
     allowed = schema.get("enum")
     if isinstance(allowed, list | tuple) and not any(type(value) is type(v) and value == v for v in allowed):
@@ -116,12 +99,6 @@ def _find_fault(value: object, schema: Mapping[str, Any], where: str) -> tuple[s
 
 def _names(value: object) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, list | tuple) else []
-
-
-def _is_kind(value: object, kind: str) -> bool:
-    if isinstance(value, bool) and kind in ("integer", "number"):
-        return False
-    return isinstance(value, _KIND_TYPES.get(kind, (object,)))
 
 
 def _find_item_fault(items: list[object], schema: Mapping[str, Any], where: str) -> tuple[str, str] | None:

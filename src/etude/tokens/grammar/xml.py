@@ -21,19 +21,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.grammar.interface import Parameter, ToolSchema
-from etude.tokens.grammar.message_parser import (
-    THINK_MARKS,
-    CallReader,
-    ParserMode,
-    TagGrammar,
-    tag_pattern,
-)
-from etude.tokens.grammar.xml_reader import TagSets, TagTable, XmlReader
+from etude.tokens.grammar.message_parser import THINK_MARKS, CallReader, Grammar, ParserMode
+from etude.tokens.grammar.xml_reader import TagSets, XmlReader, tag_infos
 from etude.tokens.pieces import Control, Piece, join_text, spell
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -48,27 +43,16 @@ _HINTS = {
 }
 
 
-class XmlGrammar(TagGrammar):
+class XmlGrammar(Grammar):
     """The grammar above for a fixed set of tools.
 
     Raises ConfigError if a name cannot be a tag, or names both a tool and a parameter.
     """
 
-    name = "xml"
-
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
-        self.tools = tuple(tools)
-        tool_names = list(dict.fromkeys(tool.name for tool in tools))
-        parameters = list(dict.fromkeys(p.name for tool in tools for p in tool.parameters))
-        _check_names(tool_names, parameters, len(self.tools))
-        self._table = TagTable(self.tools)
-        self._tags = [tag for name in [*tool_names, *parameters] for tag in (f"<{name}>", f"</{name}>")]
-        self._tag_pattern = tag_pattern(self._tags)
-        self._sets: dict[ParserMode, TagSets] = {}
-
-    def control_tokens(self) -> list[str]:
-        """Opening and closing tag of every tool, then of every parameter."""
-        return list(self._tags)
+        _check_names([tool.name for tool in tools], [p.name for tool in tools for p in tool.parameters])
+        self._infos = tag_infos(tools)
+        super().__init__("xml", tools, [*self._infos])
 
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
         """How to call each tool, by example."""
@@ -85,14 +69,12 @@ class XmlGrammar(TagGrammar):
             pieces += [self._tag(f"<{name}>"), pad_body(value), self._tag(f"</{name}>")]
         return join_text([*pieces, self._tag(f"</{call.name}>")])
 
-    def reader(self, mode: ParserMode) -> CallReader:
-        if mode not in self._sets:
-            self._sets[mode] = TagSets(self._table, mode)
-        return XmlReader(self._table, self._sets[mode])
+    def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
+        return partial(XmlReader, self._table, self._infos, TagSets(self._infos, mode))
 
     def _tag(self, tag: str) -> Piece:
         """A tag of these tools; any other name may come from outside, and is text."""
-        return Control(tag) if tag in self._table.tags else tag
+        return Control(tag) if tag in self._infos else tag
 
     def _describe(self, schema: ToolSchema) -> str:
         example = {parameter.name: f"{{{parameter.name}}}" for parameter in schema.parameters}
@@ -118,11 +100,11 @@ def _describe_parameter(parameter: Parameter) -> str:
     return " ".join(words)
 
 
-def _check_names(tools: Sequence[str], parameters: Iterable[str], num_tools: int) -> None:
+def _check_names(tools: Sequence[str], parameters: Sequence[str]) -> None:
     both = set(tools) & set(parameters)
     reserved = {name for name in [*tools, *parameters] if f"<{name}>" in THINK_MARKS}
     wrong = [name for name in [*tools, *parameters] if not _NAME.match(name)]
-    if len(tools) != num_tools or both or wrong or reserved:
+    if len(set(tools)) != len(tools) or both or wrong or reserved:
         raise ConfigError(
             "tool and parameter names must be distinct and lower_snake_case, and none may be `think`",
             field="tools",

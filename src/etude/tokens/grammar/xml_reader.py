@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etude.records import ToolCall
 from etude.tokens.grammar.events import ArgumentDelta, CallFinished, CallStarted, ParseEvent, TextDelta
-from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, ToolSchema
-from etude.tokens.grammar.message_parser import ParserMode, TagSet
+from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, Parameter, ToolSchema, ToolTable
+from etude.tokens.grammar.message_parser import CallReader, ParserMode, TagSet
 
 _OPENING_AT_END = re.compile(r"<([a-z_][a-z0-9_]{0,31})>\s{0,8}\Z")
 _TAIL_CHARACTERS = 48
@@ -31,38 +31,31 @@ class TagInfo:
     of_tool: bool
 
 
-class TagTable:
-    """Every tag of a set of tools, and which parameters each tool has."""
+TagInfos = Mapping[str, TagInfo]
+"""By the tag as it is written."""
 
-    def __init__(self, tools: Iterable[ToolSchema]) -> None:
-        self.tags: dict[str, TagInfo] = {}
-        self.accepted: dict[str, frozenset[str]] = {}
-        self.required: dict[str, tuple[str, ...]] = {}
-        for tool in tools:
-            self._add(tool.name, of_tool=True)
-            for parameter in tool.parameters:
-                self._add(parameter.name, of_tool=False)
-            self.accepted[tool.name] = frozenset(parameter.name for parameter in tool.parameters)
-            self.required[tool.name] = tuple(p.name for p in tool.parameters if p.required)
 
-    def _add(self, name: str, of_tool: bool) -> None:
-        self.tags[f"<{name}>"] = TagInfo(name, closing=False, of_tool=of_tool)
-        self.tags[f"</{name}>"] = TagInfo(name, closing=True, of_tool=of_tool)
+def tag_infos(tools: Sequence[ToolSchema]) -> TagInfos:
+    """Opening and closing tag of every tool, then of every parameter."""
+    names = [(tool.name, True) for tool in tools]
+    names += [(parameter.name, False) for tool in tools for parameter in tool.parameters]
+    return {
+        f"<{slash}{name}>": TagInfo(name, closing=bool(slash), of_tool=of_tool)
+        for name, of_tool in names
+        for slash in ("", "/")
+    }
 
 
 class TagSets:
     """Which tags are recognised in characters, by the state that a message is in."""
 
-    def __init__(self, table: TagTable, mode: ParserMode) -> None:
-        tags = list(table.tags) if mode.text_mode else []
-        outside = [*tags, *mode.marks_in_text]
-        self.outside = TagSet(outside) if outside else None
-        self.in_call = TagSet(tags) if tags else None
-        self.in_unknown_call = TagSet(tags, any_closing=True)
-        self.in_body: dict[str, TagSet] = {}
-        if mode.text_mode:
-            parameters = {info.name for info in table.tags.values() if not info.of_tool}
-            self.in_body = {name: TagSet([f"</{name}>"]) for name in parameters}
+    def __init__(self, infos: TagInfos, mode: ParserMode) -> None:
+        spelled = infos if mode.text_mode else {}
+        self.outside = mode.outside(list(infos))
+        self.in_call = TagSet(spelled) if spelled else None
+        self.in_unknown_call = TagSet(spelled, any_closing=True)
+        closings = {info.name: tag for tag, info in spelled.items() if info.closing and not info.of_tool}
+        self.in_body = {name: TagSet([tag]) for name, tag in closings.items()}
 
 
 @dataclass(slots=True)
@@ -126,12 +119,23 @@ class OpenCall:
             self.arguments[self.parameter] = self.body.getvalue()
         self.parameter = None
 
+    def check_complete(self, parameters: Mapping[str, Parameter]) -> None:
+        """A call that lacks one of these that it needs is malformed."""
+        for name, parameter in parameters.items():
+            if parameter.required and name not in self.arguments:
+                self.fail(f"missing {name}")
 
-class XmlReader:
-    """Reads the calls of one message. See `CallReader`."""
+    def finished(self) -> CallFinished:
+        """The event that ends the call."""
+        return CallFinished(ToolCall(self.name, self.arguments, self.error))
 
-    def __init__(self, table: TagTable, sets: TagSets) -> None:
-        self._table = table
+
+class XmlReader(CallReader):
+    """Reads the calls of one message."""
+
+    def __init__(self, tools: ToolTable, infos: TagInfos, sets: TagSets) -> None:
+        self._tools = tools
+        self._infos = infos
         self._sets = sets
         self._call: OpenCall | None = None
         self._tail = ""
@@ -179,7 +183,7 @@ class XmlReader:
     def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
         """Takes a tag of the tools, or what closes the call of an unknown tool."""
         call = self._call
-        tag = self._table.tags.get(name)
+        tag = self._infos.get(name)
         if tag is None:
             if call and not call.known and call.name and name == f"</{call.name}>" and not call.parameter:
                 self._emit(out)
@@ -216,7 +220,7 @@ class XmlReader:
             self._emit(out)
         else:
             if call.name == tag.name:
-                self._check_complete(call)
+                call.check_complete(self._tools[call.name])
             else:
                 call.fail(f"{call.name} closed by /{tag.name}")
             self._emit(out)
@@ -227,17 +231,12 @@ class XmlReader:
             call = self._start(_stray(tag, self._tail), out)
         elif tag.closing:
             call.fail(f"stray /{tag.name}")
-        elif call.known and tag.name not in self._table.accepted[call.name]:
+        elif call.known and tag.name not in self._tools[call.name]:
             call.fail(f"unknown parameter {tag.name}")
         elif tag.name in call.arguments:
             call.fail(f"repeated {tag.name}")
         if not tag.closing:
             call.open_body(tag.name)
-
-    def _check_complete(self, call: OpenCall) -> None:
-        for name in self._table.required[call.name]:
-            if name not in call.arguments:
-                call.fail(f"missing {name}")
 
     def _start(self, call: OpenCall, out: list[ParseEvent]) -> OpenCall:
         self._call = call
@@ -245,9 +244,8 @@ class XmlReader:
         return call
 
     def _emit(self, out: list[ParseEvent]) -> None:
-        call = self._call
-        assert call is not None
-        out.append(CallFinished(ToolCall(call.name, call.arguments, call.error)))
+        assert self._call is not None
+        out.append(self._call.finished())
         self._call = None
         self._tail = ""
 
