@@ -340,13 +340,13 @@ class AgentSession:
     def _end_message(self) -> None:
         """Parses the message that has just ended; its calls await results."""
         message = self._close_message()
-        parsed = self.renderer.parse(message)
-        if self.limits.words_end and not parsed and self.renderer.read(message).text.strip():
+        said = self.renderer.read(message)
+        if self.limits.words_end and not said.calls and said.text.strip():
             self._add_turn(message, ())
             self.facts.on_turn((), ())
             self._end(Status.DONE)
             return
-        self.progress.pending = calls = admit(parsed, self.limits.max_calls_per_turn)
+        self.progress.pending = calls = admit(said.calls, self.limits.max_calls_per_turn)
         self._add_turn(message, calls)
 
     def _end_summary(self) -> None:

@@ -197,10 +197,10 @@ def test_failing_tests_are_taken_out_and_all_else_stays() -> None:
 
 
 def test_a_failing_test_is_taken_out_of_every_branch_that_defines_it() -> None:
-    branches = "import sys\nif sys.version_info > (3,):\n    def test_a(): assert 1\nelse:\n    def test_a(): assert 2\n"
+    branches = "import sys\nif sys.argv:\n    def test_a(): assert 1\nelse:\n    def test_a(): assert 2\n"
     hidden = hide_tests({"t.py": branches}, [TestFailure("t.py::test_a", "")])
     assert hidden is not None
-    assert hidden["t.py"] == "import sys\nif sys.version_info > (3,):\n    pass\nelse:\n    pass\n"
+    assert hidden["t.py"] == "import sys\nif sys.argv:\n    pass\nelse:\n    pass\n"
 
 
 TWICE = """class Base:

@@ -84,6 +84,7 @@ TOOL = {"type": "function", "name": "f", "parameters": {}}
     [
         ("messages", {"output_config": {"effort": "high"}}, "output_config.effort", True),
         ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", False),
+        ("messages", {"stream_options": {"include_usage": True}}, "stream_options", True),
         ("responses", {"text": {"verbosity": "low"}}, "text.verbosity", True),
         ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format", False),
         ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary", True),

@@ -58,7 +58,7 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
         messages=(Opening(system, tools, agent), *messages),
         rules=ReadingRules(stops, single, calls, whole_calls=True),
         sampling=read_sampling(body, max_tokens, max_temperature=1.0),
-        stream=read_stream(body)[0],
+        stream=read_stream(body, strict)[0],
         body=body,
     )
 
