@@ -29,6 +29,7 @@ from etude.agent.inputs import call_document  # isort: skip
 from etude.environment.server import HostLimits, TenantLimits, read_tenants  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
 from etude.errors import ConfigError  # isort: skip
+from etude.serving.sweeping import sweeping  # isort: skip
 
 OTHER = {"authorization": f"Bearer {OTHER_TOKEN}"}
 
@@ -234,14 +235,13 @@ def test_a_session_that_nobody_uses_is_closed() -> None:
     backend = MemoryBackend()
 
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
-        # Nobody looks before the host starts.
         asleep = (await create(client, task="tally", idle_s=0.05))["id"]
         await client.post(f"/sessions/{asleep}/pause")
         num_kept = len(backend.live)
         session = (await create(client, task="tally", idle_s=0.05))["id"]
         assert len(backend.live) > num_kept
-        await host.start()
-        await until(lambda: len(backend.live) == num_kept)
+        async with sweeping(host.end_idle, 0.05, 1.0):
+            await until(lambda: len(backend.live) == num_kept)
         answer = await client.get(f"/sessions/{session}")
         assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "SandboxMissingError")
         assert "etude_environment_sessions_expired_total" in (await client.get("/metrics")).text

@@ -26,7 +26,6 @@ from etude.sandbox.server.state import Creations
 from etude.serving.metrics import Labels, Metrics
 
 _log = logging.getLogger("etude.environment.server")
-_LOOK_S = 1.0
 _REFUSALS = (CapacityError, SandboxMissingError, SandboxStateError)
 _REFUSED = {"session", "sessions", "snapshot", "calls", "kept_bytes", "episode_id", "environment.server"}
 """Fields of this server's own refusals: a limit of the tenant's, a session that it has ended. The same kinds
@@ -103,10 +102,6 @@ class SessionHost:
         self._calls = Counter[str]()
         """Calls that run, by tenant."""
         self._background = Tasks(on_error=self._note_background_error)
-
-    async def start(self) -> None:
-        """Begins to look for sessions that nobody uses."""
-        self.in_background(self._reap())
 
     async def close(self) -> None:
         """Closes every session and the backend; everything is tried. Raises the first failure."""
@@ -280,14 +275,12 @@ class SessionHost:
         """Sessions on which something is being done, now."""
         return sum(held.session.busy or held.num_users > 0 for held in self._held.values())
 
-    async def _reap(self) -> None:
-        while True:
-            await asyncio.sleep(min(_LOOK_S, self.limits.idle_s / 4))
-            now = time.monotonic()
-            for held in list(self._held.values()):
-                used = held.num_users or held.session.busy or held.session.state == "paused"
-                if used or now - held.used_s < held.idle_s:
-                    continue
+    async def end_idle(self) -> None:
+        """Begins to close the sessions that nobody uses any more."""
+        now = time.monotonic()
+        for held in self._held.values():
+            used = held.num_users or held.session.busy or held.session.state == "paused"
+            if not used and now - held.used_s >= held.idle_s:
                 self.metrics.count("etude_environment_sessions_expired", tenant=held.tenant)
                 self.in_background(self.end(held))
 
