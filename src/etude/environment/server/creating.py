@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.environment.names import check_task_name, template_of
-from etude.environment.origins import (
-    Origin,
-    directory_template,
-    repository_template,
-    task_origin,
-    task_template,
-)
+from etude.environment.origins import Origin, directory_template, repository_template, task_origin
 from etude.environment.server.host import Held, SessionHost
 from etude.environment.server.requests import FORK_OF
 from etude.environment.sessions import EnvironmentSession
@@ -52,11 +46,9 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
     task = find_task(host, named["task"]) if "task" in named else None
     resources = resources_of(named.get("resources")) or Resources()
     network = network_of(named.get("network"))
-    if task is not None and task.machine is not None:
+    if task is not None:
         origin = task_origin(task, resources)
         origin = replace(origin, network=network or origin.network)
-    elif task is not None:
-        origin = Origin(task_template(task), resources, network)
     elif "snapshot" in named:
         if host.snapshots.get(named["snapshot"]) != tenant:
             raise no_such_snapshot(named["snapshot"])
