@@ -188,8 +188,8 @@ def _check_size(num_bytes: int, limit_bytes: int) -> None:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the client, which has sent its whole request, has left."""
-    while (await receive())["type"] != "http.disconnect":
+    """Returns when the client has left. What it still sends, over a WebSocket, is not looked at."""
+    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass
 
 

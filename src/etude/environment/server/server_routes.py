@@ -13,7 +13,7 @@ from etude.environment.session_events import Event
 from etude.errors import EtudeError
 from etude.kit.tasks import end_tasks
 from etude.sandbox.wire_types import encode_error
-from etude.serving.application import STALL_S, Json
+from etude.serving.application import STALL_S, Json, until_gone
 
 router = APIRouter()
 
@@ -64,7 +64,8 @@ async def events(socket: WebSocket, session_id: str) -> None:
         await socket.send_json({"event": "refused", "error": encode_error(error)})
         await socket.close(REFUSED)
         return
-    telling, gone = asyncio.ensure_future(_tell(socket, stream)), asyncio.ensure_future(_gone(socket))
+    telling = asyncio.ensure_future(_tell(socket, stream))
+    gone = asyncio.ensure_future(until_gone(socket.receive))
     try:
         await asyncio.wait({telling, gone}, return_when=asyncio.FIRST_COMPLETED)
         if telling.done():
@@ -85,9 +86,3 @@ async def _tell(socket: WebSocket, stream: AsyncIterator[Event]) -> None:
             await socket.close(TOO_SLOW)
             return
     await socket.close()
-
-
-async def _gone(socket: WebSocket) -> None:
-    """Returns when the client has left; what it sends is not looked at."""
-    while (await socket.receive())["type"] != "websocket.disconnect":
-        pass
