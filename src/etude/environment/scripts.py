@@ -27,6 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.text_file import off_loop
 from etude.environment.carrying import (
     Carried,
@@ -211,23 +212,19 @@ async def collect(task: Task, sandbox: Sandbox) -> None:
             await sandbox.commands.run(hook.command, hook.timeout_s)
 
 
-async def find_left(
-    task: Task, sandbox: Sandbox, without: str = ""
-) -> tuple[dict[str, bytes | None], FileKinds]:
-    """What the agent left behind, as far as it reaches a task's script: allowed changes, and the rest.
-
-    Ends everything that runs. `without`: a directory that is not looked at. Raises AgentError for what the
-    agent did wrong, SandboxError.
-    """
+async def find_left(task: Task, sandbox: Sandbox) -> tuple[dict[str, bytes | None], FileKinds]:
+    """What the agent left behind, as far as it reaches grading: allowed changes, and for a task's script the
+    rest. Ends everything that runs. Raises AgentError for what the agent did wrong, SandboxError."""
     script = task.verifier
-    assert script is not None, "the caller chose by it"
     await collect(task, sandbox)
-    if script.machine is not None:
+    if script is not None and script.machine is not None:
         await _end_processes(sandbox)
         return {}, FileKinds(elsewhere=await carry_artifacts(script.artifacts, sandbox))
-    found = await sandbox.final_diff(without)
+    found = await sandbox.final_diff(HARNESS_DIRECTORY)
     size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
     changes = await off_loop(size, allowed_changes, task, found)
+    if script is None:
+        return changes, FileKinds()
     kinds = await _find_kinds(task, sandbox)
     template = task_template(task, script.user)
     if template.image is not None:

@@ -15,16 +15,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
-from etude.agent.tools.state import HARNESS_DIRECTORY
-from etude.agent.tools.text_file import off_loop
 from etude.config import RewardConfig
-from etude.environment.grading import (
-    GRADING_TIMEOUT_S,
-    Judge,
-    Verdict,
-    allowed_changes,
-    count_hidden_tests,
-)
+from etude.environment.grading import GRADING_TIMEOUT_S, Judge, Verdict, count_hidden_tests
 from etude.environment.rewards.review import review_changes
 from etude.environment.scripts import FORGEABLE, FileKinds, find_left, judge_by_script
 from etude.environment.twins import Twins
@@ -36,8 +28,6 @@ from etude.sandbox.types import Resources
 from etude.tasks.exams import read_exams
 
 _MAX_KEPT = 4096
-_BYTES_PER_MATCH = 16
-"""As many of these as characters that are looked at are worth a thread."""
 
 Found = TypeVar("Found")
 
@@ -68,12 +58,7 @@ class Grader:
         """
         began = time.perf_counter()
         try:
-            if task.verifier is not None:
-                changes, kinds = await find_left(task, sandbox, HARNESS_DIRECTORY)
-            else:
-                found, kinds = await sandbox.final_diff(HARNESS_DIRECTORY), FileKinds()
-                size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
-                changes = await off_loop(size, allowed_changes, task, found)
+            changes, kinds = await find_left(task, sandbox)
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
@@ -84,13 +69,13 @@ class Grader:
 
     async def find_twins(self, task: Task) -> Twins:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
-        if task.verifier is not None and all(script.machine is not None for script in task.verifiers):
+        if task.verifier is None:
+            return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
+        if all(script.machine is not None for script in task.verifiers):
             return Twins()
-        if task.verifier is not None and task.verifier.exams:
+        if task.verifier.exams:
             return Twins(open_tests=read_exams(task.verifier.exams).open_tests)
-        if task.verifier is not None:
-            return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
-        return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
+        return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
 
     async def judge(
         self, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds | None = None
