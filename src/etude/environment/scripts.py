@@ -26,6 +26,7 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.text_file import off_loop
@@ -111,7 +112,7 @@ async def judge_by_script(
     changes: Mapping[str, bytes | None],
     kinds: FileKinds,
     backend: SandboxBackend,
-    given: Resources | None = None,
+    given: Resources,
 ) -> Verdict:
     """Runs the task's `tests/test.sh` over the changes, in a fresh sandbox with nothing else in it.
 
@@ -124,11 +125,8 @@ async def judge_by_script(
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
     if script.machine is not None and kinds.elsewhere is None:
-        kinds = await _untouched(task, backend, given or Resources())
-
-    async def run(overlay: bytes) -> Mapping[str, bytes]:
-        return await _run_script(task, changes, kinds, backend, given or Resources(), overlay)
-
+        kinds = await _untouched(task, backend, given)
+    run = partial(_run_script, task, changes, kinds, backend, given)
     try:
         if script.exams:
             cause = await _sit_exams(script, run)

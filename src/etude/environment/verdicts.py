@@ -46,7 +46,7 @@ class Grader:
         self._reward = reward
         partial_counts = reward is not None and reward.partial_weight > 0
         self._judging = Judge(backend, limits, timeout_s, partial_counts)
-        self._backend, self._limits = backend, limits
+        self.backend, self.limits = backend, limits or Resources()
         self._verdicts: _Memory[Verdict] = _Memory()
         self._twins: _Memory[Twins] = _Memory()
 
@@ -82,7 +82,7 @@ class Grader:
     ) -> Verdict:
         """The verdict on what `allowed_changes` gave, made now. Raises as `grade`."""
         if task.verifier is not None:
-            verdict = await judge_by_script(task, changes, kinds or FileKinds(), self._backend, self._limits)
+            verdict = await judge_by_script(task, changes, kinds or FileKinds(), self.backend, self.limits)
         else:
             verdict = await self._judging.judge(task, changes, self.find_twins)
         if self._reward is None or not self._reward.reviews_changes:
