@@ -121,9 +121,8 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
         return await grader.judge(task, allowed_changes(task, files))
     await check_isolation(grader.backend)
-    sandbox = await task_origin(task, grader.limits).make(grader.backend)
-    run = StepRun(task, sandbox, grader, [])
-    try:
+    async with task_origin(task, grader.limits).opened(grader.backend) as sandbox:
+        run = StepRun(task, sandbox, grader, [])
         failure = await run_solution(task, sandbox)
         while failure is None and task.steps and (step := await run.end_step()) is not None:
             if (await run.verify(keep=True)).passed:
@@ -132,8 +131,6 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
         if failure is not None:
             return failure
         return await run.end() if task.steps else await grader.judge(task, *await find_left(task, sandbox))
-    finally:
-        await sandbox.kill()
 
 
 async def judge_nothing(task: Task, grader: Grader) -> Verdict:
@@ -141,11 +138,8 @@ async def judge_nothing(task: Task, grader: Grader) -> Verdict:
     if not task.steps:
         return await grader.judge(task, {})
     await check_isolation(grader.backend)
-    sandbox = await task_origin(task, grader.limits).make(grader.backend)
-    try:
+    async with task_origin(task, grader.limits).opened(grader.backend) as sandbox:
         return await StepRun(task, sandbox, grader, []).end()
-    finally:
-        await sandbox.kill()
 
 
 def _shown(earned: Sequence[tuple[bool, float | None]]) -> str:

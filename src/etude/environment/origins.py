@@ -8,7 +8,7 @@ import io
 import math
 import os
 import tarfile
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,15 @@ class Origin:
             await sandbox.kill()
             raise
         return sandbox
+
+    @contextlib.asynccontextmanager
+    async def opened(self, backend: SandboxBackend) -> AsyncIterator[Sandbox]:
+        """A new sandbox in the first state, which is killed at the end of the block."""
+        sandbox = await self.make(backend)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.kill()
 
 
 def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Origin:

@@ -165,8 +165,7 @@ async def _run_script(
     script = task.verifier
     assert script is not None, "the caller chose by it"
     origin = verifier_origin(task, given)
-    fresh = await origin.make(backend)
-    try:
+    async with origin.opened(backend) as fresh:
         await _unpack(fresh, task, "/tests", script.archive)
         if overlay:
             await _unpack(fresh, task, "/tests", overlay)
@@ -185,8 +184,6 @@ async def _run_script(
         if script.exams:
             return await _read_logs(fresh, result, [OUTCOMES], MAX_OUTCOME_BYTES)
         return await _read_logs(fresh, result, _REWARDS, _REWARD_BYTES)
-    finally:
-        await fresh.kill()
 
 
 def verdict_on(rewards: Mapping[str, float], duration_s: float) -> Verdict:
@@ -233,11 +230,8 @@ async def find_left(task: Task, sandbox: Sandbox) -> tuple[dict[str, bytes | Non
 
 async def _untouched(task: Task, backend: SandboxBackend, given: Resources) -> FileKinds:
     """What an agent leaves behind that does nothing."""
-    sandbox = await task_origin(task, given).make(backend)
-    try:
+    async with task_origin(task, given).opened(backend) as sandbox:
         return (await find_left(task, sandbox))[1]
-    finally:
-        await sandbox.kill()
 
 
 async def check_isolation(backend: SandboxBackend) -> None:
