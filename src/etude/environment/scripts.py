@@ -30,31 +30,19 @@ from functools import partial
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.text_file import off_loop
-from etude.environment.carrying import (
-    Carried,
-    carry_artifacts,
-    carry_root,
-    lay,
-    stays_inside,
-)
+from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, stays_inside
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin, task_template, verifier_origin
-from etude.environment.preparing import OWN_ENV
-from etude.errors import AgentError, SandboxError, TaskError
+from etude.environment.preparing import OWN_ENV, OWN_S, run_own
+from etude.errors import AgentError, TaskError
 from etude.records import Task, TestScript
-from etude.sandbox.errors import (
-    PathKindError,
-    PathMissingError,
-    SandboxKilledByAgentError,
-    Unsupported,
-)
+from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.archives import pack_texts
 from etude.tasks.exams import MAX_OUTCOME_BYTES, OUTCOMES, read_exams, read_outcomes
 
 FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and could write the reward itself"
-_SETUP_S = 60.0
 _MAX_SOLUTION_S = 3600.0
 """Of a reference solution whose task gives the agent no time limit."""
 _LOGS = "/logs/verifier"
@@ -170,7 +158,7 @@ async def _run_script(
         if overlay:
             await _unpack(fresh, task, "/tests", overlay)
         if kinds.elsewhere is not None:
-            await lay(kinds.elsewhere, fresh, OWN_ENV)
+            await lay(kinds.elsewhere, fresh)
         if script.machine is None:
             await _lay_over(fresh, task, changes, kinds)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
@@ -299,11 +287,8 @@ async def _lay_over(
     laid = [f"{path}\n{to}\n" for path, to in links.items() if stays_inside(path, to, here)]
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:
-            result = await fresh.commands.run(
-                command, _SETUP_S, OWN_ENV, stdin="".join(lines).encode(errors="surrogateescape")
-            )
-            if result.timed_out:
-                raise _too_slow("making executable files and links", task)
+            data = "".join(lines).encode(errors="surrogateescape")
+            await run_own(fresh, "making executable files and links", command, data)
 
 
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:
@@ -312,9 +297,7 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
     Raises TaskError if the image cannot, SandboxError if it was not done in time.
     """
     command = _UNPACK + (f"tar -x -o -f - -C {shlex.quote(target)}" if archive else "")
-    result = await sandbox.commands.run(command, _SETUP_S, OWN_ENV, stdin=archive)
-    if result.timed_out:
-        raise _too_slow(f"unpacking {target}", task)
+    result = await run_own(sandbox, f"unpacking {target}", command, archive)
     if result.exit_code != 0:
         raise TaskError(
             f"cannot be unpacked in the task's image: {result.stderr.strip()[:_SAID_CHARS]}",
@@ -322,10 +305,6 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
             received=task.id,
             fix="the image needs sh, tar and coreutils, and a user who may write to /",
         )
-
-
-def _too_slow(what: str, task: Task) -> SandboxError:
-    return SandboxError(f"{what} took more than {_SETUP_S:g} s", field="task", received=task.id)
 
 
 async def _end_processes(sandbox: Sandbox) -> None:
@@ -348,7 +327,7 @@ async def _read_logs(
         found = {name: file.read() for name in names if (file := files.get(name)) is not None}
     if found:
         return found
-    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, OWN_ENV)
+    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", OWN_S, OWN_ENV)
     said = told.stdout.strip()[-_SAID_CHARS:]
     what = OUTCOMES if OUTCOMES in names else "reward"
     words = f"tests/test.sh wrote no {what} and ended with {ran.exit_code}"
