@@ -31,12 +31,12 @@ from functools import partial
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.text_file import off_loop
 from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, stays_inside
-from etude.environment.grading import Verdict, allowed_changes
+from etude.environment.grading import Verdict, allowed_changes, lay_files
 from etude.environment.origins import task_origin, task_template, verifier_origin
 from etude.environment.preparing import OWN_ENV, OWN_S, run_own
 from etude.errors import AgentError, TaskError
 from etude.records import Task, TestScript
-from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError, Unsupported
+from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.archives import pack_texts
@@ -270,19 +270,7 @@ async def _lay_over(
     for path in images.keys() - (images if kinds.links is None else links).keys():
         with contextlib.suppress(PathMissingError):
             await fresh.files.remove(path)
-    for path in (path for path, data in changes.items() if data is None):
-        with contextlib.suppress(PathMissingError, PathKindError):
-            await fresh.files.remove(path)
-    entering: dict[str, str | bytes] = {path: data for path, data in changes.items() if data is not None}
-    try:
-        await fresh.files.write_many(entering)
-    except PathKindError:
-        for path, data in entering.items():  # one of them stands where a directory or a link was
-            try:
-                await fresh.files.write(path, data)
-            except PathKindError:
-                await fresh.files.remove(path)
-                await fresh.files.write(path, data)
+    await lay_files(changes, fresh)
     executable = [f"{path}\n" for path in sorted(kinds.executable) if before.get(path) != ""]
     laid = [f"{path}\n{to}\n" for path, to in links.items() if stays_inside(path, to, here)]
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
