@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from etude.agent import AgentSession
 from etude.config import HarnessConfig, RewardConfig
-from etude.environment.episodes import Environment, EpisodeLimits, Play, RouteKeeper, session_facts
+from etude.environment.episodes import Environment, EpisodeLimits, Play, RouteKeeper
 from etude.environment.recording.live import LiveSessions, RecordedSession
 from etude.environment.recording.spec import SamplingDefaults, SessionSpec
 from etude.environment.sessions import EnvironmentSession
@@ -176,15 +176,14 @@ class HarnessEnvironment(Environment):
         self.times.grade_s += world.grade_s
         session.reward = outcome.reward
         trajectory = session.trajectory(ending.status, ending.cause, self._keep_routes)
-        facts = {**trajectory.facts, **world.facts.to_dict()}
         trajectory = replace(
             trajectory,
             attempt=number,
             image_digest=world.origin.digest,
             timings={"harness_s": harness_s, "grade_s": world.grade_s},
-            facts=facts,
+            facts={**trajectory.facts, **world.facts.to_dict()},
         )
-        return self._rewarded(replace(trajectory, facts=session_facts(trajectory, outcome.verdict)))
+        return self._with_verdict(trajectory, outcome.verdict)
 
 
 def _ending_of(result: CommandResult) -> _Ending:
