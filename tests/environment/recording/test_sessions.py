@@ -21,11 +21,12 @@ import pytest
 
 from etude.environment.recording import RecordingLimits, Recordings
 from etude.environment.recording.errors import SessionEndedError
-from etude.environment.recording.server.process import check_address, read_tokens
+from etude.environment.recording.server.process import check_address
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
 from etude.kit.ports import free_port
 from etude.records import RewardBreakdown, SampleRequest, Status, TrajectoryId
+from etude.serving.token_files import read_or_make_tenants
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.chat.errors import BadRequestError
@@ -476,13 +477,13 @@ def test_a_sampler_that_never_answers_ends_at_its_deadline(tmp_path: Path) -> No
 
 def test_token_files_are_made_for_their_owner_alone_and_refused_if_others_read_them(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
-    made = read_tokens(path)
-    assert read_tokens(path) == made and path.stat().st_mode & 0o077 == 0
+    made = read_or_make_tenants(path, "recording server")
+    assert read_or_make_tenants(path, "recording server") == made and path.stat().st_mode & 0o077 == 0
     path.write_text("team secret\nother more\n")
-    assert read_tokens(path) == {"secret": "team", "more": "other"}
+    assert read_or_make_tenants(path, "recording server") == {"secret": "team", "more": "other"}
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="others may read"):
-        read_tokens(path)
+        read_or_make_tenants(path, "recording server")
 
 
 def test_other_hosts_are_served_with_tls_alone(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from tests.cli.commands import etude
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from tests.environment.server.serving import httpx, new_host, new_site
 
-from etude.environment.recording.server.process import read_tokens  # isort: skip
 from etude.environment.recording.server.process import serve as serve_recordings  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
 from etude.serving.listening import is_loopback, open_listeners  # isort: skip
-from etude.serving.token_files import read_token  # isort: skip
+from etude.serving.token_files import read_or_make_tenants, read_token  # isort: skip
 
 
 def taken_port() -> tuple[socket.socket, int]:
@@ -101,7 +100,7 @@ def test_a_new_token_is_not_shown_but_where_it_lies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = read_token(tmp_path / "one", "environment server")
-    (other,) = read_tokens(tmp_path / "two")
+    (other,) = read_or_make_tenants(tmp_path / "two", "recording server")
     said = capsys.readouterr().err.splitlines()
     assert said == [
         f"environment server: a new token is in {tmp_path / 'one'}",

@@ -17,19 +17,10 @@ from etude.environment.recording.server.app import build_app
 from etude.environment.recording.sessions import Recordings
 from etude.serving.listening import check_host, open_listeners
 from etude.serving.process import Draining, run_server
-from etude.serving.token_files import read_or_make_tenants
 
 DEFAULT_PORT = 8650
 SERVER = "recording server"
 """What it calls itself in what it says."""
-
-
-def read_tokens(path: Path) -> dict[str, str]:
-    """Tenants by token, from lines of `TENANT TOKEN`; without a file one for `local` is made (mode 0600).
-
-    Raises ConfigError for a file that others may read, or that holds no token.
-    """
-    return read_or_make_tenants(path, SERVER)
 
 
 def check_address(host: str, certificate: Path | None) -> None:
