@@ -83,11 +83,11 @@ def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Or
     """Where a session on a task begins. `reach`: what it may reach beside the task's own hosts, as in
     `Network.allow`. Raises TaskError as `task_template`."""
     machine = task.machine
-    hosts = machine.hosts if machine is not None else None
+    hosts = (*((machine and machine.hosts) or ()), *reach)
     return Origin(
         task_template(task),
         task_resources(task, given),
-        network_to((*(hosts or ()), *reach)),
+        Network(hosts) if hosts else None,
         health=machine.health if machine is not None else None,
         publishes=any(script.machine is not None for script in task.verifiers),
         step=task.steps[0] if task.steps else None,
@@ -100,7 +100,7 @@ def verifier_origin(task: Task, given: Resources) -> Origin:
     assert script is not None, "the caller chose by it"
     own = task if script.machine is None else replace(task, files={}, machine=script.machine)
     template = task_template(own, script.user)
-    return Origin(template, task_resources(own, given), network_to(script.hosts))
+    return Origin(template, task_resources(own, given), Network(script.hosts) if script.hosts else None)
 
 
 def user_of(task: Task | None) -> SimulatedUser | None:
@@ -153,11 +153,6 @@ def task_resources(task: Task, given: Resources) -> Resources:
         open_files=max(given.open_files, 1024),
         cpu_s=max(given.cpu_s, math.ceil(limit_s) * (os.cpu_count() or 1)),
     )
-
-
-def network_to(hosts: tuple[str, ...] | None) -> Network | None:
-    """The network of a phase of a task; None: there is none."""
-    return Network(hosts) if hosts else None
 
 
 async def directory_template(path: Path) -> Template:
@@ -259,14 +254,11 @@ class DeferredSandbox(WrappedSandbox):
         """The sandbox's id; `pending` until it is there."""
         return self._making.result().id if self._making.done() else "pending"
 
-    async def ready(self) -> Sandbox:
+    async def reach(self, operation: str) -> Sandbox:
         """The sandbox itself. Raises SandboxError if it could not be made."""
         return await asyncio.shield(self._making)
-
-    async def reach(self, operation: str) -> Sandbox:
-        return await self.ready()
 
     async def kill(self) -> None:
         """See Sandbox.kill. A sandbox that could not be made has nothing to kill."""
         with contextlib.suppress(SandboxError):
-            await (await self.ready()).kill()
+            await super().kill()
