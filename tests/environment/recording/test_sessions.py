@@ -350,9 +350,9 @@ def test_a_session_that_is_used_while_another_one_is_ended_for_idleness_lives_on
         )
         expiring = asyncio.ensure_future(recordings.expire())
         await until(lambda: first.state == "finishing")
-        recordings.enter(second)
-        await recordings.delete("team", third.id)
-        assert await expiring == 1
+        with recordings.using(second):
+            await recordings.delete("team", third.id)
+            assert await expiring == 1
         assert second.state == "live" and len(recordings) == 1
         await recordings.close()
 
@@ -367,8 +367,8 @@ def test_a_session_that_ends_while_a_request_is_read_takes_it_no_more(tmp_path: 
         finishing = asyncio.ensure_future(recordings.finish("team", session.id))
         await until(lambda: session.state == "finishing")
         for _ in range(2):
-            with pytest.raises(SessionEndedError):
-                recordings.enter(session)
+            with pytest.raises(SessionEndedError), recordings.using(session):
+                pass
             with pytest.raises(SessionEndedError):
                 await recordings.set_reward(session, RewardBreakdown(1.0))
             await finishing

@@ -6,10 +6,12 @@ foreign harness (`environment.harness`) has them as they are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -172,9 +174,10 @@ class LiveSessions:
         session.state = "finishing"
         await session.service.stop()
 
-    def enter(self, session: RecordedSession) -> None:
-        """A request of the session begins. Raises BusyError, and SessionEndedError for one that has ended
-        since it was found."""
+    @contextlib.contextmanager
+    def using(self, session: RecordedSession) -> Iterator[None]:
+        """A request of the session, from its beginning to its end. Raises BusyError, and SessionEndedError
+        where the session has ended since it was found."""
         self.check_live(session)
         if session.num_requests >= self.limits.requests_per_session:
             raise BusyError(
@@ -182,11 +185,11 @@ class LiveSessions:
             )
         session.num_requests += 1
         session.used_s = time.monotonic()
-
-    def leave(self, session: RecordedSession) -> None:
-        """A request of the session has ended."""
-        session.num_requests -= 1
-        session.used_s = time.monotonic()
+        try:
+            yield
+        finally:
+            session.num_requests -= 1
+            session.used_s = time.monotonic()
 
     def _map_of(self, spec: SessionSpec) -> SessionMap:
         name, limits = str(spec.trajectory_id), self.limits.session
