@@ -56,9 +56,8 @@ class StartedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Which replicas serve, and how long one answer may take."""
+    """How long one answer may take."""
 
-    pool: str = "rollout"
     answer_s: float = 600.0
     abort_s: float = 30.0
     """How long an aborted request may take to end; then its tokens are given up."""
@@ -156,7 +155,6 @@ class AnswerService:
             stop_tokens=frozenset((branch.framing.renderer.end_token,)),
             rng_key=key,
             prefix_digest=branch.prefix_digest,
-            pool=self.serving.pool,
             deadline_s=self.serving.answer_s,
             # What ends an answer early is to be seen before more is sampled.
             streaming=ask.stream or bool(ask.rules.stops) or ask.rules.single_call,
