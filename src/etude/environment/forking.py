@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.agent import ToolContext, execute_calls
 from etude.agent.simulated_user import SimulatedUser
@@ -38,7 +38,7 @@ class Kept:
 
     turn: int
     snapshot: str
-    tool_state: dict[str, Any]
+    tool_state: ToolState
     user: SimulatedUser | None
     num_users: int = 1
 
@@ -83,8 +83,7 @@ class Snapshots:
             self.num_failures += 1
             return str(error)
         self._num_changes = 0
-        state = copy.deepcopy(context.state.to_dict())
-        self.kept.append(Kept(turn, info.id, state, copy.deepcopy(user)))
+        self.kept.append(Kept(turn, info.id, copy.deepcopy(context.state), copy.deepcopy(user)))
         return None
 
     def until(self, turn: int) -> list[Kept]:
@@ -250,7 +249,7 @@ async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSessio
             state, user = ToolState(), user_of(session.task)
         else:
             sandbox = await site.backend.create(timeout_s=site.life_s, snapshot=base.snapshot)
-            state, user = ToolState.from_dict(base.tool_state), base.user
+            state, user = base.tool_state, base.user
         fork = session.branch(sandbox, session.history.until(turn), state, user, passed)
         try:
             found = await replay(fork.context, fork.history, base.turn if base else 0, session.task)

@@ -356,7 +356,7 @@ class EnvironmentSession(TurnRunner):
             self.context.test_paths,
             user=copy.deepcopy(user),
             history=history,
-            tool_state=ToolState.from_dict(copy.deepcopy(tool_state.to_dict())),
+            tool_state=copy.deepcopy(tool_state),
         )
         made.parent, made.parent_turn = self.id, len(history.turns)
         if len(history.steps) == len(self.history.steps):
