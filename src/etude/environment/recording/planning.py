@@ -172,13 +172,14 @@ class Planner:
     def _spliced(
         self, origin: tuple[Branch, Entry], key: bytes, framing: Framing, first: bool, strip: bool
     ) -> Piece:
+        """An answer whose tokens are known, in a frame of its own: as it was sampled, where its reasoning is
+        wanted here and was left out there."""
+        message = origin[1].message
+        if origin[1].stripped and not strip:
+            origin = self.answers.get(key, origin)
         branch, known = origin
-        sampled = self._sampled_tokens(branch, known)
+        sampled = branch.recording.tokens[known.start + known.num_frame : known.end]
         reasons, stripped, shown = known.reasons, known.stripped, known.shown
-        if stripped and not strip and key in self.answers:
-            other, entry = self.answers[key]
-            sampled, reasons, stripped = other.recording.tokens[entry.start : entry.end], entry.reasons, False
-            shown = entry.shown
         if strip and (reasons or (framing.template.thinking and not shown)):
             sampled, stripped = framing.without_reasoning(sampled), stripped or reasons
             reasons, shown = False, True
@@ -188,14 +189,8 @@ class Planner:
         if not len(sampled) or sampled[-1] not in (framing.renderer.end_token, end[0]):
             sampled = np.concatenate([sampled, end])
         frame = framing.answer_frame(first, shown=shown)
-        entry = Entry(
-            known.message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame), shown=shown
-        )
+        entry = Entry(message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame), shown=shown)
         return Piece(entry, np.concatenate([frame, sampled]), "assistant")
-
-    def _sampled_tokens(self, branch: Branch, entry: Entry) -> Tokens:
-        """An answer's tokens without the frame before it."""
-        return branch.recording.tokens[entry.start + entry.num_frame : entry.end]
 
     def framing(self, opening: Opening, key: bytes) -> Framing:
         """What renders the messages of conversations with this opening, which has this key."""
