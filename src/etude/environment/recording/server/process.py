@@ -52,13 +52,7 @@ async def serve(
     """
     check_address(host, certificate)
     app = build_app(recordings)
-
-    try:
-        recovered = await asyncio.to_thread(recordings.recover)
-    except BaseException:
-        for listener in listeners or ():
-            listener.close()
-        raise
+    recovered = await asyncio.to_thread(recordings.recover)
     if recovered:
         note = "; ".join(filter(None, (note, f"took up {recovered} live session{'s' * (recovered != 1)}")))
     draining = Draining("sessions", drain_s, recordings, lambda: len(recordings) > 0)
