@@ -158,8 +158,7 @@ class LiveSessions:
                 field="Authorization",
                 fix="use the session's base URL, or its key as the API key",
             )
-        if session.state != "live":
-            raise SessionEndedError("the session is being finished", field="session")
+        self.check_live(session)
         return session
 
     def open(self, spec: SessionSpec, sampler: Sampler, rng_key: tuple[int, ...]) -> RecordedSession:
