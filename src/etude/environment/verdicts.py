@@ -62,9 +62,10 @@ class Grader:
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        links = None if kinds.links is None else sorted(kinds.links.items())
-        more = sorted(kinds.executable), links, kinds.elsewhere and kinds.elsewhere.digest
-        key = _judge_digest(task) + _digest(changes) + _digest_of(more)
+        contents = sorted((path, data and _digest(data)) for path, data in changes.items())
+        links = kinds.links and sorted(kinds.links.items())
+        left = contents, sorted(kinds.executable), links, kinds.elsewhere and kinds.elsewhere.digest
+        key = _judge_digest(task) + _digest_of(left)
         return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
 
     async def find_twins(self, task: Task) -> Twins:
@@ -130,19 +131,12 @@ def _judge_digest(task: Task) -> bytes:
 
 
 def _digest_of(what: object) -> bytes:
-    return blake2b(repr(what).encode(errors="surrogateescape"), digest_size=16).digest()
+    return _digest(repr(what).encode(errors="surrogateescape"))
 
 
-@lru_cache(256)
-def _archive_digest(archive: bytes) -> bytes:
-    """Of one that may have 64 MiB; a task is graded many times."""
-    return blake2b(archive, digest_size=16).digest()
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
 
 
-def _digest(changes: Mapping[str, bytes | None]) -> bytes:
-    state = blake2b(digest_size=16)
-    for path, data in sorted(changes.items()):
-        content = b"-" if data is None else b"+" + data
-        name = path.encode(errors="surrogateescape")
-        state.update(b"%d %d " % (len(name), len(content)) + name + content)
-    return state.digest()
+_archive_digest = lru_cache(256)(_digest)
+"""Of one that may have 64 MiB; a task is graded many times."""
