@@ -26,7 +26,7 @@ from tests.environment.server.serving import (
 from tests.environment.server.test_sessions import counting_site
 
 from etude.agent.inputs import call_document  # isort: skip
-from etude.environment.server import HostLimits, TenantLimits, read_tenants  # isort: skip
+from etude.environment.server import HostLimits, read_tenants  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
 from etude.errors import ConfigError  # isort: skip
 from etude.serving.sweeping import sweeping  # isort: skip
@@ -201,7 +201,7 @@ def test_a_tenant_holds_so_many_sessions() -> None:
         assert (await client.delete(f"/sessions/{session}")).json() == {"closed": True}
         assert "id" in await create(client)
 
-    ask(scenario, new_host(limits=HostLimits(TenantLimits(sessions=2))))
+    ask(scenario, new_host(limits=HostLimits(tenant_sessions=2)))
 
 
 def test_calls_in_flight_and_kept_bytes_are_bounded() -> None:
@@ -220,7 +220,7 @@ def test_calls_in_flight_and_kept_bytes_are_bounded() -> None:
         refused = await client.post(f"/sessions/{two}/turns", json=calls(READ))
         assert (refused.status_code, refused.json()["error"]["field"]) == (503, "kept_bytes")
 
-    ask(scenario, new_host(site, HostLimits(TenantLimits(calls=1, kept_bytes=500))))
+    ask(scenario, new_host(site, HostLimits(tenant_calls=1, tenant_bytes=500)))
 
 
 def test_a_request_that_is_too_large_is_refused() -> None:

@@ -33,21 +33,15 @@ with other fields come from the sandboxes behind."""
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What one tenant may hold at once."""
-
-    sessions: int = 64
-    calls: int = 256
-    """Calls that run."""
-    kept_bytes: int = 256 << 20
-    """Of calls, results and archived contexts that its sessions remember."""
-
-
-@dataclass(frozen=True, slots=True)
 class HostLimits:
     """What a server takes and keeps."""
 
-    tenant: TenantLimits = field(default_factory=TenantLimits)
+    tenant_sessions: int = 64
+    """That one tenant holds at once."""
+    tenant_calls: int = 256
+    """That run for one tenant at once."""
+    tenant_bytes: int = 256 << 20
+    """Of calls, results and archived contexts that one tenant's sessions remember."""
     body_bytes: int = 64 << 20
     """Of one request."""
     idle_s: float = 3600.0
@@ -129,7 +123,7 @@ class SessionHost:
         """Room for sessions that are being made. Raises CapacityError."""
         self.check_accepting()
         held = self._making[tenant] + len(self.list(tenant))
-        most = self.limits.tenant.sessions
+        most = self.limits.tenant_sessions
         if held + count > most:
             raise CapacityError(
                 f"this tenant holds {held} of {most} sessions",
@@ -233,16 +227,16 @@ class SessionHost:
 
     def _check_turn(self, held: Held, num_calls: int) -> None:
         self.check_accepting()
-        limits, running = self.limits.tenant, self._calls[held.tenant]
-        if running and running + num_calls > limits.calls:
+        limits, running = self.limits, self._calls[held.tenant]
+        if running and running + num_calls > limits.tenant_calls:
             raise CapacityError(
-                f"{running} of this tenant's {limits.calls} calls run",
+                f"{running} of this tenant's {limits.tenant_calls} calls run",
                 field="calls",
                 received=num_calls,
                 fix="wait until some have ended",
             )
         kept = sum(one.session.history.size_bytes for one in self.list(held.tenant))
-        if kept >= limits.kept_bytes:
+        if kept >= limits.tenant_bytes:
             raise CapacityError(
                 f"this tenant's sessions keep {kept} bytes of turns",
                 field="kept_bytes",
