@@ -16,12 +16,7 @@ from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import Box, Host, Tenant, fields_of, long, wants_frames
 from etude.environment.sessions import EnvironmentSession
-from etude.environment.wire import (
-    calls_of,
-    known_of,
-    outcome_document,
-    status_of_text,
-)
+from etude.environment.wire import calls_of, known_of, outcome_document, status_of_text
 from etude.errors import InfrastructureError, UserError
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.answers import encode_changes
