@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -308,7 +309,7 @@ def describe(session: EnvironmentSession) -> dict[str, Any]:
         "created_s": session.created_s,
         "parent": session.parent,
         "parent_turn": session.parent_turn,
-        "differences": [difference.to_document() for difference in session.differences],
+        "differences": [asdict(difference) for difference in session.differences],
         "snapshots": [kept.turn for kept in session.snapshots.kept],
         "snapshot_failures": session.snapshots.num_failures,
         "tools_digest": session.site.tools.digest,
