@@ -132,8 +132,7 @@ async def replay(context: ToolContext, history: History, first: int, task: Task 
     """
     found: list[Difference] = []
     for number in range(first, len(history.turns)):
-        await _archive(context.sandbox, history, number)
-        await _begin_steps(context.sandbox, history, number, task)
+        await _go_on_from(context.sandbox, history, number, task)
         turn = history.turns[number]
         try:
             results = await execute_calls(turn.calls, context)
@@ -144,25 +143,21 @@ async def replay(context: ToolContext, history: History, first: int, task: Task 
                 received=number,
             ) from error
         found += differences(number, turn, results)
-    await _archive(context.sandbox, history, len(history.turns))
-    await _begin_steps(context.sandbox, history, len(history.turns), task)
+    await _go_on_from(context.sandbox, history, len(history.turns), task)
     return found
 
 
-async def _begin_steps(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
-    """Has the steps of the task begin that began after `number` turns. Raises SandboxError."""
+async def _go_on_from(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
+    """Does again what was done after `number` turns, before the next one: contexts that were kept are written
+    (one that is there stays the same), and steps of the task begin. Raises SandboxError."""
+    for archived in history.archives:
+        if archived.turn == number:
+            await sandbox.files.write(archived.path, archived.text)
     for place, ended in enumerate(history.steps, start=1):
         if task is not None and ended.turn == number and place < len(task.steps):
             failure = await begin_step(sandbox, task.steps[place])
             if failure is not None:
                 raise SandboxError(failure, field="steps")
-
-
-async def _archive(sandbox: Sandbox, history: History, number: int) -> None:
-    """Writes the contexts that were kept after `number` turns; what is there already stays the same."""
-    for archived in history.archives:
-        if archived.turn == number:
-            await sandbox.files.write(archived.path, archived.text)
 
 
 def may_change(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> bool:
