@@ -107,8 +107,8 @@ def serve_command(
             default_max_tokens=max_answer_tokens,
         )
         version = PolicyVersion(lineage or opened.served.name, step)
-        serving: dict[str, Any] = {"host": host, "listeners": listeners, "drain_s": drain_s}
-        serving["allowed_hosts"] = tuple(allowed_host or ())
+        serving: dict[str, Any] = {"listeners": listeners, "drain_s": drain_s}
+        serving["allowed_hosts"] = (host, *(allowed_host or ()))
         recording = _Recording(
             opened, version, EngineChoice(num_slots, 0, kernels, 0), store, tenants, limits, follow
         )

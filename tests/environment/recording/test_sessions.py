@@ -499,7 +499,8 @@ from pathlib import Path
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from etude.environment.recording.server import serve
 recordings = make_recordings(TellingSampler(lambda context: "Done."), Path(sys.argv[1]))
-asyncio.run(serve(recordings, port=int(sys.argv[2]), drain_s=60))
+from etude.serving.listening import open_listeners
+asyncio.run(serve(recordings, open_listeners("127.0.0.1", int(sys.argv[2])), drain_s=60))
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -17,10 +16,8 @@ from etude.errors import ConfigError
 from etude.sandbox.types import Capabilities
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.cli.commands import etude
-from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from tests.environment.server.serving import httpx, new_host, new_site
 
-from etude.environment.recording.server.process import serve as serve_recordings  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
 from etude.serving.listening import is_loopback, open_listeners  # isort: skip
 from etude.serving.token_files import read_or_make_tenants, read_token  # isort: skip
@@ -31,15 +28,12 @@ def taken_port() -> tuple[socket.socket, int]:
     return listener, listener.getsockname()[1]
 
 
-def test_a_port_that_is_taken_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
     listener, port = taken_port()
     with listener:
         for start in (
             lambda: open_listeners("127.0.0.1", port),
             lambda: serve(new_host(), port=port),
-            lambda: asyncio.run(
-                serve_recordings(make_recordings(TellingSampler(lambda context: "x"), tmp_path), port=port)
-            ),
         ):
             with pytest.raises(ConfigError, match="listens on this port") as caught:
                 start()
@@ -136,7 +130,8 @@ from pathlib import Path
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from etude.environment.recording.server import serve
 recordings = make_recordings(TellingSampler(lambda context: "x"), Path(sys.argv[1]))
-asyncio.run(serve(recordings, port=0, note="a note"))
+from etude.serving.listening import open_listeners
+asyncio.run(serve(recordings, open_listeners("127.0.0.1", 0), note="a note"))
 """,
 }
 
