@@ -229,17 +229,14 @@ class AnswerService:
         """Records the answer; whoever waits hears of it once it is on the disk."""
         branch, reader, counts = running.generation.branch, running.reader, self.session_map.counts
         rest = reader.finish()
-        last = running.chunks[-1] if running.chunks else None
-        known = branch.known
-        self.session_map.commit(running.generation, running.chunks, reader.answer)
+        chunks, known, aborted = running.chunks, branch.known, running.finish == "abort"
+        self.session_map.commit(running.generation, chunks, reader.answer)
         running.committed = True
-        held = last is not None and not running.cut and bool(last.prefix_digest)
-        branch.known = branch.recording.length if held and last else 0
-        branch.prefix_digest = last.prefix_digest if held and last else None
+        held = chunks[-1].prefix_digest if chunks and not running.cut else None
+        branch.known, branch.prefix_digest = (branch.recording.length, held) if held else (0, None)
         counts.malformed_calls += reader.num_malformed
-        counts.aborted += running.finish == "abort"
+        counts.aborted += aborted
         if self.journal is not None:
-            chunks, aborted = running.chunks, running.finish == "abort"
             self.journal.commit(running.number, chunks, reader.answer, known, reader.num_malformed, aborted)
             await self.journal.sync()
         if rest:
