@@ -86,31 +86,13 @@ class TurnFrames(OutputBuffer):
     What it does not take in time is left out: the last frame has every result.
     """
 
-    def __init__(self) -> None:
-        super().__init__(pack)
-        self._frames: list[bytes] = []
-        self._frame_bytes = 0
-
     def on_call(self, position: int, call: ToolCall) -> None:
         """A call begins."""
-        self._add({"event": "call_started", "position": position})
+        self.put_frame({"event": "call_started", "position": position})
 
     def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
         """A call has ended."""
-        self._add({"event": "call_ended", "position": position, "result": result_document(result)})
-
-    def take(self) -> list[bytes]:
-        frames, self._frames, self._frame_bytes = self._frames, [], 0
-        super().take()
-        return frames
-
-    def _add(self, header: dict[str, Any]) -> None:
-        frame = pack(header)
-        if self.finished.is_set() or self._frame_bytes + len(frame) > self._limit_bytes:
-            return
-        self._frames.append(frame)
-        self._frame_bytes += len(frame)
-        self._something.set()
+        self.put_frame({"event": "call_ended", "position": position, "result": result_document(result)})
 
 
 @router.post("/{session_id}/turns", responses=LONG, openapi_extra=described(requests.TURN))
@@ -124,7 +106,7 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
     key = request.headers.get("idempotency-key")
     # Looked at before anything is answered, so that a conflict has a status of its own.
     held.session.history.find(named.get("turn"), key, calls)
-    frames = TurnFrames()
+    frames = TurnFrames(pack)
 
     async def work() -> Encoded:
         results = await host.turn(
