@@ -155,9 +155,20 @@ def task_resources(task: Task, given: Resources) -> Resources:
     )
 
 
-async def directory_template(path: Path) -> Template:
-    """The regular files below a directory, without `.git`. Raises ConfigError, ResourceError."""
-    return await asyncio.to_thread(_read_directory, path)
+def directory_template(path: Path) -> Template:
+    """The regular files below a directory, without `.git`. Blocks. Raises ConfigError, ResourceError."""
+    if not path.is_dir():
+        raise ConfigError("no such directory", field="directory", received=str(path), fix="name another")
+    files: dict[str, bytes | str] = {}
+    total = 0
+    for entry in sorted(path.rglob("*")):
+        relative = entry.relative_to(path)
+        if ".git" in relative.parts or entry.is_symlink() or not entry.is_file():
+            continue
+        total += entry.stat().st_size
+        _check_size(total, path)
+        files[relative.as_posix()] = entry.read_bytes()
+    return Template(files, path.name)
 
 
 async def repository_template(path: Path, commit: str = "HEAD") -> Template:
@@ -170,21 +181,6 @@ async def repository_template(path: Path, commit: str = "HEAD") -> Template:
         raise ConfigError("is no commit", field="commit", received=commit, fix="a hash, a branch or a tag")
     archive = await _git(path, "archive", "--format=tar", commit)
     files = await asyncio.to_thread(_untar, archive)
-    return Template(files, path.name)
-
-
-def _read_directory(path: Path) -> Template:
-    if not path.is_dir():
-        raise ConfigError("no such directory", field="directory", received=str(path), fix="name another")
-    files: dict[str, bytes | str] = {}
-    total = 0
-    for entry in sorted(path.rglob("*")):
-        relative = entry.relative_to(path)
-        if ".git" in relative.parts or entry.is_symlink() or not entry.is_file():
-            continue
-        total += entry.stat().st_size
-        _check_size(total, path)
-        files[relative.as_posix()] = entry.read_bytes()
     return Template(files, path.name)
 
 

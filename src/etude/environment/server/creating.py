@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
         strings([*named["files"].values()], "files")
         return template_of(named["files"], "files")
     if "directory" in named:
-        return await directory_template(_allowed(host, named["directory"], "directory"))
+        return await asyncio.to_thread(directory_template, _allowed(host, named["directory"], "directory"))
     return await repository_template(
         _allowed(host, named["repository"], "repository"), named.get("commit", "HEAD")
     )
