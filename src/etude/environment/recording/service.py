@@ -168,14 +168,12 @@ class AnswerService:
                 self._opened.add(generation.branch.id)
                 self.sampler.open(generation.branch.id)
             try:
-                async with asyncio.timeout(self.serving.answer_s):
-                    await self._stream(running)
+                await self._stream(running)
             except PrefixMissError:
                 if running.request.prefix_digest is None or running.chunks:
                     raise
                 self._send_whole(running)
-                async with asyncio.timeout(self.serving.answer_s):
-                    await self._stream(running)
+                await self._stream(running)
             await self._commit(running)
         except InfrastructureError as error:
             self._fail(running, error)
@@ -202,14 +200,16 @@ class AnswerService:
             self.sampler.abort(running.request.id)
 
     async def _stream(self, running: _Running) -> None:
-        """Takes the chunks in. After a stop string the rest is waited for and dropped."""
-        async for chunk in self.sampler.stream(running.request):
-            if not running.reader.ended:
-                self._take(running, chunk)
-                if running.reader.ended and chunk.finish is None:
-                    self.sampler.abort(running.request.id)
-            if chunk.finish is not None:
-                running.finish = running.finish or chunk.finish
+        """Takes the chunks in, for as long as an answer may take. After a stop string the rest is waited for
+        and dropped."""
+        async with asyncio.timeout(self.serving.answer_s):
+            async for chunk in self.sampler.stream(running.request):
+                if not running.reader.ended:
+                    self._take(running, chunk)
+                    if running.reader.ended and chunk.finish is None:
+                        self.sampler.abort(running.request.id)
+                if chunk.finish is not None:
+                    running.finish = running.finish or chunk.finish
         if running.finish is None:
             raise SamplerError("the request ended before the answer did", field="chunk.finish")
         if running.finish == "abort" and not running.aborted:
