@@ -60,7 +60,6 @@ from etude.environment.checking import judge_nothing, judge_solution
 from etude.environment.task_images import TaskImages
 from etude.environment.verdicts import Grader
 from etude.records import Task
-from etude.sandbox.types import Resources
 from etude.tasks.harbor import find_directories, read_harbor
 
 TASKS = Path(__file__).parent / "harbor_tasks"
@@ -214,13 +213,13 @@ async def judge_by_etude(
     try:
         for directory in directories:
             task = await images.find(read_harbor(directory))
-            nothing = await judge_nothing(task, grader, backend, Resources())
+            nothing = await judge_nothing(task, grader)
             rewards[f"{directory.name} nothing"] = nothing.reward
             for kind, place in (("solution", directory.parent), ("wrong", wrong)):
                 if place is None:
                     continue
                 asked = with_solutions_of(read_harbor(place / directory.name), task)
-                verdict = await judge_solution(asked, grader, backend, Resources())
+                verdict = await judge_solution(asked, grader)
                 if isinstance(verdict, str):
                     print(f"ours, {directory.name} {kind}: {verdict}", file=sys.stderr)
                 rewards[f"{directory.name} {kind}"] = None if isinstance(verdict, str) else verdict.reward

@@ -34,7 +34,7 @@ def test_a_wrapper_has_every_method_of_the_protocol_with_its_parameters(wrapper:
         if wrapper is FaultySandbox:
             return await backend.create(TEMPLATE)
         sandbox = DeferredSandbox(backend.create(TEMPLATE, Resources()))
-        await sandbox.ready()
+        await sandbox.get_info()
         return sandbox
 
     sandbox = asyncio.run(made())
@@ -57,7 +57,7 @@ def test_what_comes_too_early_waits_for_the_sandbox() -> None:
         assert not reading.done()
         backend.go_on.set()
         assert await reading == b"x = 1\n"
-        assert sandbox.id == (await sandbox.ready()).id
+        assert sandbox.id == (await sandbox.get_info()).id
         await sandbox.kill()
         assert not backend.live
 

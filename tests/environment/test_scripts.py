@@ -15,7 +15,7 @@ import pytest
 
 from etude.agent import registry_named
 from etude.environment.grading import Verdict
-from etude.environment.origins import network_to, task_resources, task_template
+from etude.environment.origins import task_origin, task_resources
 from etude.environment.scripts import FileKinds, run_solution
 from etude.environment.server.creating import find_task
 from etude.environment.server.host import SessionHost
@@ -37,8 +37,7 @@ SLEEP = ToolCall("run_command", {"command": "sleep 30"})
 
 async def play(backend: SandboxBackend, task: Task, command: str | None = None) -> Verdict:
     """What the reference solution earns, or a command in its place."""
-    template, resources = task_template(task), task_resources(task, Resources())
-    sandbox = await backend.create(template, resources, network_to(task.machine and task.machine.hosts))
+    sandbox = await task_origin(task, Resources()).make(backend)
     if command is None:
         assert await run_solution(task, sandbox) is None
     else:

@@ -33,7 +33,6 @@ from etude.records import (
     TrajectoryId,
 )
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.types import Resources
 from etude.tasks.harbor import read_harbor
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, Turn, new_environment, renderer, script_of
@@ -155,9 +154,9 @@ def test_a_check_solves_step_by_step_and_doing_nothing_earns_0(tmp_path: Path) -
     task = write_steps(tmp_path)
 
     async def scenario(backend: SandboxBackend) -> tuple[Verdict | str, Verdict, list[str | None]]:
-        grader, limits = Grader(backend), Resources()
-        solved = await judge_solution(task, grader, backend, limits)
-        nothing = await judge_nothing(task, grader, backend, limits)
+        grader = Grader(backend)
+        solved = await judge_solution(task, grader)
+        nothing = await judge_nothing(task, grader)
         half = replace(task, steps=(task.steps[0], replace(task.steps[1], solution=task.steps[0].solution)))
         none = replace(task, steps=(task.steps[0], replace(task.steps[1], solution=None)))
         vacuous = replace(task, steps=(task.steps[0], replace(task.steps[0], name="again")))

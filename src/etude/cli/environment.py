@@ -85,7 +85,7 @@ def serve_command(
     key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM file).")] = None,
 ) -> None:
     """Serve environment sessions until SIGTERM. Without tokens only this machine can reach the server."""
-    from etude.environment.server import HostLimits, SessionHost, TenantLimits, read_tenants, serve
+    from etude.environment.server import HostLimits, SessionHost, read_tenants, serve
     from etude.environment.server.process import SERVER
     from etude.sandbox.server import read_token
 
@@ -107,7 +107,7 @@ def serve_command(
 
         agent = settle_servers(agent, open_sandboxes, lambda: next(iter(found.values()), None))
     site = new_site(open_sandboxes(), agent, snapshot_every, life_s)
-    limits = HostLimits(TenantLimits(sessions=max_sessions), idle_s=idle_s)
+    limits = HostLimits(tenant_sessions=max_sessions, idle_s=idle_s)
     sessions = SessionHost(site, limits, found, roots or ())
     serve(
         sessions,

@@ -90,13 +90,13 @@ def serve_command(
         )
     # Heavy: torch and FastAPI come with them.
     from etude.environment.recording import MapLimits, RecordingLimits
-    from etude.environment.recording.server import read_tokens
-    from etude.environment.recording.server.process import check_address
+    from etude.environment.recording.server.process import SERVER, check_address
     from etude.serving.listening import open_listeners
+    from etude.serving.token_files import read_or_make_tenants
 
     check_address(host, certificate)
     store.mkdir(parents=True, exist_ok=True)
-    tenants = read_tokens(token_file or store / "tokens")
+    tenants = read_or_make_tenants(token_file or store / "tokens", SERVER)
     # Before the weights, which take long: a port that is taken is said at once.
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in open_listeners(host, port)]
@@ -107,8 +107,8 @@ def serve_command(
             default_max_tokens=max_answer_tokens,
         )
         version = PolicyVersion(lineage or opened.served.name, step)
-        serving: dict[str, Any] = {"host": host, "listeners": listeners, "drain_s": drain_s}
-        serving["allowed_hosts"] = tuple(allowed_host or ())
+        serving: dict[str, Any] = {"listeners": listeners, "drain_s": drain_s}
+        serving["allowed_hosts"] = (host, *(allowed_host or ()))
         recording = _Recording(
             opened, version, EngineChoice(num_slots, 0, kernels, 0), store, tenants, limits, follow
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,7 +161,7 @@ def replay_document(replay: Replay) -> dict[str, Any]:
         "duration_s": replay.duration_s,
         "differences": [
             {
-                **difference.to_document(),
+                **asdict(difference),
                 "turn": difference.turn + 1,
                 "position": difference.position + 1,
                 "only": list(causes_of(difference)),

@@ -44,7 +44,7 @@ async def open_environment(
             await environment.close()
         return
     # FastAPI comes with them, which other runs do without.
-    from etude.environment.harness import Doorway, HarnessEnvironment
+    from etude.environment.harness import HarnessEnvironment
     from etude.environment.recording import LiveSessions, MapLimits, RecordingLimits
     from etude.environment.recording.server import build_app
     from etude.serving.process import served
@@ -60,13 +60,13 @@ async def open_environment(
     allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=held)
     sessions = LiveSessions(shelf, allowed)
     async with served(build_app(sessions)) as url:
-        doorway = Doorway(url)
+        reach: tuple[str, ...] = ()
         if backend.capabilities().network:
             backend.own_server = urlsplit(url).netloc
-            doorway = Doorway(OWN_URL, (backend.own_server,))
+            url, reach = OWN_URL, (backend.own_server,)
         try:
             yield HarnessEnvironment(
-                backend, renderer, limits, reward, keep_routes, harness, sessions, doorway
+                backend, renderer, limits, reward, keep_routes, harness, sessions, url, reach
             )
         finally:
             backend.own_server = ""

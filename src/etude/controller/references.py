@@ -120,13 +120,10 @@ async def _solve(task: Task, site: Site, limits: EpisodeLimits) -> dict[str, str
     if task.solution is None:
         changes: Mapping[str, bytes | str | None] = task.solution_files
     else:
-        sandbox = await task_origin(task, limits.sandbox).make(site.backend)
-        try:
+        async with task_origin(task, limits.sandbox).opened(site.backend) as sandbox:
             if failure := await run_solution(task, sandbox):
                 raise _UnplayableError(failure)
             changes = allowed_changes(task, await sandbox.final_diff())
-        finally:
-            await sandbox.kill()
     if not changes:
         raise _UnplayableError("has no reference solution that changes a file")
     texts = {path: data if isinstance(data, str) else _text(data) for path, data in sorted(changes.items())}

@@ -22,7 +22,8 @@ from itertools import accumulate
 
 from etude.agent.tools.text_file import off_loop
 from etude.environment.grading import is_bytecode, matches_any
-from etude.errors import AgentError, SandboxError, TaskError
+from etude.environment.preparing import run_own
+from etude.errors import AgentError, TaskError
 from etude.records import Artifact, Task
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
@@ -46,7 +47,6 @@ _KEYS = re.compile(r"authorized_keys|known_hosts|id_\w+(\.pub)?")
 """What of `.ssh` is no setting: those can name programs."""
 _NO_PREFIXES = frozenset(("", "/opt", "/root", "/srv"))
 """What stands above directories of programs without being an installation of its own."""
-_LAY_S = 60.0
 _MAKE_ROOM = """set --
 last=none
 while IFS= read -r row; do
@@ -303,8 +303,8 @@ def _joined(parts: Sequence[Carried]) -> Carried:
     return Carried(target.getvalue() if seen else b"", room, digest)
 
 
-async def lay(carried: Carried, fresh: Sandbox, own_env: dict[str, str]) -> None:
-    """Lays it into a sandbox in which nothing of the agent's has run. `own_env`: of our own commands.
+async def lay(carried: Carried, fresh: Sandbox) -> None:
+    """Lays it into a sandbox in which nothing of the agent's has run.
 
     Raises AgentError for what does not fit there, TaskError for an image without the programs for it,
     SandboxError where it took too long.
@@ -316,9 +316,7 @@ async def lay(carried: Carried, fresh: Sandbox, own_env: dict[str, str]) -> None
     if carried.archive:
         steps.append(("tar -x -o -p -f - -C /", carried.archive))
     for command, data in steps:
-        result = await fresh.commands.run(command, _LAY_S, own_env, stdin=data)
-        if result.timed_out:
-            raise SandboxError(f"laying what the agent left took more than {_LAY_S:g} s", field="sandbox")
+        result = await run_own(fresh, "laying what the agent left", command, data)
         if result.exit_code in _NO_PROGRAM:
             raise TaskError(
                 "what the agent left cannot be laid in the image of its verifier",

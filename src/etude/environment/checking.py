@@ -55,7 +55,7 @@ async def check_tasks(
         if require_solution and not has_solution(task):
             report = TaskReport(task.id, _UNSOLVED)
         else:
-            report = await _check_task(task, grader, backend, limits or Resources())
+            report = await _check_task(task, grader)
         on_report(report)
         return report
 
@@ -69,12 +69,12 @@ def has_solution(task: Task) -> bool:
     return bool(task.solution or task.solution_files)
 
 
-async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> TaskReport:
+async def _check_task(task: Task, grader: Grader) -> TaskReport:
     began, forgeable = time.perf_counter(), tuple[str, ...]()
     try:
         found = (await grader.find_twins(task)).open_tests
         forgeable = tuple(f"{test}: {reason}" for test, reason in found.items())
-        reason = await _find_fault(task, grader, backend, limits)
+        reason = await _find_fault(task, grader)
     except (TaskError, AgentError) as error:
         reason = str(error)
     except (SandboxError, UserError) as error:
@@ -82,14 +82,14 @@ async def _check_task(task: Task, grader: Grader, backend: SandboxBackend, limit
     return TaskReport(task.id, reason, forgeable, time.perf_counter() - began)
 
 
-async def _find_fault(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> str | None:
+async def _find_fault(task: Task, grader: Grader) -> str | None:
     is_solved, before = has_solution(task), list[tuple[bool, float | None]]()
     for number in range(_ROUNDS):
         task = _with_first_exam(task) if number else task
-        solved = await judge_solution(task, grader, backend, limits) if is_solved else None
+        solved = await judge_solution(task, grader) if is_solved else None
         if isinstance(solved, str):
             return solved
-        nothing = await judge_nothing(task, grader, backend, limits)
+        nothing = await judge_nothing(task, grader)
         earned = [(verdict.passed, verdict.reward) for verdict in (nothing, solved) if verdict is not None]
         if number and earned != before:
             return f"the same earns something else at another time: {_shown(before)}, then {_shown(earned)}"
@@ -112,9 +112,7 @@ def _with_first_exam(task: Task) -> Task:
     return replace(task, verifier=replace(verifier, exams=first.to_text()))
 
 
-async def judge_solution(
-    task: Task, grader: Grader, backend: SandboxBackend, limits: Resources
-) -> Verdict | str:
+async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
     """What a task's own solution earns, or why it could not be run, or that a later step needs none.
 
     Raises SandboxError, TaskError.
@@ -122,10 +120,9 @@ async def judge_solution(
     if task.solution is None:
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
         return await grader.judge(task, allowed_changes(task, files))
-    await check_isolation(backend)
-    sandbox = await task_origin(task, limits).make(backend)
-    run = StepRun(task, sandbox, grader, [])
-    try:
+    await check_isolation(grader.backend)
+    async with task_origin(task, grader.limits).opened(grader.backend) as sandbox:
+        run = StepRun(task, sandbox, grader, [])
         failure = await run_solution(task, sandbox)
         while failure is None and task.steps and (step := await run.end_step()) is not None:
             if (await run.verify(keep=True)).passed:
@@ -134,20 +131,15 @@ async def judge_solution(
         if failure is not None:
             return failure
         return await run.end() if task.steps else await grader.judge(task, *await find_left(task, sandbox))
-    finally:
-        await sandbox.kill()
 
 
-async def judge_nothing(task: Task, grader: Grader, backend: SandboxBackend, limits: Resources) -> Verdict:
+async def judge_nothing(task: Task, grader: Grader) -> Verdict:
     """What an agent earns that does nothing. Raises SandboxError, TaskError."""
     if not task.steps:
         return await grader.judge(task, {})
-    await check_isolation(backend)
-    sandbox = await task_origin(task, limits).make(backend)
-    try:
+    await check_isolation(grader.backend)
+    async with task_origin(task, grader.limits).opened(grader.backend) as sandbox:
         return await StepRun(task, sandbox, grader, []).end()
-    finally:
-        await sandbox.kill()
 
 
 def _shown(earned: Sequence[tuple[bool, float | None]]) -> str:

@@ -331,16 +331,24 @@ class Environment:
             world.origin.digest,
             {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
         )
-        return self._rewarded(replace(trajectory, facts=session_facts(trajectory, outcome.verdict)))
+        return self._with_verdict(trajectory, outcome.verdict)
 
-    def _rewarded(self, trajectory: Trajectory) -> Trajectory:
-        """With the price of its length, which takes its tokens to know."""
-        reward, config = trajectory.reward, self._site.reward
-        if reward is None or config.length.weight == 0:
-            return trajectory
-        effort = measure_effort(trajectory, self._renderer)
-        facts = {**trajectory.facts, "effort": asdict(effort)}
-        return replace(trajectory, reward=with_length(reward, effort, config.length), facts=facts)
+    def _with_verdict(self, trajectory: Trajectory, verdict: Verdict) -> Trajectory:
+        """With what the verdict adds to its facts, such as whether the first edit was the whole fix, and with
+        the price of its length, which takes its tokens to know."""
+        facts = dict(trajectory.facts)
+        right_at_once = bool(facts["first_edit_right"]) or (verdict.passed and facts["num_edits"] == 1)
+        facts |= {
+            "passed": verdict.passed,
+            "verdict": verdict.cause,
+            "first_edit_right": right_at_once,
+            "sampled_tokens": trajectory.num_sampled_tokens,
+        }
+        reward, length = trajectory.reward, self._site.reward.length
+        if reward is not None and length.weight != 0:
+            effort = measure_effort(trajectory, self._renderer)
+            reward, facts["effort"] = with_length(reward, effort, length), asdict(effort)
+        return replace(trajectory, reward=reward, facts=facts)
 
 
 def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
@@ -353,18 +361,6 @@ def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
         max_summaries=agent.max_summaries,
         request=agent.summary_request,
     )
-
-
-def session_facts(trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:
-    """What the session did, with what the verdict adds: was the first edit the whole fix?"""
-    facts = dict(trajectory.facts)
-    right_at_once = bool(facts["first_edit_right"]) or (verdict.passed and facts["num_edits"] == 1)
-    return facts | {
-        "passed": verdict.passed,
-        "verdict": verdict.cause,
-        "first_edit_right": right_at_once,
-        "sampled_tokens": trajectory.num_sampled_tokens,
-    }
 
 
 def _fork_facts(told: Trajectory, forked: ForkedWorlds) -> dict[str, Any]:

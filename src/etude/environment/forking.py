@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.agent import ToolContext, execute_calls
 from etude.agent.simulated_user import SimulatedUser
@@ -38,7 +38,7 @@ class Kept:
 
     turn: int
     snapshot: str
-    tool_state: dict[str, Any]
+    tool_state: ToolState
     user: SimulatedUser | None
     num_users: int = 1
 
@@ -83,8 +83,7 @@ class Snapshots:
             self.num_failures += 1
             return str(error)
         self._num_changes = 0
-        state = copy.deepcopy(context.state.to_dict())
-        self.kept.append(Kept(turn, info.id, state, copy.deepcopy(user)))
+        self.kept.append(Kept(turn, info.id, copy.deepcopy(context.state), copy.deepcopy(user)))
         return None
 
     def until(self, turn: int) -> list[Kept]:
@@ -133,8 +132,7 @@ async def replay(context: ToolContext, history: History, first: int, task: Task 
     """
     found: list[Difference] = []
     for number in range(first, len(history.turns)):
-        await _archive(context.sandbox, history, number)
-        await _begin_steps(context.sandbox, history, number, task)
+        await _go_on_from(context.sandbox, history, number, task)
         turn = history.turns[number]
         try:
             results = await execute_calls(turn.calls, context)
@@ -145,25 +143,21 @@ async def replay(context: ToolContext, history: History, first: int, task: Task 
                 received=number,
             ) from error
         found += differences(number, turn, results)
-    await _archive(context.sandbox, history, len(history.turns))
-    await _begin_steps(context.sandbox, history, len(history.turns), task)
+    await _go_on_from(context.sandbox, history, len(history.turns), task)
     return found
 
 
-async def _begin_steps(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
-    """Has the steps of the task begin that began after `number` turns. Raises SandboxError."""
+async def _go_on_from(sandbox: Sandbox, history: History, number: int, task: Task | None) -> None:
+    """Does again what was done after `number` turns, before the next one: contexts that were kept are written
+    (one that is there stays the same), and steps of the task begin. Raises SandboxError."""
+    for archived in history.archives:
+        if archived.turn == number:
+            await sandbox.files.write(archived.path, archived.text)
     for place, ended in enumerate(history.steps, start=1):
         if task is not None and ended.turn == number and place < len(task.steps):
             failure = await begin_step(sandbox, task.steps[place])
             if failure is not None:
                 raise SandboxError(failure, field="steps")
-
-
-async def _archive(sandbox: Sandbox, history: History, number: int) -> None:
-    """Writes the contexts that were kept after `number` turns; what is there already stays the same."""
-    for archived in history.archives:
-        if archived.turn == number:
-            await sandbox.files.write(archived.path, archived.text)
 
 
 def may_change(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> bool:
@@ -250,7 +244,7 @@ async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSessio
             state, user = ToolState(), user_of(session.task)
         else:
             sandbox = await site.backend.create(timeout_s=site.life_s, snapshot=base.snapshot)
-            state, user = ToolState.from_dict(base.tool_state), base.user
+            state, user = base.tool_state, base.user
         fork = session.branch(sandbox, session.history.until(turn), state, user, passed)
         try:
             found = await replay(fork.context, fork.history, base.turn if base else 0, session.task)

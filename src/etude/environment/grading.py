@@ -22,6 +22,7 @@ are listed (`Twins.open_tests`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ from etude.environment.oracles import OracleValues, spare_arguments
 from etude.environment.twins import TwinFinder, Twins
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
-from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
 from etude.sandbox.inside.testrunner import shorten
-from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import ProbeReport, Resources
 
@@ -192,15 +193,9 @@ class Judge:
         timeout_s: float,
     ) -> ProbeReport:
         """Runs test files in a sandbox of their own, over the changes, the hidden files and `files`."""
-        template = Template(task.files, task.id)
-        fresh = await self.backend.create(template, self.limits)
+        fresh = await self.backend.create(Template(task.files, task.id), self.limits)
         try:
-            for path in _removals(template, changes):
-                await fresh.files.remove(path)
-            entering: dict[str, str | bytes] = {
-                path: data for path, data in changes.items() if data is not None
-            }
-            await fresh.files.write_many({**entering, **task.hidden_files, **files})
+            await lay_files({**changes, **task.hidden_files, **files}, fresh)
             return await fresh.run_probes(paths, timeout_s)
         finally:
             await fresh.kill()
@@ -251,6 +246,23 @@ def _folders(path: str) -> Iterator[str]:
         yield path
 
 
+async def lay_files(files: Mapping[str, str | bytes | None], fresh: Sandbox) -> None:
+    """Makes changes of files in a sandbox that is as the agent's was at first; None: the file is removed."""
+    for path in (path for path, data in files.items() if data is None):
+        with contextlib.suppress(PathMissingError, PathKindError):
+            await fresh.files.remove(path)
+    entering = {path: data for path, data in files.items() if data is not None}
+    try:
+        await fresh.files.write_many(entering)
+    except PathKindError:
+        for path, data in entering.items():  # one of them stands where a directory or a link was
+            try:
+                await fresh.files.write(path, data)
+            except PathKindError:
+                await fresh.files.remove(path)
+                await fresh.files.write(path, data)
+
+
 async def _take_tests_apart(task: Task) -> list[HiddenFile]:
     """The hidden test files, in a thread where they are large. Raises TaskError for files that hold none."""
     size = sum(len(task.hidden_files.get(path, "")) for path in task.hidden_test_paths)
@@ -268,21 +280,6 @@ def _hidden_tests(task: Task) -> list[HiddenFile]:
     )
     hidden = frozenset(task.hidden_files)
     return [take_apart(path, task.hidden_files[path], workspace, hidden) for path in task.hidden_test_paths]
-
-
-def _removals(template: Template, changes: Mapping[str, bytes | None]) -> list[str]:
-    """What has to go before the changes fit: deleted files, and folders that became files."""
-    folders = [
-        path
-        for path, data in changes.items()
-        if data is not None and any(name.startswith(path + "/") for name in template.contents)
-    ]
-    deleted = [
-        path
-        for path, data in changes.items()
-        if data is None and not any(path.startswith(folder + "/") for folder in folders)
-    ]
-    return folders + deleted
 
 
 def _bent(

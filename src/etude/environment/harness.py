@@ -1,7 +1,7 @@
 """Episodes of a foreign agent: a command in the task's sandbox that asks this run's endpoint for its answers.
 
-    command in the sandbox --> Doorway.url --> agent routes --> LiveSessions --> the run's sampler
-    (its own loop and tools)                                        |            (live weights)
+    command in the sandbox --> agent routes --> LiveSessions --> the run's sampler
+    (its own loop and tools)                           |            (live weights)
     exits, or is killed at its time --> graded as any session --> Trajectory, as the sampler gave its tokens
 
 What the agent does wrong is an outcome. What failed before the model had said a word is nobody's decision, so
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from etude.agent import AgentSession
 from etude.config import HarnessConfig, RewardConfig
-from etude.environment.episodes import Environment, EpisodeLimits, Play, RouteKeeper, session_facts
+from etude.environment.episodes import Environment, EpisodeLimits, Play, RouteKeeper
 from etude.environment.recording.live import LiveSessions, RecordedSession
 from etude.environment.recording.spec import SamplingDefaults, SessionSpec
 from etude.environment.sessions import EnvironmentSession
@@ -35,16 +35,6 @@ from etude.tokens.renderer import Renderer
 MODEL = "etude"
 _SAID_CHARS = 300
 """Of what a command said last, in the cause of its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Doorway:
-    """How programs in a sandbox reach the endpoint."""
-
-    url: str
-    """Its base, as they see it."""
-    rules: tuple[str, ...] = ()
-    """What their sandbox must be allowed for it; see `Network.allow`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +59,15 @@ class HarnessEnvironment(Environment):
         keep_routes: RouteKeeper | None,
         harness: HarnessConfig,
         sessions: LiveSessions,
-        doorway: Doorway,
+        url: str,
+        reach: tuple[str, ...],
     ) -> None:
-        """`sessions`: those that the endpoint behind `doorway` serves."""
+        """`sessions`: those of the endpoint that programs in a sandbox see at `url`. `reach`: what they must
+        be allowed for it, as in `Network.allow`."""
         super().__init__(backend, renderer, limits, reward, keep_routes)
         self._harness = harness
         self._sessions = sessions
-        self._doorway = doorway
+        self._url, self._reach = url, reach
         cpu_s = math.ceil(harness.timeout_s) * (os.cpu_count() or 1)
         self._resources = replace(limits.sandbox, cpu_s=max(limits.sandbox.cpu_s, cpu_s))
         self._places = asyncio.Semaphore(harness.max_running)
@@ -105,7 +97,7 @@ class HarnessEnvironment(Environment):
         fixed = replace(play.params, max_tokens=self._limits.session.max_message_tokens)
         sampling = SamplingDefaults(fixed, fixed.max_tokens, own_noise=True)
         session = self._sessions.open(SessionSpec(play.identity, sampling=sampling), sampler, rng_key)
-        world = EnvironmentSession.begin(self._site, play.task, self._resources, self._doorway.rules)
+        world = EnvironmentSession.begin(self._site, play.task, self._resources, self._reach)
         began = time.perf_counter()
         try:
             try:
@@ -146,7 +138,7 @@ class HarnessEnvironment(Environment):
     def _environment(self, task: Task, session: RecordedSession) -> dict[str, str]:
         """Of the command. Its home is the image's, or else not the workspace, where its settings would count
         as its work."""
-        base = f"{self._doorway.url}/s/{session.id}"
+        base = f"{self._url}/s/{session.id}"
         has_image = task.machine is not None and not task.machine.is_host
         return {
             **({} if has_image else {"HOME": "/tmp"}),
@@ -176,15 +168,14 @@ class HarnessEnvironment(Environment):
         self.times.grade_s += world.grade_s
         session.reward = outcome.reward
         trajectory = session.trajectory(ending.status, ending.cause, self._keep_routes)
-        facts = {**trajectory.facts, **world.facts.to_dict()}
         trajectory = replace(
             trajectory,
             attempt=number,
             image_digest=world.origin.digest,
             timings={"harness_s": harness_s, "grade_s": world.grade_s},
-            facts=facts,
+            facts={**trajectory.facts, **world.facts.to_dict()},
         )
-        return self._rewarded(replace(trajectory, facts=session_facts(trajectory, outcome.verdict)))
+        return self._with_verdict(trajectory, outcome.verdict)
 
 
 def _ending_of(result: CommandResult) -> _Ending:

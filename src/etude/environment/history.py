@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from etude.agent.inputs import call_document, result_document
 from etude.environment.grading import Verdict
 from etude.errors import UserError
 from etude.records import ToolCall, ToolResult
@@ -59,16 +57,6 @@ class Difference:
     call: ToolCall
     expected: ToolResult
     received: ToolResult
-
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "turn": self.turn,
-            "position": self.position,
-            "call": call_document(self.call),
-            "expected": result_document(self.expected),
-            "received": result_document(self.received),
-        }
 
 
 @dataclass(slots=True)

@@ -30,9 +30,9 @@ def check_task_name(name: str, field: str = "task") -> str:
     )
 
 
-def check_run_name(name: str, field: str = "run") -> str:
+def check_run_name(name: str) -> str:
     """The name itself. Raises UserError for what is no name of a run: one word, without slashes."""
-    return _checked(_RUN, name, field, "letters, digits and . _ + @ : -, as in nightly-3")
+    return _checked(_RUN, name, "run", "letters, digits and . _ + @ : -, as in nightly-3")
 
 
 def template_of(files: Mapping[str, str], field: str) -> Template:

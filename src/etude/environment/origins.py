@@ -8,7 +8,7 @@ import io
 import math
 import os
 import tarfile
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,25 @@ class Origin:
             raise
         return sandbox
 
+    @contextlib.asynccontextmanager
+    async def opened(self, backend: SandboxBackend) -> AsyncIterator[Sandbox]:
+        """A new sandbox in the first state, which is killed at the end of the block."""
+        sandbox = await self.make(backend)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.kill()
+
 
 def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Origin:
     """Where a session on a task begins. `reach`: what it may reach beside the task's own hosts, as in
     `Network.allow`. Raises TaskError as `task_template`."""
     machine = task.machine
-    hosts = machine.hosts if machine is not None else None
+    hosts = (*((machine and machine.hosts) or ()), *reach)
     return Origin(
         task_template(task),
         task_resources(task, given),
-        network_to((*(hosts or ()), *reach)),
+        Network(hosts) if hosts else None,
         health=machine.health if machine is not None else None,
         publishes=any(script.machine is not None for script in task.verifiers),
         step=task.steps[0] if task.steps else None,
@@ -91,7 +100,7 @@ def verifier_origin(task: Task, given: Resources) -> Origin:
     assert script is not None, "the caller chose by it"
     own = task if script.machine is None else replace(task, files={}, machine=script.machine)
     template = task_template(own, script.user)
-    return Origin(template, task_resources(own, given), network_to(script.hosts))
+    return Origin(template, task_resources(own, given), Network(script.hosts) if script.hosts else None)
 
 
 def user_of(task: Task | None) -> SimulatedUser | None:
@@ -146,14 +155,20 @@ def task_resources(task: Task, given: Resources) -> Resources:
     )
 
 
-def network_to(hosts: tuple[str, ...] | None) -> Network | None:
-    """The network of a phase of a task; None: there is none."""
-    return Network(hosts) if hosts else None
-
-
-async def directory_template(path: Path) -> Template:
-    """The regular files below a directory, without `.git`. Raises ConfigError, ResourceError."""
-    return await asyncio.to_thread(_read_directory, path)
+def directory_template(path: Path) -> Template:
+    """The regular files below a directory, without `.git`. Blocks. Raises ConfigError, ResourceError."""
+    if not path.is_dir():
+        raise ConfigError("no such directory", field="directory", received=str(path), fix="name another")
+    files: dict[str, bytes | str] = {}
+    total = 0
+    for entry in sorted(path.rglob("*")):
+        relative = entry.relative_to(path)
+        if ".git" in relative.parts or entry.is_symlink() or not entry.is_file():
+            continue
+        total += entry.stat().st_size
+        _check_size(total, path)
+        files[relative.as_posix()] = entry.read_bytes()
+    return Template(files, path.name)
 
 
 async def repository_template(path: Path, commit: str = "HEAD") -> Template:
@@ -166,21 +181,6 @@ async def repository_template(path: Path, commit: str = "HEAD") -> Template:
         raise ConfigError("is no commit", field="commit", received=commit, fix="a hash, a branch or a tag")
     archive = await _git(path, "archive", "--format=tar", commit)
     files = await asyncio.to_thread(_untar, archive)
-    return Template(files, path.name)
-
-
-def _read_directory(path: Path) -> Template:
-    if not path.is_dir():
-        raise ConfigError("no such directory", field="directory", received=str(path), fix="name another")
-    files: dict[str, bytes | str] = {}
-    total = 0
-    for entry in sorted(path.rglob("*")):
-        relative = entry.relative_to(path)
-        if ".git" in relative.parts or entry.is_symlink() or not entry.is_file():
-            continue
-        total += entry.stat().st_size
-        _check_size(total, path)
-        files[relative.as_posix()] = entry.read_bytes()
     return Template(files, path.name)
 
 
@@ -250,14 +250,11 @@ class DeferredSandbox(WrappedSandbox):
         """The sandbox's id; `pending` until it is there."""
         return self._making.result().id if self._making.done() else "pending"
 
-    async def ready(self) -> Sandbox:
+    async def reach(self, operation: str) -> Sandbox:
         """The sandbox itself. Raises SandboxError if it could not be made."""
         return await asyncio.shield(self._making)
-
-    async def reach(self, operation: str) -> Sandbox:
-        return await self.ready()
 
     async def kill(self) -> None:
         """See Sandbox.kill. A sandbox that could not be made has nothing to kill."""
         with contextlib.suppress(SandboxError):
-            await (await self.ready()).kill()
+            await super().kill()

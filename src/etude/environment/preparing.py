@@ -5,17 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 
-from etude.errors import AgentError
+from etude.errors import AgentError, SandboxError
 from etude.records import HealthCheck, TaskStep
 from etude.sandbox.interface import Sandbox
+from etude.sandbox.types import CommandResult
 
 OWN_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     **dict.fromkeys(("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV"), ""),
 }
 """Of our own commands: those of an image may lead into the workspace, where the agent puts what it likes."""
+OWN_S = 60.0
+"""How long one of them may take."""
 _SETUP_S = 600.0
 _SAID_CHARS = 200
+
+
+async def run_own(sandbox: Sandbox, what: str, command: str, stdin: bytes = b"") -> CommandResult:
+    """Runs a command of ours, which does `what`. Raises SandboxError where it takes too long."""
+    result = await sandbox.commands.run(command, OWN_S, OWN_ENV, stdin=stdin)
+    if result.timed_out:
+        raise SandboxError(f"{what} took more than {OWN_S:g} s", field="sandbox", received=sandbox.id)
+    return result
 
 
 async def wait_until_healthy(sandbox: Sandbox, check: HealthCheck) -> str | None:

@@ -41,10 +41,8 @@ class RemoteEnvironment:
         token: str | None = None,
         transport: Transport | None = None,
         backoff: Backoff = RETRY,
-        busy_s: float = BUSY_S,
     ) -> None:
         self.connection = Connection(url, token, transport, backoff, "environment")
-        self.busy_s = busy_s
 
     async def create(self, task: Task | str | None = None, **source: Any) -> RemoteSession:
         """A new session on a task (whole, or by its name on the server), or on another source.
@@ -141,7 +139,7 @@ class RemoteSession:
             return self._connection.long("POST", path, header=body, on_frame=progress.on_frame, again=True)
 
         # Asked for again while the server has no room for it: then nothing of it has run.
-        backoff = Backoff(0.05, 2.0, within_s=self._environment.busy_s)
+        backoff = Backoff(0.05, 2.0, within_s=BUSY_S)
         answer, _ = await retry_async(turn, CapacityError, backoff)
         results = self._connection.decoded(_results, answer)
         # Results that no event told, because the line broke or nothing was to be run.

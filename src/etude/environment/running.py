@@ -65,7 +65,7 @@ class RunningTurn:
     """Positions, in the order in which they began."""
     results: dict[int, ToolResult] = field(default_factory=dict[int, ToolResult])
     """By position, in the order in which they ended."""
-    task: asyncio.Task[list[ToolResult]] | None = None
+    task: asyncio.Task[list[ToolResult]] = field(init=False)
 
     def on_call(self, position: int, call: ToolCall) -> None:
         """A call begins to run."""
@@ -121,10 +121,9 @@ class TurnRunner(ABC):
     ) -> list[ToolResult]:
         """See Workspace.run_calls: a turn behind those that run. Cancelled, it cancels what runs and waits
         for its end."""
-        while (before := self._running) is not None and before.task is not None:
+        while (before := self._running) is not None:
             await asyncio.wait({before.task})
         running = self._begin(tuple(calls), known, None, on_call, on_result)
-        assert running.task is not None
         try:
             return await asyncio.shield(running.task)
         except asyncio.CancelledError:
@@ -149,7 +148,6 @@ class TurnRunner(ABC):
         """
         while (before := self._running) is not None and before.number < len(self.history.turns):
             # It is in the history, and its snapshot is being taken: only then does the next one begin.
-            assert before.task is not None
             await asyncio.wait({before.task})
         kept = self.history.find(number, key, calls)
         if kept is not None:
@@ -164,7 +162,6 @@ class TurnRunner(ABC):
                 received=number,
                 fix="wait for its end, and send calls that belong together as one turn",
             )
-        assert running.task is not None
         return await asyncio.shield(running.task)
 
     def _begin(

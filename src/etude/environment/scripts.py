@@ -26,33 +26,23 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.text_file import off_loop
-from etude.environment.carrying import (
-    Carried,
-    carry_artifacts,
-    carry_root,
-    lay,
-    stays_inside,
-)
-from etude.environment.grading import Verdict, allowed_changes
+from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, stays_inside
+from etude.environment.grading import Verdict, allowed_changes, lay_files
 from etude.environment.origins import task_origin, task_template, verifier_origin
-from etude.environment.preparing import OWN_ENV
-from etude.errors import AgentError, SandboxError, TaskError
+from etude.environment.preparing import OWN_ENV, OWN_S, run_own
+from etude.errors import AgentError, TaskError
 from etude.records import Task, TestScript
-from etude.sandbox.errors import (
-    PathKindError,
-    PathMissingError,
-    SandboxKilledByAgentError,
-    Unsupported,
-)
+from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.archives import pack_texts
 from etude.tasks.exams import MAX_OUTCOME_BYTES, OUTCOMES, read_exams, read_outcomes
 
 FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and could write the reward itself"
-_SETUP_S = 60.0
 _MAX_SOLUTION_S = 3600.0
 """Of a reference solution whose task gives the agent no time limit."""
 _LOGS = "/logs/verifier"
@@ -110,7 +100,7 @@ async def judge_by_script(
     changes: Mapping[str, bytes | None],
     kinds: FileKinds,
     backend: SandboxBackend,
-    given: Resources | None = None,
+    given: Resources,
 ) -> Verdict:
     """Runs the task's `tests/test.sh` over the changes, in a fresh sandbox with nothing else in it.
 
@@ -123,11 +113,8 @@ async def judge_by_script(
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
     if script.machine is not None and kinds.elsewhere is None:
-        kinds = await _untouched(task, backend, given or Resources())
-
-    async def run(overlay: bytes) -> Mapping[str, bytes]:
-        return await _run_script(task, changes, kinds, backend, given or Resources(), overlay)
-
+        kinds = await _untouched(task, backend, given)
+    run = partial(_run_script, task, changes, kinds, backend, given)
     try:
         if script.exams:
             cause = await _sit_exams(script, run)
@@ -166,13 +153,12 @@ async def _run_script(
     script = task.verifier
     assert script is not None, "the caller chose by it"
     origin = verifier_origin(task, given)
-    fresh = await origin.make(backend)
-    try:
+    async with origin.opened(backend) as fresh:
         await _unpack(fresh, task, "/tests", script.archive)
         if overlay:
             await _unpack(fresh, task, "/tests", overlay)
         if kinds.elsewhere is not None:
-            await lay(kinds.elsewhere, fresh, OWN_ENV)
+            await lay(kinds.elsewhere, fresh)
         if script.machine is None:
             await _lay_over(fresh, task, changes, kinds)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
@@ -186,8 +172,6 @@ async def _run_script(
         if script.exams:
             return await _read_logs(fresh, result, [OUTCOMES], MAX_OUTCOME_BYTES)
         return await _read_logs(fresh, result, _REWARDS, _REWARD_BYTES)
-    finally:
-        await fresh.kill()
 
 
 def verdict_on(rewards: Mapping[str, float], duration_s: float) -> Verdict:
@@ -211,23 +195,19 @@ async def collect(task: Task, sandbox: Sandbox) -> None:
             await sandbox.commands.run(hook.command, hook.timeout_s)
 
 
-async def find_left(
-    task: Task, sandbox: Sandbox, without: str = ""
-) -> tuple[dict[str, bytes | None], FileKinds]:
-    """What the agent left behind, as far as it reaches a task's script: allowed changes, and the rest.
-
-    Ends everything that runs. `without`: a directory that is not looked at. Raises AgentError for what the
-    agent did wrong, SandboxError.
-    """
+async def find_left(task: Task, sandbox: Sandbox) -> tuple[dict[str, bytes | None], FileKinds]:
+    """What the agent left behind, as far as it reaches grading: allowed changes, and for a task's script the
+    rest. Ends everything that runs. Raises AgentError for what the agent did wrong, SandboxError."""
     script = task.verifier
-    assert script is not None, "the caller chose by it"
     await collect(task, sandbox)
-    if script.machine is not None:
+    if script is not None and script.machine is not None:
         await _end_processes(sandbox)
         return {}, FileKinds(elsewhere=await carry_artifacts(script.artifacts, sandbox))
-    found = await sandbox.final_diff(without)
+    found = await sandbox.final_diff(HARNESS_DIRECTORY)
     size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
     changes = await off_loop(size, allowed_changes, task, found)
+    if script is None:
+        return changes, FileKinds()
     kinds = await _find_kinds(task, sandbox)
     template = task_template(task, script.user)
     if template.image is not None:
@@ -238,11 +218,8 @@ async def find_left(
 
 async def _untouched(task: Task, backend: SandboxBackend, given: Resources) -> FileKinds:
     """What an agent leaves behind that does nothing."""
-    sandbox = await task_origin(task, given).make(backend)
-    try:
+    async with task_origin(task, given).opened(backend) as sandbox:
         return (await find_left(task, sandbox))[1]
-    finally:
-        await sandbox.kill()
 
 
 async def check_isolation(backend: SandboxBackend) -> None:
@@ -293,28 +270,13 @@ async def _lay_over(
     for path in images.keys() - (images if kinds.links is None else links).keys():
         with contextlib.suppress(PathMissingError):
             await fresh.files.remove(path)
-    for path in (path for path, data in changes.items() if data is None):
-        with contextlib.suppress(PathMissingError, PathKindError):
-            await fresh.files.remove(path)
-    entering: dict[str, str | bytes] = {path: data for path, data in changes.items() if data is not None}
-    try:
-        await fresh.files.write_many(entering)
-    except PathKindError:
-        for path, data in entering.items():  # one of them stands where a directory or a link was
-            try:
-                await fresh.files.write(path, data)
-            except PathKindError:
-                await fresh.files.remove(path)
-                await fresh.files.write(path, data)
+    await lay_files(changes, fresh)
     executable = [f"{path}\n" for path in sorted(kinds.executable) if before.get(path) != ""]
     laid = [f"{path}\n{to}\n" for path, to in links.items() if stays_inside(path, to, here)]
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:
-            result = await fresh.commands.run(
-                command, _SETUP_S, OWN_ENV, stdin="".join(lines).encode(errors="surrogateescape")
-            )
-            if result.timed_out:
-                raise _too_slow("making executable files and links", task)
+            data = "".join(lines).encode(errors="surrogateescape")
+            await run_own(fresh, "making executable files and links", command, data)
 
 
 async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> None:
@@ -323,9 +285,7 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
     Raises TaskError if the image cannot, SandboxError if it was not done in time.
     """
     command = _UNPACK + (f"tar -x -o -f - -C {shlex.quote(target)}" if archive else "")
-    result = await sandbox.commands.run(command, _SETUP_S, OWN_ENV, stdin=archive)
-    if result.timed_out:
-        raise _too_slow(f"unpacking {target}", task)
+    result = await run_own(sandbox, f"unpacking {target}", command, archive)
     if result.exit_code != 0:
         raise TaskError(
             f"cannot be unpacked in the task's image: {result.stderr.strip()[:_SAID_CHARS]}",
@@ -333,10 +293,6 @@ async def _unpack(sandbox: Sandbox, task: Task, target: str, archive: bytes) -> 
             received=task.id,
             fix="the image needs sh, tar and coreutils, and a user who may write to /",
         )
-
-
-def _too_slow(what: str, task: Task) -> SandboxError:
-    return SandboxError(f"{what} took more than {_SETUP_S:g} s", field="task", received=task.id)
 
 
 async def _end_processes(sandbox: Sandbox) -> None:
@@ -359,7 +315,7 @@ async def _read_logs(
         found = {name: file.read() for name in names if (file := files.get(name)) is not None}
     if found:
         return found
-    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", _SETUP_S, OWN_ENV)
+    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", OWN_S, OWN_ENV)
     said = told.stdout.strip()[-_SAID_CHARS:]
     what = OUTCOMES if OUTCOMES in names else "reward"
     words = f"tests/test.sh wrote no {what} and ended with {ran.exit_code}"

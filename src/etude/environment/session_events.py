@@ -22,12 +22,12 @@ Event = dict[str, Any]
 class EventLog:
     """The events of one session, for one event loop."""
 
-    def __init__(self, kept_events: int = KEPT_EVENTS, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, kept_events: int = KEPT_EVENTS) -> None:
         self.last = 0
         """The number of the last event."""
         self._kept: deque[tuple[Event, int]] = deque()
         self._kept_bytes = 0
-        self._limits = (kept_events, kept_bytes)
+        self._most_events = kept_events
         self._closed = False
         self._news = asyncio.Event()
 
@@ -40,8 +40,7 @@ class EventLog:
         size = len(json.dumps(entry))
         self._kept.append((entry, size))
         self._kept_bytes += size
-        most, most_bytes = self._limits
-        while self._kept and (len(self._kept) > most or self._kept_bytes > most_bytes):
+        while self._kept and (len(self._kept) > self._most_events or self._kept_bytes > KEPT_BYTES):
             self._kept_bytes -= self._kept.popleft()[1]
         self._wake()
 

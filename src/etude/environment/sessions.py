@@ -260,7 +260,7 @@ class EnvironmentSession(TurnRunner):
         self.state = "submitted"
         chosen = status or (Status.AGENT_ERROR if self.agent_error else Status.DONE)
         if self._grading is None or _has_failed(self._grading):
-            self._grading = start_watched(self._grade(chosen, cause))
+            self._grading = start_watched(self._grade(self.task, chosen, cause))
         return await asyncio.shield(self._grading)
 
     async def diff(self) -> dict[str, bytes | None]:
@@ -356,7 +356,7 @@ class EnvironmentSession(TurnRunner):
             self.context.test_paths,
             user=copy.deepcopy(user),
             history=history,
-            tool_state=ToolState.from_dict(copy.deepcopy(tool_state.to_dict())),
+            tool_state=copy.deepcopy(tool_state),
         )
         made.parent, made.parent_turn = self.id, len(history.turns)
         if len(history.steps) == len(self.history.steps):
@@ -364,9 +364,7 @@ class EnvironmentSession(TurnRunner):
         made.snapshots.adopt(kept)
         return made
 
-    async def _grade(self, status: Status, cause: str) -> Outcome:
-        task = self.task
-        assert task is not None, "checked by submit"
+    async def _grade(self, task: Task, status: Status, cause: str) -> Outcome:
         async with self._lock:
             began = time.perf_counter()
             outcome = await self.site.judge(

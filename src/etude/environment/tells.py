@@ -20,7 +20,7 @@ from etude.environment.probe_inside import SECTIONS
 from etude.environment.running import unwatched
 from etude.errors import SandboxError
 from etude.protocols import Workspace
-from etude.records import ToolCall, ToolResult
+from etude.records import ToolCall
 
 SCRIPT_PATH = f"{HARNESS_DIRECTORY}/probe.py"
 LATENCY_FACTOR = 3.0
@@ -111,7 +111,3 @@ def _alike(one: str | None, two: str | None) -> bool:
         return False
     low, high = sorted((float(one), float(two)))
     return high <= low * LATENCY_FACTOR
-
-
-def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
-    """Whom progress is told: nobody watches a probe."""

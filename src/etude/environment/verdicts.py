@@ -15,16 +15,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
-from etude.agent.tools.state import HARNESS_DIRECTORY
-from etude.agent.tools.text_file import off_loop
 from etude.config import RewardConfig
-from etude.environment.grading import (
-    GRADING_TIMEOUT_S,
-    Judge,
-    Verdict,
-    allowed_changes,
-    count_hidden_tests,
-)
+from etude.environment.grading import GRADING_TIMEOUT_S, Judge, Verdict, count_hidden_tests
 from etude.environment.rewards.review import review_changes
 from etude.environment.scripts import FORGEABLE, FileKinds, find_left, judge_by_script
 from etude.environment.twins import Twins
@@ -36,8 +28,6 @@ from etude.sandbox.types import Resources
 from etude.tasks.exams import read_exams
 
 _MAX_KEPT = 4096
-_BYTES_PER_MATCH = 16
-"""As many of these as characters that are looked at are worth a thread."""
 
 Found = TypeVar("Found")
 
@@ -56,7 +46,7 @@ class Grader:
         self._reward = reward
         partial_counts = reward is not None and reward.partial_weight > 0
         self._judging = Judge(backend, limits, timeout_s, partial_counts)
-        self._backend, self._limits = backend, limits
+        self.backend, self.limits = backend, limits or Resources()
         self._verdicts: _Memory[Verdict] = _Memory()
         self._twins: _Memory[Twins] = _Memory()
 
@@ -68,36 +58,32 @@ class Grader:
         """
         began = time.perf_counter()
         try:
-            if task.verifier is not None:
-                changes, kinds = await find_left(task, sandbox, HARNESS_DIRECTORY)
-            else:
-                found, kinds = await sandbox.final_diff(HARNESS_DIRECTORY), FileKinds()
-                size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
-                changes = await off_loop(size, allowed_changes, task, found)
+            changes, kinds = await find_left(task, sandbox)
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        links = None if kinds.links is None else sorted(kinds.links.items())
-        more = sorted(kinds.executable), links, kinds.elsewhere and kinds.elsewhere.digest
-        key = _judge_digest(task) + _digest(changes) + _digest_of(more)
+        contents = sorted((path, data and _digest(data)) for path, data in changes.items())
+        links = kinds.links and sorted(kinds.links.items())
+        left = contents, sorted(kinds.executable), links, kinds.elsewhere and kinds.elsewhere.digest
+        key = _judge_digest(task) + _digest_of(left)
         return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
 
     async def find_twins(self, task: Task) -> Twins:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
-        if task.verifier is not None and all(script.machine is not None for script in task.verifiers):
+        if task.verifier is None:
+            return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
+        if all(script.machine is not None for script in task.verifiers):
             return Twins()
-        if task.verifier is not None and task.verifier.exams:
+        if task.verifier.exams:
             return Twins(open_tests=read_exams(task.verifier.exams).open_tests)
-        if task.verifier is not None:
-            return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
-        return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
+        return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
 
     async def judge(
         self, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds | None = None
     ) -> Verdict:
         """The verdict on what `allowed_changes` gave, made now. Raises as `grade`."""
         if task.verifier is not None:
-            verdict = await judge_by_script(task, changes, kinds or FileKinds(), self._backend, self._limits)
+            verdict = await judge_by_script(task, changes, kinds or FileKinds(), self.backend, self.limits)
         else:
             verdict = await self._judging.judge(task, changes, self.find_twins)
         if self._reward is None or not self._reward.reviews_changes:
@@ -145,19 +131,12 @@ def _judge_digest(task: Task) -> bytes:
 
 
 def _digest_of(what: object) -> bytes:
-    return blake2b(repr(what).encode(errors="surrogateescape"), digest_size=16).digest()
+    return _digest(repr(what).encode(errors="surrogateescape"))
 
 
-@lru_cache(256)
-def _archive_digest(archive: bytes) -> bytes:
-    """Of one that may have 64 MiB; a task is graded many times."""
-    return blake2b(archive, digest_size=16).digest()
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
 
 
-def _digest(changes: Mapping[str, bytes | None]) -> bytes:
-    state = blake2b(digest_size=16)
-    for path, data in sorted(changes.items()):
-        content = b"-" if data is None else b"+" + data
-        name = path.encode(errors="surrogateescape")
-        state.update(b"%d %d " % (len(name), len(content)) + name + content)
-    return state.digest()
+_archive_digest = lru_cache(256)(_digest)
+"""Of one that may have 64 MiB; a task is graded many times."""

@@ -11,16 +11,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from etude.agent.inputs import call_document, result_document, result_of
-from etude.environment.grading import Verdict
 from etude.environment.site import Outcome
 from etude.errors import UserError
-from etude.records import (
-    RewardBreakdown,
-    Status,
-    Task,
-    ToolCall,
-    ToolResult,
-)
+from etude.records import Status, Task, ToolCall, ToolResult
 from etude.serving.errors import plain
 from etude.serving.messages import Fields, checked, strings
 
@@ -41,6 +34,7 @@ _RESULT: Fields = {
 }
 _TASK: Fields = dict.fromkeys((part.name for part in fields(Task)), (object,))
 _TASK_TYPE = TypeAdapter(Task)
+_OUTCOME_TYPE = TypeAdapter(Outcome)
 
 
 def calls_of(raw: Sequence[object]) -> list[ToolCall]:
@@ -149,18 +143,12 @@ def _check_sizes(task: Task) -> None:
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """What a session earned."""
-    reward = outcome.reward
-    return {
-        "status": outcome.status.value,
-        "verdict": asdict(outcome.verdict),
-        "reward": {"task": reward.task, "terms": dict(reward.terms), "version": reward.version},
-        "total": reward.total,
-    }
+    return _OUTCOME_TYPE.dump_python(outcome, mode="json") | {"total": outcome.reward.total}
 
 
 def outcome_of(raw: Any) -> Outcome:
     """What `outcome_document` wrote."""
-    return Outcome(Status(raw["status"]), Verdict(**raw["verdict"]), RewardBreakdown(**raw["reward"]))
+    return _OUTCOME_TYPE.validate_python(raw)
 
 
 def status_of_text(text: str | None) -> Status | None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.params import Depends as Dependency
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import etude
 from etude.errors import EtudeError, UserError
+from etude.kit.tasks import end_tasks
 from etude.serving.access import AccessError, check_bearer, check_names
 from etude.serving.errors import BodyTooLargeError, ErrorAnswer, ErrorShape, RouteError
 from etude.serving.json_bodies import off_the_loop, parse_json
@@ -188,24 +189,22 @@ def _check_size(num_bytes: int, limit_bytes: int) -> None:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the client, which has sent its whole request, has left."""
-    while (await receive())["type"] != "http.disconnect":
+    """Returns when the client has left. What it still sends, over a WebSocket, is not looked at."""
+    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
         pass
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(client: Request | WebSocket, work: Coroutine[Any, Any, T]) -> T:
     """What `work` makes, unless the client leaves first: then it is cancelled. Raises ClientDisconnect."""
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_gone(request.receive))
+    gone = asyncio.ensure_future(until_gone(client.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await end_tasks(working, gone)
 
 
 # Errors

@@ -38,6 +38,7 @@ class OutputBuffer:
     def __init__(self, pack: Pack, limit_bytes: int = BUFFER_BYTES) -> None:
         self._pack = pack
         self._limit_bytes = limit_bytes
+        self._frames: list[bytes] = []
         self._pieces: deque[tuple[int, bytearray]] = deque()
         self._held_bytes = 0
         self._dropped_bytes = 0
@@ -59,6 +60,14 @@ class OutputBuffer:
             self._held_bytes += len(data)
         self._something.set()
 
+    def put_frame(self, header: Header) -> None:
+        """Takes a whole frame in; one that does not fit is left out."""
+        frame = self._pack(header, b"")
+        if not self.finished.is_set() and self._held_bytes + len(frame) <= self._limit_bytes:
+            self._frames.append(frame)
+            self._held_bytes += len(frame)
+            self._something.set()
+
     def finish(self) -> None:
         """See `finished`."""
         self.finished.set()
@@ -70,7 +79,8 @@ class OutputBuffer:
 
     def take(self) -> list[bytes]:
         """The frames of everything that is held."""
-        frames = [self._pack({"event": "output", "fd": fd}, bytes(data)) for fd, data in self._pieces]
+        frames, self._frames = self._frames, []
+        frames += [self._pack({"event": "output", "fd": fd}, bytes(data)) for fd, data in self._pieces]
         if self._dropped_bytes:
             frames.append(self._pack({"event": "dropped", "num_bytes": self._dropped_bytes}, b""))
         self._pieces.clear()

@@ -47,10 +47,11 @@ def read_tenants(path: Path, field: str = "tenants") -> dict[str, str]:
     return tokens
 
 
-def read_or_make_tenants(path: Path, server: str, tenant: str = "local") -> dict[str, str]:
-    """See `read_tenants`; without a file one is made (mode 0600) with a token for `tenant`."""
-    made = _make_token(path, f"{tenant} ", server)
-    return {made: tenant} if made is not None else read_tenants(path, "token_file")
+def read_or_make_tenants(path: Path, server: str) -> dict[str, str]:
+    """See `read_tenants`; without a file one is made (mode 0600) with a token for `local`. `server`: who says
+    so."""
+    made = _make_token(path, "local ", server)
+    return {made: "local"} if made is not None else read_tenants(path, "token_file")
 
 
 def _make_token(path: Path, before: str, server: str) -> str | None:

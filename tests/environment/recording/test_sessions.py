@@ -21,11 +21,12 @@ import pytest
 
 from etude.environment.recording import RecordingLimits, Recordings
 from etude.environment.recording.errors import SessionEndedError
-from etude.environment.recording.server.process import check_address, read_tokens
+from etude.environment.recording.server.process import check_address
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
 from etude.kit.ports import free_port
 from etude.records import RewardBreakdown, SampleRequest, Status, TrajectoryId
+from etude.serving.token_files import read_or_make_tenants
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.chat.errors import BadRequestError
@@ -349,9 +350,9 @@ def test_a_session_that_is_used_while_another_one_is_ended_for_idleness_lives_on
         )
         expiring = asyncio.ensure_future(recordings.expire())
         await until(lambda: first.state == "finishing")
-        recordings.enter(second)
-        await recordings.delete("team", third.id)
-        assert await expiring == 1
+        with recordings.using(second):
+            await recordings.delete("team", third.id)
+            assert await expiring == 1
         assert second.state == "live" and len(recordings) == 1
         await recordings.close()
 
@@ -366,8 +367,8 @@ def test_a_session_that_ends_while_a_request_is_read_takes_it_no_more(tmp_path: 
         finishing = asyncio.ensure_future(recordings.finish("team", session.id))
         await until(lambda: session.state == "finishing")
         for _ in range(2):
-            with pytest.raises(SessionEndedError):
-                recordings.enter(session)
+            with pytest.raises(SessionEndedError), recordings.using(session):
+                pass
             with pytest.raises(SessionEndedError):
                 await recordings.set_reward(session, RewardBreakdown(1.0))
             await finishing
@@ -476,13 +477,13 @@ def test_a_sampler_that_never_answers_ends_at_its_deadline(tmp_path: Path) -> No
 
 def test_token_files_are_made_for_their_owner_alone_and_refused_if_others_read_them(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
-    made = read_tokens(path)
-    assert read_tokens(path) == made and path.stat().st_mode & 0o077 == 0
+    made = read_or_make_tenants(path, "recording server")
+    assert read_or_make_tenants(path, "recording server") == made and path.stat().st_mode & 0o077 == 0
     path.write_text("team secret\nother more\n")
-    assert read_tokens(path) == {"secret": "team", "more": "other"}
+    assert read_or_make_tenants(path, "recording server") == {"secret": "team", "more": "other"}
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="others may read"):
-        read_tokens(path)
+        read_or_make_tenants(path, "recording server")
 
 
 def test_other_hosts_are_served_with_tls_alone(tmp_path: Path) -> None:
@@ -498,7 +499,8 @@ from pathlib import Path
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from etude.environment.recording.server import serve
 recordings = make_recordings(TellingSampler(lambda context: "Done."), Path(sys.argv[1]))
-asyncio.run(serve(recordings, port=int(sys.argv[2]), drain_s=60))
+from etude.serving.listening import open_listeners
+asyncio.run(serve(recordings, open_listeners("127.0.0.1", int(sys.argv[2])), drain_s=60))
 """
 
 

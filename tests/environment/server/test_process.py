@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -17,14 +16,11 @@ from etude.errors import ConfigError
 from etude.sandbox.types import Capabilities
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.cli.commands import etude
-from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from tests.environment.server.serving import httpx, new_host, new_site
 
-from etude.environment.recording.server.process import read_tokens  # isort: skip
-from etude.environment.recording.server.process import serve as serve_recordings  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
 from etude.serving.listening import is_loopback, open_listeners  # isort: skip
-from etude.serving.token_files import read_token  # isort: skip
+from etude.serving.token_files import read_or_make_tenants, read_token  # isort: skip
 
 
 def taken_port() -> tuple[socket.socket, int]:
@@ -32,15 +28,12 @@ def taken_port() -> tuple[socket.socket, int]:
     return listener, listener.getsockname()[1]
 
 
-def test_a_port_that_is_taken_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
     listener, port = taken_port()
     with listener:
         for start in (
             lambda: open_listeners("127.0.0.1", port),
             lambda: serve(new_host(), port=port),
-            lambda: asyncio.run(
-                serve_recordings(make_recordings(TellingSampler(lambda context: "x"), tmp_path), port=port)
-            ),
         ):
             with pytest.raises(ConfigError, match="listens on this port") as caught:
                 start()
@@ -101,7 +94,7 @@ def test_a_new_token_is_not_shown_but_where_it_lies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = read_token(tmp_path / "one", "environment server")
-    (other,) = read_tokens(tmp_path / "two")
+    (other,) = read_or_make_tenants(tmp_path / "two", "recording server")
     said = capsys.readouterr().err.splitlines()
     assert said == [
         f"environment server: a new token is in {tmp_path / 'one'}",
@@ -137,7 +130,8 @@ from pathlib import Path
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from etude.environment.recording.server import serve
 recordings = make_recordings(TellingSampler(lambda context: "x"), Path(sys.argv[1]))
-asyncio.run(serve(recordings, port=0, note="a note"))
+from etude.serving.listening import open_listeners
+asyncio.run(serve(recordings, open_listeners("127.0.0.1", 0), note="a note"))
 """,
 }
 

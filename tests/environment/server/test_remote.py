@@ -39,7 +39,7 @@ from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.sandbox.backends import with_backend
 
 from etude.environment.remote import RemoteEnvironment, RemoteSession  # isort: skip
-from etude.environment.server import HostLimits, TenantLimits  # isort: skip
+from etude.environment.server import HostLimits  # isort: skip
 
 COUNT = ToolCall("count")
 SLOW_S = 60.0
@@ -195,7 +195,7 @@ def test_a_sandbox_that_dies_and_a_grader_that_fails_are_never_rewards() -> None
 def test_a_full_server_is_asked_again_for_a_turn() -> None:
     async def scenario() -> None:
         site, tool = counting_site()
-        async with remote(new_host(site, HostLimits(TenantLimits(calls=1)))) as server:
+        async with remote(new_host(site, HostLimits(tenant_calls=1))) as server:
             one, two = await server.create(TASK), await server.create(TASK)
             tool.gate.clear()
             first = asyncio.create_task(turn(one, COUNT))

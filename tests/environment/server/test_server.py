@@ -26,9 +26,10 @@ from tests.environment.server.serving import (
 from tests.environment.server.test_sessions import counting_site
 
 from etude.agent.inputs import call_document  # isort: skip
-from etude.environment.server import HostLimits, TenantLimits, read_tenants  # isort: skip
+from etude.environment.server import HostLimits, read_tenants  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
 from etude.errors import ConfigError  # isort: skip
+from etude.serving.sweeping import sweeping  # isort: skip
 
 OTHER = {"authorization": f"Bearer {OTHER_TOKEN}"}
 
@@ -200,7 +201,7 @@ def test_a_tenant_holds_so_many_sessions() -> None:
         assert (await client.delete(f"/sessions/{session}")).json() == {"closed": True}
         assert "id" in await create(client)
 
-    ask(scenario, new_host(limits=HostLimits(TenantLimits(sessions=2))))
+    ask(scenario, new_host(limits=HostLimits(tenant_sessions=2)))
 
 
 def test_calls_in_flight_and_kept_bytes_are_bounded() -> None:
@@ -219,7 +220,7 @@ def test_calls_in_flight_and_kept_bytes_are_bounded() -> None:
         refused = await client.post(f"/sessions/{two}/turns", json=calls(READ))
         assert (refused.status_code, refused.json()["error"]["field"]) == (503, "kept_bytes")
 
-    ask(scenario, new_host(site, HostLimits(TenantLimits(calls=1, kept_bytes=500))))
+    ask(scenario, new_host(site, HostLimits(tenant_calls=1, tenant_bytes=500)))
 
 
 def test_a_request_that_is_too_large_is_refused() -> None:
@@ -234,14 +235,13 @@ def test_a_session_that_nobody_uses_is_closed() -> None:
     backend = MemoryBackend()
 
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
-        # Nobody looks before the host starts.
         asleep = (await create(client, task="tally", idle_s=0.05))["id"]
         await client.post(f"/sessions/{asleep}/pause")
         num_kept = len(backend.live)
         session = (await create(client, task="tally", idle_s=0.05))["id"]
         assert len(backend.live) > num_kept
-        await host.start()
-        await until(lambda: len(backend.live) == num_kept)
+        async with sweeping(host.end_idle, 0.05, 1.0):
+            await until(lambda: len(backend.live) == num_kept)
         answer = await client.get(f"/sessions/{session}")
         assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "SandboxMissingError")
         assert "etude_environment_sessions_expired_total" in (await client.get("/metrics")).text

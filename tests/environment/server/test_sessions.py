@@ -485,13 +485,13 @@ def test_directories_and_commits_come_without_git(tmp_path: Path) -> None:
     git("commit", "-qm", "one")
     (tmp_path / "a.py").write_text("new")
     (tmp_path / "link").symlink_to("a.py")
-    assert asyncio.run(directory_template(tmp_path)).contents == {"a.py": b"new"}
+    assert directory_template(tmp_path).contents == {"a.py": b"new"}
     assert asyncio.run(repository_template(tmp_path)).contents == {"a.py": b"old"}
     for commit in ("nothing", "--help", ""):
         with pytest.raises(ConfigError):
             asyncio.run(repository_template(tmp_path, commit))
     with pytest.raises(ConfigError):
-        asyncio.run(directory_template(tmp_path / "absent"))
+        directory_template(tmp_path / "absent")
 
 
 def test_the_task_of_the_tests_has_a_digest_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -126,4 +127,4 @@ def test_differences_ignore_how_long_a_call_took() -> None:
     turn = SessionTurn((call, call), (ToolResult("a", duration_s=1.0), ToolResult("b")))
     found = differences(4, turn, [ToolResult("a", duration_s=2.0), ToolResult("c")])
     assert [(one.turn, one.position, one.received.output) for one in found] == [(4, 1, "c")]
-    assert found[0].to_document()["expected"]["output"] == "b"
+    assert json.loads(json.dumps(asdict(found[0])))["expected"]["output"] == "b"

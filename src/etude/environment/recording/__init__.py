@@ -5,7 +5,6 @@
 """
 
 from etude.environment.recording.live import LiveSessions as LiveSessions
-from etude.environment.recording.live import RecordedSession as RecordedSession
 from etude.environment.recording.live import RecordingLimits as RecordingLimits
 from etude.environment.recording.service import AnswerService as AnswerService
 from etude.environment.recording.service import Ask as Ask
@@ -14,5 +13,4 @@ from etude.environment.recording.session_map import MapLimits as MapLimits
 from etude.environment.recording.session_map import SessionMap as SessionMap
 from etude.environment.recording.sessions import Recordings as Recordings
 from etude.environment.recording.spec import SamplingDefaults as SamplingDefaults
-from etude.environment.recording.spec import SessionSpec as SessionSpec
 from etude.tokens.chat.shelf import RendererShelf as RendererShelf

@@ -12,7 +12,18 @@ from dataclasses import dataclass, field, replace
 from etude.agent.recording import Recording
 from etude.records import BlobRef, Relation, SamplingParams, Segment
 from etude.tokens.chat.framing import Framing, Tokens
-from etude.tokens.chat.messages import Answer, Message, content_key, same_reasoning
+from etude.tokens.chat.messages import (
+    Answer,
+    Message,
+    Opening,
+    Results,
+    SystemWords,
+    UserWords,
+    content_key,
+    same_reasoning,
+)
+
+_ROLES = {Opening: "system", SystemWords: "system", UserWords: "user", Results: "tool", Answer: "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +117,12 @@ class Branch:
                 return place
         return count
 
-    def append(self, entry: Entry, tokens: Tokens, role: str) -> None:
+    def append(self, entry: Entry, tokens: Tokens) -> None:
         """Adds a message that is given; its bounds are set here. A cut answer before it is closed first."""
         self.close_answer()
         if len(tokens):
             entry.start = self.recording.length
-            self.recording.give(tokens, role)
+            self.recording.give(tokens, _ROLES[type(entry.message)])
         entry.end = self.recording.length
         self.entries.append(entry)
 

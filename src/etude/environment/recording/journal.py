@@ -14,6 +14,7 @@ an answer that was cut off counts as failed, and its client asks again. One proc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,14 +30,7 @@ from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
 from etude.kit.journal import LineJournal
 from etude.records import RewardBreakdown, SampleChunk, SamplingParams
-from etude.tokens.chat.messages import (
-    Answer,
-    Message,
-    Opening,
-    Results,
-    SystemWords,
-    UserWords,
-)
+from etude.tokens.chat.messages import Answer, Message, Opening, Results, SystemWords, UserWords
 from etude.tokens.chat.shelf import RendererShelf
 
 _MESSAGES: Mapping[str, TypeAdapter[Message]] = {
@@ -120,11 +114,8 @@ class SessionJournal:
 
     def fail(self, number: int, aborted: bool) -> None:
         """Nothing is kept of the answer to request `number`. Raises nothing: the next `begin` does."""
-        if self._failed is None:
-            try:
-                self._append({"kind": "fail", "number": number, "aborted": aborted})
-            except StoreError as error:
-                self._failed = error
+        with contextlib.suppress(StoreError):
+            self._append({"kind": "fail", "number": number, "aborted": aborted})
 
     def reward(self, reward: RewardBreakdown) -> None:
         """The reward was set. Raises StoreError."""
@@ -136,10 +127,7 @@ class SessionJournal:
             raise self._failed
         try:
             await asyncio.to_thread(self._file.sync)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # a ValueError: the session has just ended
+        except (OSError, ValueError) as error:  # a ValueError: the session has just ended
             raise self._broken(error) from error
 
     def close(self) -> None:

@@ -6,10 +6,12 @@ foreign harness (`environment.harness`) has them as they are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -156,8 +158,7 @@ class LiveSessions:
                 field="Authorization",
                 fix="use the session's base URL, or its key as the API key",
             )
-        if session.state != "live":
-            raise SessionEndedError("the session is being finished", field="session")
+        self.check_live(session)
         return session
 
     def open(self, spec: SessionSpec, sampler: Sampler, rng_key: tuple[int, ...]) -> RecordedSession:
@@ -172,9 +173,10 @@ class LiveSessions:
         session.state = "finishing"
         await session.service.stop()
 
-    def enter(self, session: RecordedSession) -> None:
-        """A request of the session begins. Raises BusyError, and SessionEndedError for one that has ended
-        since it was found."""
+    @contextlib.contextmanager
+    def using(self, session: RecordedSession) -> Iterator[None]:
+        """A request of the session, from its beginning to its end. Raises BusyError, and SessionEndedError
+        where the session has ended since it was found."""
         self.check_live(session)
         if session.num_requests >= self.limits.requests_per_session:
             raise BusyError(
@@ -182,11 +184,11 @@ class LiveSessions:
             )
         session.num_requests += 1
         session.used_s = time.monotonic()
-
-    def leave(self, session: RecordedSession) -> None:
-        """A request of the session has ended."""
-        session.num_requests -= 1
-        session.used_s = time.monotonic()
+        try:
+            yield
+        finally:
+            session.num_requests -= 1
+            session.used_s = time.monotonic()
 
     def _map_of(self, spec: SessionSpec) -> SessionMap:
         name, limits = str(spec.trajectory_id), self.limits.session

@@ -13,28 +13,13 @@ import numpy as np
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.records import Relation, SamplingParams
 from etude.tokens.chat.framing import Framing, Tokens, check_answerable
-from etude.tokens.chat.messages import (
-    Answer,
-    Message,
-    Opening,
-    Results,
-    SystemWords,
-    UserWords,
-    same_reasoning,
-)
+from etude.tokens.chat.messages import Answer, Message, Opening, Results, UserWords, same_reasoning
 from etude.tokens.renderer import Renderer
 
 RendererFor = Callable[[Opening], Renderer]
+Piece = tuple[Entry, Tokens]
+"""One message that a plan appends."""
 _MAX_FRAMINGS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One message that a plan appends."""
-
-    entry: Entry
-    tokens: Tokens
-    role: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +76,7 @@ class Planner:
         pieces = self._pieces(history, framing, source, num_common, num_kept, strip_before, ahead)
         kept_tokens = source.entries[num_kept - 1].end if source and num_kept else 0
         unclosed = bool(source and num_kept and not source.entries[num_kept - 1].closed)
-        added = sum(len(piece.tokens) for piece in pieces)
+        added = sum(len(tokens) for _, tokens in pieces)
         total = kept_tokens + unclosed + added + len(framing.answer_frame())
         return Plan(source, num_common, num_kept, grows, relation, pieces, total, framing)
 
@@ -128,17 +113,16 @@ class Planner:
         pieces: list[Piece] = []
         first = not (source and num_kept and source.entries[num_kept - 1].end)
         for place in range(num_kept, len(history.messages)):
-            message, key = history.messages[place], history.keys[place]
+            message, key, made = history.messages[place], history.keys[place], ahead.get(place)
             if isinstance(message, Answer):
                 known = (source, source.entries[place]) if source and place < num_common else None
                 strip = place < strip_before
-                piece = self._answer_piece(message, key, framing, first, strip, known, ahead.get(place))
+                entry, tokens = self._answer_piece(message, key, framing, first, strip, known, made)
             else:
-                tokens = ahead.get(place)
-                tokens = framing.given(message, first) if tokens is None else tokens
-                piece = Piece(Entry(message, key, 0), tokens, _role(message))
-            first = first and not len(piece.tokens)
-            pieces.append(piece)
+                entry = Entry(message, key, 0)
+                tokens = framing.given(message, first) if made is None else made
+            first = first and not len(tokens)
+            pieces.append((entry, tokens))
         return tuple(pieces)
 
     def _answer_piece(
@@ -167,18 +151,19 @@ class Planner:
             shown=not framing.has_reasoning(given),
         )
         tokens = framing.given(given, first) if ahead is None or strip else ahead
-        return Piece(entry, tokens, "assistant")
+        return entry, tokens
 
     def _spliced(
         self, origin: tuple[Branch, Entry], key: bytes, framing: Framing, first: bool, strip: bool
     ) -> Piece:
+        """An answer whose tokens are known, in a frame of its own: as it was sampled, where its reasoning is
+        wanted here and was left out there."""
+        message = origin[1].message
+        if origin[1].stripped and not strip:
+            origin = self.answers.get(key, origin)
         branch, known = origin
-        sampled = self._sampled_tokens(branch, known)
+        sampled = branch.recording.tokens[known.start + known.num_frame : known.end]
         reasons, stripped, shown = known.reasons, known.stripped, known.shown
-        if stripped and not strip and key in self.answers:
-            other, entry = self.answers[key]
-            sampled, reasons, stripped = other.recording.tokens[entry.start : entry.end], entry.reasons, False
-            shown = entry.shown
         if strip and (reasons or (framing.template.thinking and not shown)):
             sampled, stripped = framing.without_reasoning(sampled), stripped or reasons
             reasons, shown = False, True
@@ -188,14 +173,8 @@ class Planner:
         if not len(sampled) or sampled[-1] not in (framing.renderer.end_token, end[0]):
             sampled = np.concatenate([sampled, end])
         frame = framing.answer_frame(first, shown=shown)
-        entry = Entry(
-            known.message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame), shown=shown
-        )
-        return Piece(entry, np.concatenate([frame, sampled]), "assistant")
-
-    def _sampled_tokens(self, branch: Branch, entry: Entry) -> Tokens:
-        """An answer's tokens without the frame before it."""
-        return branch.recording.tokens[entry.start + entry.num_frame : entry.end]
+        entry = Entry(message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame), shown=shown)
+        return entry, np.concatenate([frame, sampled])
 
     def framing(self, opening: Opening, key: bytes) -> Framing:
         """What renders the messages of conversations with this opening, which has this key."""
@@ -226,9 +205,3 @@ def _same_law(one: SamplingParams, other: SamplingParams) -> bool:
 
 def _last_user(messages: Sequence[Message]) -> int:
     return max((place for place, one in enumerate(messages) if isinstance(one, UserWords)), default=0)
-
-
-def _role(message: Message) -> str:
-    if isinstance(message, Opening | SystemWords):
-        return "system"
-    return "tool" if isinstance(message, Results) else "user"

@@ -56,9 +56,8 @@ class StartedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Which replicas serve, and how long one answer may take."""
+    """How long one answer may take."""
 
-    pool: str = "rollout"
     answer_s: float = 600.0
     abort_s: float = 30.0
     """How long an aborted request may take to end; then its tokens are given up."""
@@ -156,7 +155,6 @@ class AnswerService:
             stop_tokens=frozenset((branch.framing.renderer.end_token,)),
             rng_key=key,
             prefix_digest=branch.prefix_digest,
-            pool=self.serving.pool,
             deadline_s=self.serving.answer_s,
             # What ends an answer early is to be seen before more is sampled.
             streaming=ask.stream or bool(ask.rules.stops) or ask.rules.single_call,
@@ -170,14 +168,12 @@ class AnswerService:
                 self._opened.add(generation.branch.id)
                 self.sampler.open(generation.branch.id)
             try:
-                async with asyncio.timeout(self.serving.answer_s):
-                    await self._stream(running)
+                await self._stream(running)
             except PrefixMissError:
                 if running.request.prefix_digest is None or running.chunks:
                     raise
                 self._send_whole(running)
-                async with asyncio.timeout(self.serving.answer_s):
-                    await self._stream(running)
+                await self._stream(running)
             await self._commit(running)
         except InfrastructureError as error:
             self._fail(running, error)
@@ -204,14 +200,16 @@ class AnswerService:
             self.sampler.abort(running.request.id)
 
     async def _stream(self, running: _Running) -> None:
-        """Takes the chunks in. After a stop string the rest is waited for and dropped."""
-        async for chunk in self.sampler.stream(running.request):
-            if not running.reader.ended:
-                self._take(running, chunk)
-                if running.reader.ended and chunk.finish is None:
-                    self.sampler.abort(running.request.id)
-            if chunk.finish is not None:
-                running.finish = running.finish or chunk.finish
+        """Takes the chunks in, for as long as an answer may take. After a stop string the rest is waited for
+        and dropped."""
+        async with asyncio.timeout(self.serving.answer_s):
+            async for chunk in self.sampler.stream(running.request):
+                if not running.reader.ended:
+                    self._take(running, chunk)
+                    if running.reader.ended and chunk.finish is None:
+                        self.sampler.abort(running.request.id)
+                if chunk.finish is not None:
+                    running.finish = running.finish or chunk.finish
         if running.finish is None:
             raise SamplerError("the request ended before the answer did", field="chunk.finish")
         if running.finish == "abort" and not running.aborted:
@@ -231,17 +229,14 @@ class AnswerService:
         """Records the answer; whoever waits hears of it once it is on the disk."""
         branch, reader, counts = running.generation.branch, running.reader, self.session_map.counts
         rest = reader.finish()
-        last = running.chunks[-1] if running.chunks else None
-        known = branch.known
-        self.session_map.commit(running.generation, running.chunks, reader.answer)
+        chunks, known, aborted = running.chunks, branch.known, running.finish == "abort"
+        self.session_map.commit(running.generation, chunks, reader.answer)
         running.committed = True
-        held = last is not None and not running.cut and bool(last.prefix_digest)
-        branch.known = branch.recording.length if held and last else 0
-        branch.prefix_digest = last.prefix_digest if held and last else None
+        held = chunks[-1].prefix_digest if chunks and not running.cut else None
+        branch.known, branch.prefix_digest = (branch.recording.length, held) if held else (0, None)
         counts.malformed_calls += reader.num_malformed
-        counts.aborted += running.finish == "abort"
+        counts.aborted += aborted
         if self.journal is not None:
-            chunks, aborted = running.chunks, running.finish == "abort"
             self.journal.commit(running.number, chunks, reader.answer, known, reader.num_malformed, aborted)
             await self.journal.sync()
         if rest:

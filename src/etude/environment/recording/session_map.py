@@ -165,8 +165,8 @@ class SessionMap:
         self._check_room(plan)
         branch = plan.source if plan.grows and plan.source else self._new_branch(plan, params, history)
         self._mark_continued(plan)
-        for piece in plan.pieces:
-            branch.append(piece.entry, piece.tokens, piece.role)
+        for entry, tokens in plan.pieces:
+            branch.append(entry, tokens)
         branch.close_answer()
         if not branch.framed:
             role = branch.recording.turn_spans[-1].role
@@ -323,9 +323,9 @@ class SessionMap:
 
     def _mark_continued(self, plan: Plan) -> None:
         """Answers that a request told, wherever they were sampled: the client used them."""
-        for piece in plan.pieces:
-            if piece.entry.key in self._planner.answers:
-                self._planner.answers[piece.entry.key][1].continued = True
+        for entry, _ in plan.pieces:
+            if entry.key in self._planner.answers:
+                self._planner.answers[entry.key][1].continued = True
         branch = plan.source
         offset = branch.entries[plan.num_common - 1].end if branch and plan.num_common else 0
         while branch is not None and offset:

@@ -162,8 +162,7 @@ class Recordings(LiveSessions):
         if ended is not None and ended[0] == tenant:
             return ended[1]
         session = self.find_owned(tenant, session_id)
-        if session.state == "finishing":
-            raise SessionEndedError("the session is being finished", field="session")
+        self.check_live(session)
         session.reward = reward or session.reward
         return await self._finish(session, status, cause, session.reward)
 
@@ -208,8 +207,7 @@ class Recordings(LiveSessions):
     async def delete(self, tenant: str, session_id: str) -> None:
         """Ends a session; nothing of it is stored."""
         session = self.find_owned(tenant, session_id)
-        if session.state == "finishing":
-            raise SessionEndedError("the session is being finished", field="session")
+        self.check_live(session)
         self._forget(session)
         try:
             await session.service.stop()

@@ -3,9 +3,6 @@
 from etude.environment.rewards.length import Effort as Effort
 from etude.environment.rewards.length import concave_price as concave_price
 from etude.environment.rewards.length import measure_effort as measure_effort
-from etude.environment.rewards.review import review_changes as review_changes
-from etude.environment.rewards.terms import LENGTH as LENGTH
-from etude.environment.rewards.terms import REWARD_VERSION as REWARD_VERSION
 from etude.environment.rewards.terms import Evidence as Evidence
 from etude.environment.rewards.terms import check_reward as check_reward
 from etude.environment.rewards.terms import compute_reward as compute_reward

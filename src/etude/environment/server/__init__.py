@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from etude.environment.server.host import HostLimits, SessionHost, TenantLimits
+from etude.environment.server.host import HostLimits, SessionHost
 from etude.environment.server.process import build_app, serve
 from etude.serving.token_files import read_tenants
 
-__all__ = ["HostLimits", "SessionHost", "TenantLimits", "build_app", "read_tenants", "serve"]
+__all__ = ["HostLimits", "SessionHost", "build_app", "read_tenants", "serve"]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from etude.environment.names import check_task_name, template_of
-from etude.environment.origins import (
-    Origin,
-    directory_template,
-    repository_template,
-    task_origin,
-    task_template,
-)
+from etude.environment.origins import Origin, directory_template, repository_template, task_origin
 from etude.environment.server.host import Held, SessionHost
 from etude.environment.server.requests import FORK_OF
 from etude.environment.sessions import EnvironmentSession
@@ -52,11 +47,9 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
     task = find_task(host, named["task"]) if "task" in named else None
     resources = resources_of(named.get("resources")) or Resources()
     network = network_of(named.get("network"))
-    if task is not None and task.machine is not None:
+    if task is not None:
         origin = task_origin(task, resources)
         origin = replace(origin, network=network or origin.network)
-    elif task is not None:
-        origin = Origin(task_template(task), resources, network)
     elif "snapshot" in named:
         if host.snapshots.get(named["snapshot"]) != tenant:
             raise no_such_snapshot(named["snapshot"])
@@ -83,7 +76,7 @@ async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
         strings([*named["files"].values()], "files")
         return template_of(named["files"], "files")
     if "directory" in named:
-        return await directory_template(_allowed(host, named["directory"], "directory"))
+        return await asyncio.to_thread(directory_template, _allowed(host, named["directory"], "directory"))
     return await repository_template(
         _allowed(host, named["repository"], "repository"), named.get("commit", "HEAD")
     )

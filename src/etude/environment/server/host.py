@@ -26,7 +26,6 @@ from etude.sandbox.server.state import Creations
 from etude.serving.metrics import Labels, Metrics
 
 _log = logging.getLogger("etude.environment.server")
-_LOOK_S = 1.0
 _REFUSALS = (CapacityError, SandboxMissingError, SandboxStateError)
 _REFUSED = {"session", "sessions", "snapshot", "calls", "kept_bytes", "episode_id", "environment.server"}
 """Fields of this server's own refusals: a limit of the tenant's, a session that it has ended. The same kinds
@@ -34,21 +33,15 @@ with other fields come from the sandboxes behind."""
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What one tenant may hold at once."""
-
-    sessions: int = 64
-    calls: int = 256
-    """Calls that run."""
-    kept_bytes: int = 256 << 20
-    """Of calls, results and archived contexts that its sessions remember."""
-
-
-@dataclass(frozen=True, slots=True)
 class HostLimits:
     """What a server takes and keeps."""
 
-    tenant: TenantLimits = field(default_factory=TenantLimits)
+    tenant_sessions: int = 64
+    """That one tenant holds at once."""
+    tenant_calls: int = 256
+    """That run for one tenant at once."""
+    tenant_bytes: int = 256 << 20
+    """Of calls, results and archived contexts that one tenant's sessions remember."""
     body_bytes: int = 64 << 20
     """Of one request."""
     idle_s: float = 3600.0
@@ -104,10 +97,6 @@ class SessionHost:
         """Calls that run, by tenant."""
         self._background = Tasks(on_error=self._note_background_error)
 
-    async def start(self) -> None:
-        """Begins to look for sessions that nobody uses."""
-        self.in_background(self._reap())
-
     async def close(self) -> None:
         """Closes every session and the backend; everything is tried. Raises the first failure."""
         self.draining = True
@@ -134,7 +123,7 @@ class SessionHost:
         """Room for sessions that are being made. Raises CapacityError."""
         self.check_accepting()
         held = self._making[tenant] + len(self.list(tenant))
-        most = self.limits.tenant.sessions
+        most = self.limits.tenant_sessions
         if held + count > most:
             raise CapacityError(
                 f"this tenant holds {held} of {most} sessions",
@@ -238,16 +227,16 @@ class SessionHost:
 
     def _check_turn(self, held: Held, num_calls: int) -> None:
         self.check_accepting()
-        limits, running = self.limits.tenant, self._calls[held.tenant]
-        if running and running + num_calls > limits.calls:
+        limits, running = self.limits, self._calls[held.tenant]
+        if running and running + num_calls > limits.tenant_calls:
             raise CapacityError(
-                f"{running} of this tenant's {limits.calls} calls run",
+                f"{running} of this tenant's {limits.tenant_calls} calls run",
                 field="calls",
                 received=num_calls,
                 fix="wait until some have ended",
             )
         kept = sum(one.session.history.size_bytes for one in self.list(held.tenant))
-        if kept >= limits.kept_bytes:
+        if kept >= limits.tenant_bytes:
             raise CapacityError(
                 f"this tenant's sessions keep {kept} bytes of turns",
                 field="kept_bytes",
@@ -280,14 +269,12 @@ class SessionHost:
         """Sessions on which something is being done, now."""
         return sum(held.session.busy or held.num_users > 0 for held in self._held.values())
 
-    async def _reap(self) -> None:
-        while True:
-            await asyncio.sleep(min(_LOOK_S, self.limits.idle_s / 4))
-            now = time.monotonic()
-            for held in list(self._held.values()):
-                used = held.num_users or held.session.busy or held.session.state == "paused"
-                if used or now - held.used_s < held.idle_s:
-                    continue
+    async def end_idle(self) -> None:
+        """Begins to close the sessions that nobody uses any more."""
+        now = time.monotonic()
+        for held in self._held.values():
+            used = held.num_users or held.session.busy or held.session.state == "paused"
+            if not used and now - held.used_s >= held.idle_s:
                 self.metrics.count("etude_environment_sessions_expired", tenant=held.tenant)
                 self.in_background(self.end(held))
 

@@ -24,10 +24,12 @@ from etude.serving.application import build_application
 from etude.serving.errors import OwnErrors
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
+from etude.serving.sweeping import sweeping
 
 DEFAULT_PORT = 8652
 SERVER = "environment server"
 """What it calls itself in what it says."""
+_SWEEP_S = 1.0
 
 
 def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> FastAPI:
@@ -38,9 +40,9 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await host.start()
         try:
-            yield
+            async with sweeping(host.end_idle, host.limits.idle_s, _SWEEP_S):
+                yield
         finally:
             await host.close()
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
 from etude.environment.session_events import Event
 from etude.errors import EtudeError
-from etude.kit.tasks import end_tasks
 from etude.sandbox.wire_types import encode_error
-from etude.serving.application import STALL_S, Json
+from etude.serving.application import STALL_S, Json, unless_gone
 
 router = APIRouter()
 
@@ -64,16 +65,9 @@ async def events(socket: WebSocket, session_id: str) -> None:
         await socket.send_json({"event": "refused", "error": encode_error(error)})
         await socket.close(REFUSED)
         return
-    telling, gone = asyncio.ensure_future(_tell(socket, stream)), asyncio.ensure_future(_gone(socket))
-    try:
-        await asyncio.wait({telling, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if telling.done():
-            telling.result()
-    except (WebSocketDisconnect, TimeoutError, RuntimeError):
-        # The client has left, or takes nothing: the session goes on without it.
-        return
-    finally:
-        await end_tasks(telling, gone)
+    # Of a client that has left, or takes nothing; the session goes on.
+    with suppress(ClientDisconnect, WebSocketDisconnect, TimeoutError, RuntimeError):
+        await unless_gone(socket, _tell(socket, stream))
 
 
 async def _tell(socket: WebSocket, stream: AsyncIterator[Event]) -> None:
@@ -85,9 +79,3 @@ async def _tell(socket: WebSocket, stream: AsyncIterator[Event]) -> None:
             await socket.close(TOO_SLOW)
             return
     await socket.close()
-
-
-async def _gone(socket: WebSocket) -> None:
-    """Returns when the client has left; what it sends is not looked at."""
-    while (await socket.receive())["type"] != "websocket.disconnect":
-        pass

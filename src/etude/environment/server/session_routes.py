@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,12 +17,7 @@ from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import Box, Host, Tenant, fields_of, long, wants_frames
 from etude.environment.sessions import EnvironmentSession
-from etude.environment.wire import (
-    calls_of,
-    known_of,
-    outcome_document,
-    status_of_text,
-)
+from etude.environment.wire import calls_of, known_of, outcome_document, status_of_text
 from etude.errors import InfrastructureError, UserError
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.answers import encode_changes
@@ -90,31 +86,13 @@ class TurnFrames(OutputBuffer):
     What it does not take in time is left out: the last frame has every result.
     """
 
-    def __init__(self) -> None:
-        super().__init__(pack)
-        self._frames: list[bytes] = []
-        self._frame_bytes = 0
-
     def on_call(self, position: int, call: ToolCall) -> None:
         """A call begins."""
-        self._add({"event": "call_started", "position": position})
+        self.put_frame({"event": "call_started", "position": position})
 
     def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
         """A call has ended."""
-        self._add({"event": "call_ended", "position": position, "result": result_document(result)})
-
-    def take(self) -> list[bytes]:
-        frames, self._frames, self._frame_bytes = self._frames, [], 0
-        super().take()
-        return frames
-
-    def _add(self, header: dict[str, Any]) -> None:
-        frame = pack(header)
-        if self.finished.is_set() or self._frame_bytes + len(frame) > self._limit_bytes:
-            return
-        self._frames.append(frame)
-        self._frame_bytes += len(frame)
-        self._something.set()
+        self.put_frame({"event": "call_ended", "position": position, "result": result_document(result)})
 
 
 @router.post("/{session_id}/turns", responses=LONG, openapi_extra=described(requests.TURN))
@@ -128,7 +106,7 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
     key = request.headers.get("idempotency-key")
     # Looked at before anything is answered, so that a conflict has a status of its own.
     held.session.history.find(named.get("turn"), key, calls)
-    frames = TurnFrames()
+    frames = TurnFrames(pack)
 
     async def work() -> Encoded:
         results = await host.turn(
@@ -313,7 +291,7 @@ def describe(session: EnvironmentSession) -> dict[str, Any]:
         "created_s": session.created_s,
         "parent": session.parent,
         "parent_turn": session.parent_turn,
-        "differences": [difference.to_document() for difference in session.differences],
+        "differences": [asdict(difference) for difference in session.differences],
         "snapshots": [kept.turn for kept in session.snapshots.kept],
         "snapshot_failures": session.snapshots.num_failures,
         "tools_digest": session.site.tools.digest,

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from etude.environment.recording.server.app import build_app
-from etude.environment.recording.server.process import DEFAULT_PORT, read_tokens, serve
+from etude.environment.recording.server.process import serve
 
-__all__ = ["DEFAULT_PORT", "build_app", "read_tokens", "serve"]
+__all__ = ["build_app", "serve"]

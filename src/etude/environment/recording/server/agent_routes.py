@@ -38,8 +38,7 @@ def _add_dialect(dialect: Dialect) -> None:
         """The next answer of a conversation."""
         session, sessions = session_of(request), sessions_of(request)
         with contextlib.ExitStack() as held:
-            sessions.enter(session)
-            held.callback(sessions.leave, session)
+            held.enter_context(sessions.using(session))
             read, ask = await _read(request, dialect, session)
             return await _answer(request, session, dialect, read, ask, held)
 
@@ -61,13 +60,10 @@ for _dialect in DIALECTS:
 async def count_tokens(request: Request) -> Response:
     """Tokens of the context that a request of these messages would have, in Anthropic's words."""
     session, sessions = session_of(request), sessions_of(request)
-    sessions.enter(session)
-    try:
+    with sessions.using(session):
         _, ask = await _read(request, MESSAGES, session, max_tokens=1)
         ahead = await session.service.encode_ahead(ask.messages)
         return JSONResponse({"input_tokens": session.map.measure(ask.messages, ask.params, ahead)})
-    finally:
-        sessions.leave(session)
 
 
 @router.get("/v1/models")

@@ -18,22 +18,11 @@ from etude.serving.describing import described
 from etude.tokens.chat.fields import flag, integer, number, text, unsupported, wrong
 
 router = APIRouter()
-_SPEC_FIELDS = {
-    "run",
-    "task",
-    "epoch",
-    "group",
-    "index",
-    "group_size",
-    "consent",
-    "keep_thinking",
-    "sampling",
-}
-_SPEC_FIELDS |= {"metadata"}
+_NUMBERS = ("epoch", "group", "index")
+_SPEC_FIELDS = {*_NUMBERS, "run", "task", "group_size", "consent", "keep_thinking", "sampling", "metadata"}
 _SAMPLING_FIELDS = {"temperature", "max_tokens"}
 _METADATA_BYTES = 1 << 16
 _MAX_REWARD = 1e300
-_ENDS = (Status.DONE, Status.LIMIT, Status.AGENT_ERROR, Status.INFRASTRUCTURE)
 
 
 @router.post("/sessions", status_code=201, openapi_extra=described(body="application/json"))
@@ -74,8 +63,8 @@ async def finish(request: Request, session_id: str) -> Response:
     tenant, recordings = tenant_of(request), recordings_of(request)
     body = await body_of(request)
     status = body.get("status", Status.DONE.value)
-    if status not in [one.value for one in _ENDS]:
-        raise wrong("status", status, "one of " + ", ".join(_ENDS))
+    if status not in list(Status):
+        raise wrong("status", status, "one of " + ", ".join(Status))
     given, parsed = body.get("reward"), None
     if given is not None:
         parsed = _reward(given if isinstance(given, dict) else {"task": given})
@@ -94,7 +83,7 @@ def _spec(body: dict[str, Any], limits: RecordingLimits) -> SessionSpec:
     unknown = sorted(body.keys() - _SPEC_FIELDS)
     if unknown:
         raise unsupported(unknown[0], "", f"no such field; there are {', '.join(sorted(_SPEC_FIELDS))}")
-    numbers = {name: integer(body, name, 0) or 0 for name in ("epoch", "group", "index")}
+    numbers = {name: integer(body, name, 0) or 0 for name in _NUMBERS}
     run, task = text(body.get("run", "recording"), "run"), text(body.get("task"), "task")
     identity = TrajectoryId(check_run_name(run), check_task_name(task), **numbers)
     metadata = body.get("metadata") or {}

@@ -1,4 +1,4 @@
-"""The server as a process: its tokens, its address, its end.
+"""The server as a process: its address, its end.
 
 The first SIGTERM (or SIGINT) drains: no new sessions, `/health` says so, what lives may finish within
 `drain_s`. Then, or at a second signal, the process ends. A killed server has stored every session whose
@@ -15,21 +15,11 @@ from pathlib import Path
 
 from etude.environment.recording.server.app import build_app
 from etude.environment.recording.sessions import Recordings
-from etude.serving.listening import check_host, open_listeners
+from etude.serving.listening import check_host
 from etude.serving.process import Draining, run_server
-from etude.serving.token_files import read_or_make_tenants
 
-DEFAULT_PORT = 8650
 SERVER = "recording server"
 """What it calls itself in what it says."""
-
-
-def read_tokens(path: Path) -> dict[str, str]:
-    """Tenants by token, from lines of `TENANT TOKEN`; without a file one for `local` is made (mode 0600).
-
-    Raises ConfigError for a file that others may read, or that holds no token.
-    """
-    return read_or_make_tenants(path, SERVER)
 
 
 def check_address(host: str, certificate: Path | None) -> None:
@@ -44,41 +34,28 @@ def check_address(host: str, certificate: Path | None) -> None:
 
 async def serve(
     recordings: Recordings,
+    listeners: Sequence[socket.socket],
     *,
-    host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
     drain_s: float = 60.0,
     allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
-    listeners: Sequence[socket.socket] | None = None,
     note: str = "",
 ) -> None:
-    """Serves until a signal ends it. Raises ConfigError.
+    """Serves until a signal ends it; says on stderr when and where it is ready, and `note`.
 
-    `port` 0: one that is free. `listeners`: from `open_listeners`, in place of host and port, where the
-    address was taken before something slow; they are closed at the end. `note`: said behind the address.
+    `listeners`: from `open_listeners`, closed at the end; see `check_address`. Raises ConfigError.
     """
-    check_address(host, certificate)
-    app = build_app(recordings)
-
-    try:
-        recovered = await asyncio.to_thread(recordings.recover)
-    except BaseException:
-        for listener in listeners or ():
-            listener.close()
-        raise
+    recovered = await asyncio.to_thread(recordings.recover)
     if recovered:
         note = "; ".join(filter(None, (note, f"took up {recovered} live session{'s' * (recovered != 1)}")))
-    draining = Draining("sessions", drain_s, recordings, lambda: len(recordings) > 0)
-    taken = open_listeners(host, port) if listeners is None else listeners
     await run_server(
-        app,
+        build_app(recordings),
         SERVER,
-        draining,
-        taken,
+        Draining("sessions", drain_s, recordings, lambda: len(recordings) > 0),
+        listeners,
         note=note,
-        allowed_hosts=(host, *allowed_hosts),
+        allowed_hosts=allowed_hosts,
         certificate=certificate,
         key=key,
     )
