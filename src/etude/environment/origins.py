@@ -215,6 +215,11 @@ async def _git(path: Path, *arguments: str) -> bytes:
                 pieces.append(piece)
             code = await process.wait()
             said = (await words).decode(errors="replace").strip()
+    except TimeoutError as error:
+        raise ConfigError(
+            f"git took more than {_GIT_S:g} s", field="repository", received=str(path),
+            fix="name a smaller repository, or a directory without one",
+        ) from error  # fmt: skip
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

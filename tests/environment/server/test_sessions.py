@@ -12,6 +12,7 @@ import pytest
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Registry, ToolContext, core_registry
 from etude.agent.tools.interface import WRITES_ALL
+from etude.environment import origins
 from etude.environment.origins import Origin, directory_template, repository_template
 from etude.environment.server.session_routes import describe
 from etude.environment.sessions import EnvironmentSession
@@ -492,6 +493,14 @@ def test_directories_and_commits_come_without_git(tmp_path: Path) -> None:
             asyncio.run(repository_template(tmp_path, commit))
     with pytest.raises(ConfigError):
         directory_template(tmp_path / "absent")
+
+
+def test_a_repository_that_git_cannot_read_in_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(origins, "_GIT_S", 0.0)
+    with pytest.raises(ConfigError, match="took more than 0 s"):
+        asyncio.run(repository_template(tmp_path))
 
 
 def test_the_task_of_the_tests_has_a_digest_of_its_own() -> None:

@@ -12,7 +12,7 @@ from mcp.server import Server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from starlette.types import Receive, Scope, Send
 
-from etude.agent.mcp.server import mcp_server, serve_stdio
+from etude.agent.mcp.server import mcp_server
 from etude.agent.tools import Access, Tool, ToolContext
 from etude.environment.running import unwatched
 from etude.environment.sessions import EnvironmentSession
@@ -58,11 +58,6 @@ def turn_context(session: EnvironmentSession, run_turn: RunTurn | None = None) -
 def session_server(session: EnvironmentSession, run_turn: RunTurn | None = None) -> Server[Any]:
     """An MCP server with the tools of a session."""
     return mcp_server(turn_context(session, run_turn), name=f"etude {session.id}")
-
-
-async def serve_session_stdio(session: EnvironmentSession) -> None:
-    """Serves one client over standard input and output, until the input ends."""
-    await serve_stdio(turn_context(session), name=f"etude {session.id}")
 
 
 _START_S = 60.0
