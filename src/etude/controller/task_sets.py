@@ -16,7 +16,7 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -35,7 +35,7 @@ from etude.evaluation import EvaluationResult
 from etude.evaluation.statistics import verdicts_by_task
 from etude.kit.durable import write_json
 from etude.kit.tasks import gather_bounded
-from etude.observe import Observer, SilentObserver
+from etude.observe import Observer, SilentObserver, show_stage
 from etude.records import Task, TaskMachine
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
@@ -291,13 +291,13 @@ async def _check(
 
     bare = [row for row in rows if row.task is not None and _needs_image(row.task)]
     if bare:
-        with _stage(observer, "images of tasks", len(bare)) as advance:
+        with show_stage(observer, "images of tasks", len(bare), "task") as advance:
             whole = {row.name: row for row in await gather_bounded(find_images, bare, at_once, advance)}
         rows = [whole.get(row.name, row) for row in rows]
     found = {row.task.id: checks.recall(row.task) for row in rows if row.task is not None}
     unknown = [row.task for row in rows if row.task is not None and found[row.task.id] is None]
     if unknown:
-        with _stage(observer, "checks of tasks", len(unknown)) as advance:
+        with show_stage(observer, "checks of tasks", len(unknown), "task") as advance:
 
             def keep(report: TaskReport) -> None:
                 found[report.id] = report
@@ -315,16 +315,6 @@ def _needs_image(task: Task) -> bool:
     """Whether a task, or one of its verifiers, names an image of its own."""
     machines = (task.machine, *(script.machine for script in task.verifiers))
     return any(machine is not None and not machine.is_host for machine in machines)
-
-
-@contextlib.contextmanager
-def _stage(observer: Observer, name: str, num_tasks: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many tasks are done, which what it yields is called with."""
-    observer.stage_begins(name, num_tasks, "task")
-    try:
-        yield lambda num_done: observer.stage_advances(num_done, {})
-    finally:
-        observer.stage_ends()
 
 
 def _with_network(task: Task, public: tuple[str, ...]) -> Task:

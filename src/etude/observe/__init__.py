@@ -16,6 +16,7 @@ from etude.observe.metrics import read_metrics as read_metrics
 from etude.observe.observer import Observer as Observer
 from etude.observe.observer import RecordingObserver as RecordingObserver
 from etude.observe.observer import SilentObserver as SilentObserver
+from etude.observe.observer import show_stage as show_stage
 from etude.observe.run_directory import RunDirectory as RunDirectory
 from etude.observe.voided import cause_of as cause_of
 from etude.observe.voided import shares_by_cause as shares_by_cause

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 
@@ -28,6 +29,18 @@ class Observer(Protocol):
     def say(self, text: str) -> None:
         """One line for people."""
         ...
+
+
+@contextlib.contextmanager
+def show_stage(
+    observer: Observer, name: str, total_steps: int, unit: str = "step"
+) -> Iterator[Callable[[int], None]]:
+    """A stage that lasts as long as its block, and yields what is called with the number of steps done."""
+    observer.stage_begins(name, total_steps, unit)
+    try:
+        yield lambda num_done: observer.stage_advances(num_done, {})
+    finally:
+        observer.stage_ends()
 
 
 class SilentObserver:

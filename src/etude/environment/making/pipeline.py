@@ -41,7 +41,7 @@ from etude.kit.durable import make_directory, publish_directory, remove_director
 from etude.kit.journal import LineJournal
 from etude.kit.leftovers import ScratchDirectory
 from etude.kit.tasks import end_tasks, gather_bounded
-from etude.observe import Observer
+from etude.observe import Observer, show_stage
 from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
@@ -55,6 +55,8 @@ from etude.tasks.making.undoing import PastChange
 
 STATE = ".making"
 Result = TypeVar("Result", ProjectImage, Baseline, ProjectTwins)
+Advance = Callable[[int], None]
+"""Called with the number of steps of the stage that are done."""
 CheckTask = Callable[[Path], Awaitable[TaskReport]]
 """Checks the task in a directory as a run would that plays it."""
 FIRST_RUN_S = 600.0
@@ -108,11 +110,11 @@ async def make_tasks(
     suite = Suite.of(project, image.image, backend, FIRST_RUN_S)
     baseline = await maker.recall(
         "baseline", Baseline, settings.num_runs + 1,
-        lambda: measure_baseline(suite, settings.num_runs, LOAD * settings.at_once, maker.advance),
+        lambda advance: measure_baseline(suite, settings.num_runs, LOAD * settings.at_once, advance),
     )  # fmt: skip
     twins = await maker.recall(
         "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
-        lambda: find_project_twins(suite, baseline, changer, settings.at_once, maker.advance),
+        lambda advance: find_project_twins(suite, baseline, changer, settings.at_once, advance),
     )  # fmt: skip
     return await maker.make(image, suite, baseline, twins, began)
 
@@ -153,7 +155,7 @@ class _Maker:
         """The project's image, built unless it is there."""
         store = self._store
 
-        async def find() -> ProjectImage:
+        async def find(advance: Advance) -> ProjectImage:
             if self._settings.image is not None:
                 return await find_project_image(self._project, self._settings.image, store, images.bases)
             network, private = Network(tuple(images.allow)), tuple(images.allow_private)
@@ -167,21 +169,16 @@ class _Maker:
         return found
 
     async def recall(
-        self, name: str, kind: type[Result], num_runs: int, find: Callable[[], Awaitable[Result]]
+        self, name: str, kind: type[Result], num_runs: int, find: Callable[[Advance], Awaitable[Result]]
     ) -> Result:
         """What an earlier call found, or else what is found now."""
         path = self._out / STATE / f"{name}.json"
         if path.exists():
             return TypeAdapter(kind).validate_python(json.loads(path.read_bytes()))
-        self._observer.stage_begins(name, num_runs, "run")
-        found = await find()
-        self._observer.stage_ends()
+        with show_stage(self._observer, name, num_runs, "run") as advance:
+            found = await find(advance)
         write_json(path, asdict(found))
         return found
-
-    def advance(self, step: int) -> None:
-        """Shows how far the stage is."""
-        self._observer.stage_advances(step, {})
 
     async def make(
         self, image: ProjectImage, suite: Suite, baseline: Baseline, twins: ProjectTwins, began: float
@@ -207,9 +204,8 @@ class _Maker:
             # What turns out to be no task is made up for, as long as there are changes and time.
             while len(made) < settings.quotas.most_tasks and report.num_tested > num_tested:
                 num_tested = report.num_tested
-                self._observer.stage_begins("changes", settings.quotas.most_tasks, "task")
-                await search.run(settings.at_once, until, self._observer)
-                self._observer.stage_ends()
+                with show_stage(self._observer, "changes", settings.quotas.most_tasks, "task") as advance:
+                    await search.run(settings.at_once, until, advance)
                 asked = [self._made(one, image, twins, limit_s) for one in planner.select()]
                 made = await self._check_and_write(asked, report)
                 names = {one.id for one in made}
@@ -239,14 +235,13 @@ class _Maker:
         for folder in [one for one in self._out.iterdir() if (one / "task.toml").is_file()]:
             if folder.name not in names:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
-        self._observer.stage_begins("check", len(made), "task")
 
         async def check(one: MadeTask) -> bool:
             target = self._out / one.id
             return target.exists() or await self._write_if_verified(one, target, report)
 
-        is_written = await gather_bounded(check, made, self._settings.at_once, self.advance)
-        self._observer.stage_ends()
+        with show_stage(self._observer, "check", len(made), "task") as advance:
+            is_written = await gather_bounded(check, made, self._settings.at_once, advance)
         return [one for one, is_there in zip(made, is_written, strict=True) if is_there]
 
     async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
@@ -255,11 +250,10 @@ class _Maker:
         if not new:
             return list(made)
         layers = [self._store.layers.path(digest) for digest in new[0].image.image.layers]
-        self._observer.stage_begins("leaks", 0)
-        reasons = await asyncio.to_thread(
-            scan_layers, layers, [one.verified.change for one in new], self._project.files
-        )
-        self._observer.stage_ends()
+        with show_stage(self._observer, "leaks", 0):
+            reasons = await asyncio.to_thread(
+                scan_layers, layers, [one.verified.change for one in new], self._project.files
+            )
         for one in new:
             if reason := reasons.get(one.verified.change.id):
                 report.reject(one.verified.change, "leaks", reason)
@@ -312,12 +306,13 @@ class _Search:
     _known: dict[str, dict[str, Any]]
     _report: MakeReport
 
-    async def run(self, at_once: int, until: float, observer: Observer) -> None:
+    async def run(self, at_once: int, until: float, advance: Advance) -> None:
         """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up; what
         an earlier call tested is taken whatever the time.
 
-        The planner hears of results in the order in which it gave the changes, so that a change follows from
-        the results before it, and not from which tests ended first.
+        `advance` is called with the number of candidates. The planner hears of results in the order in which
+        it gave the changes, so that a change follows from the results before it, and not from which tests
+        ended first.
         """
         places = asyncio.Semaphore(at_once)
         under_way: deque[tuple[Change, asyncio.Task[dict[str, Any]]]] = deque()
@@ -339,7 +334,7 @@ class _Search:
                     return
                 await self._take(under_way[0][0], await under_way[0][1])
                 under_way.popleft()
-                observer.stage_advances(self._planner.num_found, {})
+                advance(self._planner.num_found)
         finally:
             await end_tasks(*(testing for _, testing in under_way))
 
