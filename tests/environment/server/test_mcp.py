@@ -11,9 +11,12 @@ pytest.importorskip("mcp", reason="needs etude[mcp]")
 
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.server import Server
 from mcp.shared.exceptions import MCPError
 
+from etude.environment.running import unwatched
 from etude.environment.server.mcp_endpoint import session_server
+from etude.environment.sessions import EnvironmentSession
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.server.serving import TOKEN, begin, httpx, new_host, new_site, remote
 from tests.fakes.faulty_sandbox import FaultyBackend
@@ -21,10 +24,14 @@ from tests.fakes.faulty_sandbox import FaultyBackend
 EDIT = {"path": "lib/tally.py", "start": 2, "text": "    return sum(xs)"}
 
 
+def server_of(session: EnvironmentSession) -> Server[Any]:
+    return session_server(session, lambda calls: session.run_calls(calls, {}, unwatched, unwatched))
+
+
 def test_calls_over_mcp_are_turns_of_the_session() -> None:
     async def scenario() -> None:
         session = begin()
-        async with Client(session_server(session)) as client:
+        async with Client(server_of(session)) as client:
             names = {tool.name for tool in (await client.list_tools()).tools}
             assert "read_file" in names
             assert "finish" not in names
@@ -45,7 +52,7 @@ def test_calls_over_mcp_are_turns_of_the_session() -> None:
 def test_a_failure_of_ours_is_a_protocol_error() -> None:
     async def scenario() -> None:
         session = begin(new_site(FaultyBackend(MemoryBackend(), {"read": 1})))
-        async with Client(session_server(session)) as client:
+        async with Client(server_of(session)) as client:
             with pytest.raises(MCPError, match="infrastructure failed"):
                 await client.call_tool("read_file", {"path": "lib/tally.py"})
         await session.close()

@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from etude.agent.mcp.server import mcp_server
 from etude.agent.tools import Access, Tool, ToolContext
-from etude.environment.running import unwatched
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import SandboxError
 from etude.records import ToolCall, ToolResult
@@ -44,20 +43,10 @@ class TurnTool:
         return result
 
 
-def turn_context(session: EnvironmentSession, run_turn: RunTurn | None = None) -> ToolContext:
-    """A context in which every call is a turn of the session. `run_turn`: how one is run, if not directly."""
-
-    async def run_directly(calls: Sequence[ToolCall]) -> list[ToolResult]:
-        return await session.run_calls(calls, {}, unwatched, unwatched)
-
-    run = run_turn or run_directly
-    tools = {name: TurnTool(tool, run) for name, tool in session.context.tools.items()}
-    return replace(session.context, tools=tools)
-
-
-def session_server(session: EnvironmentSession, run_turn: RunTurn | None = None) -> Server[Any]:
-    """An MCP server with the tools of a session."""
-    return mcp_server(turn_context(session, run_turn), name=f"etude {session.id}")
+def session_server(session: EnvironmentSession, run_turn: RunTurn) -> Server[Any]:
+    """An MCP server with the tools of a session, each call of which is a turn that `run_turn` runs."""
+    tools = {name: TurnTool(tool, run_turn) for name, tool in session.context.tools.items()}
+    return mcp_server(replace(session.context, tools=tools), name=f"etude {session.id}")
 
 
 _START_S = 60.0
