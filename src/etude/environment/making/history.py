@@ -87,7 +87,7 @@ def _list_commits(repo: Path, project: Project) -> list[list[_Row]]:
     return [
         modules
         for rows in commits
-        if any(is_test_file(path) for path, _, _ in rows)
+        if any(path in project.tests or is_test_file(path) for path, _, _ in rows)
         and (modules := [row for row in rows if row[0] in project.sources])
     ]
 

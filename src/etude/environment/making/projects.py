@@ -10,6 +10,7 @@ Nothing of the project runs here, and it is installed nowhere: `PYTHONPATH` lead
 from __future__ import annotations
 
 import configparser
+import fnmatch
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,8 @@ _NOT_OURS = re.compile(
     r"(\..*|__pycache__|build|dist|node_modules|venv|.*\.egg-info|.*\.dist-info|.*\.py[co]|.*\.whl)"
 )
 _DOT_FILES = re.compile(r"\.(coveragerc|pylintrc|flake8|gitignore|editorconfig)")
-_TEST_FILE = re.compile(r"(test_.*|.*_test)\.py")
+_TEST_NAMES = ("test_*.py", "*_test.py")
+"""Patterns of pytest's, for names of test files."""
 _TEST_FOLDERS = ("test", "tests", "testing")
 _NO_PACKAGES = {*_TEST_FOLDERS, "docs", "doc", "examples", "bench", "benchmarks", "scripts", "tools", "setup"}
 ALWAYS = ("pytest",)
@@ -112,11 +114,13 @@ def read_project(root: Path) -> Project:
     files = _read_files(root)
     pyproject = _pyproject(files)
     metadata = _metadata(files, pyproject, root)
-    tests = frozenset(path for path in files if is_test_file(path))
-    test_files = tuple(sorted(path for path in tests if _TEST_FILE.fullmatch(PurePosixPath(path).name)))
+    options = _pytest_options(files, pyproject)
+    names = tuple(options.get("python_files", ())) or _TEST_NAMES
+    tests = frozenset(path for path in files if is_test_file(path, names))
+    test_files = tuple(sorted(path for path in tests if _is_named(path, names)))
     if not test_files:
         raise TaskError(
-            "holds no tests: no file is called test_*.py or *_test.py", field="REPO", received=str(root),
+            f"holds no tests: no file is called {' or '.join(names)}", field="REPO", received=str(root),
             fix="name a checkout, or a source distribution that its tests are part of",
         )  # fmt: skip
     source_root = "src" if any(path.startswith("src/") and path.endswith(".py") for path in files) else ""
@@ -126,14 +130,13 @@ def read_project(root: Path) -> Project:
             "holds no package: no directory with an __init__.py below it or its src, nor a module",
             field="REPO", received=str(root), fix="name the directory that holds pyproject.toml",
         )  # fmt: skip
-    options = pyproject.get("tool", {}).get("pytest", {}).get("ini_options", {})
     folder = f"{source_root}/{metadata.name}.egg-info".removeprefix("/")
     files[f"{folder}/PKG-INFO"] = metadata.text.encode()
     files[f"{folder}/entry_points.txt"] = metadata.entry_points.encode()
     return Project(
         metadata.name, metadata.version, files, sources, tests,
         _chosen_tests(test_files, options), source_root, find_requirements(metadata, pyproject, files),
-        _import_mode(files, options),
+        _import_mode(options),
     )  # fmt: skip
 
 
@@ -212,30 +215,47 @@ def _test_root(path: str) -> str:
     return ""
 
 
-def is_test_file(path: str) -> bool:
-    """Whether a path of a project is a test file, or lies beside some."""
-    name = PurePosixPath(path).name
+def is_test_file(path: str, names: Sequence[str] = _TEST_NAMES) -> bool:
+    """Whether a path of a project is a test file, or lies beside some. `names`: of test files."""
     folder = _test_root(path)
     if folder:
         return not path.startswith(("docs/", "examples/"))
-    is_named = bool(_TEST_FILE.fullmatch(name)) or name == "conftest.py"
+    # Where every module is looked at for tests, those in a folder of tests are meant.
+    is_named = _is_named(path, [name for name in names if name != "*.py"]) or path.endswith("conftest.py")
     return is_named and not path.startswith(("docs/", "examples/", "bench"))
 
 
-def _chosen_tests(test_files: tuple[str, ...], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The test files below `testpaths`, where that names some."""
-    below = [path.rstrip("/") + "/" for path in options.get("testpaths", []) if isinstance(path, str)]
-    chosen = tuple(path for path in test_files if path.startswith(tuple(below)))
-    return chosen or test_files
+def _is_named(path: str, names: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(PurePosixPath(path).name, name) for name in names)
 
 
-def _import_mode(files: Mapping[str, bytes], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """How tests are imported, if the project's configuration says so; nothing else of its options counts."""
-    texts = [str(options.get("addopts", ""))]
-    texts += [
-        files.get(name, b"").decode(errors="replace") for name in ("pytest.ini", "tox.ini", "setup.cfg")
+def _pytest_options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The words of each of pytest's settings, of the first file that pytest would take them from."""
+    table = pyproject.get("tool", {}).get("pytest", {})
+    found = [
+        _section(files, "pytest.ini", "pytest"),
+        table.get("ini_options", table),
+        _section(files, "tox.ini", "pytest"),
+        _section(files, "setup.cfg", "tool:pytest"),
     ]
-    found = re.search(r"--import-mode[= '\",]+(\w+)", "\n".join(texts))
+    chosen = next((one for one in found if one), {})
+    return {key: value.split() if isinstance(value, str) else value for key, value in chosen.items()}
+
+
+def _section(files: Mapping[str, bytes], name: str, section: str) -> dict[str, str]:
+    parser = _parse_ini(files, name)
+    return dict(parser.items(section)) if section in parser else {}
+
+
+def _chosen_tests(test_files: tuple[str, ...], options: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The test files below `testpaths`, where that names some."""
+    below = tuple(path.rstrip("/") + "/" for path in options.get("testpaths", ()))
+    return tuple(path for path in test_files if path.startswith(below)) or test_files
+
+
+def _import_mode(options: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """How tests are imported, if the project's configuration says so; nothing else of its options counts."""
+    found = re.search(r"--import-mode[= ]+(\w+)", " ".join(options.get("addopts", ())))
     return (f"--import-mode={found[1]}",) if found else ()
 
 
@@ -260,7 +280,7 @@ class _Finder:
         self._extras: dict[str, list[str]] = dict(self._project.get("optional-dependencies", {}))
         self._needs: list[str] = list(self._project.get("dependencies", []))
         setup = _parse_ini(files, "setup.cfg")
-        for name, text in setup.items("options.extras_require") if "options.extras_require" in setup else []:
+        for name, text in _section(files, "setup.cfg", "options.extras_require").items():
             self._extras.setdefault(name, _lines(text))
         self._needs += _lines(setup.get("options", "install_requires", fallback=""))
         if not self._needs and not self._extras:
