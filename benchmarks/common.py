@@ -55,6 +55,14 @@ def print_table(title: str, rows: Mapping[str, float]) -> None:
         print(f"  {name:34s} {value:14,.4g}" if abs(value) < 100 else f"  {name:34s} {value:14,.0f}")
 
 
+def put_table(document: Path, script: str, table: str) -> None:
+    """Replaces what is between the two comments of a document that name the script by a table of its own."""
+    begin, end = (f"<!-- benchmarks/{script}: {what} -->" for what in ("begin", "end"))
+    before, _, rest = document.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    document.write_text(f"{before}{begin}\n{table}{end}{after}", encoding="utf-8")
+
+
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median of the ratios pair by pair: each pair was measured side by side, so a slow minute cancels."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

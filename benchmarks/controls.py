@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import print_table, write_result
+from common import print_table, put_table, write_result
 from controls_recipes import (
     CONTROLS,
     RL,
@@ -35,7 +35,7 @@ from controls_recipes import (
     Trained,
     begin_reference,
 )
-from controls_statistics import figures_of, put_table, share_solved
+from controls_statistics import figures_of, share_solved, table_of
 
 from etude.controller.evaluation import EvaluationRequest, evaluate
 from etude.controller.families import open_family
@@ -207,7 +207,7 @@ def main() -> None:
     if options.join:
         results.join(options.join)
     if options.table is not None:
-        put_table(options.table, results.peers)
+        put_table(options.table, "controls.py", table_of(results.peers))
         return
     try:
         Comparison(options, results).run()

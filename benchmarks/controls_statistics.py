@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from common import Figures
@@ -21,8 +20,6 @@ from etude.evaluation.results import markdown_table
 
 Peers = Mapping[str, Any]
 Row = Mapping[str, Any]
-
-BEGIN, END = "<!-- benchmarks/controls.py: begin -->", "<!-- benchmarks/controls.py: end -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +174,3 @@ def _solved(peers: Peers, name: str, budget: str) -> str:
 def _tokens(peers: Peers, name: str, budget: str) -> str:
     tokens = mean_of(peers, name, lambda row: row[budget]["sampled_tokens"])
     return f"{tokens or 0:,.0f}"
-
-
-def put_table(document: Path, peers: Peers) -> None:
-    """Replaces what is between the two comments of a document by the table."""
-    before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    document.write_text(f"{before}{BEGIN}\n{table_of(peers)}{END}{after}", encoding="utf-8")

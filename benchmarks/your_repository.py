@@ -30,7 +30,7 @@ trains SmolLM2-135M on made tasks (`made_learning`: hours a seed; it needs what 
 
 makes tasks from a published project (`your_repository_projects`: name and version) by `etude tasks make`, and
 verifies them again by what `etude tasks check` does, a thief and a search for leaks. The file joins several
-projects under `parts`.
+projects under `parts`; `--table DOCUMENT --json FILE` makes the document's table of them anew.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common import merge_result, print_table
+from common import merge_result, print_table, put_table
 from made_learning import MadeLearning
 from your_repository_overhead import measure_overhead
-from your_repository_projects import PROJECTS, Budget, images_of, measure_project
+from your_repository_projects import PROJECTS, Budget, images_of, measure_project, table_of
 
 from etude.config import load_config
 from etude.config.images import ImagesConfig
@@ -99,7 +99,11 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs/made"), help="Of what is trained.")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="For its runs.")
     parser.add_argument("--overhead", action="store_true", help="Measure steps and grading instead.")
+    parser.add_argument("--table", type=Path, help="Document whose table is made anew from --json.")
     options = parser.parse_args()
+    if options.table:
+        put_table(options.table, Path(__file__).name, table_of(json.loads(options.json.read_text())))
+        return
     if options.overhead:
         figures, found = asyncio.run(measure_overhead())
         print_table("overhead", figures)

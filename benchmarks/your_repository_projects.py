@@ -27,6 +27,7 @@ from etude.environment.making.projects import Project, read_project, read_text
 from etude.environment.making.reports import MakeReport
 from etude.environment.origins import task_resources, task_template
 from etude.environment.verdicts import Grader
+from etude.evaluation.results import markdown_table
 from etude.observe import SilentObserver
 from etude.records import Task
 from etude.sandbox.backends import IMAGES
@@ -60,6 +61,8 @@ PROJECTS = {
 _THIEF = Path(__file__).parents[1] / "tests/environment/making/thief.py"
 _THIEVES = 2
 """At once."""
+_SHOWN = ("tests", "changes_tested", "changes_noticed", "tasks", "make_s", "checked_again", "verified_again")
+_SHOWN += ("forgeable", "paid_to_thief", "leaking")
 _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
 
 
@@ -188,6 +191,21 @@ def _change_of(directory: Path) -> Change:
     paths = [path.relative_to(solution) for path in solution.rglob("*") if path.is_file()]
     texts = {path.as_posix(): read_text((workspace / path).read_bytes()) or "" for path in paths}
     return Change("planted_bug", "", texts, ())
+
+
+def table_of(result: Mapping[str, Any]) -> str:
+    """A row for each project of a result file that has been measured whole."""
+    heads = ("project", "tests", "suite", "changes", "noticed", "tasks", "made in", "quotas")
+    rows = [[*heads, "verified again", "forgeable", "thief paid", "leaking"]]
+    for name, found in result["peers"].items():
+        figures = {key: result["figures"].get(f"{name}_{key}") for key in _SHOWN}
+        if None not in figures.values():
+            tests, changes, noticed, tasks, made_s, checked, verified, *rest = figures.values()
+            cells = [f"{name} {found['version']}", f"{tests:.0f}", f"{found['suite_s']:.1f} s"]
+            cells += [f"{changes:.0f}", f"{noticed:.0f}", f"**{tasks:.0f}**", f"{made_s / 60:.0f} min"]
+            cells += ["few pairs" if found["missed_share"] else "met", f"{verified:.0f} of {checked:.0f}"]
+            rows.append([*cells, *(f"{one:.0f}" for one in rest)])
+    return markdown_table(rows)
 
 
 def _figures(

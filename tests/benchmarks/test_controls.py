@@ -7,8 +7,9 @@ from typing import Any
 
 import controls
 import pytest
+from common import put_table
 from controls_recipes import CONTROLS, RL, Pace
-from controls_statistics import BEGIN, END, figures_of, lead_over, put_table, share_solved, table_of
+from controls_statistics import figures_of, lead_over, share_solved, table_of
 
 from etude.config import dump_config
 from tests.controller.running import tiny_config
@@ -110,11 +111,12 @@ def test_as_many_settings_are_tried_for_rl_as_for_every_control() -> None:
 
 def test_the_table_replaces_what_is_between_its_comments(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    stored = peers("1" * 20, "1000" * 5)
-    put_table(document, stored)
+    begin, end = "<!-- benchmarks/controls.py: begin -->\n", "<!-- benchmarks/controls.py: end -->"
+    document.write_text(f"before\n{begin}old\n{end}\nafter\n")
+    table = table_of(peers("1" * 20, "1000" * 5))
+    put_table(document, "controls.py", table)
     text = document.read_text()
-    assert text == f"before\n{BEGIN}\n{table_of(stored)}{END}\nafter\n"
+    assert text == f"before\n{begin}{table}{end}\nafter\n"
     assert "each group's best by total reward | `learning_rate = 0.001` | 25.0 % | +75.0 (" in text
     assert "tie: +0.0" in text, "at equal sampled tokens"
 
@@ -122,8 +124,8 @@ def test_the_table_replaces_what_is_between_its_comments(tmp_path: Path) -> None
 def test_the_readme_has_the_table_of_the_committed_results(tmp_path: Path) -> None:
     copy = tmp_path / "README.md"
     copy.write_text(README.read_text())
-    assert BEGIN in copy.read_text()
-    put_table(copy, controls.Results.load(controls.RESULTS).peers)
+    assert "<!-- benchmarks/controls.py: begin -->" in copy.read_text()
+    put_table(copy, "controls.py", table_of(controls.Results.load(controls.RESULTS).peers))
     assert copy.read_text() == README.read_text(), "benchmarks/controls.py --table README.md"
 
 
