@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from etude.kit.tasks import Tasks, end_tasks, start_watched, to_the_end
+from etude.kit.tasks import Tasks, end_tasks, finish_all, start_watched, to_the_end
 
 
 async def fail() -> None:
@@ -150,3 +150,17 @@ def test_tasks_that_are_ended_have_tidied_up_and_raise_nothing() -> None:
         return seen
 
     assert asyncio.run(run()) == ["tidied", "tidied"]
+
+
+def test_all_is_brought_to_its_end_before_the_first_failure_is_raised() -> None:
+    ended: list[int] = []
+
+    async def work(number: int) -> None:
+        await asyncio.sleep(0.001 * number)
+        ended.append(number)
+        if number in (1, 2):
+            raise ValueError(number)
+
+    with pytest.raises(ValueError, match="1"):
+        asyncio.run(finish_all(work(number) for number in range(4)))
+    assert ended == [0, 1, 2, 3]

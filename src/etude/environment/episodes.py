@@ -39,10 +39,10 @@ from etude.environment.member import MemberSampler
 from etude.environment.replay import Retelling, tell
 from etude.environment.rewards import check_reward, measure_effort, with_length
 from etude.environment.runners import EnvironmentTimes
-from etude.environment.sessions import EnvironmentSession, Site, close_all
+from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
-from etude.kit.tasks import end_tasks
+from etude.kit.tasks import end_tasks, finish_all
 from etude.protocols import Sampler
 from etude.records import BlobRef, SamplingParams, Status, Task, Trajectory, TrajectoryId
 from etude.sandbox.interface import SandboxBackend
@@ -379,7 +379,7 @@ async def _end(
     await end_tasks(*running)
     for view in views:
         view.end()
-    await close_all(forked.made)
+    await finish_all(one.close() for one in forked.made)
 
 
 def failed_trajectory(

@@ -19,8 +19,9 @@ import numpy as np
 from etude.config import ForkTurn
 from etude.environment.forking import fidelity_of
 from etude.environment.history import causes_of
-from etude.environment.sessions import EnvironmentSession, close_all
+from etude.environment.sessions import EnvironmentSession
 from etude.errors import AgentError, InfrastructureError
+from etude.kit.tasks import finish_all
 from etude.records import GroupOrigin, Relation, Segment, Trajectory, TrajectoryId, VersionSpan
 from etude.sandbox.errors import LiveProcessesError, Unsupported
 
@@ -146,7 +147,7 @@ async def fork_worlds(
     if not forked.made:
         return Refused.INFRASTRUCTURE
     if any(not causes_of(difference) for one in forked.made for difference in one.differences):
-        await close_all(forked.made)
+        await finish_all(one.close() for one in forked.made)
         return Refused.DIFFERENT
     return forked
 

@@ -42,7 +42,7 @@ from etude.sandbox.types import Resources, SnapshotKind
 
 _SEARCH = "semantic_search"
 SessionState = Literal["open", "paused", "submitted", "closed"]
-__all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site", "close_all"]
+__all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site"]
 
 
 class EnvironmentSession(TurnRunner):
@@ -428,11 +428,3 @@ class EnvironmentSession(TurnRunner):
 def _has_failed(grading: asyncio.Task[Outcome]) -> bool:
     """Whether it has ended without an outcome, and may be tried again."""
     return grading.done() and (grading.cancelled() or grading.exception() is not None)
-
-
-async def close_all(sessions: Sequence[EnvironmentSession]) -> None:
-    """Closes sessions side by side; every one is tried. Raises the first failure."""
-    results = await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result

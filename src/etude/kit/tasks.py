@@ -88,6 +88,13 @@ async def run_together(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
     return [task.result() for task in tasks]
 
 
+async def finish_all(work: Iterable[Awaitable[object]]) -> None:
+    """Awaits all of `work` at once, each to its end; then raises the first failure, if there is any."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
 async def gather_bounded(
     work: Callable[[Item], Awaitable[Result]],
     items: Iterable[Item],

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 from etude.agent.tools.interface import READS_ALL, Access, Arguments, ToolContext, failure, shorten
 from etude.agent.tools.linters import Finding, HostRuff, Linter, SandboxRuff, is_linted, new_findings
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.values import TEXTS, flag, words_of
+from etude.kit.tasks import gather_bounded
 from etude.records import ToolErrorClass, ToolResult
 from etude.sandbox.errors import DiffTooLargeError, PathKindError, PathMissingError, Unsupported
 from etude.sandbox.paths import normal_path
@@ -66,23 +66,17 @@ class ReadLints:
         if linter is None:
             return failure("no linter is installed", ToolErrorClass.UNEXPECTED_ENVIRONMENT)
         files = await (_files_below(paths, context) if everything else _changed_files(paths, context))
-        slots = asyncio.Semaphore(_AT_ONCE)
 
-        async def lint(path: str, content: bytes) -> tuple[list[Finding], bool]:
-            async with slots:
-                found = await linter.lint(path, content)
-                if everything or not found:
-                    return found, True
-                before = await self._before(path, linter, context)
-                return new_findings(found, before or ()), before is not None
+        async def lint(file: tuple[str, bytes]) -> tuple[list[Finding], bool]:
+            path, content = file
+            found = await linter.lint(path, content)
+            if everything or not found:
+                return found, True
+            before = await self._before(path, linter, context)
+            return new_findings(found, before or ()), before is not None
 
-        outcomes = await asyncio.gather(*(lint(*file) for file in files.items()), return_exceptions=True)
-        rows: dict[str, tuple[list[Finding], bool]] = {}
-        for path, outcome in zip(files, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            rows[path] = outcome
-        return _shown(rows, everything, context)
+        rows = await gather_bounded(lint, files.items(), _AT_ONCE)
+        return _shown(dict(zip(files, rows, strict=True)), everything, context)
 
     async def _before(self, path: str, linter: Linter, context: ToolContext) -> list[str] | None:
         """Keys of the findings at the session's beginning, computed once; None where nobody knows."""

@@ -29,6 +29,7 @@ from etude.environment.recording.journal import LIVE, SessionFacts, SessionJourn
 from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits, new_names
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec
+from etude.kit.tasks import finish_all
 from etude.protocols import Sampler
 from etude.records import Group, RewardBreakdown, Status
 from etude.serving.access import find_token
@@ -241,10 +242,7 @@ class Recordings(LiveSessions):
         """Stops all sampling. What was not finished stays in its journal, for the next server. Every session
         is tried; raises the first failure."""
         self.draining = True
-        leaving = [self._leave(session) for session in self._sessions.values()]
-        for result in await asyncio.gather(*leaving, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        await finish_all([self._leave(session) for session in self._sessions.values()])
 
     async def _leave(self, session: RecordedSession) -> None:
         self._forget(session)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from etude.environment.running import unwatched
-from etude.environment.sessions import EnvironmentSession, Site, close_all
+from etude.environment.sessions import EnvironmentSession, Site
 from etude.errors import AgentError, UserError
-from etude.kit.tasks import Tasks
+from etude.kit.tasks import Tasks, finish_all
 from etude.records import Task, ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError, SandboxMissingError, SandboxStateError
 from etude.sandbox.server.state import Creations
@@ -103,7 +103,7 @@ class SessionHost:
         await self._background.close()
         held, self._held = list(self._held.values()), {}
         try:
-            await close_all([one.session for one in held])
+            await finish_all(one.session.close() for one in held)
         finally:
             if self.site.indexes is not None:
                 await self.site.indexes.close()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
+from etude.kit.tasks import finish_all
 from etude.sandbox.fleet.heartbeat import Heartbeats
 from etude.sandbox.fleet.host import FleetHost, HostSpec, kill
 from etude.sandbox.fleet.hosts import Placement, Request
@@ -152,15 +153,12 @@ class Fleet(SandboxBackend):
         self._closed = True
         await self._heartbeats.stop()
         living = [host for host in self.registry.hosts.values() if not host.is_dead]
-        results = await asyncio.gather(
-            *(host.call(host.backend.close()) for host in living), return_exceptions=True
-        )
-        for host in self.registry.hosts.values():
-            host.die("the fleet was closed")
-            await host.settle()
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            raise errors[0]
+        try:
+            await finish_all(host.call(host.backend.close()) for host in living)
+        finally:
+            for host in self.registry.hosts.values():
+                host.die("the fleet was closed")
+                await host.settle()
 
     def doctor(self) -> list[str]:
         """Every host's obstacles, by name."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from etude.errors import AgentError, ConfigError, UserError
 from etude.kit.leftovers import ScratchDirectory, work_directory
-from etude.kit.tasks import Tasks
+from etude.kit.tasks import Tasks, finish_all
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Capacity
 from etude.sandbox.fleet.probe import MachineProbe, machine_capacity
@@ -340,10 +340,7 @@ class ServerState:
         await self._background.close()
         if self._work is not None:
             await asyncio.to_thread(self._work.close)
-        results = await asyncio.gather(*(b.close() for b in self.backends.values()), return_exceptions=True)
-        failed = [result for result in results if isinstance(result, BaseException)]
-        if failed:
-            raise failed[0]
+        await finish_all(backend.close() for backend in self.backends.values())
 
     def _note_background_error(self, error: BaseException) -> None:
         if not isinstance(error, (UserError, AgentError)):
