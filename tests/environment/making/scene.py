@@ -55,7 +55,9 @@ PROJECT = {
         "    assert label(' ') == '-'\n\n\n"
         "def test_version():\n    assert importlib.metadata.version('prices') == '1.2'\n\n\n"
         "def test_zone():\n    assert time.timezone == 0\n\n\n"
-        "def test_order(tmp_path_factory):\n    assert os.environ['PYTHONHASHSEED'] == '0'\n"
+        "def test_order(tmp_path_factory):\n    assert os.environ['PYTHONHASHSEED'] == '0'\n\n\n"
+        "def test_words():\n    with pytest.raises(AssertionError, match='6 == 5'):\n"
+        "        assert total([6]) == 5\n"
     ),
 }
 QUOTAS = Quotas(2, most_per_operator=1.0, least_compound=0.0, most_named_lines=1.0)

@@ -319,6 +319,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "addopts=",
     ]
     words += ["--continue-on-collection-errors", *request.get("options", [])]
+    if not request.get("explain"):
+        words.append("--assert=plain")  # what is compared needs no telling; to rewrite that takes longest
     words += ["-p", "no:cov"] if importlib.util.find_spec("pytest_cov") else []
     is_loaded = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" not in os.environ
     words += ["--hypothesis-seed=0"] if is_loaded and importlib.util.find_spec("hypothesis") else []

@@ -110,16 +110,21 @@ class Suite:
         )  # fmt: skip
 
     async def run(
-        self, seed: int | None = None, cover: bool = False, files: Mapping[str, str] | None = None
+        self,
+        seed: int | None = None,
+        cover: bool = False,
+        files: Mapping[str, str] | None = None,
+        explain: bool = False,
     ) -> SuiteRun:
         """Runs the tests with the project's own text, or over `files`; an empty text removes a file.
 
         `seed`: of order, hash seed and time zone; without one they are those of grading. `cover`: also say
-        which tests run which lines. What the tests do to the sandbox is a problem in the result. Raises
+        which tests run which lines. `explain`: failures say what an assertion compared, for which pytest has
+        to rewrite the tests. What the tests do to the sandbox is a problem in the result. Raises
         SandboxError if our own machinery failed.
         """
         sources = [pattern.replace("**", "*") for pattern in self.project.source_patterns]
-        request: dict[str, Any] = {"seed": seed, "cover": sources if cover else []}
+        request: dict[str, Any] = {"seed": seed, "cover": sources if cover else [], "explain": explain}
         found = await self._ask(files or {}, request, seed or 0, self.timeout_s)
         return found if isinstance(found, SuiteRun) else _read_run(found)
 

@@ -77,7 +77,7 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
     if len(runs) < len(rounds) + _ROUNDS:
         which = "the tests that run the lines" if rounds and len(runs) == 1 else "all tests"
         return f"not noticed: {which} pass"
-    graded = await suite.run(files=change.files)
+    graded = await suite.run(files=change.files, explain=True)
     if graded.problem is not None:
         return graded.problem
     return _compare(change, [*runs[-_ROUNDS:], graded], baseline)
