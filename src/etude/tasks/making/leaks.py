@@ -17,7 +17,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -46,6 +46,9 @@ _OF_PYTHON = (
 )
 """Directories of a layer with the interpreter's library, and with distributions: installed, or as wheels."""
 _Run = tuple[str, ...]
+_Words = Mapping[bytes, Collection[tuple[bytes, ...]]]
+"""The longest word of each run -> its others, the longest first: a file without all of them, for every run,
+holds none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,7 @@ class _Wanted:
     """What of some solutions is looked for."""
 
     by_run: Mapping[_Run, Sequence[_Hunk]]
-    words: Mapping[bytes, Collection[tuple[bytes, ...]]]
-    """The longest word of each run -> its others, the longest first: a file without all of them, for every
-    run, holds none."""
+    words: _Words
     modules: Mapping[str, Sequence[tuple[str, Change]]]
     """File name without its ending -> paths of modules below their source folder."""
 
@@ -134,26 +135,40 @@ def find_leaks(
 def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Wanted:
     hunks = [(change, found) for change in changes for found in _hunks_of(change, sources)]
     every = {run for _, found in hunks for run in found}
+    words = _find_words(every)
     holders: dict[_Run, set[str]] = {}
     for path, text in sources.items():
-        for run in every.intersection(runs(code_tokens(text), RUN_LENGTH)):
-            holders.setdefault(run, set()).add(path)
+        if _may_hold(text.encode("utf-8", "replace"), words):
+            for run in every.intersection(runs(code_tokens(text), RUN_LENGTH)):
+                holders.setdefault(run, set()).add(path)
     by_run: dict[_Run, list[_Hunk]] = {}
     for change, found in hunks:
         elsewhere = {run for run in found if holders.get(run, set()) - change.files.keys()}
         hunk = _Hunk(change, frozenset(found - elsewhere))
         for run in hunk.runs:
             by_run.setdefault(run, []).append(hunk)
-    words: dict[bytes, set[tuple[bytes, ...]]] = {}
-    for run in by_run:
-        plain = {token.strip('"').split("\n")[0].split("\\")[0] for token in run}
-        first, *others = sorted((one.encode("utf-8", "replace") for one in plain), key=len, reverse=True)
-        words.setdefault(first, set()).add(tuple(others))
     modules: dict[str, list[tuple[str, Change]]] = {}
     for change in changes:
         for path in change.files:
             modules.setdefault(PurePosixPath(path).stem, []).append((path, change))
-    return _Wanted(by_run, words, modules)
+    return _Wanted(by_run, _find_words(by_run), modules)
+
+
+def _find_words(every: Iterable[_Run]) -> _Words:
+    words: dict[bytes, set[tuple[bytes, ...]]] = {}
+    for run in every:
+        plain = {token.strip('"').split("\n")[0].split("\\")[0] for token in run}
+        first, *others = sorted((one.encode("utf-8", "replace") for one in plain), key=len, reverse=True)
+        words.setdefault(first, set()).add(tuple(others))
+    return words
+
+
+def _may_hold(data: bytes, words: _Words) -> bool:
+    """Whether a file has all words of some run, in whatever order: a quick look before it is cut in tokens."""
+    return any(
+        first in data and any(all(word in data for word in others) for others in more)
+        for first, more in words.items()
+    )
 
 
 def _hunks_of(change: Change, sources: Mapping[str, str]) -> Iterator[set[_Run]]:
@@ -198,10 +213,7 @@ def _find_copies(name: str, data: bytes, wanted: _Wanted) -> Iterator[tuple[Chan
 def _find_text(
     name: str, how: str, data: bytes, wanted: _Wanted, is_foreign: bool
 ) -> Iterator[tuple[Change, Leak]]:
-    if b"\0" in data[:4096] or not any(
-        first in data and any(all(word in data for word in others) for others in more)
-        for first, more in wanted.words.items()
-    ):
+    if b"\0" in data[:4096] or not _may_hold(data, wanted.words):
         return
     found = wanted.by_run.keys() & set(runs(code_tokens(data.decode("utf-8", "replace")), RUN_LENGTH))
     for hunk in {id(hunk): hunk for run in sorted(found) for hunk in wanted.by_run[run]}.values():
