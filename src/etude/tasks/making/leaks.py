@@ -164,7 +164,7 @@ def _find_words(every: Iterable[_Run]) -> _Words:
 
 
 def _may_hold(data: bytes, words: _Words) -> bool:
-    """Whether a file has all words of some run, in whatever order: a quick look before it is cut in tokens."""
+    """Whether a file has all words of some run, in whatever order: a look before it is cut into tokens."""
     return any(
         first in data and any(all(word in data for word in others) for others in more)
         for first, more in words.items()
