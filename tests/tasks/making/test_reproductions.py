@@ -84,6 +84,10 @@ class TestBox:
             assert clamp(value, 3) < 2
 
 
+    def test_set(self, box):
+        box.limit = 3
+        box.rest = box.take(1)
+
     def test_return(self, box):
         if not box.first():
             return
@@ -162,6 +166,15 @@ def test_a_fixture_that_is_always_at_work_is_part_of_the_script() -> None:
 def test_what_fails_in_a_loop_is_told_as_a_whole() -> None:
     found = find("TestBox::test_loop", "assert", "assert 2 < 2")
     assert found is not None and found.is_statement and found.call.startswith("for value in (1, 2):")
+
+
+@pytest.mark.parametrize(
+    ("at", "call"), [("box.limit", "box.limit = 3"), ("box.rest", "box.take(1)")], ids=["setter", "call"]
+)
+def test_of_an_assignment_that_raises_its_call_is_told_or_all_of_it(at: str, call: str) -> None:
+    found = find("TestBox::test_set", at, "ValueError: too low")
+    assert found is not None and (found.kind, found.call) == ("raises", call)
+    assert "box = make_box(name='a')" in found.script
 
 
 def test_assertions_of_unittest_are_read_like_others() -> None:

@@ -38,7 +38,7 @@ _TEMPLATES = {
     ),
     "raises": (
         "`{call}` fails with {seen}.",
-        "Calling `{call}` ends in {seen}.",
+        "`{call}` ends in {seen}.",
         "I get {seen} from `{call}`.",
         "`{call}` raises {seen}, which it should not.",
     ),
@@ -134,7 +134,7 @@ def write_instruction(
         text += f" Names: {', '.join(f'`{name}`' for name in names)}."
     if wordings:
         text += f" Wording: {', '.join(f'`{wording}`' for wording in wordings)}."
-    text += rng.choice(_CLOSINGS)
+    text = re.sub(r"```\n +", "```\n\n", text + rng.choice(_CLOSINGS))
     return _check_text(Instruction(text, told.is_whole(told.calls)), reference)
 
 

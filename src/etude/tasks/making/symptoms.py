@@ -136,7 +136,12 @@ def _called(statement: ast.stmt) -> ast.expr | None:
         calling = [side for side in sides if has_call(side)]
         return calling[0] if len(calling) == 1 else None  # which of them raised is not known
     value = getattr(statement, "value", None)
-    return value if isinstance(value, ast.expr) else None
+    # Of `a.b = 1` no call is left without what is done with its result.
+    return (
+        value
+        if isinstance(value, ast.expr) and (isinstance(statement, ast.Expr) or has_call(value))
+        else None
+    )
 
 
 def _not_raised(wanted: str, failing: Failing) -> Symptom | None:
