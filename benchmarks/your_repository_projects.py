@@ -88,7 +88,7 @@ def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, fl
     )
     began = time.monotonic()
     report = make_task_set(repo, folder / "tasks", settings, config, SilentObserver())
-    made_s = time.monotonic() - began
+    made_s = add_seconds(folder / "made_s.json", time.monotonic() - began)
     again = draw_tasks(folder, budget.num_again)
     shutil.rmtree(
         default_state_directory() / "task-checks", ignore_errors=True
@@ -103,6 +103,13 @@ def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, fl
     document = {key: value for key, value in report.to_document().items() if key not in ("rejects", "tasks")}
     failures = {one.name: one.report.reason for one in checked if one.report.reason is not None}
     return found, {**document, "fails_again": failures, "stolen": stolen, "leaks": leaked}
+
+
+def add_seconds(path: Path, seconds: float) -> float:
+    """What a project's tasks have taken to make, in all calls; kept in a file."""
+    total = seconds + (json.loads(path.read_text()) if path.exists() else 0.0)
+    path.write_text(json.dumps(total))
+    return total
 
 
 def fetch_source(name: str, folder: Path) -> Path:

@@ -56,11 +56,23 @@ def test_what_turns_out_to_be_no_task_is_made_up_for() -> None:
     failures: dict[str, tuple[TestFailure, ...]] = {}
     search(planner, failures)
     first, num_tested = [one.change.id for one in planner.select()], len(failures)
-    planner.drop(first[:3], 3)
+    assert planner.drop(first[:3])
     search(planner, failures)
     second = [one.change.id for one in planner.select()]
     assert 3 <= len(failures) - num_tested <= 6
     assert not {*first[:3]} & {*second}
     assert len(second) >= len(first) == 8
-    planner.drop((), 0)
+    assert not planner.drop(())
     assert planner.next_change() is None, "there are enough"
+
+
+def test_combinations_that_turn_out_to_be_no_tasks_are_made_up_for_by_combinations() -> None:
+    planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, Quotas(8, most_per_operator=1.0))
+    failures: dict[str, tuple[TestFailure, ...]] = {}
+    search(planner, failures)
+    first = [one.change.id for one in planner.select() if is_compound(one)]
+    assert len(first) >= 2 and planner.drop(first)
+    search(planner, failures)
+    second = [one.change.id for one in planner.select() if is_compound(one)]
+    assert len(second) >= 2 and not {*first} & {*second}
+    assert not planner.drop(())

@@ -11,6 +11,7 @@ import py_compile
 import tarfile
 import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def test_text_of_the_hunk_is_found_in_other_layouts(tmp_path: Path, name: str, t
 def test_an_older_copy_of_the_module_is_importable_though_it_lacks_the_hunk(tmp_path: Path) -> None:
     put(tmp_path, "usr/lib/site-packages/pkg/a.py", "def clamp(v, l, h):\n    return sorted((l, v, h))[1]\n")
     assert [leak.how for leak in scan(tmp_path, foreign=["usr"])] == ["importable copy"]
+
+
+def test_a_change_outside_of_functions_is_leaked_by_what_defines_the_same_names(tmp_path: Path) -> None:
+    change = replace(CHANGE, places=(Place("src/pkg/a.py", "", 1, 1),))
+    put(tmp_path, "workspace/tests/pkg/a.py", "'Tests.'\n")
+    put(tmp_path, "usr/lib/site-packages/pkg/a.py", "def clamp(v, l, h):\n    return v\n")
+    found = find_leaks(tmp_path, [change], SOURCES, ["usr"])[change.id]
+    assert [leak.path for leak in found] == ["usr/lib/site-packages/pkg/a.py"]
 
 
 def test_bytecode_is_found_by_its_functions(tmp_path: Path) -> None:

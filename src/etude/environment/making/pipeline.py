@@ -200,17 +200,16 @@ class _Maker:
             search = _Search(suite, baseline, twins, planner, journal, known, report)
             limit_s = max(_VERIFIER_S, baseline.timeout_s)
             until, num_tested = time.monotonic() + self._settings.budget_s, -1
-            made: list[MadeTask] = []
+            made, is_short = list[MadeTask](), True
             # What turns out to be no task is made up for, as long as there are changes and time.
-            while len(made) < settings.quotas.most_tasks and report.num_tested > num_tested:
+            while is_short and report.num_tested > num_tested:
                 num_tested = report.num_tested
                 with show_stage(self._observer, "changes", settings.quotas.most_tasks, "task") as advance:
                     await search.run(settings.at_once, until, advance)
                 asked = [self._made(one, image, twins, limit_s) for one in planner.select()]
                 made = await self._check_and_write(asked, report)
                 names = {one.id for one in made}
-                dropped = [one.verified.change.id for one in asked if one.id not in names]
-                planner.drop(dropped, settings.quotas.most_tasks - len(made))
+                is_short = planner.drop(one.verified.change.id for one in asked if one.id not in names)
         finally:
             journal.close()
         planner.report_selection(report)

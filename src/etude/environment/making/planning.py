@@ -59,6 +59,8 @@ class Planner:
         """Of those found, the ids that turned out to be no tasks."""
         self._num_wanted = _SPARE * quotas.most_tasks
         """Candidates."""
+        self._num_compound_wanted = 0.0
+        """Of them, once those that there were turned out to be too few."""
         self._selection = Selection((), ())
 
     @property
@@ -74,7 +76,7 @@ class Planner:
     def next_change(self) -> Change | None:
         """The next change to be tested; None if there are enough, or no more."""
         if self._num_usable >= self._num_wanted:
-            return None
+            return self._next_pair() if self._num_compound < self._num_compound_wanted else None
         wanted = _COMPOUND_SPARE * self._quotas.least_compound * self.num_found
         if self._num_compound < wanted:
             return self._next_pair() or self._next_single()
@@ -115,12 +117,19 @@ class Planner:
         self._count(verified, 1)
         return None
 
-    def drop(self, ids: Iterable[str], num_missing: int) -> None:
-        """Leaves out candidates that turned out to be no tasks, and looks for so many more tasks."""
+    def drop(self, ids: Iterable[str]) -> bool:
+        """Leaves out what was selected and turned out to be no task. Whether tasks, or compound ones, are
+        missing now: then `next_change` looks for as many more."""
         for one in ids:
             self._dropped.add(one)
             self._count(self._found[one], -1)
-        self._num_wanted = self._num_usable + _SPARE * num_missing
+        kept = [one for one in self._selection.kept if one.change.id not in self._dropped]
+        least = self._quotas.least_compound * self._quotas.most_tasks
+        missing = max(0.0, self._quotas.most_tasks - len(kept))
+        missing_compound = max(0.0, least - sum(map(is_compound, kept)))
+        self._num_wanted = self._num_usable + _SPARE * missing
+        self._num_compound_wanted = self._num_compound + _SPARE * missing_compound
+        return missing > 0 or missing_compound > 0
 
     def _count(self, verified: Verified, sign: int) -> None:
         self._num_named += sign * names_edited_line(verified)

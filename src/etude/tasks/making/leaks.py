@@ -33,6 +33,7 @@ _MOST_TOTAL = 512 << 20
 _MOST_MEMBERS = 20_000
 _MOST_DEPTH = 3
 _LOOSE_OBJECT = re.compile(r"(^|/)objects/[0-9a-f]{2}/[0-9a-f]{38,62}$")
+_DEFINED = re.compile(r"^(?:(?:async )?def|class) (\w+)", re.MULTILINE)
 _MEDIA = re.compile(r"\.(so[.\d]*|a|o|pt|bin|safetensors|png|jpe?g|gif|woff2?|ttf|mo)$")
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, ValueError)
 _ERRORS = (*_DAMAGED, RuntimeError, NotImplementedError, KeyError)
@@ -64,8 +65,8 @@ class _Wanted:
 
     by_run: Mapping[_Run, Sequence[_Hunk]]
     words: _Words
-    modules: Mapping[str, Sequence[tuple[str, Change]]]
-    """File name without its ending -> paths of modules below their source folder."""
+    modules: Mapping[str, Sequence[tuple[str, Change, Collection[bytes]]]]
+    """File name without its ending -> paths of modules below their source folder, and names in them."""
 
 
 def scan_layers(
@@ -147,10 +148,10 @@ def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Want
         hunk = _Hunk(change, frozenset(found - elsewhere))
         for run in hunk.runs:
             by_run.setdefault(run, []).append(hunk)
-    modules: dict[str, list[tuple[str, Change]]] = {}
+    modules: dict[str, list[tuple[str, Change, Collection[bytes]]]] = {}
     for change in changes:
         for path in change.files:
-            modules.setdefault(PurePosixPath(path).stem, []).append((path, change))
+            modules.setdefault(PurePosixPath(path).stem, []).append((path, change, _names_in(change, path)))
     return _Wanted(by_run, _find_words(by_run), modules)
 
 
@@ -202,8 +203,8 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
 
 def _find_copies(name: str, data: bytes, wanted: _Wanted) -> Iterator[tuple[Change, Leak]]:
     stem = PurePosixPath(name.rpartition("!")[2]).name.partition(".")[0]
-    for path, change in wanted.modules.get(stem, ()):
-        if _is_copy(name, _module_path(path), data, {place.name for place in change.places}):
+    for path, change, names in wanted.modules.get(stem, ()):
+        if _is_copy(name, _module_path(path), data, names):
             if not name.endswith(".py"):
                 yield change, Leak(name, "bytecode", path)
             elif data.decode("utf-8", "replace").replace("\r\n", "\n") != change.files[path]:
@@ -221,9 +222,15 @@ def _find_text(
             yield hunk.change, Leak(name, how, " ".join(min(hunk.runs & found)))
 
 
-def _is_copy(name: str, module: str, data: bytes, scopes: Collection[str]) -> bool:
+def _names_in(change: Change, path: str) -> list[bytes]:
+    """Of the functions that are changed, else of what a module defines: one of them a copy of it holds."""
+    names = {place.name.rpartition(".")[2] for place in change.places} - {""}
+    return [one.encode() for one in names or _DEFINED.findall(change.files[path])]
+
+
+def _is_copy(name: str, module: str, data: bytes, names: Collection[bytes]) -> bool:
     """Whether a file is the module, compiled or not: by its path, and by the functions that it holds."""
-    path, names = PurePosixPath(name.rpartition("!")[2]), [one.rpartition(".")[2].encode() for one in scopes]
+    path = PurePosixPath(name.rpartition("!")[2])
     stem, folder = PurePosixPath(module).stem, PurePosixPath(module).parent.name
     if path.suffix not in (".py", ".pyc", ".pyo", ".so", ".pyd") or path.name.partition(".")[0] != stem:
         return False
