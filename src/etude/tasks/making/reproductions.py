@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from etude.kit.syntax import parse_expression
 from etude.tasks.making.changes import TestFailure
+from etude.tasks.making.methods import flatten_method
 from etude.tasks.making.slicing import bound_names, is_raises, loaded_names, slice_before
 from etude.tasks.making.source import Function, read_tree
 
@@ -58,17 +59,20 @@ def find_failing(failure: TestFailure, tests: Mapping[str, str]) -> Failing | No
     """None where the failing line is in no statement of the test."""
     name = failure.name.rpartition(".")[2]
     tree, line = _read_tree(tests.get(failure.path, "")), failure.test_line
-    for scope in ast.walk(tree) if tree is not None else ():
+    if tree is None:
+        return None
+    for scope in ast.walk(tree):
         if not isinstance(scope, ast.FunctionDef) or scope.name != name or not _holds(scope, line):
             continue
-        at = next((at for at, entry in enumerate(scope.body) if _holds(entry, line)), None)
+        before, function = flatten_method(tree, scope)
+        at = next((at for at, entry in enumerate(function.body) if _holds(entry, line)), None)
         if at is None:
             continue
         inner = [
-            node for node in ast.walk(scope.body[at]) if isinstance(node, ast.stmt) and _holds(node, line)
+            node for node in ast.walk(function.body[at]) if isinstance(node, ast.stmt) and _holds(node, line)
         ]
         statement = max(inner, key=lambda node: node.lineno)
-        return Failing(failure, tests, scope, scope.body[: at + 1], statement)
+        return Failing(failure, tests, function, [*before, *function.body[: at + 1]], statement)
     return None
 
 
