@@ -17,11 +17,12 @@ from etude.environment.history import SessionTurn, StepEnded
 from etude.environment.origins import Origin
 from etude.environment.replay import Replayer, tell
 from etude.environment.server.creating import find_task
-from etude.environment.sessions import EnvironmentSession, close_all
+from etude.environment.sessions import EnvironmentSession
 from etude.environment.steps import StepRun, combine
 from etude.environment.verdicts import Grader
 from etude.environment.wire import task_document
 from etude.errors import UserError
+from etude.kit.tasks import finish_all
 from etude.records import (
     SamplingParams,
     Status,
@@ -236,7 +237,7 @@ def test_the_time_of_a_step_is_taken_over_by_forks_in_the_same_step_only() -> No
             )
             for turn in (0, 1)
         ]
-        await close_all([session, *made])
+        await finish_all(one.close() for one in [session, *made])
         return [one.tool_time.spent_s for one in made]
 
     assert asyncio.run(scenario()) == [0.0, 5.0]
