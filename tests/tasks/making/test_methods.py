@@ -44,6 +44,19 @@ class TestBox(Base, unittest.TestCase):
     def _again(self, count):
         return self._again(count - 1) if count else self.box
 
+    def _fill(self):
+        self.box = self._make("d")
+        return self.box
+
+    def _named(self, other):
+        return clamp(other, self.other)
+
+    def test_fill(self):
+        assert self._fill().first() == 1
+
+    def test_named(self):
+        assert self._named(2) == 1
+
     def test_helper(self):
         made = self._make("c", depth=1)
         self.assertEqual(made.first(), 2)
@@ -115,6 +128,8 @@ def test_helpers_may_call_themselves() -> None:
     assert found is not None and found.call == "again(1).first()" and run(found)
 
 
-@pytest.mark.parametrize("name", ["test_low", "test_first", "test_limit", "test_elsewhere"])
-def test_what_is_not_known_or_whose_name_is_taken_is_no_symptom(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["test_low", "test_first", "test_limit", "test_elsewhere", "test_fill", "test_named"]
+)
+def test_what_is_not_known_or_rebound_or_whose_name_is_taken_is_no_symptom(name: str) -> None:
     assert find(name, "assert") is None

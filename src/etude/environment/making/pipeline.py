@@ -61,7 +61,7 @@ CheckTask = Callable[[Path], Awaitable[TaskReport]]
 """Checks the task in a directory as a run would that plays it."""
 FIRST_RUN_S = 600.0
 """Wall time of the first run of a project's tests."""
-VERSION = 11
+VERSION = 12
 """Of how tasks are made: raised by whatever makes another task of the same change, or judges it otherwise."""
 _VERIFIER_S = 60.0
 _AHEAD = 2

@@ -72,14 +72,18 @@ class _Members:
 class _Flattening(ast.NodeTransformer):
     """`self.name` -> `name`, where that is known and free; what it stands for is gathered in `bindings`."""
 
-    def __init__(self, members: _Members, self_name: str, taken: set[str]) -> None:
+    def __init__(self, members: _Members, self_name: str, taken: set[str], is_helper: bool = False) -> None:
+        """`is_helper`: a name that it bound would be one of its own, so attributes that it binds stay."""
         self.bindings: list[ast.stmt] = []
         self._members, self._self, self._taken = members, self_name, taken
+        self._is_helper = is_helper
         self._names: dict[str, str] = {}
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if not (isinstance(node.value, ast.Name) and node.value.id == self._self):
             return self.generic_visit(node)
+        if self._is_helper and not isinstance(node.ctx, ast.Load):
+            return node
         name = self._names.get(node.attr) or self._bind(node.attr)
         return ast.copy_location(ast.Name(name, node.ctx), node) if name else node
 
@@ -98,7 +102,7 @@ class _Flattening(ast.NodeTransformer):
             function.name, function.decorator_list = name, []
             if not method.decorator_list:
                 own, function.args.args = function.args.args[0].arg, function.args.args[1:]
-                inside = _Flattening(members, own, self._taken)
+                inside = _Flattening(members, own, self._taken, is_helper=True)
                 inside._names, inside.bindings = self._names, self.bindings
                 function.body = [inside.visit(one) for one in function.body]
             self.bindings.append(function)
@@ -109,8 +113,14 @@ class _Flattening(ast.NodeTransformer):
 
 
 def _is_plain(method: ast.FunctionDef | None) -> bool:
-    """Whether it is a method of the instance, or a static one."""
+    """Whether it is a method of the instance, or a static one, without a name of its own for what it also has
+    as an attribute."""
     if method is None:
+        return False
+    inner = list(ast.walk(method))
+    own = {one.id for one in inner if isinstance(one, ast.Name)}
+    own |= {one.arg for one in inner if isinstance(one, ast.arg)}
+    if own & {one.attr.strip("_") for one in inner if isinstance(one, ast.Attribute) and _is_self(one.value)}:
         return False
     decorators = [ast.unparse(one) for one in method.decorator_list]
     return decorators == ["staticmethod"] or (not decorators and bool(method.args.args))

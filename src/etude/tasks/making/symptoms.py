@@ -136,12 +136,9 @@ def _called(statement: ast.stmt) -> ast.expr | None:
         calling = [side for side in sides if has_call(side)]
         return calling[0] if len(calling) == 1 else None  # which of them raised is not known
     value = getattr(statement, "value", None)
-    # Of `a.b = 1` no call is left without what is done with its result.
-    return (
-        value
-        if isinstance(value, ast.expr) and (isinstance(statement, ast.Expr) or has_call(value))
-        else None
-    )
+    if not isinstance(value, ast.expr) or not (isinstance(statement, ast.Expr) or has_call(value)):
+        return None  # of `a.b = 1`, what is done with the value is all there is
+    return value
 
 
 def _not_raised(wanted: str, failing: Failing) -> Symptom | None:
