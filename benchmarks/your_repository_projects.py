@@ -128,8 +128,8 @@ def fetch_source(name: str, folder: Path) -> Path:
 def fetch_packages(project: Project, folder: Path) -> ImagesConfig:
     """What a build sees of what its tests need, so that it reaches no network. Raises CalledProcessError."""
     wheels, settings = folder / "wheels", folder / "pip.conf"
-    words = ["--python-version", "3.11", "--only-binary=:all:", "-d", str(wheels), *project.requirements]
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *words], check=True)
+    words = ["-w", str(wheels), *project.requirements]  # some are published as source alone
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", *words], check=True)
     settings.write_text(_PIP_CONF)
     return images_of(folder)
 
