@@ -25,6 +25,7 @@ from etude.agent.prompts import own_control_tokens
 from etude.config import SEARCHING, AgentConfig
 from etude.controller.expert_chats import ScriptedSession
 from etude.controller.families import check_split
+from etude.evaluation import ActingTasks
 from etude.observe import Observer
 from etude.observe.machine import available_cores
 from etude.records import Task, ToolCall, ToolResult
@@ -155,7 +156,11 @@ class Described(BugFixes):
     """See the module."""
 
     splits = tuple(_SEEDS)
-    acting = ()
+
+    @property
+    def acting(self) -> Sequence[ActingTasks]:
+        """See TaskFamily."""
+        return ()
 
     def source(self) -> TaskSource:
         """See TaskFamily."""

@@ -149,7 +149,7 @@ def measure(store: Path) -> dict[str, float]:
         spec = {"task": "t"}
         headers = {"authorization": f"Bearer {TOKEN}"}
         session = client.post(f"{url}/sessions", json=spec, headers=headers).json()
-        history = start()
+        history, data = start(), b""
         for _ in range(NUM_TURNS):
             data = json.dumps(body(history)).encode()
             began = time.perf_counter()

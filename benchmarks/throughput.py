@@ -44,6 +44,7 @@ from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput
+from etude.inference.service import EngineService
 from etude.model import LanguageModel
 from etude.model.huggingface import load_model, save_model, to_huggingface
 from etude.observe import MemorySink, SilentObserver
@@ -147,7 +148,7 @@ class Blocks:
         collected = self.collector.last
         replayed, gaps = self._replay(collected)
         if self._warm:
-            steps = self._parts.service.engine.counters.steps - self._steps
+            steps = self._engine_steps() - self._steps
             self.done.ours.append(figures | {"wall_s": wall_s, "engine_steps": float(steps)})
             self.done.baseline.append(replayed)
             self.done.contexts.append(_contexts(collected))
@@ -163,8 +164,13 @@ class Blocks:
         self.recorder.waves = []
         self._throughput = RunThroughput()
         self._throughput.begin(self._parts)
-        self._steps = self._parts.service.engine.counters.steps
+        self._steps = self._engine_steps()
         self._began = time.perf_counter()
+
+    def _engine_steps(self) -> int:
+        service = self._parts.service
+        assert isinstance(service, EngineService)
+        return service.engine.counters.steps
 
     def _replay(self, collected: Collected) -> tuple[Figures, Tensor]:
         segments = {str(t.id): t.segments[0] for t in collected.trajectories if t.reward is not None}
@@ -347,9 +353,8 @@ def midtrain(config: RunConfig, directory: Path) -> None:
     """Mid-trains a model for `config.midtrain.num_steps` and saves it with its tokenizer."""
     sessions = load_sessions(config.midtrain.num_sessions, SilentObserver())
     tokenizer = train_corpus_tokenizer(sessions, config.tokenizer.vocab_size)
-    documents = make_documents(
-        sessions, open_renderer(tokenizer, AgentConfig()), config.midtrain, config.agent.max_tokens
-    )
+    renderer = open_renderer(tokenizer, AgentConfig())
+    documents = make_documents(sessions, [], renderer, config.midtrain, config.agent.max_tokens)
     model = LanguageModel(config.model, tokenizer.vocab_size)
     model.initialise(config.seed)
     trainer = NextTokenTrainer(

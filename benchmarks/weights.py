@@ -65,9 +65,9 @@ def generate(num_words: int, learning_rate: float, seed: int = 0) -> tuple[Tenso
         optimizer.step()
         return parameter.detach().bfloat16().view(4096, -1)
 
-    for _ in range(WARM_UP_STEPS):
-        base = step()
-    return base, step()
+    for _ in range(WARM_UP_STEPS - 1):
+        step()
+    return step(), step()
 
 
 def entropy_bits(counts: NDArray[Any]) -> float:

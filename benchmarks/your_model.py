@@ -144,7 +144,10 @@ def trainer_difference(model: LanguageModel, texts: Sequence[Text]) -> float:
     model.ops = InvariantOps()
     scores = score_sequences(model, [np.array(text.tokens, dtype=np.int32) for text in texts])
     pairs = zip(texts, scores, strict=True)
-    return max(float(np.abs(np.float32(text.logprobs) - own[text.num_given :]).max()) for text, own in pairs)
+    return max(
+        float(np.abs(np.asarray(text.logprobs, np.float32) - own[text.num_given :]).max())
+        for text, own in pairs
+    )
 
 
 def measure(path: Path, directory: Path, num_prompts: int, num_tokens: int) -> Figures:

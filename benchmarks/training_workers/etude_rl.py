@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from etude.model.kernels.invariant import InvariantOps
 from etude.records import (
     Group,
     RewardBreakdown,
+    SampleChunk,
     SampleRequest,
     SamplingParams,
     Segment,
@@ -94,7 +96,7 @@ class Loop:
                 self.engine.close(name)
         return segments
 
-    def _segment(self, name: str, prompt: NDArray[np.int32], chunks: list[Any]) -> Segment:
+    def _segment(self, name: str, prompt: NDArray[np.int32], chunks: Sequence[SampleChunk]) -> Segment:
         tokens = np.concatenate([prompt, *(chunk.tokens for chunk in chunks)])
         logprobs = np.zeros(self.length, dtype=np.float32)
         logprobs[PROMPT_TOKENS:] = np.concatenate([chunk.logprobs for chunk in chunks])

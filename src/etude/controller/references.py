@@ -36,7 +36,13 @@ _AROUND = 8
 _APART = 3
 """Changes of a file with fewer lines between them are one edit."""
 _AT_ONCE = 2
-_NAME = re.compile(r"[A-Za-z_]\w{2,}")
+_PAGE = 40
+"""Lines that are read at once from where a definition was found."""
+_MOST_PAGES = 3
+_DEFINITION = re.compile(r"\s*(?:async def|def|class) (\w+)")
+_CODE = re.compile(r"`[^`]+`")
+_NAME = re.compile(r"(?<![\w/])[A-Za-z_]\w+(?![\w/]|\.py\b)")
+"""Not a part of a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +157,11 @@ def _write_calls(
             _need("write_file", tools)
             yield [ToolCall("write_file", {"path": path, "text": after})]
             continue
-        name = _named_in(task.instruction, before)
-        if name is not None and "grep" in tools:
-            yield [ToolCall("grep", {"pattern": rf"(def|class) {name}\b"})]
-        yield from _edit_calls(path, before, after, tools, limits)
+        hunks = find_hunks(before, after)
+        found = find_definition(task.instruction, before, hunks[0].start) if hunks else None
+        if found is not None and "grep" in tools:
+            yield [ToolCall("grep", {"pattern": rf"(def|class) {found[0]}\b"})]
+        yield from _edit_calls(path, hunks, found[1] if found else 0, tools, limits)
     if "run_tests" in tools:
         yield [ToolCall("run_tests")]
     _need("finish", tools)
@@ -162,15 +169,14 @@ def _write_calls(
 
 
 def _edit_calls(
-    path: str, before: str, after: str, tools: frozenset[str], limits: EpisodeLimits
+    path: str, hunks: Sequence[Hunk], definition: int, tools: frozenset[str], limits: EpisodeLimits
 ) -> Iterator[list[ToolCall]]:
-    """Reads what is to be changed, from above, and then changes it, from below, so that numbers stay."""
-    hunks = find_hunks(before, after)
+    """Reads what is to be changed, from above, and then changes it, from below, so that numbers stay.
+    `definition`: the line of it that was found, or 0."""
     if "read_file" in tools:
-        for hunk in hunks:
-            first = max(1, hunk.start - _AROUND)
-            count = min(hunk.end + _AROUND - first + 1, limits.tools.read_lines)
-            yield [ToolCall("read_file", {"path": path, "offset": str(first), "limit": str(count)})]
+        for first, count in find_pages(hunks, definition):
+            lines = {"offset": str(first), "limit": str(min(count, limits.tools.read_lines))}
+            yield [ToolCall("read_file", {"path": path, **lines})]
     _need("edit_lines", tools)
     for hunk in reversed(hunks):
         lines = {"start": str(hunk.start), "end": str(hunk.end)}
@@ -196,10 +202,31 @@ def find_hunks(before: str, after: str) -> list[Hunk]:
     return [Hunk(i1 + 1, min(i2, len(old)), "\n".join(new[j1:j2])) for i1, i2, j1, j2 in ranges]
 
 
-def _named_in(instruction: str, text: str) -> str | None:
-    """The last name of the instruction's that a file defines: calls come after imports."""
-    defined = set(re.findall(r"^\s*(?:async def|def|class) (\w+)", text, re.MULTILINE))
-    return next((name for name in reversed(_NAME.findall(instruction)) if name in defined), None)
+def find_pages(hunks: Sequence[Hunk], definition: int) -> list[tuple[int, int]]:
+    """(first line, number of lines) of what is read before hunks are edited, once each: page after page from
+    a definition that was found down to them, which an agent can repeat, else the lines around each."""
+    pages = dict[int, int]()
+    for hunk in hunks:
+        if definition and definition <= hunk.start and hunk.end < definition + _MOST_PAGES * _PAGE:
+            pages |= dict.fromkeys(range(definition, hunk.end + 1, _PAGE), _PAGE)
+        else:
+            first = max(1, hunk.start - _AROUND)
+            pages[first] = hunk.end + _AROUND - first + 1
+    return sorted(pages.items())
+
+
+def find_definition(instruction: str, text: str, line: int) -> tuple[str, int] | None:
+    """(name, line) of what a file defines and an instruction names, in code if any is: the last at or above a
+    line, which is most likely around it, else the first."""
+    words = _CODE.findall(instruction) or [instruction]
+    named = {name for part in words for name in _NAME.findall(part)}
+    found = [
+        (match[1], at)
+        for at, row in enumerate(text.split("\n"), start=1)
+        if (match := _DEFINITION.match(row)) and match[1] in named
+    ]
+    above = [one for one in found if one[1] <= line]
+    return above[-1] if above else (found[0] if found else None)
 
 
 def _need(tool: str, tools: frozenset[str]) -> None:
