@@ -31,9 +31,11 @@ ROUND_STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class MadeLearning(Demonstration):
-    """One seed of it. `num_tasks`: most tasks that RL is given."""
+    """One seed of it."""
 
     config: ClassVar[Path] = Path(__file__).parents[1] / "configs" / "made-tasks.toml"
+    num_tasks: int = 24
+    """Most tasks that RL is given; it meets each in one or two of its steps."""
     tasks: Path = field(kw_only=True)
     """Directory of made tasks."""
     most_rounds: int = field(default=4, kw_only=True)
@@ -88,11 +90,11 @@ class MadeLearning(Demonstration):
         return self.directory / "easiest"
 
     def _choose(self) -> list[Path]:
-        """The easiest tasks of modules whose sessions no SFT sees."""
+        """The easiest tasks of modules whose sessions no SFT sees, of all projects."""
         found = [(path, read_harbor(path).metadata) for path in find_directories(self.tasks, "--learn")]
-        return [path for path, known in found if known["split"] != "train" and known["difficulty"] == "easy"][
-            : self.num_tasks
-        ]
+        easy = [(path, known["split"]) for path, known in found if known["difficulty"] == "easy"]
+        easiest = [path for path, split in easy if split != "train"]
+        return sorted(easiest, key=lambda path: path.name.rpartition("-")[2])[: self.num_tasks]
 
     def _fine_tune(self, base: Path) -> list[tuple[RunDirectory, EvaluationResult]]:
         """Rounds of SFT, each with what the model then solves of RL's tasks."""
