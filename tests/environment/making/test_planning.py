@@ -24,14 +24,15 @@ TEST = "from lib import a\n\n" + "".join(
 )
 
 
-def search(planner: Planner, failures: dict[str, tuple[TestFailure, ...]]) -> None:
+def search(planner: Planner, failures: dict[str, tuple[TestFailure, ...]], at_once: int = 1) -> None:
     """Has tests notice all that the planner gives, each by its own test, combinations by their parts'."""
-    while (change := planner.next_change()) is not None:
-        at = len(failures)
-        message = f"assert 1 == 2\n +  where 1 = a.g{at}(1)"
-        own = (TestFailure(f"tests/test_a.py::test_{at}", message, 3 * at + 4),)
-        failures[change.id] = sum((failures[part] for part in change.parts), ()) or own
-        assert planner.take(change, Noticed(failures[change.id], (), 1)) is None
+    while batch := [one for _ in range(at_once) if (one := planner.next_change()) is not None]:
+        for change in batch:
+            at = len(failures)
+            message = f"assert 1 == 2\n +  where 1 = a.g{at}(1)"
+            own = (TestFailure(f"tests/test_a.py::test_{at}", message, 3 * at + 4),)
+            failures[change.id] = sum((failures[part] for part in change.parts), ()) or own
+            assert planner.take(change, Noticed(failures[change.id], (), 1)) is None
 
 
 def test_candidates_come_with_their_share_of_combinations_and_no_function_has_too_many() -> None:
@@ -49,6 +50,13 @@ def test_candidates_come_with_their_share_of_combinations_and_no_function_has_to
     functions = Counter((place.path, place.name) for one in kept for place in one.change.places)
     assert max(functions.values()) <= quotas.most_per_function
     assert {"planted_bug", "past_change", "combined"} <= {one.change.kind for one in kept}
+
+
+def test_single_bugs_do_not_take_the_places_of_combinations() -> None:
+    planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, Quotas(24, most_per_operator=1.0))
+    search(planner, {}, at_once=6)  # so that more is found than the functions have places for
+    kept = planner.select()
+    assert len(kept) == 24 and sum(is_compound(one) for one in kept) == 6
 
 
 def test_what_turns_out_to_be_no_task_is_made_up_for() -> None:

@@ -145,12 +145,13 @@ class Planner:
 
     def select(self) -> list[Verified]:
         """The candidates that become tasks. They are asked in the order of planning: which tests ended first
-        decides nothing. Every fourth is a combination, so that single bugs do not take all places that a
-        function has."""
+        decides nothing. Combinations come first, as many as are wanted: they need places in two functions,
+        which single bugs would take."""
         asked = self._candidates()
-        singles = iter([one for one in asked if not one.change.parts])
+        singles = [one for one in asked if not one.change.parts]
         compound = [one for one in asked if one.change.parts]
-        self._selection = select(list(in_turn([singles, singles, singles, compound])), self._quotas)
+        first = math.ceil(_SPARE * self._quotas.least_compound * self._quotas.most_tasks)
+        self._selection = select([*compound[:first], *singles, *compound[first:]], self._quotas)
         kept = self._selection.kept
         return [replace(one, difficulty=level) for one, level in zip(kept, grade(kept), strict=True)]
 
