@@ -100,10 +100,10 @@ class Loop:
         tokens = np.concatenate([prompt, *(chunk.tokens for chunk in chunks)])
         logprobs = np.zeros(self.length, dtype=np.float32)
         logprobs[PROMPT_TOKENS:] = np.concatenate([chunk.logprobs for chunk in chunks])
-        found = [chunk for chunk in chunks if chunk.routes is not None]
-        routes = np.full((self.length, *found[0].routes.shape[1:]), 255, dtype=np.uint8)
-        for chunk in found:  # the last token's experts are never computed: nothing follows it
-            routes[chunk.routes_start : chunk.routes_start + len(chunk.routes)] = chunk.routes
+        found = [(chunk.routes_start, chunk.routes) for chunk in chunks if chunk.routes is not None]
+        routes = np.full((self.length, *found[0][1].shape[1:]), 255, dtype=np.uint8)
+        for start, some in found:  # the last token's experts are never computed: nothing follows it
+            routes[start : start + len(some)] = some
         span = (VersionSpan(0, self.length, chunks[-1].version),)
         sampled = np.arange(self.length) >= PROMPT_TOKENS
         kept = self.blobs.put(routes)
