@@ -60,6 +60,11 @@ def test_a_reference_is_found_read_edited_tested_and_finished() -> None:
     assert names == ["grep", "read_file", "edit_lines", "run_tests", "finish"]
     assert "tally" in session.turns[0].outputs[0]
     assert session.turns[-1].outputs == () and not said
+    [unsearched], _ = play([task], "read_file,edit_lines,finish")
+    [found, around] = [
+        next(c for c in calls_of(one) if c.name == "read_file") for one in (session, unsearched)
+    ]
+    assert found.arguments["limit"] == "40" != around.arguments["limit"], "nothing has shown the line"
 
 
 def test_the_definition_that_is_looked_for_is_named_as_code_and_not_by_a_path() -> None:

@@ -158,8 +158,9 @@ def _write_calls(
             yield [ToolCall("write_file", {"path": path, "text": after})]
             continue
         hunks = find_hunks(before, after)
-        found = find_definition(task.instruction, before, hunks[0].start) if hunks else None
-        if found is not None and "grep" in tools:
+        can_find = bool(hunks) and "grep" in tools
+        found = find_definition(task.instruction, before, hunks[0].start) if can_find else None
+        if found is not None:
             yield [ToolCall("grep", {"pattern": rf"(def|class) {found[0]}\b"})]
         yield from _edit_calls(path, hunks, found[1] if found else 0, tools, limits)
     if "run_tests" in tools:
