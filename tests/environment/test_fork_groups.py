@@ -17,6 +17,7 @@ from etude.environment.fork_groups import (
     Refused,
     choose_turn,
 )
+from etude.environment.runners import Order
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import SamplerError, SandboxError
@@ -59,6 +60,11 @@ def new_sampler() -> ScriptedSampler:
     return ScriptedSampler(script_of(play), route_shape=(2, 2))
 
 
+def ordered(plan: ForkPlan) -> Order:
+    """The session that is forked as planned."""
+    return Order(TASK, PARENT, (7, 4, 0), SamplingParams(), True, plan)
+
+
 def fork(
     backend: SandboxBackend | None = None,
     sampler: ScriptedSampler | None = None,
@@ -66,9 +72,7 @@ def fork(
     plan: ForkPlan = PLAN,
 ) -> ForkedEpisode:
     environment = new_environment(backend, blobs)
-    return asyncio.run(
-        environment.run_forked(TASK, PARENT, sampler or new_sampler(), (7, 4, 0), SamplingParams(), plan)
-    )
+    return asyncio.run(environment.play(ordered(plan), sampler or new_sampler()))
 
 
 def test_siblings_go_on_from_the_very_state_and_are_graded_on_their_own() -> None:
@@ -174,7 +178,7 @@ def test_a_sibling_without_a_sandbox_is_reported_as_such_also_behind_a_summary()
         def stream(self, request):
             return policies[request.session_id.partition("~")[0].rpartition("/")[2]].stream(request)
 
-    run = environment.run_forked(TASK, PARENT, Both(script_of(play)), (7, 4, 0), SamplingParams(), PLAN)
+    run = environment.play(ordered(PLAN), Both(script_of(play)))
     episode = asyncio.run(run)
     assert episode.origin is not None
     assert episode.origin.segment_id != f"{PARENT}#0", "the edit comes in a later context"
@@ -270,7 +274,7 @@ def test_a_cancelled_fork_leaves_nothing_behind() -> None:
     sampler = Waiting(script_of(play))
 
     async def scenario() -> None:
-        run = new_environment(backend).run_forked(TASK, PARENT, sampler, (7, 4, 0), SamplingParams(), PLAN)
+        run = new_environment(backend).play(ordered(PLAN), sampler)
         episode = asyncio.create_task(run)
         await began.wait()
         episode.cancel()

@@ -16,6 +16,7 @@ from etude.environment.grading import Verdict
 from etude.environment.history import SessionTurn, StepEnded
 from etude.environment.origins import Origin
 from etude.environment.replay import Replayer, tell
+from etude.environment.runners import Order
 from etude.environment.server.creating import find_task
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.steps import StepRun, combine
@@ -182,7 +183,7 @@ def test_a_session_is_told_again_with_its_steps(tmp_path: Path) -> None:
 
     async def scenario(backend: SandboxBackend) -> None:
         environment = new_environment(backend)
-        session = environment._new_session(_play_of(task))
+        session = environment._new_session(Order(task, IDENTITY, (7, 1), SamplingParams()))
         world = EnvironmentSession.begin(environment._site, task)
         replay = await tell(trajectory, session, Replayer(world, world.context, next_step=world.next_step), 4)
         assert replay.equal and replay.num_calls == 4
@@ -193,12 +194,6 @@ def test_a_session_is_told_again_with_its_steps(tmp_path: Path) -> None:
         await world.close()
 
     with_backend("local", scenario)
-
-
-def _play_of(task: Task):
-    from etude.environment.episodes import Play
-
-    return Play(task, IDENTITY, SamplingParams(), False)
 
 
 @pytest.mark.parametrize(("wrong", "reward"), [(False, 1.0), (True, 0.0)])
@@ -212,9 +207,8 @@ def test_siblings_that_leave_in_a_later_step_go_on_in_it(tmp_path: Path, wrong: 
 
     async def scenario(backend: SandboxBackend):
         plan = ForkPlan("first_edit", (sibling,), (7, 1))
-        return await new_environment(backend).run_forked(
-            task, IDENTITY, sampler, (7, 0), SamplingParams(), plan
-        )
+        order = Order(task, IDENTITY, (7, 0), SamplingParams(), True, plan)
+        return await new_environment(backend).play(order, sampler)
 
     episode = with_backend("local", scenario)
     assert episode.refused is None

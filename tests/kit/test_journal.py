@@ -79,5 +79,5 @@ def test_one_at_a_time_writes_and_a_journal_is_made_once(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError):
         LineJournal.resume(path, checksum)
     for use in (journal.sync, lambda: journal.append({})):
-        with pytest.raises(OSError, match="closed"):
+        with pytest.raises(StoreError, match="cannot be written"):
             use()

@@ -9,8 +9,10 @@ from typing import Any, cast
 
 from etude.config import RlConfig
 from etude.environment.episodes import Environment
+from etude.environment.fork_groups import ForkedEpisode
+from etude.environment.runners import Order, Player
 from etude.protocols import Sampler
-from etude.records import RewardBreakdown, SamplingParams, Status, Task, Trajectory, TrajectoryId
+from etude.records import RewardBreakdown, SamplingParams, Status, Task, TrajectoryId
 from etude.rollout import GroupCollector
 from tests.environment.playing import TASK, scripted
 from tests.store.builders import make_trajectory
@@ -19,7 +21,7 @@ Verdicts = Callable[[int, int], float | None]
 """(task number, index in the group) -> the task's part of the reward; None: the infrastructure failed."""
 
 
-class GivenVerdicts:
+class GivenVerdicts(Player):
     """Stands in for an Environment: no session is played, the verdict of each is known beforehand."""
 
     def __init__(self, verdicts: Verdicts) -> None:
@@ -27,25 +29,20 @@ class GivenVerdicts:
         self.running = self.most_running = 0
         self._verdicts = verdicts
 
-    async def run(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: object,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        training: bool = False,
-    ) -> Trajectory:
+    async def play(self, order: Order, sampler: object) -> ForkedEpisode:
         """A session of one step of the event loop."""
-        self.asked.append((identity, rng_key, params))
+        identity = order.identity
+        self.asked.append((identity, order.rng_key, order.params))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0)
         self.running -= 1
         verdict = self._verdicts(identity.group, identity.index)
         if verdict is None:
-            return replace(make_trajectory(), id=identity, status=Status.INFRASTRUCTURE, reward=None)
-        return replace(make_trajectory(), id=identity, reward=RewardBreakdown(verdict))
+            return ForkedEpisode(
+                replace(make_trajectory(), id=identity, status=Status.INFRASTRUCTURE, reward=None)
+            )
+        return ForkedEpisode(replace(make_trajectory(), id=identity, reward=RewardBreakdown(verdict)))
 
 
 def task_source(number: int) -> Task:

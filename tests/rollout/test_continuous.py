@@ -11,8 +11,11 @@ from benchmarks.simulation.rollout import SessionShapes, SimulatedEngine, Simula
 
 from etude.config import RlConfig
 from etude.environment.episodes import Environment
+from etude.environment.fork_groups import ForkedEpisode
+from etude.environment.runners import Order
 from etude.errors import StoreError
-from etude.records import Group, PolicyVersion, Status, Task, Trajectory, WeightManifest
+from etude.protocols import Sampler
+from etude.records import Group, PolicyVersion, Status, Trajectory, WeightManifest
 from etude.rollout import Collected, ContinuousCollector
 from etude.rollout.buffer import Taken
 from etude.rollout.curriculum import CollectorState
@@ -229,17 +232,17 @@ class FailingAt:
         self._inner, self._index, self._error = inner, index, error
         self.running = 0
 
-    async def run(self, task: Task, identity: Any, *arguments: Any, **named: Any) -> Trajectory:
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
         self.running += 1
         try:
-            trajectory = await self._inner.run(task, identity, *arguments, **named)
+            episode = await self._inner.play(order, sampler)
         finally:
             self.running -= 1
-        if identity.index != self._index:
-            return trajectory
+        if order.identity.index != self._index:
+            return episode
         if self._error is not None:
             raise self._error
-        return replace(trajectory, status=Status.INFRASTRUCTURE, reward=None)
+        return ForkedEpisode(replace(episode.trajectory, status=Status.INFRASTRUCTURE, reward=None))
 
 
 @pytest.mark.slow

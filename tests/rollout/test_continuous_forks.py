@@ -9,9 +9,10 @@ from benchmarks.simulation.rollout import SimulatedEnvironment, run_virtual
 
 from etude.agent import ScriptedSampler
 from etude.config import RlConfig
-from etude.environment.fork_groups import ForkedEpisode, ForkPlan, ForkPoint, Refused, branch_of
+from etude.environment.fork_groups import ForkedEpisode, ForkPoint, Refused, branch_of
+from etude.environment.runners import Order
 from etude.protocols import Sampler
-from etude.records import Group, GroupOrigin, Task, Trajectory, TrajectoryId
+from etude.records import Group, GroupOrigin, Trajectory
 from etude.rollout import Collected, ContinuousCollector
 from etude.rollout.curriculum import CollectorState
 from etude.store.trajectories import TrajectoryLog
@@ -28,30 +29,22 @@ class Forking:
     def __init__(self, inner: SimulatedEnvironment) -> None:
         self._inner = inner
 
-    async def run(self, *arguments: Any, **named: Any) -> Trajectory:
-        return await self._inner.run(*arguments, **named)
-
     @property
     def most_running(self) -> int:
         return self._inner.most_running
 
-    async def run_forked(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: Any,
-        plan: ForkPlan,
-    ) -> ForkedEpisode:
-        forked = await self._inner.run(task, identity, sampler, rng_key, params, True)
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+        played = await self._inner.play(order, sampler)
+        forked, plan = played.trajectory, order.plan
+        if plan is None:
+            return played
         if len(forked.turns) < 2:
             return ForkedEpisode(forked, refused=Refused.TOO_SHORT)
         at = forked.turns[1]
         point = ForkPoint(1, at.segment_id, at.start)
         siblings = await asyncio.gather(
             *(
-                self._inner.run(task, one.identity, sampler, one.rng_key, params, True)
+                self._inner.run(order.task, one.identity, sampler, one.rng_key, order.params, True)
                 for one in plan.siblings
             )
         )

@@ -11,16 +11,10 @@ from benchmarks.simulation.rollout.sessions import SessionShape, SessionShapes
 from numpy.typing import NDArray
 
 from etude.agent import AgentSession, SessionLimits, run_session
+from etude.environment.fork_groups import ForkedEpisode
+from etude.environment.runners import Order, Player
 from etude.protocols import OnCall, OnResult, Sampler
-from etude.records import (
-    RewardBreakdown,
-    SamplingParams,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    TrajectoryId,
-)
+from etude.records import RewardBreakdown, ToolCall, ToolResult
 from etude.tokens.renderer import Renderer
 
 LOOK = ToolCall("read_file", {"path": "a.py"})
@@ -30,7 +24,7 @@ _LENGTH_STEP = 1.1
 """Messages are made in lengths that grow by this factor, so that few are rendered."""
 
 
-class SimulatedEnvironment:
+class SimulatedEnvironment(Player):
     """Stands in for an Environment: same episodes, with what its SessionShapes drew.
 
     Each turn but the last calls one tool. `message` is what a SimulatedEngine samples from.
@@ -57,31 +51,24 @@ class SimulatedEnvironment:
         lengths = self._drawn[session_id].message_tokens
         return self._render(lengths[number], number + 1 == len(lengths))
 
-    async def run(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        training: bool = False,
-    ) -> Trajectory:
-        """See Environment.run. Infrastructure never fails here."""
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+        """See Player.play. Infrastructure never fails here."""
+        task, identity = order.task, order.identity
         shape = self._shapes.draw(task, identity.group, identity.index)
         session_id = f"{identity}~0"
         longest = max(len(self._render(length, True)) for length in shape.message_tokens)
-        params = replace(params, max_tokens=max(params.max_tokens, longest))
+        params = replace(order.params, max_tokens=max(order.params.max_tokens, longest))
         session = AgentSession(task.instruction, self._renderer, identity, self._limits, params)
         self._drawn[session_id] = shape
         self.most_running = max(self.most_running, len(self._drawn))
         try:
-            await run_session(session, sampler, _Tools(shape.tool_s), session_id, rng_key)
+            await run_session(session, sampler, _Tools(shape.tool_s), session_id, order.rng_key)
             await asyncio.sleep(shape.grade_s)
         finally:
             del self._drawn[session_id]
         self.num_turns += len(session.turns)
         self.num_ended += 1
-        return session.trajectory(reward=RewardBreakdown(float(shape.passes)))
+        return ForkedEpisode(session.trajectory(reward=RewardBreakdown(float(shape.passes))))
 
     def _render(self, num_tokens: int, is_last: bool) -> NDArray[np.int32]:
         """A message of about so many tokens, thoughts first."""

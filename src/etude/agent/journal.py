@@ -83,7 +83,7 @@ class JournaledSession:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = LineJournal.create(path, xxh3_64_hexdigest)
         journal = cls(session, state, file, sync)
-        journal._append({"kind": "session", **describe(session)})
+        journal._file.append({"kind": "session", **describe(session)})
         journal._flush()
         return journal
 
@@ -139,12 +139,12 @@ class JournaledSession:
         self._flush()
 
     def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
-        self._append({"kind": "begun", "calls": [call_document(call) for call in calls]})
+        self._file.append({"kind": "begun", "calls": [call_document(call) for call in calls]})
         self._flush()
         return dict(self._known)
 
     def ended(self, position: int, result: ToolResult) -> None:
-        self._append({"kind": "ended", "position": position, "result": result_document(result)})
+        self._file.append({"kind": "ended", "position": position, "result": result_document(result)})
 
     def close(self) -> None:
         """Releases the file. Idempotent."""
@@ -157,28 +157,16 @@ class JournaledSession:
     def _tell(self, told: Input, **more: Any) -> None:
         self._write_chunks()
         apply(self.session, told)
-        self._append({**to_document(told), **more})
+        self._file.append({**to_document(told), **more})
 
     def _write_chunks(self) -> None:
         chunks, self._chunks = self._chunks, []
         if chunks:
-            self._append(to_document(ChunksIn(merge(chunks))))
-
-    def _append(self, document: Mapping[str, Any]) -> None:
-        try:
-            self._file.append(document)
-        except OSError as error:
-            raise self._failed(error) from error
+            self._file.append(to_document(ChunksIn(merge(chunks))))
 
     def _flush(self) -> None:
-        try:
-            if self._sync:
-                self._file.sync()
-        except OSError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: OSError) -> StoreError:
-        return StoreError("the journal cannot be written", field=str(self._file.path), received=str(error))
+        if self._sync:
+            self._file.sync()
 
 
 def describe(session: AgentSession) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Sized
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -254,7 +255,7 @@ def import_command(
 
     report = import_task_set(rows, repositories, out, load_config(config, settings or []), image)
     if as_json:
-        print_json(report.to_document())
+        print_json(asdict(report))
     else:
         for one in report.rejects:
             typer.echo(f"{one['row']}: rejected: {one['reason']}")

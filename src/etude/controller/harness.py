@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from etude.agent import agent_format, open_renderer
 from etude.config import HarnessConfig, RunConfig
 from etude.environment.episodes import Environment, EpisodeLimits, RouteKeeper
-from etude.environment.runners import TimedRunner
+from etude.environment.runners import TimedPlayer
 from etude.errors import ConfigError
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
@@ -33,7 +33,7 @@ async def open_environment(
     tokenizer: Tokenizer,
     limits: EpisodeLimits,
     keep_routes: RouteKeeper,
-) -> AsyncIterator[TimedRunner]:
+) -> AsyncIterator[TimedPlayer]:
     """What runs the episodes of a run in this process. Raises ConfigError as `check_harness`."""
     harness, reward = config.agent.harness, config.rl.reward
     if not harness.command:

@@ -15,7 +15,7 @@ from etude.controller.engines import SampledModel, make_engine, make_snapshots, 
 from etude.controller.harness import open_environment
 from etude.controller.remote.fleet import EngineFleet
 from etude.environment.episodes import EpisodeLimits
-from etude.environment.runners import TimedRunner
+from etude.environment.runners import TimedPlayer
 from etude.inference import EngineService
 from etude.inference.vllm import VllmSampler
 from etude.model import LanguageModel
@@ -40,7 +40,7 @@ class Parts:
     blobs: Blobs
     weights: WeightPublisher
     service: Service
-    environment: TimedRunner
+    environment: TimedPlayer
 
     async def serve(self, model: AnyModel, name: str) -> None:
         """Brings a model into service as step 0 of `name`."""

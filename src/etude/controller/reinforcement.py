@@ -23,9 +23,10 @@ from etude.config import RewardConfig, RunConfig
 from etude.controller.parity import ParityGate
 from etude.controller.publication import Publication
 from etude.controller.utilisation import Utilisation
+from etude.environment.runners import Player
 from etude.evaluation.suite import check_infrastructure
 from etude.observe import MetricSink, Observer, shares_by_cause, summarize_behaviour, summarize_voided
-from etude.protocols import EpisodeRunner, Handle, KvPolicy, Sampler, Trainer, WeightSink
+from etude.protocols import Handle, KvPolicy, Sampler, Trainer, WeightSink
 from etude.records import BlobRef, Group, Trajectory
 from etude.rollout import Collected, Collector, ContinuousCollector, GroupCollector
 from etude.rollout.curriculum import CollectorState, TaskSource
@@ -296,7 +297,7 @@ class Validation:
 
 
 def make_collector(
-    environment: EpisodeRunner,
+    environment: Player,
     sampler: Sampler,
     tasks: TaskSource,
     config: RunConfig,

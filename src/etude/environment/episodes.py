@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +38,13 @@ from etude.environment.grading import Verdict
 from etude.environment.member import MemberSampler
 from etude.environment.replay import Retelling, tell
 from etude.environment.rewards import check_reward, measure_effort, with_length
-from etude.environment.runners import EnvironmentTimes
+from etude.environment.runners import EnvironmentTimes, Order, Player
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
 from etude.kit.tasks import end_tasks, finish_all
 from etude.protocols import Sampler
-from etude.records import BlobRef, SamplingParams, Status, Task, Trajectory, TrajectoryId
+from etude.records import BlobRef, Status, Trajectory
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 from etude.tokens.pieces import Piece
@@ -52,7 +52,6 @@ from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 
 RouteKeeper = Callable[[NDArray[np.uint8]], BlobRef]
-Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +87,8 @@ class EpisodeLimits:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Play:
-    """What every attempt at an episode has in common."""
-
-    task: Task
-    identity: TrajectoryId
-    params: SamplingParams
-    training: bool
-
-
-class Environment:
-    """Runs episodes, in this process. Implements TimedRunner and ForkingRunner.
+class Environment(Player):
+    """Runs episodes, in this process. Implements TimedPlayer.
 
     Holds no session: many may run at once in one event loop.
     """
@@ -157,112 +146,74 @@ class Environment:
         if self._site.indexes is not None:
             await self._site.indexes.close()
 
-    async def run(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        training: bool = False,
-        first_attempt: int = 0,
-    ) -> Trajectory:
-        """See EpisodeRunner.run. `first_attempt`: how often the episode has been begun elsewhere."""
-        play = Play(task, identity, params, training)
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+        """See Player.play. Siblings that fail are reported as such; what fails before is begun again."""
 
-        async def attempt(session: AgentSession, number: int) -> Trajectory:
-            world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
+        async def attempt(session: AgentSession, number: int) -> ForkedEpisode:
+            # One that is forked is held open until its siblings are: what is computed together must not
+            # depend on how long copies of a sandbox take.
+            held = None if order.plan is None else MemberSampler(sampler, holds=True)
+            world = EnvironmentSession.begin(self._site, order.task, self._limits.sandbox)
             try:
                 timings = await run_session(
                     session,
-                    sampler,
+                    held or sampler,
                     world,
-                    f"{identity}~{number}",
-                    rng_key,
+                    f"{order.identity}~{number}",
+                    order.rng_key,
                     patience=self._patience,
                     next_words=world.next_step,
                 )
-                return await self._graded(session, world, timings, number)
+                if order.plan is None or held is None:
+                    return ForkedEpisode(await self._graded(session, world, timings, number))
+                return await self._fork(order, order.plan, session, world, timings, number, held, sampler)
             finally:
+                if held is not None:
+                    held.end()
                 await asyncio.shield(world.close())
 
-        return await self._until_done(play, attempt, lambda failed: failed, first_attempt)
-
-    async def run_forked(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        plan: ForkPlan,
-        first_attempt: int = 0,
-    ) -> ForkedEpisode:
-        """See ForkingRunner.run_forked. `first_attempt`: see `run`.
-
-        Infrastructure failures of the episode are retried as in `run`, with all that left it; siblings that
-        fail are reported as such.
-        """
-        play = Play(task, identity, params, training=True)
-
-        async def attempt(session: AgentSession, number: int) -> ForkedEpisode:
-            # Held open until its siblings are: what is computed together must not depend on how long
-            # copies of a sandbox take.
-            held = MemberSampler(sampler, holds=True)
-            world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
-            try:
-                name = f"{identity}~{number}"
-                timings = await run_session(session, held, world, name, rng_key, next_words=world.next_step)
-                return await self._fork(play, session, world, timings, number, plan, held, sampler)
-            finally:
-                held.end()
-                await asyncio.shield(world.close())
-
-        return await self._until_done(play, attempt, ForkedEpisode, first_attempt)
+        return await self._until_done(order, attempt)
 
     async def _until_done(
-        self,
-        play: Play,
-        attempt: Callable[[AgentSession, int], Awaitable[Done]],
-        failed: Callable[[Trajectory], Done],
-        number: int,
-    ) -> Done:
-        """What attempt `number`, or a later one, comes to."""
+        self, order: Order, attempt: Callable[[AgentSession, int], Awaitable[ForkedEpisode]]
+    ) -> ForkedEpisode:
+        """What the first attempt that our machinery survives comes to, or the last one's failure."""
+        number = order.first_attempt
         while True:
-            session = self._new_session(play)
+            session = self._new_session(order)
             try:
                 done = await attempt(session, number)
             except InfrastructureError as error:
                 self.times.num_infrastructure_failures += 1
                 number += 1
                 if number >= self._limits.max_attempts:
-                    return failed(_failed(session, error, number))
+                    return ForkedEpisode(_failed(session, error, number))
             else:
                 self.times.num_episodes += 1
                 return done
 
-    def _new_session(self, play: Play) -> AgentSession:
+    def _new_session(self, order: Order) -> AgentSession:
         summary = self._limits.summary
-        if summary is not None and not play.training:
+        if summary is not None and not order.training:
             summary = replace(summary, jitter=0.0)
         return AgentSession(
-            play.task.instruction,
+            order.task.instruction,
             self._renderer,
-            play.identity,
+            order.identity,
             self._limits.session,
-            play.params,
+            order.params,
             self._system,
             summary,
         )
 
     async def _fork(
         self,
-        play: Play,
+        order: Order,
+        plan: ForkPlan,
         session: AgentSession,
         world: EnvironmentSession,
         timings: Timings,
         attempt: int,
-        plan: ForkPlan,
         held: MemberSampler,
         sampler: Sampler,
     ) -> ForkedEpisode:
@@ -278,10 +229,10 @@ class Environment:
         names = [f"{place.identity}~{attempt}" for place in plan.siblings]
         try:
             for name, view in zip(names, views, strict=True):
-                view.open_beside(name, f"{play.identity}~{attempt}")
+                view.open_beside(name, f"{order.identity}~{attempt}")
             held.end()
             places = zip(plan.siblings, names, chosen.worlds, views, strict=True)
-            running += [asyncio.create_task(self._sibling(play, told, chosen, *place)) for place in places]
+            running += [asyncio.create_task(self._sibling(order, told, chosen, *place)) for place in places]
             trajectory = await self._graded(session, world, timings, attempt)
             siblings = [await one for one in running]
         finally:
@@ -290,7 +241,7 @@ class Environment:
 
     async def _sibling(
         self,
-        play: Play,
+        order: Order,
         told: Trajectory,
         forked: ForkedWorlds,
         place: Place,
@@ -299,9 +250,9 @@ class Environment:
         view: MemberSampler,
     ) -> Trajectory:
         """Goes on from the fork, to a grade of its own. A failure of ours ends it as such."""
-        session = self._new_session(play)
+        session = self._new_session(order)
         try:
-            await tell(told, session, Retelling(play.task), forked.point.turn)
+            await tell(told, session, Retelling(order.task), forked.point.turn)
             if isinstance(world, InfrastructureError):
                 raise world
             timings = await run_session(session, view, world, name, place.rng_key, next_words=world.next_step)
@@ -380,22 +331,6 @@ async def _end(
     for view in views:
         view.end()
     await finish_all(one.close() for one in forked.made)
-
-
-def failed_trajectory(
-    renderer: Renderer,
-    limits: EpisodeLimits,
-    task: Task,
-    identity: TrajectoryId,
-    params: SamplingParams,
-    error: InfrastructureError,
-    num_attempts: int,
-) -> Trajectory:
-    """The record of an episode that was begun so often, and of which nothing came back."""
-    session = AgentSession(
-        task.instruction, renderer, identity, limits.session, params, summary=limits.summary
-    )
-    return _failed(session, error, num_attempts)
 
 
 def _failed(session: AgentSession, error: InfrastructureError, num_attempts: int) -> Trajectory:

@@ -20,13 +20,15 @@ from dataclasses import dataclass, replace
 
 from etude.agent import AgentSession
 from etude.config import HarnessConfig, RewardConfig
-from etude.environment.episodes import Environment, EpisodeLimits, Play, RouteKeeper
+from etude.environment.episodes import Environment, EpisodeLimits, RouteKeeper
+from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.recording.live import LiveSessions, RecordedSession
 from etude.environment.recording.spec import SamplingDefaults, SessionSpec
+from etude.environment.runners import Order
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import AgentError, SamplerError, SandboxError
 from etude.protocols import Sampler
-from etude.records import SamplingParams, Status, Task, ToolResult, Trajectory, TrajectoryId
+from etude.records import Status, Task, ToolResult, Trajectory
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import CommandResult
 from etude.tokens.chat.errors import ContextLengthError
@@ -48,7 +50,7 @@ class _Ending:
 
 
 class HarnessEnvironment(Environment):
-    """Runs episodes of a foreign agent, in this process. Implements TimedRunner."""
+    """Runs episodes of a foreign agent, in this process. Implements TimedPlayer."""
 
     def __init__(
         self,
@@ -72,36 +74,25 @@ class HarnessEnvironment(Environment):
         self._resources = replace(limits.sandbox, cpu_s=max(limits.sandbox.cpu_s, cpu_s))
         self._places = asyncio.Semaphore(harness.max_running)
 
-    async def run(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        training: bool = False,
-        first_attempt: int = 0,
-    ) -> Trajectory:
-        """See EpisodeRunner.run; the sampling is `params`, whatever the agent asks for."""
-        play = Play(task, identity, params, training)
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+        """See Player.play; the sampling is the order's, whatever the agent asks for."""
+        assert order.plan is None, "sessions of a foreign agent cannot be forked"
 
-        async def attempt(unused: AgentSession, number: int) -> Trajectory:
+        async def attempt(unused: AgentSession, number: int) -> ForkedEpisode:
             async with self._places:
-                return await self._attempt(play, sampler, rng_key, number)
+                return ForkedEpisode(await self._attempt(order, sampler, number))
 
-        return await self._until_done(play, attempt, lambda failed: failed, first_attempt)
+        return await self._until_done(order, attempt)
 
-    async def _attempt(
-        self, play: Play, sampler: Sampler, rng_key: tuple[int, ...], number: int
-    ) -> Trajectory:
-        fixed = replace(play.params, max_tokens=self._limits.session.max_message_tokens)
+    async def _attempt(self, order: Order, sampler: Sampler, number: int) -> Trajectory:
+        fixed = replace(order.params, max_tokens=self._limits.session.max_message_tokens)
         sampling = SamplingDefaults(fixed, fixed.max_tokens, own_noise=True)
-        session = self._sessions.open(SessionSpec(play.identity, sampling=sampling), sampler, rng_key)
-        world = EnvironmentSession.begin(self._site, play.task, self._resources, self._reach)
+        session = self._sessions.open(SessionSpec(order.identity, sampling=sampling), sampler, order.rng_key)
+        world = EnvironmentSession.begin(self._site, order.task, self._resources, self._reach)
         began = time.perf_counter()
         try:
             try:
-                ending = await self._play(play.task, session, world)
+                ending = await self._play(order.task, session, world)
             finally:
                 await asyncio.shield(self._sessions.end(session))
             harness_s = time.perf_counter() - began

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import math
 import os
+import subprocess
 import tarfile
+import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from etude.agent.simulated_user import SimulatedUser
 from etude.environment.preparing import begin_step, wait_until_healthy
 from etude.errors import ConfigError, ResourceError, SandboxError, TaskError
+from etude.kit.git import git_fault, run_git
 from etude.records import HealthCheck, Task, TaskStep
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Image, Template
@@ -179,57 +181,24 @@ async def repository_template(path: Path, commit: str = "HEAD") -> Template:
     # A name that begins with a dash would be an option; `--end-of-options` needs a newer git than many hosts.
     if commit.startswith("-") or not commit:
         raise ConfigError("is no commit", field="commit", received=commit, fix="a hash, a branch or a tag")
-    archive = await _git(path, "archive", "--format=tar", commit)
-    files = await asyncio.to_thread(_untar, archive)
-    return Template(files, path.name)
+    return Template(await asyncio.to_thread(_read_commit, path, commit), path.name)
 
 
-def _untar(archive: bytes) -> dict[str, bytes | str]:
-    files: dict[str, bytes | str] = {}
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        for member in tar:
-            content = tar.extractfile(member) if member.isreg() else None
-            if content is not None:
-                files[member.name] = content.read()
-    return files
-
-
-async def _git(path: Path, *arguments: str) -> bytes:
-    """What git prints. Raises ConfigError with git's own words, ResourceError for too much."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            "git", "-C", str(path), *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-    except OSError as error:
-        raise ConfigError("git cannot be run", field="repository", received=str(error)) from error
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        async with asyncio.timeout(_GIT_S):
-            words = asyncio.ensure_future(process.stderr.read(4096))
-            pieces: list[bytes] = []
-            total = 0
-            while piece := await process.stdout.read(1 << 20):
-                total += len(piece)
-                _check_size(total, path)
-                pieces.append(piece)
-            code = await process.wait()
-            said = (await words).decode(errors="replace").strip()
-    except TimeoutError as error:
-        raise ConfigError(
-            f"git took more than {_GIT_S:g} s", field="repository", received=str(path),
-            fix="name a smaller repository, or a directory without one",
-        ) from error  # fmt: skip
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-    if code:
-        raise ConfigError(
-            f"git: {said[:300]}", field="repository", received=str(path), fix="name a repository and a commit"
-        )
-    return b"".join(pieces)
+def _read_commit(path: Path, commit: str) -> dict[str, bytes | str]:
+    with tempfile.TemporaryFile() as archive:
+        try:
+            run_git(path, "archive", "--format=tar", commit, timeout_s=_GIT_S, out=archive)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(
+                f"git: {git_fault(error)}", field="repository", received=str(path),
+                fix="name a repository and a commit",
+            ) from error  # fmt: skip
+        _check_size(os.fstat(archive.fileno()).st_size, path)
+        archive.seek(0)
+        with tarfile.open(fileobj=archive) as tar:
+            return {
+                one.name: content.read() for one in tar if one.isreg() and (content := tar.extractfile(one))
+            }
 
 
 def _check_size(total: int, path: Path) -> None:

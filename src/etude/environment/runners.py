@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.protocols import EpisodeRunner, Sampler
-from etude.records import SamplingParams, Task, TrajectoryId
+from etude.records import SamplingParams, Task, Trajectory, TrajectoryId
 
 
 @dataclass(slots=True)
@@ -34,27 +34,45 @@ def latest_times(one: EnvironmentTimes, other: EnvironmentTimes) -> EnvironmentT
     return EnvironmentTimes(*map(max, astuple(one), astuple(other)))
 
 
-class TimedRunner(EpisodeRunner, Protocol):
-    """Knows where its time went."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a session is made of, but for its sampler: see EpisodeRunner.run."""
 
-    @property
-    def times(self) -> EnvironmentTimes:
-        """Of all episodes so far, as far as they have been told of."""
+    task: Task
+    identity: TrajectoryId
+    rng_key: tuple[int, ...]
+    params: SamplingParams
+    training: bool = False
+    plan: ForkPlan | None = None
+    """Of its fork, if it is to be forked at one of its turns before it is graded."""
+    first_attempt: int = 0
+    """How often it has been begun before, by processes that are gone."""
+
+
+class Player(EpisodeRunner, Protocol):
+    """Runs episodes, and can fork a session in its middle."""
+
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+        """One episode, as `run` does it; without a plan it is not forked, and not refused either."""
         ...
 
-
-@runtime_checkable
-class ForkingRunner(EpisodeRunner, Protocol):
-    """Can fork a session in its middle."""
-
-    async def run_forked(
+    async def run(
         self,
         task: Task,
         identity: TrajectoryId,
         sampler: Sampler,
         rng_key: tuple[int, ...],
         params: SamplingParams,
-        plan: ForkPlan,
-    ) -> ForkedEpisode:
-        """One training episode; before it is graded it is forked at one of its turns, as planned."""
+        training: bool = False,
+    ) -> Trajectory:
+        """See EpisodeRunner.run."""
+        return (await self.play(Order(task, identity, rng_key, params, training), sampler)).trajectory
+
+
+class TimedPlayer(Player, Protocol):
+    """Knows where its time went."""
+
+    @property
+    def times(self) -> EnvironmentTimes:
+        """Of all episodes so far, as far as they have been told of."""
         ...

@@ -1,6 +1,6 @@
 """Small mechanisms that every part needs, each in one place. It imports the standard library and the errors.
 
 `durable`: files and folders that are there whole or not at all. `leftovers`: what a killed process leaves
-behind. `journal`: checksummed lines. `retry`: trying again with pauses that grow. `syntax`: trees of
-Python's. `tasks`: work that goes on beside its caller.
+behind. `journal`: checksummed lines. `retry`: trying again with pauses that grow. `git`: what git prints.
+`syntax`: trees of Python's. `tasks`: work that goes on beside its caller.
 """

@@ -10,7 +10,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ class LineJournal:
     """A journal that is open for appending, and locked meanwhile. Lines are in the hands of the operating
     system once they are appended, and on the disk after `sync`.
 
-    Raises OSError where the file cannot be written or is closed.
+    Both raise StoreError where the file cannot be written or is closed, and from then on: after half a line
+    another one would be damage.
     """
 
     def __init__(self, path: Path, checksum: Checksum, flags: int = 0) -> None:
         """Use `create` or `resume`."""
         self.path = path
         self._checksum = checksum
+        self._failed: StoreError | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         try:
@@ -67,18 +70,27 @@ class LineJournal:
         """Writes one line."""
         text = json.dumps(document, separators=(",", ":")).encode()
         line = b"%s %s\n" % (self._checksum(text).encode(), text)
-        self._check_open()
-        if self._file.write(line) != len(line):
-            raise OSError("the disk is full")
+        with self._failing():
+            if self._file.write(line) != len(line):
+                raise OSError("the disk is full")
 
     def sync(self) -> None:
         """Waits until the disk holds what was appended."""
-        self._check_open()
-        os.fdatasync(self._file.fileno())
+        with self._failing():
+            os.fdatasync(self._file.fileno())
 
-    def _check_open(self) -> None:
-        if self._file.closed:
-            raise OSError(f"{self.path} is closed")
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except (OSError, ValueError) as error:  # a ValueError: it is closed
+            self._failed = StoreError(
+                "the journal cannot be written", field=str(self.path), received=str(error),
+                fix="make room on its disk",
+            )  # fmt: skip
+            raise self._failed from error
 
     def close(self) -> None:
         """Lets the file go. Idempotent."""

@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from etude.kit.git import run_git
+
 LIBRARIES = (
     "etude",
     "torch",
@@ -128,11 +130,8 @@ def _gpus() -> list[str]:
     return names
 
 
-def _git(root: Path, *arguments: str) -> str:
+def _git(root: Path, *words: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return run_git(root, *words, timeout_s=10.0).decode(errors="replace").strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -16,8 +16,9 @@ from typing import Protocol
 
 from etude.algorithms.signal import Signal, as_surplus, signal_of
 from etude.config import RlConfig
+from etude.environment.runners import Player
 from etude.kit.tasks import run_together
-from etude.protocols import EpisodeRunner, Sampler
+from etude.protocols import Sampler
 from etude.records import Group, Task, Trajectory
 from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
 from etude.rollout.forks import Members, count_fork, fork_figures, fork_group
@@ -84,7 +85,7 @@ class GroupCollector:
 
     def __init__(
         self,
-        environment: EpisodeRunner,
+        environment: Player,
         sampler: Sampler,
         tasks: TaskSource,
         config: RlConfig,

@@ -31,8 +31,9 @@ from etude.algorithms.signal import Signal, signal_of
 from etude.config import RlConfig
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
+from etude.environment.runners import Player
 from etude.kit.tasks import Tasks, start_watched
-from etude.protocols import EpisodeRunner, PacedSampler, Sampler
+from etude.protocols import PacedSampler, Sampler
 from etude.records import Group, Status, Task
 from etude.rollout.buffer import GroupBuffer, Taken, dropped_groups, groups_of, trained_groups
 from etude.rollout.collect import MAX_OVERSAMPLING, Collected, expected_share, learn_share
@@ -66,7 +67,7 @@ class ContinuousCollector:
 
     def __init__(
         self,
-        environment: EpisodeRunner,
+        environment: Player,
         sampler: Sampler,
         tasks: TaskSource,
         config: RlConfig,

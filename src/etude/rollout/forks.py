@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from etude.config import ForkConfig, RlConfig
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan, Place
-from etude.environment.runners import ForkingRunner
-from etude.protocols import EpisodeRunner, Sampler
+from etude.environment.runners import Order, Player
+from etude.protocols import Sampler
 from etude.records import Group, SamplingParams, Status, Task, TrajectoryId
 from etude.rollout.curriculum import TaskSource
 from etude.rollout.epochs import epoch_of
@@ -50,7 +50,7 @@ def plan_fork(identity: TrajectoryId, config: ForkConfig, group_size: int, seed:
 class Members:
     """Plays the sessions of a collector's groups."""
 
-    runner: EpisodeRunner
+    runner: Player
     config: RlConfig
     run: str
     """Name of the run."""
@@ -71,13 +71,11 @@ class Members:
         """One member, with what left it in its middle, if it is to be forked."""
         identity = TrajectoryId(self.run, task.id, epoch_of(self.tasks, number), number, index)
         params = SamplingParams(temperature=self.config.temperature)
-        rng_key = (self.seed, number, index)
-        if not self.is_forked(number, index):
-            trajectory = await self.runner.run(task, identity, sampler, rng_key, params, training=True)
-            return ForkedEpisode(trajectory)
-        assert isinstance(self.runner, ForkingRunner), "every runner of a run is one"
-        plan = plan_fork(identity, self.config.forks, self.num_asked, self.seed)
-        return await self.runner.run_forked(task, identity, sampler, rng_key, params, plan)
+        order = Order(task, identity, (self.seed, number, index), params, training=True)
+        if self.is_forked(number, index):
+            plan = plan_fork(identity, self.config.forks, self.num_asked, self.seed)
+            order = replace(order, plan=plan)
+        return await self.runner.play(order, sampler)
 
 
 def fork_group(group: Group, episode: ForkedEpisode, size: int) -> Group | None:

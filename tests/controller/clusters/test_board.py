@@ -18,7 +18,7 @@ from etude.controller.clusters.board import (
     UnknownMemberError,
     check_name,
 )
-from etude.controller.orders import Order
+from etude.environment.runners import Order
 from etude.errors import ConfigError
 from etude.records import SamplingParams, TrajectoryId
 from tests.environment.playing import TASK

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from etude.agent import ScriptedSampler
 from etude.config import RlConfig
-from etude.environment.runners import ForkingRunner
 from etude.records import TrajectoryId
 from etude.rollout.forks import Members
 from tests.controller.clusters.playing import World
@@ -15,7 +14,6 @@ from tests.rollout.collecting import task_source
 
 def test_forked_sessions_are_played_here_whatever_other_clusters_play(tmp_path: Path) -> None:
     world = World(tmp_path)
-    assert isinstance(world.runner, ForkingRunner)
     config = RlConfig.model_validate({"group_size": 2, "forks": {"share": 1.0, "size": 3, "turn": "random"}})
     members = Members(world.runner, config, "run", 1, task_source)
     sampler = ScriptedSampler(script_of(lambda name: SOLVES if "/2~" in name else FAILS), route_shape=(2, 2))

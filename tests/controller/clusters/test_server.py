@@ -18,7 +18,7 @@ from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import sampling_command
 from etude.controller.clusters.server import build_app
 from etude.controller.clusters.wire import API, Makings, config_document, order_document, order_of
-from etude.controller.orders import Order
+from etude.environment.runners import Order
 from etude.records import SamplingParams, TrajectoryId
 from tests.controller.clusters.playing import MAKINGS, TOKEN
 from tests.environment.playing import TASK, renderer

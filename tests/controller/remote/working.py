@@ -13,7 +13,7 @@ from etude.controller.local import LocalHandle
 from etude.controller.remote.episodes import RemoteEpisodes
 from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.supervision import Supervision
-from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
+from etude.environment.episodes import Environment, EpisodeLimits
 from etude.inference.exchange import Build
 from etude.protocols import Handle, Sampler
 from etude.records import SamplingParams, Trajectory, TrajectoryId
@@ -59,7 +59,6 @@ class Workers:
             Build.here(self.config.model),
             self.made.fleet,
             self.blobs.put,
-            functools.partial(failed_trajectory, self.renderer, self.limits),
             Supervision(settings, self.made.journal),
         )
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ def run_import(tmp_path: Path, rows: list[Any], image: str | None = "base") -> I
 
 def test_a_row_becomes_a_task_directory(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     report = run_import(tmp_path, rows)
-    assert report.to_document() == {"written": ["acme__shop-1", "acme__shop-2"], "rejects": []}
-    assert json.loads((tmp_path / "out/report.json").read_text()) == report.to_document()
+    assert asdict(report) == {"written": ["acme__shop-1", "acme__shop-2"], "rejects": []}
+    assert json.loads((tmp_path / "out/report.json").read_text()) == asdict(report)
     first = tmp_path / "out/acme__shop-1"
     task = read_harbor(first)
     assert (task.id, task.instruction) == ("acme__shop-1", "total is one too small")
@@ -165,7 +166,7 @@ def test_a_row_that_lacks_something_is_a_reject_with_its_reason(
     assert line["row"] == "line 1"
     named = {**rows[0], **changes}["instance_id"][:200].replace("\ud800", "\\ud800")
     assert row["row"] == named and row["reason"].startswith(reason)
-    assert f"{report.to_document()}".encode(), "can be printed"
+    assert f"{asdict(report)}".encode(), "can be printed"
 
 
 def test_every_test_file_that_is_named_is_laid_and_what_is_gone_goes_first(

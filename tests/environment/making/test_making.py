@@ -19,7 +19,7 @@ from etude.environment.making.baseline import Baseline
 from etude.environment.making.images import find_project_image
 from etude.environment.making.pipeline import STATE, MakeSettings, make_tasks
 from etude.environment.making.projects import read_project
-from etude.environment.making.suites import Coverage, Suite
+from etude.environment.making.suites import Coverage, Suite, SuiteRun
 from etude.environment.making.verifying import Noticed, verify_change
 from etude.errors import TaskError
 from etude.observe import SilentObserver
@@ -207,3 +207,27 @@ def test_a_bug_must_fail_under_the_hash_seed_zone_and_fresh_sandbox_of_grading(m
     assert found.to_document(baseline)["differing"] == [
         f"tests/test_prices.py::test_{one}" for one in ("files", "seed", "zone")
     ]
+
+
+@pytest.mark.slow
+def test_a_test_that_changes_the_directory_hides_nothing_of_the_others(making: Making) -> None:
+    moves = "import os\n\n\ndef test_moves(tmp_path):\n    os.chdir(tmp_path)\n"
+    fails = "from prices import total\n\n\ndef test_total():\n    assert total([1]) == 2\n"
+    making.change({"tests/test_a.py": moves, "tests/test_b.py": fails})
+
+    async def run() -> SuiteRun:
+        backend = making.open_backend()
+        try:
+            project = read_project(making.repo)
+            image = await find_project_image(project, making.image, making.store, {})
+            return await Suite.of(project, image.image, backend, 60.0).run(cover=True)
+        finally:
+            await backend.close()
+
+    found = asyncio.run(run())
+    test = "tests/test_b.py::test_total"
+    assert found.functions[test] == ("tests/test_b.py", "test_total")
+    assert found.failures[test].innermost is not None
+    assert found.coverage is not None and test in found.coverage.tests_of(
+        "src/prices/totals.py", range(1, 99)
+    )

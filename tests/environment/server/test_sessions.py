@@ -499,7 +499,7 @@ def test_a_repository_that_git_cannot_read_in_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(origins, "_GIT_S", 0.0)
-    with pytest.raises(ConfigError, match="took more than 0 s"):
+    with pytest.raises(ConfigError, match="timed out"):
         asyncio.run(repository_template(tmp_path))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from etude.records import ToolCall
-from etude.tokens.chat.histories import AnswerMemory
+from etude.tokens.chat.histories import ChatFrames
 from tests.environment.recording.recording_builders import (
     OPENAI_TOOLS,
     answer_tokens,
@@ -50,7 +50,7 @@ def served(server: Served) -> Iterator[Served]:
     sampler.reset(replies([FIRST, "Done.", "More.", "And more."]))
     yield server
     assert server.state.frames is not None
-    server.state.frames.memory = AnswerMemory()
+    server.state.frames = ChatFrames(server.state.frames.shelf)
 
 
 @pytest.fixture

@@ -88,9 +88,6 @@ TOOL = {"type": "function", "name": "f", "parameters": {}}
         ("responses", {"text": {"verbosity": "low"}}, "text.verbosity", True),
         ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format", False),
         ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary", True),
-        ("responses", {"metadata": {"a": 1}}, "metadata", True),
-        ("responses", {"metadata": {"a": "x" * 513}}, "metadata", True),
-        ("responses", {"metadata": {str(n): "x" for n in range(17)}}, "metadata", True),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_by_name_and_passed_over_for_agents_where_it_may_be(
@@ -111,4 +108,4 @@ def test_what_cannot_be_obeyed_is_refused_by_name_and_passed_over_for_agents_whe
 def test_options_that_ask_for_nothing_are_taken() -> None:
     read = next(one.read for one in DIALECTS if one.name == "responses")
     neutral = {"text": {"format": {"type": "text"}, "verbosity": None}, "reasoning": {"effort": None}}
-    assert read({**ASKED["responses"], **neutral, "metadata": {"a": "x" * 512}})
+    assert read({**ASKED["responses"], **neutral})

@@ -7,7 +7,7 @@ wait for those that they conflict with, as within a turn; all others run at once
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +23,20 @@ from etude.agent.tools.mcp_schemas import text_of
 from etude.errors import AgentError, EtudeError
 from etude.records import ToolCall, ToolResult
 
+RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 _NAME = "etude"
 _LEFT_OUT = frozenset({"finish"})
 """Tools that steer a session of ours: another harness ends its own."""
 
 
-def mcp_server(
-    context: ToolContext, name: str = _NAME, left_out: Sequence[str] = tuple(_LEFT_OUT)
-) -> Server[Any]:
-    """A server with the tools of `context` but `left_out`.
+def mcp_server(context: ToolContext, name: str = _NAME, run: RunCall | None = None) -> Server[Any]:
+    """A server with the tools of `context`, without `finish`. `run`: runs a call; without it they run in
+    `context`.
 
     A call that did not do what was asked is a result with `isError` and the text that an agent of ours would
     read; failing infrastructure is a protocol error, never a result.
     """
-    tools = {key: tool for key, tool in context.tools.items() if key not in left_out}
+    tools = {key: tool for key, tool in context.tools.items() if key not in _LEFT_OUT}
     calls = _Calls(context)
 
     async def list_tools(
@@ -52,7 +52,8 @@ def mcp_server(
         given = params.arguments or {}
         arguments = {key: text_of(value) for key, value in given.items() if value is not None}
         try:
-            result = await calls.run(ToolCall(params.name, arguments), tools[params.name])
+            call = ToolCall(params.name, arguments)
+            result = await (run(call) if run else calls.run(call, tools[call.name]))
         except EtudeError as error:
             # Infrastructure, or a sandbox that the agent killed: nothing that a tool could answer.
             kind = "the sandbox has ended" if isinstance(error, AgentError) else "infrastructure failed"

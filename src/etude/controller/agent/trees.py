@@ -13,6 +13,7 @@ from typing import Protocol
 
 from etude.errors import ConfigError, UserError
 from etude.kit.durable import write_bytes
+from etude.kit.git import run_git
 
 MAX_FILES = 20_000
 MAX_BYTES = 128 << 20
@@ -277,19 +278,14 @@ def _walk(root: Path) -> list[str]:
 
 
 def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str] | None:
-    """What git answers, NUL-separated; None outside of a work tree and where there is no git.
-
-    Nothing that the repository configures is run.
-    """
-    safe = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+    """What git answers, NUL-separated; None outside of a work tree and where there is no git."""
     given = "\0".join(names).encode("utf-8", "surrogateescape")
     try:
-        done = subprocess.run(
-            ["git", *safe, *arguments], cwd=root, input=given, capture_output=True, timeout=_GIT_S
-        )
+        listed = run_git(root, *arguments, stdin=given, timeout_s=_GIT_S)
+    except subprocess.CalledProcessError as error:
+        if error.returncode != 1 or arguments[0] != "check-ignore":  # which says 1 where nothing is ignored
+            return None
+        listed = error.stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # check-ignore says 1 where nothing is ignored.
-    if done.returncode not in (0, 1) or (done.returncode == 1 and arguments[0] != "check-ignore"):
-        return None
-    return [name for name in done.stdout.decode("utf-8", "surrogateescape").split("\0") if name]
+    return [name for name in listed.decode("utf-8", "surrogateescape").split("\0") if name]

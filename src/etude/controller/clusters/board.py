@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from etude.controller.orders import Order
+from etude.environment.runners import Order
 from etude.errors import ConfigError, InfrastructureError, PartLostError
 from etude.store.bundles import Bundle
 

@@ -1,6 +1,6 @@
 """Sessions of a run that other clusters play: the run's own side.
 
-collector ──run──> ClusterRunner ──order──> Control <──HTTP── clusters
+collector ──play─> ClusterRunner ──order──> Control <──HTTP── clusters
                         ^                      │
                         └──bundle, on disk─────┘      weights in service ──AnnouncingSink──> Control
 """
@@ -25,18 +25,15 @@ from etude.controller.clusters.control import Control, RunOffer
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.wire import Makings, config_document
 from etude.controller.engines import SampledModel
-from etude.controller.orders import Order
-from etude.environment.fork_groups import ForkedEpisode, ForkPlan
-from etude.environment.runners import ForkingRunner
+from etude.environment.fork_groups import ForkedEpisode
+from etude.environment.runners import Order, Player
 from etude.errors import ConfigError, PartLostError, StoreError
 from etude.observe import MetricSink, Observer
-from etude.protocols import EpisodeRunner, KvPolicy, Sampler, TokenTally, WeightSink
+from etude.protocols import KvPolicy, Sampler, TokenTally, WeightSink
 from etude.records import (
     BlobRef,
     PolicyVersion,
-    SamplingParams,
     Status,
-    Task,
     Trajectory,
     TrajectoryId,
     WeightManifest,
@@ -60,13 +57,15 @@ INBOX = "inbox"
 PutBlob = Callable[[NDArray[Any]], BlobRef]
 
 
-class ClusterRunner:
-    """Implements ForkingRunner: a session is played by whichever cluster asks for it, one that is forked by
-    the run's own. For one event loop."""
+class ClusterRunner(Player):
+    """A session is played by whichever cluster asks for it, one that is forked by the run's own.
+
+    For one event loop.
+    """
 
     def __init__(
         self,
-        here: EpisodeRunner,
+        here: Player,
         control: Control,
         inbox: Inbox,
         put_blob: PutBlob,
@@ -88,44 +87,21 @@ class ClusterRunner:
         self._num_here = 0
         self._earlier = len(inbox) > 0
 
-    async def run(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        training: bool = False,
-    ) -> Trajectory:
-        """See EpisodeRunner.run. Raises PartLostError when no cluster has been there for too long."""
-        order = Order(task, identity, rng_key, params, training)
-        kept = self._kept(identity) if self._earlier else None
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+        """See Player.play. Raises PartLostError when no cluster has been there for too long.
+
+        One that is forked is played here, however few `local_sessions` there are: what leaves it shares its
+        sandboxes and its engine.
+        """
+        kept = self._kept(order.identity) if self._earlier and order.plan is None else None
         if kept is not None:
             self.num_from_inbox += 1
-            return kept
-        if self._num_here < self._local_sessions:
-            self._num_here += 1
-            try:
-                return await self._here.run(task, identity, sampler, rng_key, params, training)
-            finally:
-                self._num_here -= 1
-        return await self._elsewhere(order, sampler)
-
-    async def run_forked(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        plan: ForkPlan,
-    ) -> ForkedEpisode:
-        """See ForkingRunner.run_forked. Played here, however few `local_sessions` there are: what leaves a
-        session shares its sandboxes and its engine."""
-        assert isinstance(self._here, ForkingRunner), "an environment is"
+            return ForkedEpisode(kept)
+        if order.plan is None and self._num_here >= self._local_sessions:
+            return ForkedEpisode(await self._elsewhere(order, sampler))
         self._num_here += 1
         try:
-            return await self._here.run_forked(task, identity, sampler, rng_key, params, plan)
+            return await self._here.play(order, sampler)
         finally:
             self._num_here -= 1
 
@@ -213,7 +189,7 @@ async def _tell_nobody() -> None:
 class Players:
     """Who plays a run's sessions, and what its weights are brought to."""
 
-    runner: EpisodeRunner
+    runner: Player
     sink: WeightSink
     announce_end: Callable[[], Awaitable[None]] = _tell_nobody
     """Called once no session will be asked for any more: clusters are told, those that come later too."""

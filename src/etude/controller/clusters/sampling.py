@@ -21,8 +21,8 @@ from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLost
 from etude.controller.clusters.intake import session_name
 from etude.controller.clusters.supply import Supply, WeightLink, WeightsLostError
 from etude.controller.clusters.wire import API, Makings, order_of, version_key
-from etude.controller.orders import Order
 from etude.environment.member import MemberSampler
+from etude.environment.runners import Order
 from etude.errors import (
     EtudeError,
     InfrastructureError,

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from etude.agent.tools.registry import schemas_digest
 from etude.config import RlConfig, RunConfig, SandboxConfig, dump_config
-from etude.controller.orders import Order
+from etude.environment.runners import Order
 from etude.environment.wire import task_document, task_of
 from etude.errors import ConfigError, InfrastructureError
 from etude.inference.exchange import Build

@@ -47,8 +47,8 @@ from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
 from etude.controller.supervision import FaultJournal, Spawn, Supervision
-from etude.environment.episodes import EpisodeLimits, failed_trajectory
-from etude.environment.runners import TimedRunner
+from etude.environment.episodes import EpisodeLimits
+from etude.environment.runners import TimedPlayer
 from etude.inference.exchange import Build
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
@@ -151,12 +151,12 @@ class _Here:
         needs = Needs.of(config, self.tokenizer)
         return ElasticPool(config, needs, fleet, place.metrics, place.observer)
 
-    def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AbstractAsyncContextManager[TimedRunner]:
+    def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AbstractAsyncContextManager[TimedPlayer]:
         """Workers, or an environment in this process."""
         return self.workers(fleet, blobs) if self.config.cluster.workers else self.environment(blobs)
 
     @contextlib.asynccontextmanager
-    async def environment(self, blobs: Blobs) -> AsyncIterator[TimedRunner]:
+    async def environment(self, blobs: Blobs) -> AsyncIterator[TimedPlayer]:
         """Sessions and sandboxes in this process."""
         config = self.config
         backend = open_run_backend(config.sandbox, sandbox_owner(self.place))
@@ -167,16 +167,14 @@ class _Here:
             await backend.close()
 
     @contextlib.asynccontextmanager
-    async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedRunner]:
+    async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedPlayer]:
         """Sessions in workers, of which there are more or less as time goes on."""
         config, place, names = self.config, self.place, self.named(WORKER)
-        renderer = open_renderer(self.tokenizer, config.agent)
         episodes = RemoteEpisodes(
             {name: self.worker_spawning(self.needs[name]) for name in names},
             self.build,
             fleet,
             blobs.put,
-            functools.partial(failed_trajectory, renderer, self.limits),
             self.supervision,
         )
         pool = WorkerPool(

@@ -1,6 +1,6 @@
-"""Rollout workers where sessions are asked for: an EpisodeRunner over processes that run them.
+"""Rollout workers where sessions are asked for: a Player over processes that run them.
 
-    collector ──run──> RemoteEpisodes ──order──> the worker with the fewest sessions
+    collector ──play─> RemoteEpisodes ──order──> the worker with the fewest sessions
               <─trajectory, routes kept──┘ <──── packed episode
 
 A worker that dies takes its sessions with it: they begin anew with another, under the same names. Routes come
@@ -25,21 +25,18 @@ from etude.controller.remote.fleet import EngineFleet, check_build
 from etude.controller.remote.rollout_part import (
     DoneEpisode,
     Progress,
-    WorkerOrder,
     routes_of,
 )
 from etude.controller.supervision import Spawn, SupervisedParts, Supervision, Supervisor
-from etude.environment.fork_groups import ForkedEpisode, ForkPlan
-from etude.environment.runners import EnvironmentTimes, add_times, latest_times
+from etude.environment.fork_groups import ForkedEpisode
+from etude.environment.runners import EnvironmentTimes, Order, Player, add_times, latest_times
 from etude.errors import InfrastructureError, PartLostError, StoreError
 from etude.inference.exchange import Build
 from etude.kit.tasks import Tasks
 from etude.protocols import Handle, Sampler, TokenTally
-from etude.records import BlobRef, SamplingParams, Task, Trajectory, TrajectoryId
+from etude.records import BlobRef, Status, Trajectory
 
 RouteKeeper = Callable[[NDArray[Any]], BlobRef]
-RecordFailure = Callable[[Task, TrajectoryId, SamplingParams, InfrastructureError, int], Trajectory]
-"""Makes the record of an episode that was begun so often, and failed for that reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +62,8 @@ class _Worker:
     """Sessions that it did not end before it left."""
 
 
-class RemoteEpisodes:
-    """Implements TimedRunner and ForkingRunner over supervised workers. For one event loop."""
+class RemoteEpisodes(Player):
+    """Implements TimedPlayer over supervised workers. For one event loop."""
 
     def __init__(
         self,
@@ -74,14 +71,13 @@ class RemoteEpisodes:
         build: Build,
         fleet: EngineFleet,
         keep_routes: RouteKeeper,
-        record_failure: RecordFailure,
         supervision: Supervision,
     ) -> None:
         """`spawns`: how to start the process of each worker, by name. `build`: what they must all be.
         `fleet`: the engines that they sample with."""
         self._build, self._fleet = build, fleet
         self._supervision, self._settings = supervision, supervision.settings
-        self._keep_routes, self._record_failure = keep_routes, record_failure
+        self._keep_routes = keep_routes
         self._tickets = itertools.count()
         self._past = EnvironmentTimes()
         """Of processes that are gone, and what was learned of sessions without one."""
@@ -143,37 +139,13 @@ class RemoteEpisodes:
     def times(self) -> EnvironmentTimes:
         return add_times([self._past, *(worker.times for worker in self._workers.values())])
 
-    async def run(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        training: bool = False,
-    ) -> Trajectory:
-        """See EpisodeRunner.run. Samples with the fleet's engines, whatever `sampler` is. Raises
-        PartLostError once there will be no worker any more."""
-        order = WorkerOrder(task, identity, rng_key, params, training)
-        return (await self._carry_out(order, sampler)).trajectory
-
-    async def run_forked(
-        self,
-        task: Task,
-        identity: TrajectoryId,
-        sampler: Sampler,
-        rng_key: tuple[int, ...],
-        params: SamplingParams,
-        plan: ForkPlan,
-    ) -> ForkedEpisode:
-        """See ForkingRunner.run_forked; otherwise as `run`."""
-        order = WorkerOrder(task, identity, rng_key, params, True, plan)
-        return await self._carry_out(order, sampler)
-
     # ---- sessions -------------------------------------------------------------------------------
 
-    async def _carry_out(self, order: WorkerOrder, sampler: Sampler) -> ForkedEpisode:
-        """The episode, by whichever workers live long enough."""
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+        """See Player.play. By whichever workers live long enough, with the fleet's engines.
+
+        Raises PartLostError once there will be no worker any more.
+        """
         tally = sampler if isinstance(sampler, TokenTally) else None
         while True:
             worker = await self._least_busy()
@@ -185,8 +157,9 @@ class RemoteEpisodes:
                 self._past.num_infrastructure_failures += 1
                 order = replace(order, first_attempt=order.first_attempt + 1)
                 if order.first_attempt >= self._settings.max_attempts:
-                    asked = (order.task, order.identity, order.params)
-                    return ForkedEpisode(self._record_failure(*asked, error, order.first_attempt))
+                    cause = f"{type(error).__name__}: {error}"
+                    failed = Trajectory(order.identity, (), (), Status.INFRASTRUCTURE, cause)
+                    return ForkedEpisode(replace(failed, attempt=order.first_attempt - 1))
 
     async def _least_busy(self) -> _Worker:
         """The worker that is up and runs the fewest sessions, of several the first."""
@@ -197,7 +170,7 @@ class RemoteEpisodes:
                 return min(up, key=lambda worker: len(worker.tallies))
             await self._supervised.any_ready()
 
-    async def _ask(self, worker: _Worker, order: WorkerOrder, tally: TokenTally | None) -> DoneEpisode | None:
+    async def _ask(self, worker: _Worker, order: Order, tally: TokenTally | None) -> DoneEpisode | None:
         """What came of the order; None where the worker leaves before it is done."""
         handle, ticket = worker.supervisor.handle, next(self._tickets)
         assert handle is not None, "it was up just now"

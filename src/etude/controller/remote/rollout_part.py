@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.orders import Order
 from etude.controller.remote.patient import EngineTable, FollowingSampler
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.environment.fork_groups import ForkedEpisode, ForkPlan
+from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
-from etude.environment.runners import EnvironmentTimes
+from etude.environment.runners import EnvironmentTimes, Order
 from etude.inference.exchange import Build
 from etude.kit.tasks import end_tasks
 from etude.records import BlobRef, Trajectory
@@ -34,20 +33,10 @@ from etude.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOrder(Order):
-    """An episode that a worker is asked for: see ForkingRunner.run_forked."""
-
-    plan: ForkPlan | None = None
-    first_attempt: int = 0
-    """How often it has been begun before, by workers that are gone."""
-
-
-@dataclass(frozen=True, slots=True)
 class DoneEpisode:
     """What came of an order."""
 
     episode: ForkedEpisode
-    """Without a plan: not forked, and not refused either."""
     routes: Mapping[str, NDArray[Any]]
     """Expert routes, by the url that segments name them with."""
     num_tokens: int
@@ -96,14 +85,14 @@ class RolloutPart:
         self._sampler.reconnect()
         return Progress({ticket: view.num_tokens for ticket, view in self._views.items()}, self._times())
 
-    async def run(self, ticket: int, order: WorkerOrder) -> bytes | None:
+    async def run(self, ticket: int, order: Order) -> bytes | None:
         """The DoneEpisode, pickled: arrays by themselves would stay in Ray's object store for as long as
         anybody holds the trajectory, and fill it. None if it was cancelled."""
         if ticket in self._cancelled:
             self._cancelled.discard(ticket)
             return None
         view = self._views[ticket] = MemberSampler(self._sampler, holds=False)
-        session = self._sessions[ticket] = asyncio.create_task(self._play(order, view))
+        session = self._sessions[ticket] = asyncio.create_task(self._environment.play(order, view))
         try:
             await asyncio.wait([session])
         finally:
@@ -127,13 +116,6 @@ class RolloutPart:
         self._sampler.disconnect()
         await self._environment.close()
         await self._backend.close()
-
-    async def _play(self, order: WorkerOrder, view: MemberSampler) -> ForkedEpisode:
-        asked = (order.task, order.identity, view, order.rng_key, order.params)
-        if order.plan is not None:
-            return await self._environment.run_forked(*asked, order.plan, order.first_attempt)
-        trajectory = await self._environment.run(*asked, order.training, order.first_attempt)
-        return ForkedEpisode(trajectory)
 
     def _pack(self, episode: ForkedEpisode, num_tokens: int) -> bytes:
         routes: dict[str, NDArray[Any]] = {}

@@ -8,7 +8,6 @@ Git only lists and reads objects: nothing is checked out, and nothing of a repos
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tarfile
 import tempfile
@@ -18,11 +17,11 @@ from pathlib import Path, PurePosixPath
 
 from etude.environment.making.projects import Project, is_test_file, read_project
 from etude.errors import TaskError
+from etude.kit.git import git_fault, run_git
 from etude.tasks.making.source import read_text
 from etude.tasks.making.undoing import PastChange
 
 _MOST_COMMITS = 1000
-_GIT_S = 60.0
 _Row = tuple[str, str, str]
 """Path, and its object before and after."""
 
@@ -109,16 +108,11 @@ def _read_commit(repo: Path, rows: Sequence[_Row]) -> PastChange:
 
 
 def _git(repo: Path, *words: str, stdin: bytes = b"") -> bytes:
-    """What git prints; it fetches nothing. Raises TaskError."""
-    env = {**os.environ, "GIT_NO_LAZY_FETCH": "1", "GIT_CEILING_DIRECTORIES": str(repo.resolve().parent)}
+    """What git prints. Raises TaskError."""
     try:
-        ran = subprocess.run(
-            ["git", "-C", repo, *words], env=env, input=stdin, capture_output=True, timeout=_GIT_S, check=True
-        )
+        return run_git(repo, *words, stdin=stdin, alone=True)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", b"") or str(error).encode()
         raise TaskError(
-            f"its git history cannot be read: {said.decode(errors='replace').strip()[:200]}", field="REPO",
-            received=str(repo), fix="correct that, or name a copy without .git",
+            f"its git history cannot be read: {git_fault(error)}", field="REPO", received=str(repo),
+            fix="correct that, or name a copy without .git",
         ) from error  # fmt: skip
-    return ran.stdout

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pyarrow.parquet as parquet
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -29,13 +28,13 @@ from etude.environment.making.suites import PROGRAM
 from etude.environment.making.writing import TEST, below, task_toml
 from etude.environment.origins import repository_template
 from etude.errors import ConfigError, ResourceError, TaskError
+from etude.kit.durable import make_directory, write_json
+from etude.kit.git import git_fault, run_git
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.image_store import ImageStore
 from etude.tasks.harbor import write_files
 
-_GIT_S = 60.0
-_SAID_CHARS = 200
 _MOST_CHARS = 200
 """Of a name that becomes a path."""
 _VERIFIER_S = 1800.0
@@ -72,10 +71,6 @@ class ImportReport:
     rejects: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     """For each row of which there is no task: its id or place, and the reason."""
 
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"written": self.written, "rejects": self.rejects}
-
 
 class RejectedRowError(ValueError):
     """Why no task is made of a row: a kind, a colon, the particulars."""
@@ -104,13 +99,9 @@ async def import_rows(
             report.rejects.append({"row": _printable(name), "reason": _printable(reason)})
         else:
             report.written.append(row.instance_id)
-    await asyncio.to_thread(_write_report, report, out)
+    await asyncio.to_thread(make_directory, out)
+    await asyncio.to_thread(write_json, out / _REPORT, asdict(report))
     return report
-
-
-def _write_report(report: ImportReport, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / _REPORT).write_text(json.dumps(report.to_document(), indent=1) + "\n")
 
 
 def _printable(text: str) -> str:
@@ -206,17 +197,12 @@ def _apply(patch: str, before: Files, name: str) -> dict[str, bytes | None]:
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
-        env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-        words = ["git", "apply", "--whitespace=nowarn", "-"]
         try:
-            ran = subprocess.run(
-                words, cwd=folder, env=env, input=f"{patch}\n".encode(), capture_output=True, timeout=_GIT_S
-            )
+            run_git(folder, "apply", "--whitespace=nowarn", "-", stdin=f"{patch}\n".encode(), alone=True)
+        except subprocess.CalledProcessError as error:
+            raise RejectedRowError(f"{name}: does not apply: {git_fault(error)}") from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RejectedRowError(f"{name}: git apply: {error}") from error
-        if ran.returncode:
-            said = ran.stderr.decode(errors="replace").strip()[:_SAID_CHARS]
-            raise RejectedRowError(f"{name}: does not apply: {said}")
         found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
         if any(path.is_symlink() for path in found):
             raise RejectedRowError(f"{name}: makes a symbolic link")

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 LOGS = "/logs/verifier"
+TOP = f"{Path.cwd()}/"
+"""The project, whatever directory a test changes to."""
 _MESSAGE_CHARS = 600
 _VALUE_CHARS = 200
 _RANKS = {"passed": 0, "skipped": 1, "failed": 2}
@@ -71,14 +73,14 @@ class Tracer:
         """For each line its tests, one bit for each."""
         tests = sorted({test for known in self._lines.values() for test in known if test})
         bits = {test: 1 << number for number, test in enumerate(tests)}
-        top, files = f"{Path.cwd()}/", dict[str, dict[int, str]]()
+        lines_of: dict[str, dict[int, str]] = {}
         for name, known in self._lines.items():
             found: dict[int, int] = {}
             for test, lines in known.items():
                 for line in lines:
                     found[line] = found.get(line, 0) | bits.get(test, 0)
-            files[name.removeprefix(top)] = {line: format(number, "x") for line, number in found.items()}
-        return {"tests": tests, "files": files}
+            lines_of[name.removeprefix(TOP)] = {line: format(number, "x") for line, number in found.items()}
+        return {"tests": tests, "lines": lines_of}
 
 
 class Watcher:
@@ -137,10 +139,9 @@ class Watcher:
         if report.outcome == "failed" and item.nodeid not in self.failures:
             crash = getattr(report.longrepr, "reprcrash", None)
             words = getattr(crash, "message", None) or str(report.longrepr)
-            place = _innermost(call.excinfo)
             file, function = self.functions[item.nodeid]
-            row = {"message": words[:_MESSAGE_CHARS], "line": _failing_line(item, call.excinfo)}
-            row |= {"place": place, "file": file, "function": function}
+            row = {"test": item.nodeid, "message": words[:_MESSAGE_CHARS], "file": file, "function": function}
+            row |= {"test_line": _failing_line(item, call.excinfo), "innermost": _innermost(call.excinfo)}
             self.failures[item.nodeid] = {**row, **self._arguments}
 
     def pytest_internalerror(self, excrepr: Any) -> None:
@@ -235,12 +236,11 @@ def _frames(excinfo: Any) -> list[tuple[str, str, int]]:
     return found
 
 
-def _innermost(excinfo: Any) -> list[Any] | None:
-    """(path, qualified name, line) of the traceback's last frame below the working directory."""
-    top = f"{Path.cwd()}/"
+def _innermost(excinfo: Any) -> dict[str, Any] | None:
+    """Where the traceback's last frame below the working directory is."""
     for path, name, line in reversed(_frames(excinfo)):
-        if path.startswith(top):
-            return [path[len(top) :], name, line]
+        if path.startswith(TOP):
+            return {"path": path[len(TOP) :], "name": name, "first_line": line, "last_line": line}
     return None
 
 
@@ -249,7 +249,7 @@ def _function(item: Any) -> tuple[str, str]:
     function = getattr(item, "function", None)
     code = getattr(function, "__code__", None)
     path = code.co_filename if code is not None else str(item.path)
-    return path.removeprefix(f"{Path.cwd()}/"), getattr(function, "__qualname__", "")
+    return path.removeprefix(TOP), getattr(function, "__qualname__", "")
 
 
 def _failing_line(item: Any, excinfo: Any) -> int:
@@ -276,11 +276,10 @@ def _arguments(item: Any) -> dict[str, Any]:
     }
     indices = dict(getattr(getattr(item, "callspec", None), "indices", {}))
     fixtures: dict[str, Any] = {}
-    top = f"{Path.cwd()}/"
     for name, found in getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).items():
         code = getattr(found[-1].func, "__code__", None)
-        if code is not None and code.co_filename.startswith(top):
-            fixtures[name] = [code.co_filename[len(top) :], code.co_firstlineno]
+        if code is not None and code.co_filename.startswith(TOP):
+            fixtures[name] = [code.co_filename[len(TOP) :], code.co_firstlineno]
     return {"values": values, "indices": indices, "fixtures": fixtures}
 
 
@@ -301,7 +300,7 @@ def _as_code(value: Any, names: dict[int, str], depth: int = 0) -> str:
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Runs the tests that `request` names and says how they ended."""
     sys.path[0] = str(Path.cwd())
-    patterns = [f"{Path.cwd()}/{pattern}" for pattern in request.get("cover", [])]
+    patterns = [f"{TOP}{pattern}" for pattern in request.get("cover", [])]
     tracer = Tracer(patterns) if patterns else None
     if tracer is not None:
         tracer.begin("")

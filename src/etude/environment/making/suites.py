@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from etude.environment.making.projects import Project
 from etude.errors import AgentError
 from etude.records import TaskImage
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import CommandResult, Resources
-from etude.tasks.making.changes import Place, TestFailure
+from etude.tasks.making.changes import TestFailure
 
 PROGRAM = Path(__file__).with_name("suite_inside.py")
 MEMORY_BYTES, DISK_BYTES = 1 << 30, 1 << 30
@@ -81,6 +83,10 @@ class SuiteRun:
         return {test for test, outcome in self.outcomes.items() if outcome == "passed"}
 
 
+_RUN = TypeAdapter(SuiteRun)
+"""What suite_inside.py says has the names of its fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Suite:
     """The tests of one project in one image."""
@@ -126,7 +132,7 @@ class Suite:
         sources = [pattern.replace("**", "*") for pattern in self.project.source_patterns]
         request: dict[str, Any] = {"seed": seed, "cover": sources if cover else [], "explain": explain}
         found = await self._ask(files or {}, request, seed or 0, self.timeout_s)
-        return found if isinstance(found, SuiteRun) else _read_run(found)
+        return found if isinstance(found, SuiteRun) else _RUN.validate_python(found)
 
     async def run_rounds(
         self, files: Mapping[str, str], rounds: Sequence[Sequence[str] | None], stable: Sequence[str]
@@ -140,7 +146,9 @@ class Suite:
         rows = [{"ids": ids, "seed": seed} for seed, ids in enumerate(rounds)]
         request = {"rounds": rows, "stable": stable, "limit_s": self.timeout_s}
         found = await self._ask(files, request, 1, self.timeout_s * (1 + len(rows)))
-        return [found] if isinstance(found, SuiteRun) else [_read_run(row) for row in found["rounds"]]
+        return (
+            [found] if isinstance(found, SuiteRun) else [_RUN.validate_python(row) for row in found["rounds"]]
+        )
 
     async def _ask(
         self, files: Mapping[str, str], request: dict[str, Any], seed: int, limit_s: float
@@ -180,25 +188,3 @@ def _read_answer(result: CommandResult, limit_s: float) -> dict[str, Any] | Suit
         words = " ".join((found["broken"] or f"exit status {found['status']}").split())[-300:]
         return SuiteRun({}, problem=f"pytest fails: {words}", duration_s=result.duration_s)
     return {**found, "duration_s": result.duration_s}
-
-
-def _read_run(found: Mapping[str, Any]) -> SuiteRun:
-    if found.get("problem") is not None:
-        return SuiteRun({}, problem=found["problem"])
-    failures = {test: _read_failure(test, row) for test, row in found["failures"].items()}
-    coverage = None
-    if "coverage" in found:
-        rows = found["coverage"]["files"].items()
-        lines = {path: {int(line): bits for line, bits in known.items()} for path, known in rows}
-        coverage = Coverage(tuple(found["coverage"]["tests"]), lines)
-    duration_s = found.get("duration_s", 0.0)
-    functions = {test: (file, name) for test, (file, name) in found["functions"].items()}
-    outcomes, errors = found["outcomes"], found["errors"]
-    return SuiteRun(outcomes, failures, errors, functions, coverage, duration_s=duration_s)
-
-
-def _read_failure(test: str, row: Mapping[str, Any]) -> TestFailure:
-    place = row["place"]
-    innermost = Place(place[0], place[1], place[2], place[2]) if place is not None else None
-    given = {key: row[key] for key in ("file", "function", "values", "indices", "fixtures")}
-    return TestFailure(test, row["message"], row["line"], innermost, **given)

@@ -53,7 +53,6 @@ class SessionJournal:
         """Use `create` or `read_journal`."""
         self.path = file.path
         self._file = file
-        self._failed: StoreError | None = None
         self._num_begun = num_begun
         self._histories: deque[tuple[int, tuple[Message, ...]]] = deque(maxlen=_KEPT_HISTORIES)
 
@@ -66,7 +65,7 @@ class SessionJournal:
         except OSError as error:
             raise _cannot_open(error) from error
         try:
-            journal._append({"kind": "session", "format": FORMAT, **described})
+            journal._file.append({"kind": "session", "format": FORMAT, **described})
         except StoreError:
             journal.remove()
             raise
@@ -78,7 +77,7 @@ class SessionJournal:
         told = tuple(messages)
         base, kept, known = self._nearest(told)
         self._histories.append((number, known[:kept] + told[kept:]))  # what is known is held once
-        self._append(
+        self._file.append(
             {
                 "kind": "begin",
                 "number": number,
@@ -100,7 +99,7 @@ class SessionJournal:
         aborted: bool,
     ) -> None:
         """The answer to request `number`. `known_tokens`: those of its branch that the sampler held."""
-        self._append(
+        self._file.append(
             {
                 "kind": "commit",
                 "number": number,
@@ -115,20 +114,15 @@ class SessionJournal:
     def fail(self, number: int, aborted: bool) -> None:
         """Nothing is kept of the answer to request `number`. Raises nothing: the next `begin` does."""
         with contextlib.suppress(StoreError):
-            self._append({"kind": "fail", "number": number, "aborted": aborted})
+            self._file.append({"kind": "fail", "number": number, "aborted": aborted})
 
     def reward(self, reward: RewardBreakdown) -> None:
         """The reward was set. Raises StoreError."""
-        self._append({"kind": "reward", "reward": asdict(reward)})
+        self._file.append({"kind": "reward", "reward": asdict(reward)})
 
     async def sync(self) -> None:
         """What was written is on the disk. Raises StoreError."""
-        if self._failed is not None:
-            raise self._failed
-        try:
-            await asyncio.to_thread(self._file.sync)
-        except (OSError, ValueError) as error:  # a ValueError: the session has just ended
-            raise self._broken(error) from error
+        await asyncio.to_thread(self._file.sync)
 
     def close(self) -> None:
         """Lets the file go; the session can be taken up again. Idempotent."""
@@ -152,23 +146,6 @@ class SessionJournal:
             if count and count == len(history):
                 break  # the one that it goes on from
         return best
-
-    def _append(self, document: Mapping[str, Any]) -> None:
-        if self._failed is not None:
-            raise self._failed
-        try:
-            self._file.append(document)
-        except OSError as error:
-            raise self._broken(error) from error
-
-    def _broken(self, error: Exception) -> StoreError:
-        self._failed = StoreError(
-            "the session's journal cannot be written",
-            field="session",
-            received=str(error),
-            fix="finish the session: what was sampled is still held",
-        )
-        return self._failed
 
 
 def read_journal(path: Path) -> tuple[SessionJournal, list[dict[str, Any]]] | None:

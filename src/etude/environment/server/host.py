@@ -62,8 +62,6 @@ class Held:
     used_s: float = field(default_factory=time.monotonic)
     num_users: int = 0
     """Requests that work on it."""
-    mcp: Any = None
-    """Its endpoint for MCP clients, once one has come."""
 
 
 class SessionHost:

@@ -21,7 +21,7 @@ _BODY_BYTES = 8 << 20
 
 
 class McpAnswer(Response):
-    """Hands the request on to the session's endpoint."""
+    """Has the session answer the request, whose body was read already."""
 
     def __init__(self, host: SessionHost, held: Held, body: bytes) -> None:
         super().__init__()
@@ -36,31 +36,25 @@ class McpAnswer(Response):
             body, self._body = self._body, None
             return await receive() if body is None else {"type": "http.request", "body": body}
 
+        async def run_turn(calls: Sequence[ToolCall]) -> list[ToolResult]:
+            return await self._host.run(self._held, calls)
+
+        answer = await asyncio.to_thread(_load_endpoint)
         async with self._host.using(self._held):
-            await self._held.mcp.handle(scope, receive_again, send)
+            await answer(self._held.session, run_turn, scope, receive_again, send)
 
 
-@router.api_route("/sessions/{session_id}/mcp", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+@router.post("/sessions/{session_id}/mcp", include_in_schema=False)
 async def mcp(request: Request, held: Box, host: Host) -> Response:
-    """One MCP request. Raises ConfigError without the package mcp."""
+    """One MCP request. The server sends nothing unasked, so there is no stream to GET."""
     body = await read_body(request, min(host.limits.body_bytes, _BODY_BYTES))
     if body:
         await off_the_loop(lambda: parse_json(body), len(body))  # the package's own reading has no bounds
-    if held.mcp is None:
-        endpoint = await asyncio.to_thread(_load_endpoint)
-
-        async def run_turn(calls: Sequence[ToolCall]) -> list[ToolResult]:
-            return await host.run(held, calls)
-
-        if held.mcp is None:  # else another request has made it meanwhile
-            held.mcp = endpoint(held.session, run_turn)
-            host.in_background(held.mcp.serve())
     return McpAnswer(host, held, body)
 
 
 def _load_endpoint() -> Any:
-    """The class of endpoints. Its package is optional, and takes its time: the server does without until
-    somebody asks."""
-    from etude.environment.server.mcp_endpoint import McpEndpoint
+    """What answers. Its package takes its time: the server does without until somebody asks."""
+    from etude.environment.server.mcp_endpoint import answer_mcp
 
-    return McpEndpoint
+    return answer_mcp

@@ -23,10 +23,10 @@ from etude.records import Status, ToolCall, ToolResult
 from etude.serving.describing import object_schema
 from etude.serving.messages import Fields, checked
 from etude.tokens.grammar import XmlGrammar, parse_calls
-from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
 
 MAX_TURNS = 50
 MAX_CALLS = 16
+MAX_MESSAGE_CHARACTERS = 16 << 20
 _NONE = type(None)
 RESET: Fields = {
     "seed": (int, _NONE),
@@ -147,12 +147,12 @@ class Episode:
         if calls is not None:
             return admit(calls_of(calls), MAX_CALLS)
         assert self._grammar is not None, "it comes with the session"
-        if len(str(message)) > MAX_CALL_CHARACTERS:
+        if len(str(message)) > MAX_MESSAGE_CHARACTERS:
             raise UserError(
                 "is too long",
                 field="action.message",
                 received=len(str(message)),
-                fix=f"send {MAX_CALL_CHARACTERS} characters at most",
+                fix=f"send {MAX_MESSAGE_CHARACTERS} characters at most",
             )
         return admit(parse_calls(self._grammar.parser(text_mode=True), [str(message)]), MAX_CALLS)
 

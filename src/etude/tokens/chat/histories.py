@@ -29,39 +29,6 @@ Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remembered:
-    """One answer: what was served, and the tokens that were sampled, without the end token."""
-
-    answer: Answer
-    tokens: Tokens
-
-
-class AnswerMemory:
-    """The last answers of a server, bounded in tokens."""
-
-    def __init__(self, max_tokens: int = 1 << 22) -> None:
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._answers: OrderedDict[bytes, Remembered] = OrderedDict()
-
-    def find(self, state: bytes) -> Remembered | None:
-        """The answer that was served last for a conversation that ends with it."""
-        found = self._answers.get(state)
-        if found is not None:
-            self._answers.move_to_end(state)
-        return found
-
-    def keep(self, state: bytes, answer: Answer, tokens: Tokens) -> None:
-        """Remembers an answer, which completes the conversation `state`."""
-        before = self._answers.pop(state, None)
-        self._num_tokens += len(tokens) - (0 if before is None else len(before.tokens))
-        self._answers[state] = Remembered(answer, tokens)
-        while self._num_tokens > self._max_tokens:
-            _, forgotten = self._answers.popitem(last=False)
-            self._num_tokens -= len(forgotten.tokens)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ChatPrompt:
     """A conversation, ready to be sampled from."""
 
@@ -76,9 +43,12 @@ class ChatFrames:
     """Lays conversations out for one model. Threads may do so at the same time."""
 
     shelf: RendererShelf
-    memory: AnswerMemory = field(default_factory=AnswerMemory)
+    max_remembered_tokens: int = 1 << 22
+    _answers: OrderedDict[bytes, tuple[Answer, Tokens]] = field(init=False, default_factory=OrderedDict)
+    """By the conversation that each completes: the answer, and its sampled tokens without the end token."""
+    _num_tokens: int = field(init=False, default=0)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    """Of the shelf and the memory; not held while text is encoded."""
+    """Of the shelf and the answers; not held while text is encoded."""
 
     def prompt(self, messages: Sequence[Message], key_name: str, open_answer: bool = True) -> ChatPrompt:
         """The tokens of a conversation (its opening first), up to where the next answer begins.
@@ -99,7 +69,7 @@ class ChatFrames:
             first = not any(len(part) for part in parts)
             known = self._find(state, message) if isinstance(message, Answer) else None
             if known is not None:
-                parts += [framing.answer_frame(first), known.tokens, framing.end]
+                parts += [framing.answer_frame(first), known, framing.end]
             else:
                 parts.append(framing.given(message, first))
         if open_answer:
@@ -110,15 +80,25 @@ class ChatFrames:
         """Keeps an answer that was sampled from a prompt, for the conversation's next turn."""
         if len(tokens) and int(tokens[-1]) == prompt.renderer.end_token:
             tokens = tokens[:-1]
-        if len(tokens):
-            with self._lock:
-                self.memory.keep(_next(prompt.state, answer), answer, tokens)
-
-    def _find(self, state: bytes, told: Answer) -> Remembered | None:
-        """The answer that was served, unless the client changed its reasoning."""
+        if not len(tokens):
+            return
+        state = _next(prompt.state, answer)
         with self._lock:
-            known = self.memory.find(state)
-        return known if known and same_reasoning(known.answer.reasoning, told.reasoning) else None
+            before = self._answers.pop(state, None)
+            self._num_tokens += len(tokens) - (0 if before is None else len(before[1]))
+            self._answers[state] = answer, tokens
+            while self._num_tokens > self.max_remembered_tokens:
+                _, (_, forgotten) = self._answers.popitem(last=False)
+                self._num_tokens -= len(forgotten)
+
+    def _find(self, state: bytes, given: Answer) -> Tokens | None:
+        """The tokens of the answer that was served last here, unless the client changed its reasoning."""
+        with self._lock:
+            if state not in self._answers:
+                return None
+            self._answers.move_to_end(state)
+            answer, tokens = self._answers[state]
+        return tokens if same_reasoning(answer.reasoning, given.reasoning) else None
 
 
 def _next(state: bytes, message: Message) -> bytes:

@@ -48,7 +48,6 @@ _NEUTRAL: Neutral = {
     "top_logprobs": (0,),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-_METADATA, _METADATA_CHARACTERS = 16, 512
 _SYSTEM_JOINT = "\n\n"
 _WORDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
@@ -58,8 +57,6 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     check_fields(body, _FIELDS, _NEUTRAL, strict)
     check_options(body, "text", ("format",), strict)
     check_options(body, "reasoning", (), strict)
-    if strict:
-        _check_metadata(body.get("metadata"))
     tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
@@ -79,18 +76,6 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
         stream=read_stream(body, strict)[0],
         body=body,
     )
-
-
-def _check_metadata(given: object) -> None:
-    if given is None:
-        return
-    if (
-        not isinstance(given, dict)
-        or len(given) > _METADATA
-        or any(not isinstance(one, str) or len(one) > _METADATA_CHARACTERS for one in given.values())
-    ):
-        wanted = f"at most {_METADATA} strings of up to {_METADATA_CHARACTERS} characters"
-        raise wrong("metadata", type(given).__name__, f"an object of {wanted}")
 
 
 def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
@@ -178,7 +163,7 @@ class ResponseWriter(AnswerWriter):
             "usage": None if ended is None else self._usage(),
             "instructions": body.get("instructions"),
             "max_output_tokens": self.request.sampling.max_tokens,
-            "metadata": body.get("metadata") or {},
+            "metadata": metadata if isinstance(metadata := body.get("metadata"), dict) else {},
             "parallel_tool_calls": not rules.single_call,
             "previous_response_id": None,
             "store": False,

@@ -10,7 +10,7 @@ import io
 
 from etude.records import ToolCall
 from etude.tokens.grammar.events import ArgumentDelta, CallFinished, CallStarted, ParseEvent, TextDelta
-from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, MAX_NAME_CHARACTERS, ToolTable
+from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, ToolTable
 from etude.tokens.grammar.json_reader import JsonReader, JsonSink, printable
 from etude.tokens.grammar.message_parser import CallReader, TagSet
 
@@ -28,7 +28,6 @@ class _OpenCall(JsonSink):
         self.json = JsonReader(self)
         self.out = out
         """Where events go; set anew for each piece."""
-        self.room = MAX_CALL_CHARACTERS
         self._tools = tools
         self._key = ""
         self._name_so_far = ""
@@ -152,13 +151,7 @@ class HermesReader(CallReader):
             out.append(TextDelta(text))
             return
         call.out = out
-        if len(text) > call.room:
-            call.json.feed(text[: call.room])
-            call.json.fail(f"longer than {MAX_CALL_CHARACTERS} characters")
-            call.room = 0
-        else:
-            call.room -= len(text)
-            call.json.feed(text)
+        call.json.feed(text)
 
     def take_foreign(self, out: list[ParseEvent]) -> None:
         """A control token that is no tag. Outside of calls it is as harmless as text."""

@@ -17,29 +17,10 @@ Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
 ReasoningMarks = Literal["control", "text", "off"]
 """How `<think>` and `</think>` are recognised: as control tokens, in characters too, or not at all."""
 
-MAX_CALL_CHARACTERS = 16 << 20
-"""Argument text of one call that is kept. A longer call is malformed; memory stays bounded."""
-
 MAX_NAME_CHARACTERS = 64
 """Of a tool's or a parameter's name."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
-_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
-
-def is_of_type(value: object, name: str) -> bool:
-    """Whether a JSON value is of this type of JSON Schema's. A type that there is not says nothing."""
-    if isinstance(value, bool) and name in ("integer", "number"):
-        return False
-    return isinstance(value, _PYTHON_TYPES.get(name, (object,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +33,6 @@ class Parameter:
         string   the value itself                      integer  decimal digits, perhaps with a minus
         number   a JSON number                         boolean  `true` or `false`
         array    a JSON array, as it was written       object   a JSON object, as it was written
-
-    Raises ConfigError for an unknown kind or an enum value of another kind.
     """
 
     name: str
@@ -64,18 +43,10 @@ class Parameter:
     """The only values allowed; empty allows all. Not for arrays and objects."""
     schema: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
     """More keywords of JSON Schema: `items` of an array; `properties`, `required` of an object. All of them
-    are exported; `read_value` checks those that it names."""
+    are exported, and checked by `read_value`."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            _refuse(self, "no such kind", self.kind, f"use one of {', '.join(KINDS)}")
-        for value in self.enum:
-            if self.kind in ("array", "object") or not is_of_type(value, self.kind):
-                _refuse(self, f"an enum value is no {self.kind}", value, "use values of the parameter's kind")
-        if {"type", "description", "enum"} & self.schema.keys():
-            _refuse(
-                self, "told twice", sorted(self.schema), "give type, description and enum by their own fields"
-            )
+        assert self.kind in KINDS, f"no such kind of argument: {self.kind}"
 
     def __repr__(self) -> str:
         """Names the later fields only where they are set: digests of older tools stay what they were."""
@@ -97,10 +68,6 @@ class Parameter:
         if self.enum:
             described["enum"] = list(self.enum)
         return {**described, **self.schema}
-
-
-def _refuse(parameter: Parameter, message: str, received: object, fix: str) -> None:
-    raise ConfigError(message, field=f"parameter {parameter.name}", received=received, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from etude.records import ToolCall
 from etude.tokens.grammar.events import ArgumentDelta, CallFinished, CallStarted, ParseEvent, TextDelta
-from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS, Parameter, ToolSchema, ToolTable
+from etude.tokens.grammar.interface import Parameter, ToolSchema, ToolTable
 from etude.tokens.grammar.message_parser import CallReader, ParserMode, TagSet
 
 _OPENING_AT_END = re.compile(r"<([a-z_][a-z0-9_]{0,31})>\s{0,8}\Z")
@@ -76,7 +76,6 @@ class OpenCall:
     """The body so far ends with a newline, which is layout if the body ends here."""
     kept: bool = True
     """Whether the body will be an argument."""
-    room: int = MAX_CALL_CHARACTERS
 
     def fail(self, message: str) -> None:
         """Only the first thing wrong is told: what follows is mostly its consequence."""
@@ -102,11 +101,6 @@ class OpenCall:
         self.newline = self.padded and text.endswith("\n")
         if self.newline:
             text = text[:-1]
-        if len(text) > self.room:
-            text = text[: self.room]
-            self.kept = False
-            self.fail(f"longer than {MAX_CALL_CHARACTERS} characters")
-        self.room -= len(text)
         if text:
             assert self.parameter is not None and self.body is not None
             self.body.write(text)
