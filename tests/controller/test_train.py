@@ -80,6 +80,8 @@ def test_the_run_directory_tells_the_whole_story(finished: tuple[RunDirectory, R
         "evaluation family",
     ]
     assert observer.open_stage is None
+    shown = [step for stage, step, _ in observer.advances if stage == "evaluation before"]
+    assert shown == [*range(1, 12), 11], "4 tasks in two ways, 3 of them once more"
     assert [name for name, _ in observer.expected] == [name for name, _ in observer.stages]
     assert all(seconds > 0 for _, seconds in observer.expected)
     assert sum(line.startswith("about ") for line in observer.lines) == 1

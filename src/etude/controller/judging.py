@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etude.config import RunConfig
@@ -10,8 +12,10 @@ from etude.controller.families import TaskFamily
 from etude.controller.parts import Parts
 from etude.controller.stopping import StopSignal
 from etude.evaluation import Evaluation, evaluate_family, evaluate_masked, evaluate_policy
+from etude.evaluation.acting import MASKED_SAMPLES
+from etude.evaluation.sessions import OnEnd
 from etude.kit.durable import write_json
-from etude.observe import MetricSink, Observer, RunDirectory
+from etude.observe import MetricSink, Observer, RunDirectory, show_stage
 from etude.protocols import Handle
 from etude.records import Task, Trajectory
 
@@ -86,29 +90,37 @@ class Judging:
 
         Raises InfrastructureError if most sessions failed.
         """
-        began = self._stop.elapsed_s
-        self._observer.stage_begins(f"evaluation {name.replace('_', ' ')}", 1)
-        evaluation = await evaluate_policy(
-            parts.environment,
-            parts.service,
-            tasks,
-            f"{self._config.name}-{name}",
-            self._config.seed,
-            self._config.engine.num_slots,
-            self._config.evaluation.num_samples,
-            num_repeated,
-        )
-        values = {
-            "pass_rate": evaluation.sampled["pass_rate"],
-            "greedy": evaluation.greedy["pass_rate"],
-            "wall_s": self._stop.elapsed_s,
-        }
-        version = parts.service.current()
-        self._metrics.write("evaluation", version.step if version else 0, {**values, "split": name})
-        self._observer.stage_advances(1, values)
-        self._observer.stage_ends()
-        add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
+        num_samples, num_repeated = self._config.evaluation.num_samples, min(num_repeated, len(tasks))
+        num_sessions = 2 * len(tasks) + (num_samples - 1) * num_repeated
+        with self._showing(f"evaluation {name.replace('_', ' ')}", num_sessions) as on_end:
+            evaluation = await evaluate_policy(
+                parts.environment,
+                parts.service,
+                tasks,
+                f"{self._config.name}-{name}",
+                self._config.seed,
+                self._config.engine.num_slots,
+                num_samples,
+                num_repeated,
+                on_end,
+            )
+            values = {
+                "pass_rate": evaluation.sampled["pass_rate"],
+                "greedy": evaluation.greedy["pass_rate"],
+                "wall_s": self._stop.elapsed_s,
+            }
+            version = parts.service.current()
+            self._metrics.write("evaluation", version.step if version else 0, {**values, "split": name})
+            self._observer.stage_advances(num_sessions, values)
         return evaluation
+
+    @contextlib.contextmanager
+    def _showing(self, title: str, num_sessions: int) -> Iterator[OnEnd]:
+        """A stage of so many sessions, whose time the report counts; what it yields counts one that ended."""
+        began, counted = self._stop.elapsed_s, itertools.count(1)
+        with show_stage(self._observer, title, num_sessions, "session") as advance:
+            yield lambda trajectory: advance(next(counted))
+        add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
 
     async def judge_before(
         self,
@@ -155,20 +167,19 @@ class Judging:
             sides = found.setdefault(name, {})
             if when in sides:
                 continue
-            began = self._stop.elapsed_s
-            self._observer.stage_begins(f"evaluation {name} {when}", 1)
             tasks = family.evaluation_tasks(f"{name}_heldout", settings.num_acting_tasks)
             label, playing = f"{self._config.name}-{name}-{when}", (parts.environment, parts.service)
-            seed = self._config.seed
-            sides[when] = await evaluate_family(*playing, tasks, label, seed, slots, settings.num_samples)
-            if kind.mask is not None:
-                masked = [kind.mask(task) for task in tasks]
-                sides[when] |= await evaluate_masked(
-                    *playing, masked, kind.ceiling, f"{label}-masked", seed, slots
-                )
-            self._observer.stage_advances(1, {"pass_rate": sides[when]["sampled"]["pass_rate"]})
-            self._observer.stage_ends()
-            add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
+            seed, samples = self._config.seed, settings.num_samples
+            num_sessions = len(tasks) * (1 + samples + (MASKED_SAMPLES if kind.mask is not None else 0))
+            with self._showing(f"evaluation {name} {when}", num_sessions) as on_end:
+                sides[when] = await evaluate_family(*playing, tasks, label, seed, slots, samples, on_end)
+                if kind.mask is not None:
+                    masked = [kind.mask(task) for task in tasks]
+                    sides[when] |= await evaluate_masked(
+                        *playing, masked, kind.ceiling, f"{label}-masked", seed, slots, on_end
+                    )
+                rate = sides[when]["sampled"]["pass_rate"]
+                self._observer.stage_advances(num_sessions, {"pass_rate": rate})
         self._run.keep_report(self._report)
 
     def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.evaluation.sessions import SessionRow, play_sessions, plays_of
+from etude.evaluation.sessions import OnEnd, SessionRow, play_sessions, plays_of
 from etude.evaluation.statistics import mean, pass_rates, summarize, verdicts_by_task
 from etude.evaluation.suite import check_infrastructure
 from etude.protocols import EpisodeRunner, Sampler
@@ -36,8 +36,9 @@ async def evaluate_family(
     seed: int,
     max_sessions: int,
     num_samples: int,
+    on_end: OnEnd | None = None,
 ) -> dict[str, Any]:
-    """Every task once greedily and `num_samples` times at temperature 1.
+    """Every task once greedily and `num_samples` times at temperature 1. `on_end`: see `play_sessions`.
 
     Keys: `num_tasks`; `greedy` and `sampled` (over all samples) as `summarize` gives them; `pass_at_<k>` for
     k = `num_samples`; `turns` per sampled session. Raises InfrastructureError if most sessions failed.
@@ -46,7 +47,9 @@ async def evaluate_family(
     for mode, temperature, count in (("greedy", 0.0, 1), ("sampled", 1.0, num_samples)):
         plays = plays_of(tasks, count)
         params, label = SamplingParams(temperature=temperature), f"{name}-{mode}"
-        played = await play_sessions(environment, sampler, plays, label, seed, params, max_sessions)
+        played = await play_sessions(
+            environment, sampler, plays, label, seed, params, max_sessions, on_end=on_end
+        )
         check_infrastructure(played)
         figures[mode] = summarize([play.task for play in plays], played)
         if mode == "sampled":
@@ -68,15 +71,16 @@ async def evaluate_masked(
     name: str,
     seed: int,
     max_sessions: int,
+    on_end: OnEnd | None = None,
 ) -> dict[str, Any]:
-    """Masked tasks at temperature 1: their failing tests tell nothing.
+    """Masked tasks at temperature 1: their failing tests tell nothing. `on_end`: see `play_sessions`.
 
     Keys: `first_edit_ceiling`, as given; `masked_ablation`, the
     share of right first edits here, which must not be above it but by luck; `masked_sessions`, their number.
     """
     plays = plays_of(tasks, MASKED_SAMPLES)
     params = SamplingParams(temperature=1.0)
-    played = await play_sessions(environment, sampler, plays, name, seed, params, max_sessions)
+    played = await play_sessions(environment, sampler, plays, name, seed, params, max_sessions, on_end=on_end)
     check_infrastructure(played)
     graded = [one for one in played if one.reward is not None]
     return {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.errors import InfrastructureError
-from etude.evaluation.sessions import Play, SessionRow, play_sessions, plays_of
+from etude.evaluation.sessions import OnEnd, Play, SessionRow, play_sessions, plays_of
 from etude.evaluation.statistics import mean, pass_rates, summarize, verdicts_by_task
 from etude.observe import summarize_behaviour
 from etude.protocols import EpisodeRunner, Sampler
@@ -44,15 +44,21 @@ async def evaluate_policy(
     max_sessions: int,
     num_samples: int = 1,
     num_repeated: int = 0,
+    on_end: OnEnd | None = None,
 ) -> Evaluation:
     """Runs every task once greedily and once at temperature 1, and the first `num_repeated` tasks so often
-    that they have `num_samples` sessions at temperature 1. Raises InfrastructureError if most failed."""
+    that they have `num_samples` sessions at temperature 1. `on_end`: see `play_sessions`.
+
+    Raises InfrastructureError if most failed.
+    """
     again = plays_of(tasks[:num_repeated], num_samples)[len(tasks[:num_repeated]) :]
     plays: dict[str, list[Play]] = {"greedy": plays_of(tasks), "sampled": [*plays_of(tasks), *again]}
     runs: dict[str, list[Trajectory]] = {}
     for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         params, label = SamplingParams(temperature=temperature), f"{name}-{mode}"
-        runs[mode] = await play_sessions(environment, sampler, plays[mode], label, seed, params, max_sessions)
+        runs[mode] = await play_sessions(
+            environment, sampler, plays[mode], label, seed, params, max_sessions, on_end=on_end
+        )
         check_infrastructure(runs[mode])
     first = runs["sampled"][: len(tasks)]
     return Evaluation(
