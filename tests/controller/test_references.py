@@ -13,7 +13,7 @@ from etude.agent.tools.edit_lines import replace_lines
 from etude.config import RunConfig
 from etude.controller.expert_chats import ScriptedSession
 from etude.controller.families import open_family
-from etude.controller.references import Hunk, find_definition, find_hunks, find_pages, play_references
+from etude.controller.references import Hunk, Look, find_hunks, find_looks, find_named, play_references
 from etude.observe import SilentObserver
 from etude.records import Task, ToolCall
 from etude.tasks.harbor import write_harbor
@@ -68,28 +68,33 @@ def test_a_reference_is_found_read_edited_tested_and_finished() -> None:
 
 
 def test_the_definition_that_is_looked_for_is_named_as_code_and_not_by_a_path() -> None:
-    text = "class EUI:\n    def __init__(self):\n        pass\n\n    def ei(self):\n        pass\n"
-    assert find_definition("`EUI.ei` in netaddr/eui/__init__.py: an `else`.", text, 6) == ("ei", 5)
-    assert find_definition("The class EUI is wrong, see eui/__init__.py", text, 6) == ("EUI", 1)
-    assert find_definition("`EUI().x` ends in `TypeError`; ei and __init__ are fine.", text, 6) == ("EUI", 1)
-    assert find_definition("Nothing of it is named.", text, 6) is None
+    known = [("EUI", 1), ("__init__", 2), ("ei", 5)]
+    named = find_named("`EUI.ei` in netaddr/eui/__init__.py: an `else`.", known, 6)
+    assert named == (("EUI", "ei"), 5), "the class shows which of the methods it is"
+    assert find_named("The class EUI is wrong, see eui/__init__.py", known, 6) == (("EUI",), 1)
+    wanted = "`EUI().x` ends in `TypeError`; ei and __init__ are fine."
+    assert find_named(wanted, known, 6) == (("EUI",), 1)
+    assert find_named("Nothing of it is named.", known, 6) is None
 
 
 def test_of_two_definitions_of_a_name_the_one_above_the_change_is_read() -> None:
-    text = "@property\ndef mask(self):\n    return 1\n\n@mask.setter\ndef mask(self, new):\n    pass\n"
-    assert [find_definition("`ip.mask = 2` fails.", text, line) for line in (1, 3, 7)] == [
-        ("mask", 2),
-        ("mask", 2),
-        ("mask", 6),
-    ]
+    known = [("mask", 2), ("mask", 6)]
+    found = [find_named("`ip.mask = 2` fails.", known, line) for line in (1, 3, 7)]
+    assert found == [(("mask",), 2), (("mask",), 2), (("mask",), 6)]
 
 
-def test_pages_are_read_from_a_definition_down_to_what_changes_and_far_from_it_what_is_around() -> None:
+def test_grep_shows_each_line_that_is_read_from() -> None:
+    rows = ["x = 1"] * 500
+    rows[9], rows[379] = "def near():", "def far():"
+    text = "\n".join(rows)
     near, next_page, far = Hunk(12, 13, "x"), Hunk(55, 55, "x"), Hunk(400, 401, "x")
-    assert find_pages([near], 10) == [(10, 40)]
-    assert find_pages([near, next_page], 10) == [(10, 40), (50, 40)]
-    assert find_pages([near, far], 10) == [(10, 40), (392, 18)]
-    assert find_pages([near], 0) == [(4, 18)] and find_pages([near], 30) == [(4, 18)]
+    assert find_looks("`near` is wrong", text, [near]) == [Look(("near",), ((10, 40),))]
+    assert find_looks("`near` is wrong", text, [near, next_page]) == [Look(("near",), ((10, 40), (50, 40)))]
+    both = [Look(("near",), ((10, 40),)), Look(("far",), ((380, 40),))]
+    assert find_looks("`near` is wrong", text, [near, far]) == both, "the second is above what is changed"
+    assert find_looks("`near` is wrong", text, [far]) == both
+    assert find_looks("It is wrong", text, [far]) == both[1:]
+    assert find_looks("`near` is wrong", "", [near]) == [Look((), ((4, 18),))], "nothing shows a line"
 
 
 def test_what_cannot_be_played_is_left_out_with_its_reason() -> None:

@@ -41,8 +41,8 @@ _PAGE = 40
 _MOST_PAGES = 3
 _DEFINITION = re.compile(r"\s*(?:async def|def|class) (\w+)")
 _CODE = re.compile(r"`[^`]+`")
-_NAME = re.compile(r"(?<![\w/])[A-Za-z_]\w+(?![\w/]|\.py\b)")
-"""Not a part of a path."""
+_DOTTED = re.compile(r"(?<![\w/])[A-Za-z_]\w+(?:\.[A-Za-z_]\w+)*(?![\w/]|\.py\b)")
+"""A name, not a part of a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,16 @@ class Hunk:
     start: int
     end: int
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A definition is grepped for, and the file is read from it on."""
+
+    names: tuple[str, ...]
+    """Of the definition, after that of what it is in, if that is known; empty: nothing is grepped for."""
+    pages: tuple[tuple[int, int], ...]
+    """First line and number of lines of each."""
 
 
 class _UnplayableError(Exception):
@@ -158,30 +168,32 @@ def _write_calls(
             yield [ToolCall("write_file", {"path": path, "text": after})]
             continue
         hunks = find_hunks(before, after)
-        can_find = bool(hunks) and "grep" in tools
-        found = find_definition(task.instruction, before, hunks[0].start) if can_find else None
-        if found is not None:
-            yield [ToolCall("grep", {"pattern": rf"(def|class) {found[0]}\b"})]
-        yield from _edit_calls(path, hunks, found[1] if found else 0, tools, limits)
+        # Without grep nothing shows where a definition is.
+        looks = find_looks(task.instruction, before if "grep" in tools else "", hunks)
+        yield from _look_calls(path, looks, path in task.instruction, tools, limits)
+        _need("edit_lines", tools)
+        for hunk in reversed(hunks):  # from below, so that numbers stay
+            lines = {"start": str(hunk.start), "end": str(hunk.end)}
+            yield [ToolCall("edit_lines", {"path": path, **lines, "text": hunk.text})]
     if "run_tests" in tools:
         yield [ToolCall("run_tests")]
     _need("finish", tools)
     yield [ToolCall("finish")]
 
 
-def _edit_calls(
-    path: str, hunks: Sequence[Hunk], definition: int, tools: frozenset[str], limits: EpisodeLimits
+def _look_calls(
+    path: str, looks: Sequence[Look], is_known: bool, tools: frozenset[str], limits: EpisodeLimits
 ) -> Iterator[list[ToolCall]]:
-    """Reads what is to be changed, from above, and then changes it, from below, so that numbers stay.
-    `definition`: the line of it that was found, or 0."""
-    if "read_file" in tools:
-        for first, count in find_pages(hunks, definition):
+    """`is_known`: whether the agent knows of the file before it looks."""
+    for look in looks:
+        if look.names:
+            names = look.names[0] if len(look.names) == 1 else f"({'|'.join(look.names)})"
+            within = {"path": path} if is_known else {}
+            yield [ToolCall("grep", {"pattern": rf"(def|class) {names}\b", **within})]
+            is_known = True
+        for first, count in look.pages if "read_file" in tools else ():
             lines = {"offset": str(first), "limit": str(min(count, limits.tools.read_lines))}
             yield [ToolCall("read_file", {"path": path, **lines})]
-    _need("edit_lines", tools)
-    for hunk in reversed(hunks):
-        lines = {"start": str(hunk.start), "end": str(hunk.end)}
-        yield [ToolCall("edit_lines", {"path": path, **lines, "text": hunk.text})]
 
 
 def find_hunks(before: str, after: str) -> list[Hunk]:
@@ -203,31 +215,54 @@ def find_hunks(before: str, after: str) -> list[Hunk]:
     return [Hunk(i1 + 1, min(i2, len(old)), "\n".join(new[j1:j2])) for i1, i2, j1, j2 in ranges]
 
 
-def find_pages(hunks: Sequence[Hunk], definition: int) -> list[tuple[int, int]]:
-    """(first line, number of lines) of what is read before hunks are edited, once each: page after page from
-    a definition that was found down to them, which an agent can repeat, else the lines around each."""
-    pages = dict[int, int]()
-    for hunk in hunks:
-        if definition and definition <= hunk.start and hunk.end < definition + _MOST_PAGES * _PAGE:
-            pages |= dict.fromkeys(range(definition, hunk.end + 1, _PAGE), _PAGE)
-        else:
-            first = max(1, hunk.start - _AROUND)
-            pages[first] = hunk.end + _AROUND - first + 1
-    return sorted(pages.items())
-
-
-def find_definition(instruction: str, text: str, line: int) -> tuple[str, int] | None:
-    """(name, line) of what a file defines and an instruction names, in code if any is: the last at or above a
-    line, which is most likely around it, else the first."""
-    words = _CODE.findall(instruction) or [instruction]
-    named = {name for part in words for name in _NAME.findall(part)}
-    found = [
-        (match[1], at)
-        for at, row in enumerate(text.split("\n"), start=1)
-        if (match := _DEFINITION.match(row)) and match[1] in named
+def find_looks(instruction: str, text: str, hunks: Sequence[Hunk]) -> list[Look]:
+    """What an agent looks at before it changes hunks of a file, so that grep has shown it each line that it
+    reads from: the definition that the instruction names, page after page down to the hunks, then the one
+    above each hunk that this does not lead to; without any, the lines around it."""
+    known = [
+        (match[1], line)
+        for line, row in enumerate(text.split("\n"), start=1)
+        if (match := _DEFINITION.match(row))
     ]
+    looks, left = list[Look](), list(hunks)
+    named = find_named(instruction, known, hunks[0].start) if hunks else None
+    while left:
+        above = [one for one in known if _leads_to(one[1], left[0])]
+        if named is None and not above:
+            hunk = left.pop(0)
+            first = max(1, hunk.start - _AROUND)
+            looks.append(Look((), ((first, hunk.end + _AROUND - first + 1),)))
+            continue
+        names, line = named or ((above[-1][0],), above[-1][1])
+        named = None
+        last = max((one.end for one in left if _leads_to(line, one)), default=line)
+        looks.append(Look(names, tuple((first, _PAGE) for first in range(line, last + 1, _PAGE))))
+        left = [one for one in left if not _leads_to(line, one)]
+    return looks
+
+
+def _leads_to(definition: int, hunk: Hunk) -> bool:
+    """Whether a hunk is on one of the pages from a definition's line on."""
+    return definition <= hunk.start and hunk.end < definition + _MOST_PAGES * _PAGE
+
+
+def find_named(
+    instruction: str, known: Sequence[tuple[str, int]], line: int
+) -> tuple[tuple[str, ...], int] | None:
+    """The names to grep for, and the line, of a definition that an instruction names, in code if any is: the
+    last at or above a line, which is most likely around it, else the first. `known`: name and line of all of
+    a file, from above. Of `Schema.compile` both are looked for: the one shows which of the other it is."""
+    words = _CODE.findall(instruction) or [instruction]
+    dotted = [name.split(".") for part in words for name in _DOTTED.findall(part)]
+    mentioned = {name for parts in dotted for name in parts}
+    found = [one for one in known if one[0] in mentioned]
+    if not found:
+        return None
     above = [one for one in found if one[1] <= line]
-    return above[-1] if above else (found[0] if found else None)
+    name, at = above[-1] if above else found[0]
+    owners = {parts[place - 1] for parts in dotted for place in range(1, len(parts)) if parts[place] == name}
+    owner = next((one for one, _ in known if one in owners), None)
+    return ((name,) if owner is None else (owner, name)), at
 
 
 def _need(tool: str, tools: frozenset[str]) -> None:
