@@ -16,15 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.inside.layers import (
-    OPAQUE,
-    LayerError,
-    copy_tree,
-    merge_tree,
-    pack_tree,
-    remove_tree,
-    unpack_tree,
-)
+from etude.sandbox.inside.layers import copy_tree, merge_tree, remove_tree
+from etude.sandbox.inside.packing import OPAQUE, LayerError, pack_tree, unpack_tree
 
 Shape = dict[str, "Leaf | Shape"]
 FLAGS = os.O_RDONLY | os.O_DIRECTORY

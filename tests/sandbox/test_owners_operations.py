@@ -42,14 +42,14 @@ def serving(root: Path, greet: Callable[[Header], None]) -> Callable[[socket.soc
             DescendantProcesses(),
             settings,
             greet=greet,
-            extra={"install": install},
+            extra={"install": install, "echo": lambda header, payload: ({}, payload)},
         ).serve()
 
     return serve
 
 
 def test_a_greeting_and_an_installation_that_take_long_are_answered(tmp_path: Path) -> None:
-    asked = [{"op": operation} for operation in ("hold", "ping", "hello", "install")]
+    asked = [{"op": operation} for operation in ("hold", "echo", "hello", "install")]
     answers = answers_of(serving(tmp_path, lambda header: time.sleep(0.2)), asked, 5)
     assert answers[0][0].get("ready")
     # What was asked while the machine was held is answered after the greeting.
@@ -77,7 +77,7 @@ def test_a_machine_whose_holding_was_cancelled_answers_again(tmp_path: Path) -> 
         holding.cancel()
         with pytest.raises(asyncio.CancelledError):
             await holding
-        assert (await sandbox.call({"op": "ping"}, b"still here"))[1] == b"still here"
+        assert (await sandbox.call({"op": "echo"}, b"still here"))[1] == b"still here"
         channel.close("done")
 
     with line_to(serving(tmp_path, greet)) as ours:

@@ -21,28 +21,26 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.gathering import Gathering, IndexedRoot
-from etude.sandbox.inside.processes import NamespaceProcesses, Table, UserProcesses
+from etude.sandbox.inside.jobs import WARM_MODULES
+from etude.sandbox.inside.processes import NamespaceProcesses, UserProcesses
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.server import FILE_OPERATION_WALL_S, Answer, Server
-from etude.sandbox.inside.watches import MemoryFloor, ProcessorWatch, Watch, keep_in_memory
+from etude.sandbox.inside.watches import MemoryFloor, ProcessorWatch, keep_in_memory
 
 _libc = ctypes.CDLL(None)
 _acting: int | None = None
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
 _XATTRS = {"x86_64": (188, 199), "aarch64": (5, 16)}
 """Numbers of `setxattr` and its like, which follow each other."""
-_WARM = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
-         "re", "string", "typing")  # fmt: skip
 
 
 class Files:
@@ -125,40 +123,6 @@ class ChildWatch:
             writer = self._writers.pop(pid, None) if ended else None
             if writer is not None:
                 os.close(writer)
-
-
-class AgentProcesses(UserProcesses):
-    """The agent's processes without this server, whose effective user may be the agent."""
-
-    def table(self) -> Table:
-        table = super().table()
-        table.pop(os.getpid(), None)
-        return table
-
-
-class GuestServer(Server):
-    """A server that bounds what its kernel does not: see `watches`."""
-
-    def __init__(self, *parts: Any, watches: Sequence[Watch], **named: Any) -> None:
-        super().__init__(*parts, **named)
-        self._watches = watches
-
-    def _turn(self, timeout_ms: float | None) -> bool:
-        for watch in self._watches if has_children() else ():
-            timeout_ms = watch.sooner(timeout_ms)
-        going_on = super()._turn(timeout_ms)
-        for watch in self._watches:
-            watch.look()
-        return going_on
-
-
-def has_children() -> bool:
-    """Whether anything runs, or has ended uncollected. What the agent's processes abandon is ours too."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def has_pidfds() -> bool:
@@ -295,13 +259,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--path", default="/usr/local/bin:/usr/bin:/bin")
     parser.add_argument("--filter", action="store_true", help="filter the system calls of commands")
     options = parser.parse_args(arguments)
-    for name in _WARM:
+    for name in WARM_MODULES:
         __import__(name)
     root = IndexedRoot()
     files = Files(options.workspace, options.base, options.uid, root)
     workspace = Workspace(options.workspace, os.open(options.base, os.O_RDONLY | os.O_DIRECTORY))
     is_init = os.getpid() == 1
-    processes = AgentProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
+    processes = UserProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
     assert is_init or options.uid is not None, "without a user of their own, commands need a pid namespace"
     has_own_kernel = options.line != "stdio"
     settings = Settings(
@@ -335,7 +299,7 @@ def main(arguments: list[str]) -> None:
     if options.floor_bytes:
         watches.append(MemoryFloor(processes, options.floor_bytes))
         keep_in_memory()
-    server = GuestServer(
+    server = Server(
         reader,
         writer,
         workspace,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from etude.sandbox.inside import ids, kernel, layers, namespaces
@@ -18,18 +17,10 @@ _CLOSE_S = 5.0
 """How long sandboxes without a namespace get to end their processes and remove their folders."""
 
 
-@dataclass(frozen=True)
-class Entered:
-    """A sandbox's first process has its sandbox around it."""
-
-    workspace: Workspace
-    processes: Processes
-    disk: int
-    """Directory with `root` and `tmp`: what the sandbox changed."""
-    sockets: SocketMemory | None = None
-    """Counts what its sockets hold: without control groups nobody does, and with them not of connections."""
-    gathering: Gathering | None = None
-    """Finds what changed in the root, where that is an image's."""
+Entered = tuple[Workspace, Processes, int, SocketMemory | None, Gathering | None]
+"""What a sandbox's first process has around it: workspace, processes, and the directory with `root` and `tmp`
+that the sandbox changed. Then what counts the memory of its sockets (without control groups nobody else does,
+and with them not of connections), and what finds changes in the root, where that is an image's."""
 
 
 class Isolation(Protocol):
@@ -94,7 +85,7 @@ class Namespaces:
         bounds = (limits["num_processes"], limits["file_bytes"])
         namespaces.lock_down(uid, *bounds, request["emulate_root"], request["has_groups"])
         gathering = Gathering(plan.workspace, before)
-        return Entered(workspace, NamespaceProcesses(), disk, sockets, gathering)
+        return workspace, NamespaceProcesses(), disk, sockets, gathering
 
     def leave(self) -> None:
         """Nothing: the kernel takes the namespaces apart."""
@@ -132,7 +123,7 @@ class Folders:
             os.mkdir(self._disk)
             os.chdir(plan.workspace)
             workspace = Workspace(plan.workspace, None, plan.passed_over)
-            return Entered(workspace, self._processes, os.open(self._disk, flags))
+            return workspace, self._processes, os.open(self._disk, flags), None, None
         workspace = os.path.join(self._disk, layers.ROOT)
         template = os.path.join(self.files, "templates", plan.digest)
         # A saved layer holds the whole workspace here, not the changes alone.
@@ -141,9 +132,8 @@ class Folders:
         os.mkdir(os.path.join(self._disk, layers.TEMPORARY))
         os.chdir(workspace)
         layers.copy_tree(os.open((saved or [template])[0], flags), os.open(workspace, flags))
-        return Entered(
-            Workspace(workspace, os.open(template, flags)), self._processes, os.open(self._disk, flags)
-        )
+        disk = os.open(self._disk, flags)
+        return Workspace(workspace, os.open(template, flags)), self._processes, disk, None, None
 
     def leave(self) -> None:
         self._processes.kill_all()

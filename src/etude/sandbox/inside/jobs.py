@@ -21,6 +21,9 @@ from etude.sandbox.inside.rights import become
 _CHUNK = 1 << 16
 _RESTORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGALRM,
                      signal.SIGCHLD)  # fmt: skip
+WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
+                "random", "re", "string", "typing")  # fmt: skip
+"""What a server imports at its start, so that test runs need not."""
 
 Child = Callable[[list[int]], int]
 """Starts a child, which gets these ends of the pipes, and returns its process id. Raises OSError."""

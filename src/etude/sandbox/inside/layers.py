@@ -1,4 +1,4 @@
-"""Layers of files inside the fork server: copied out of a sandbox, merged, packed, unpacked, removed.
+"""Layers of files inside the fork server: copied out of a sandbox, merged, removed.
 
 A layer is a directory `<layer>/root` (what a sandbox changed below its root or workspace, in overlayfs' own
 form: whiteouts are character devices 0/0, opaque directories carry `user.overlay.opaque`) and
@@ -18,29 +18,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from etude.sandbox.inside.packing import (
-    DIRECTORY_FLAGS,
-    OPAQUE,
-    Folder,
-    LayerError,
-    UnpackableError,
-    attributes,
-    pack_tree,
-    unpack_tree,
-)
-
-__all__ = [
-    "OPAQUE",
-    "ROOT",
-    "TEMPORARY",
-    "LayerError",
-    "UnpackableError",
-    "copy_tree",
-    "merge_tree",
-    "pack_tree",
-    "remove_tree",
-    "unpack_tree",
-]
+from etude.sandbox.inside.packing import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
 
 ROOT, TEMPORARY = "root", "tmp"
 _SMALL_BYTES = 32 << 10

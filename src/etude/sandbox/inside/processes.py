@@ -87,14 +87,15 @@ class DescendantProcesses:
 
 
 class UserProcesses:
-    """The processes of one user, who is nobody else. For a server that is root in a guest of its own."""
+    """The processes of one user, who is nobody else, without this one, whose effective user may be the same.
+    For a server that is root in a guest of its own."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
 
     def table(self) -> Table:
         table = _read_table()
-        return {pid: row for pid, row in table.items() if _owner(pid) == self._uid}
+        return {pid: row for pid, row in table.items() if _owner(pid) == self._uid and pid != os.getpid()}
 
     def kill_all(self) -> None:
         kill_all_but(self, lambda table: set())

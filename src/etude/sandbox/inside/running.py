@@ -65,7 +65,8 @@ class Running:
         self._by_descriptor: dict[int, Job] = {}
         self._ended = EndedCommands()
         self._sessions = Sessions(wire, poll, processes, settings, self._limits, root, self)
-        self._has_children = False
+        self.has_children = False
+        """Whether anything runs, or has ended uncollected."""
         self._memory = MemoryWatch(processes, settings)
         self._reaped: dict[int, int] = {}
         self._stopped: set[int] = set()
@@ -92,7 +93,7 @@ class Running:
 
     def timeout_ms(self) -> float | None:
         """How long the loop may sleep."""
-        if not self._has_children or self._frozen_s is not None:
+        if not self.has_children or self._frozen_s is not None:
             return None
         deadlines = [self._memory.next_s] if self._settings.watch_memory else []
         deadlines += [job.deadline_s for job in self._jobs.values()]
@@ -112,13 +113,13 @@ class Running:
 
     def look_after_children(self) -> None:
         """Reaps, enforces deadlines and memory, answers what has ended."""
-        if not self._has_children and not self._reaped:
+        if not self.has_children and not self._reaped:
             return
         # Before the look at who has ended: whoever ends in between was in time.
         now_s = time.monotonic() if self._frozen_s is None else self._frozen_s
         self._reap()
         ended, self._reaped = self._reaped, {}
-        if self._settings.watch_memory and self._has_children and now_s >= self._memory.next_s:
+        if self._settings.watch_memory and self.has_children and now_s >= self._memory.next_s:
             self._memory.put_off(now_s)
             self._watch_memory()
         for job in list(self._jobs.values()):
@@ -152,13 +153,13 @@ class Running:
         """Until what was killed is gone: it holds memory, leases and half-written files while it dies."""
         end_s = time.monotonic() + _DEATH_S
         self._reap()
-        while self._has_children and time.monotonic() < end_s:
+        while self.has_children and time.monotonic() < end_s:
             time.sleep(_INSIST_PAUSE_S)
             self._reap()
 
     def _reap(self) -> None:
         """Collects ended children; `look_after_children` deals with them."""
-        ended, self._has_children = reap()
+        ended, self.has_children = reap()
         self._reaped.update(ended)
 
     # Commands and test runs
@@ -195,7 +196,7 @@ class Running:
         keep_background: bool,
         with_input: bool,
     ) -> Job:
-        spare = set(self._processes.table()) if self._has_children else set[int]()
+        spare = set(self._processes.table()) if self.has_children else set[int]()
         job = self.insist(
             lambda: start_job(child, num_pipes, limit_bytes, timeout_s, spare, keep_background, with_input)
         )
@@ -225,7 +226,7 @@ class Running:
 
     def note_child(self, now_s: float) -> None:
         """There is a child to look after."""
-        self._has_children = True
+        self.has_children = True
         self._memory.put_off(now_s)
 
     def _read_output(self, job: Job, descriptor: int) -> None:
@@ -270,7 +271,7 @@ class Running:
     def _finish(self, job: Job, exit_code: int) -> None:
         """Answers for an ended job. What it left behind is killed, unless it may keep it."""
         duration_s = time.monotonic() - job.start_s
-        if self._has_children and not (job.keep_background or job.timed_out):
+        if self.has_children and not (job.keep_background or job.timed_out):
             self._kill_family(job)
         for index, output in enumerate(job.outputs):
             data = b"" if output.ended else output.read()
@@ -384,7 +385,7 @@ class Running:
         """Everything but this server stands still until `thaw`, the time of what runs too."""
         if self._frozen_s is None:
             self._frozen_s = time.monotonic()
-        self._stopped |= stop_all(self._processes) if self._has_children else set[int]()
+        self._stopped |= stop_all(self._processes) if self.has_children else set[int]()
         return {}, b""
 
     def _thaw(self, header: Header, payload: bytes) -> Answer:

@@ -16,7 +16,7 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -28,6 +28,7 @@ from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.inside.gathering import Gathering, Skipped
 from etude.sandbox.inside.processes import Processes
 from etude.sandbox.inside.running import Running, Settings
+from etude.sandbox.inside.watches import Watch
 from etude.sandbox.inside.wire import Wire
 
 FILE_OPERATION_WALL_S = 20.0
@@ -58,11 +59,13 @@ class Server:
         greet: Greet = lambda header: None,
         extra: Mapping[str, Operation] | None = None,
         gathering: Gathering | None = None,
+        watches: Sequence[Watch] = (),
     ) -> None:
         """`scratch`: a descriptor that the owner may borrow to copy the sandbox's files.
 
         `greet` is called when an owner says hello after a restore: it sets clock, entropy and identity.
-        `extra`: operations that only some machines have. `gathering`: of the sandbox's root.
+        `extra`: operations that only some machines have. `gathering`: of the sandbox's root. `watches`: they
+        bound what the kernel does not.
         """
         self._poll = select.poll()
         self._wire = Wire(reader, writer, self._poll)
@@ -71,6 +74,7 @@ class Server:
         self._running = Running(self._wire, self._poll, processes, settings, workspace.root)
         self._scratch = scratch
         self._greet = greet
+        self._watches = watches
         self._file_operation_s = settings.file_operation_s
         self._forwarder: Forwarder | None = None
         self._file_operations: dict[str, Operation] = {
@@ -87,7 +91,6 @@ class Server:
             "pack": self._pack,
         }
         self._owners_operations: dict[str, Operation] = {
-            "ping": self._ping,
             "lend": self._lend,
             "hold": self._hold,
             "hello": self._hello,
@@ -112,6 +115,8 @@ class Server:
 
     def _turn(self, timeout_ms: float | None) -> bool:
         """Waits once and handles what came. False when the owner is gone."""
+        for watch in self._watches if self._running.has_children else ():
+            timeout_ms = watch.sooner(timeout_ms)
         for descriptor, events in self._poll.poll(timeout_ms):
             if descriptor == self._wire.writer and events & select.POLLOUT:
                 self._wire.flush()
@@ -123,6 +128,8 @@ class Server:
             elif descriptor != self._wire.writer:
                 self._running.on_ready(descriptor)
         self._running.look_after_children()
+        for watch in self._watches:
+            watch.look()
         return True
 
     def _receive(self) -> bool:
@@ -250,9 +257,6 @@ class Server:
         return {}, self._gathering.pack(paths, *wanted)
 
     # Of the machine as a whole
-
-    def _ping(self, header: Header, payload: bytes) -> Answer:
-        return {"time_s": time.time()}, payload
 
     def _lend(self, header: Header, payload: bytes) -> Answer | None:
         """The answer carries the descriptor of the sandbox's own disk."""

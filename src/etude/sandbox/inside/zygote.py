@@ -32,17 +32,15 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from etude.sandbox.inside import faults, ids, kernel, layers, namespaces
+from etude.sandbox.inside import faults, ids, kernel, layers, namespaces, packing
 from etude.sandbox.inside.frames import MAX_REQUEST_BYTES, Unpacker, pack
 from etude.sandbox.inside.isolation import Folders, Isolation, Namespaces, discard
+from etude.sandbox.inside.jobs import WARM_MODULES
 from etude.sandbox.inside.processes import reap
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.server import Server
 
 MAX_DESCRIPTORS = 2
-WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
-                "random", "re", "string", "typing")  # fmt: skip
-"""Imported once here, so that test runs need not."""
 
 
 class ForkServer:
@@ -197,7 +195,7 @@ class ForkServer:
             return
         limits = request["limits"]
         plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
-        entered = self._isolation.enter(plan, request, descriptors)
+        workspace, processes, disk, sockets, gathering = self._isolation.enter(plan, request, descriptors)
         settings = Settings(
             limits["memory_bytes"],
             limits["cpu_s"],
@@ -205,18 +203,10 @@ class ForkServer:
             request["env"],
             limits["open_files"],
             request["has_groups"],
-            sockets=entered.sockets,
+            sockets=sockets,
         )
         line = channel.detach()
-        Server(
-            line,
-            line,
-            entered.workspace,
-            entered.processes,
-            settings,
-            entered.disk,
-            gathering=entered.gathering,
-        ).serve()
+        Server(line, line, workspace, processes, settings, disk, gathering=gathering).serve()
 
     def _let_go(self) -> None:
         """In a child: drops what belongs to the fork server alone."""
@@ -268,11 +258,11 @@ def work_on_layer(request: dict[str, Any], directory: str, descriptor: int) -> N
     part = os.path.join(directory, request["part"])
     if request["op"] == "pack":
         with os.fdopen(descriptor, "wb") as file:
-            layers.pack_tree(part, file)
+            packing.pack_tree(part, file)
     else:
         os.makedirs(part)
         with os.fdopen(descriptor, "rb") as file:
-            layers.unpack_tree(file, part)
+            packing.unpack_tree(file, part)
 
 
 def merge_layers(directory: str, below: Sequence[str]) -> None:
@@ -308,7 +298,7 @@ def _report(channel: socket.socket, error: BaseException) -> None:
         # An agent's tree that is too deep to be copied.
         _tell(channel, {"fault": list(faults.TOO_DEEP)})
         return
-    if isinstance(error, layers.UnpackableError):
+    if isinstance(error, packing.UnpackableError):
         _tell(channel, {"fault": ["argument", str(error)]})
         return
     failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"
