@@ -46,10 +46,10 @@ def _open_named(name: str, state: Path | None) -> SandboxBackend:
 
 
 def _open_containers(engine: str, image: str, state: Path | None) -> SandboxBackend:
-    from etude.sandbox.containers.arguments import Setup
+    from etude.sandbox.containers.arguments import IMAGE
     from etude.sandbox.containers.backend import ContainerBackend
 
-    return ContainerBackend(engine, Setup(image) if image else None, state)
+    return ContainerBackend(engine, image or IMAGE, state)
 
 
 def _local(state: Path | None) -> SandboxBackend:

@@ -11,7 +11,7 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.sandbox.backends import open_backend
-from etude.sandbox.containers.arguments import Setup, create_arguments, pack_upload
+from etude.sandbox.containers.arguments import COMMAND_UID, create_arguments, pack_upload
 from etude.sandbox.containers.backend import ContainerBackend
 from etude.sandbox.containers.engine import Engine, EngineError
 from etude.sandbox.errors import TemplateError
@@ -21,15 +21,15 @@ from etude.sandbox.types import Resources
 
 def test_containers_are_locked_down() -> None:
     resources = Resources(memory_bytes=1 << 28, num_processes=10, cpus=0.5, open_files=100)
-    words = create_arguments("box", Setup(), "image", "/workspace", resources, {"a": "b"})
+    words = create_arguments("box", "image", COMMAND_UID, "/workspace", resources, {"a": "b"})
     for word in ("--network=none", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pull=never"):
         assert word in words
     assert {"--memory=268435456", "--memory-swap=268435456", "--cpus=0.5", "--label=a=b"} <= set(words)
     added = {word.partition("=")[2] for word in words if word.startswith("--cap-add")}
     assert added and not {"SYS_ADMIN", "NET_ADMIN", "NET_RAW", "SYS_PTRACE", "MKNOD"} & added
     assert not any(word.startswith(("--volume", "--mount", "--privileged", "--device")) for word in words)
-    plain = create_arguments("box", Setup(command_uid=None), "image", "/workspace", resources, {})
-    assert not any(word.startswith(("--cap-add", "--user")) for word in plain)
+    as_root = create_arguments("box", "image", None, "/workspace", resources, {"a": "b"})
+    assert set(words) - set(as_root) == {"--uid", str(COMMAND_UID)} and not set(as_root) - set(words)
 
 
 def test_what_is_copied_ends_at_the_archives_end_mark() -> None:

@@ -18,7 +18,7 @@ import pytest
 from etude.errors import SandboxError
 from etude.kit.leftovers import owner_tag
 from etude.sandbox.backends import open_backend
-from etude.sandbox.containers.arguments import HOST_LABEL, OWNER_LABEL, Setup
+from etude.sandbox.containers.arguments import HOST_LABEL, OWNER_LABEL
 from etude.sandbox.containers.backend import ContainerBackend
 from etude.sandbox.errors import (
     SandboxKilledByAgentError,
@@ -43,11 +43,11 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ensure_image(tmp_path_factory.mktemp("podman"))
 
 
-def play(state: Path, scenario: Scenario, setup: Setup | None = None) -> None:
+def play(state: Path, scenario: Scenario, image: str = IMAGE) -> None:
     """Runs a scenario; afterwards no container and no image of a snapshot may be left."""
 
     async def run() -> None:
-        backend = ContainerBackend("podman", setup or Setup(IMAGE), state)
+        backend = ContainerBackend("podman", image, state)
         try:
             await scenario(backend)
         finally:
@@ -68,6 +68,15 @@ def snapshot_images() -> list[str]:
 
 def _label(owner: str) -> tuple[str, str]:
     return "--filter", f"label={OWNER_LABEL}={owner}"
+
+
+def build(directory: Path, tag: str, *lines: str) -> str:
+    """The name of an image above IMAGE."""
+    (directory / "Dockerfile").write_text("\n".join((f"FROM {IMAGE}", *lines, "")))
+    limits = ("--ulimit", "nofile=1024:4096", "--ulimit", "nproc=1024:4096")
+    name = f"localhost/etude-tests:{tag}"
+    podman("build", "--isolation=chroot", *limits, "--quiet", "--tag", name, str(directory))
+    return name
 
 
 def test_the_contract_holds(tmp_path: Path) -> None:
@@ -204,10 +213,9 @@ def test_a_container_that_dies_is_lost_until_killed(tmp_path: Path) -> None:
 def test_an_owner_that_is_killed_takes_its_container_along(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys\nfrom pathlib import Path\nfrom etude.kit.leftovers import owner_tag\n"
-        "from etude.sandbox.containers.arguments import Setup\n"
         "from etude.sandbox.containers.backend import ContainerBackend\n"
         "async def run():\n"
-        f"    backend = ContainerBackend('podman', Setup({IMAGE!r}), Path({str(tmp_path)!r}))\n"
+        f"    backend = ContainerBackend('podman', {IMAGE!r}, Path({str(tmp_path)!r}))\n"
         "    await backend.create()\n    print(owner_tag(), flush=True)\n    await asyncio.sleep(600)\n"
         "asyncio.run(run())\n"
     )
@@ -244,20 +252,17 @@ def test_an_image_that_is_not_there_or_has_no_python_is_the_users_error(tmp_path
         with pytest.raises(TemplateError, match="executable file"):
             await backend.create(Template(FILES))
 
-    play(tmp_path, scenario, Setup(IMAGE, interpreter="python-none"))
+    bare = build(tmp_path, "bare", "RUN rm /usr/bin/python3")
+    play(tmp_path, scenario, bare)
+    podman("rmi", bare)
 
 
 def test_an_engine_s_image_brings_its_environment_and_directory(tmp_path: Path) -> None:
-    lines = (f"FROM {IMAGE}", "ENV COLOUR=green", "WORKDIR /project", "COPY Dockerfile kept", "")
-    (tmp_path / "Dockerfile").write_text("\n".join(lines))
-    limits = ("--ulimit", "nofile=1024:4096", "--ulimit", "nproc=1024:4096")
-    podman(
-        "build", "--isolation=chroot", *limits, "--quiet", "--tag", "localhost/etude-tests:own", str(tmp_path)
-    )
+    own = build(tmp_path, "own", "ENV COLOUR=green", "WORKDIR /project", "COPY Dockerfile kept")
 
     async def scenario(backend: ContainerBackend) -> None:
-        image = await backend.image("localhost/etude-tests:own")
-        shown = podman("image", "inspect", "--format={{.Id}}", "localhost/etude-tests:own")
+        image = await backend.image(own)
+        shown = podman("image", "inspect", "--format={{.Id}}", own)
         assert image.name == shown.strip()
         s = await backend.create(Template(FILES, image=replace(image, env={**image.env, "MORE": "1"})))
         assert (await s.commands.run("pwd; echo $COLOUR $MORE")).stdout == "/project\ngreen 1\n"
@@ -266,7 +271,7 @@ def test_an_engine_s_image_brings_its_environment_and_directory(tmp_path: Path) 
         assert await s.diff() == {"kept": None, "made": b"new\n"}
 
     play(tmp_path, scenario)
-    podman("rmi", "localhost/etude-tests:own")
+    podman("rmi", own)
 
 
 def test_a_backend_is_named_with_its_image(tmp_path: Path) -> None:

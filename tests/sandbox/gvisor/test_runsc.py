@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ResourceError
-from etude.sandbox.gvisor.runsc import (
-    Runsc,
-    checkpoint_words,
-    find_problems,
-    parse_version,
-    restore_words,
-    run_words,
-)
+from etude.sandbox.gvisor.runsc import Runsc, find_problems, parse_version
 from tests.fakes.runsc import INTERPRETER, install_fake
 
 needs_interpreter = pytest.mark.skipif(not Path(INTERPRETER).exists(), reason=f"no {INTERPRETER} here")
@@ -71,12 +64,6 @@ def test_a_program_that_is_not_runsc_is_refused() -> None:
     assert program is not None
     with pytest.raises(ResourceError, match="version"):
         Runsc.find(program)
-
-
-def test_words_name_the_container_last() -> None:
-    for words in (run_words("box"), restore_words("box"), checkpoint_words("box")):
-        assert words[-1] == "box"
-        assert all(word.startswith("--") for word in words[1:-1])
 
 
 def sysctl(root: Path, **values: str) -> Path:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from etude.sandbox.guest_program import guest_arguments, guest_program
 from etude.sandbox.types import Resources
 
 PROGRAM = "/var/lib/etude/guest.pyz"
 BASE = "/var/lib/etude/base"
+IMAGE = "python:3.11-slim"
+"""Of sandboxes whose template names none. An image must hold Python 3.9 or newer, and a shell."""
 COMMAND_UID = 1000
 OWNER_LABEL = "etude.owner"
 HOST_LABEL = "etude.host"
@@ -25,40 +26,31 @@ _PROCESSES_OF_A_USER = 4096
 that may not raise its own limit fails on the one that it would set by itself."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """How containers are made on one engine."""
-
-    image: str = "python:3.11-slim"
-    """Of sandboxes whose template names none. Must hold Python 3.9 or newer, and a shell."""
-    interpreter: str = "python3"
-    command_uid: int | None = COMMAND_UID
-    """User id that commands run as. None: the server's, for images that are run without root."""
-    commands_as_root: bool = False
-    """With `command_uid` None: whether commands are root, with the server's capabilities."""
-
-
 def create_arguments(
-    hostname: str, setup: Setup, image: str, workspace: str, resources: Resources, labels: Mapping[str, str]
+    hostname: str,
+    image: str,
+    command_uid: int | None,
+    workspace: str,
+    resources: Resources,
+    labels: Mapping[str, str],
 ) -> list[str]:
     """The words of `create`: a container without network or mounts, with limits, that is removed when it
-    ends."""
+    ends. `command_uid`: user id that commands run as; None: root's, with the server's capabilities."""
     limits = {"nofile": resources.open_files + _SERVER_FILES, "fsize": max(resources.file_bytes, 1 << 20)}
     limits |= {"core": 0, "nproc": _PROCESSES_OF_A_USER}
     pids = resources.num_processes + _SERVER_PROCESSES
-    as_root = setup.command_uid is not None or setup.commands_as_root
     words = ["--hostname", hostname, "--interactive", "--rm", "--pull=never", "--network=none"]
     words += ["--workdir=/", "--no-healthcheck", "--ipc=private", "--cgroupns=private"]
     words += ["--log-driver=none", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
-    words += [f"--cap-add={one}" for one in SERVER_CAPABILITIES if as_root]
+    words += [f"--cap-add={one}" for one in SERVER_CAPABILITIES]
     words += [f"--memory={resources.memory_bytes}", f"--memory-swap={resources.memory_bytes}"]
     words += [f"--cpus={resources.cpus:g}", f"--pids-limit={pids}"]
     words += [f"--shm-size={min(resources.disk_bytes, _SHARED_MEMORY_BYTES)}"]
     words += [f"--ulimit={limit}={value}:{value}" for limit, value in limits.items()]
     words += [f"--label={key}={value}" for key, value in labels.items()]
-    words += ["--env=PYTHONHASHSEED=0", "--env=LANG=C.UTF-8", *(["--user=0:0"] if as_root else [])]
-    words += [f"--entrypoint={setup.interpreter}", image, "-I", "-S", "-B", PROGRAM]
-    user = {} if setup.command_uid is None else {"uid": setup.command_uid}
+    words += ["--env=PYTHONHASHSEED=0", "--env=LANG=C.UTF-8", "--user=0:0"]
+    words += ["--entrypoint=python3", image, "-I", "-S", "-B", PROGRAM]
+    user = {} if command_uid is None else {"uid": command_uid}
     return words + guest_arguments(resources, line="stdio", workspace=workspace, base=BASE, **user)
 
 

@@ -10,7 +10,6 @@ owner that dies closes their standard input, upon which they end and the engine 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import shutil
 import socket
 import subprocess
@@ -25,13 +24,14 @@ from etude.kit.durable import whole_file
 from etude.kit.leftovers import is_owner_alive, owner_tag
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.containers.arguments import (
+    COMMAND_UID,
     HOST_LABEL,
+    IMAGE,
     OWNER_LABEL,
-    Setup,
     create_arguments,
     pack_upload,
 )
-from etude.sandbox.containers.engine import Engine
+from etude.sandbox.containers.engine import TRANSFER_S, Engine
 from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, greeting
@@ -67,13 +67,14 @@ class _Container:
 
 
 class ContainerBackend(MachineBackend):
-    """Sandboxes in containers of one engine. See `Setup` for what can be chosen."""
+    """Sandboxes in containers of one engine."""
 
-    def __init__(self, program: str, setup: Setup | None = None, state: Path | None = None) -> None:
-        """`program`: `docker` or `podman`. Nothing is started yet."""
+    def __init__(self, program: str, image: str = IMAGE, state: Path | None = None) -> None:
+        """`program`: `docker` or `podman`. `image`: of sandboxes whose template names none. Nothing is
+        started yet."""
         super().__init__(state)
         self.name = program
-        self.setup = setup or Setup()
+        self._default_image = image
         self.engine = Engine(program)
         self._containers: dict[str, _Container] = {}
         self._committed: dict[str, str] = {}
@@ -146,7 +147,8 @@ class ContainerBackend(MachineBackend):
         """See MachineBackend.save: commits the container's files."""
         self._committed[sandbox.id] = image = f"{REPOSITORY}:{draft.id}"
         async with sandbox.standing_still():
-            await self.engine.commit(self._containers[sandbox.id].name, image)
+            container = self._containers[sandbox.id].name
+            await self.engine.run("commit", "--pause=true", container, image, deadline_s=TRANSFER_S)
         draft.extra["image"] = image
 
     async def stop(self, sandbox: MachineSandbox) -> None:
@@ -170,7 +172,8 @@ class ContainerBackend(MachineBackend):
         with tempfile.TemporaryDirectory(prefix="etude-export-", dir=target.parent) as directory:
             parts = [Path(directory, name) for name in _EXPORT]
             await super().export_snapshot(snapshot, parts[0])
-            await self.engine.save_image(f"{REPOSITORY}:{snapshot}", parts[1])
+            image = f"{REPOSITORY}:{snapshot}"
+            await self.engine.run("save", "--output", str(parts[1]), image, deadline_s=TRANSFER_S)
             await asyncio.to_thread(_join, parts, target)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
@@ -178,7 +181,7 @@ class ContainerBackend(MachineBackend):
             await asyncio.to_thread(_part, source, Path(directory))
             info = await super().import_snapshot(Path(directory, _EXPORT[0]))
             try:
-                await self.engine.load_image(Path(directory, _EXPORT[1]))
+                await self.engine.run("load", "--input", f"{directory}/{_EXPORT[1]}", deadline_s=TRANSFER_S)
             except BaseException:
                 await asyncio.to_thread(self.snapshots.delete, info.id)
                 raise
@@ -218,9 +221,11 @@ class ContainerBackend(MachineBackend):
                 sandbox.environment |= _variables(config.get("Env"))
                 if spec.template.image is not None:
                     sandbox.environment |= spec.template.image.env
-                workspace, setup = spec.template.workspace, self._setup_for(spec)
-                words = create_arguments(sandbox.id, setup, image, workspace, spec.resources, labels)
-                await self.engine.create(name, words, pack_upload(workspace, setup.command_uid))
+                workspace = spec.template.workspace
+                # As root in a template's own image, whose files belong to root.
+                uid = COMMAND_UID if spec.template.image is None else None
+                words = create_arguments(sandbox.id, image, uid, workspace, spec.resources, labels)
+                await self.engine.create(name, words, pack_upload(workspace, uid))
                 container.client = await self.engine.attach(name, theirs, container.said)
             await channel.answer(READY, START_S)
             await channel.request(greeting(sandbox.id), b"", START_S)
@@ -232,12 +237,6 @@ class ContainerBackend(MachineBackend):
             raise
         return channel
 
-    def _setup_for(self, spec: Spec) -> Setup:
-        """As root in a template's own image, whose files belong to root."""
-        if spec.template.image is None:
-            return self.setup
-        return dataclasses.replace(self.setup, command_uid=None, commands_as_root=True)
-
     def _image_for(self, spec: Spec) -> str:
         """The image that a spec asks for; it is there. Raises TemplateError."""
         wanted = spec.template.image
@@ -248,7 +247,7 @@ class ContainerBackend(MachineBackend):
                 received=wanted.name,
                 fix=f"build it with `{self.name} build`, or use the local backend",
             )
-        return self.setup.image if wanted is None else wanted.name
+        return self._default_image if wanted is None else wanted.name
 
     async def _drop_image(self, image: str) -> None:
         """Removes an image now, or, while containers of it run, once they have stopped."""
@@ -282,7 +281,7 @@ def _explained(error: SandboxError, container: _Container, image: str) -> Sandbo
             said,
             field="sandbox.image",
             received=image,
-            fix="use an image with python3 on its path, or name its interpreter",
+            fix="use an image with python3 on its path",
         )
     if said:
         error.args = (f"{error.message}; the container said: {said}", *error.args[1:])

@@ -9,7 +9,6 @@ import re
 import socket
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from etude.errors import SandboxError
@@ -126,10 +125,6 @@ class Engine:
             ) from error
         return json.loads(shown)[0]
 
-    async def commit(self, container: str, image: str) -> None:
-        """Makes an image of the container's files, which stands still meanwhile."""
-        await self.run("commit", "--pause=true", container, image, deadline_s=TRANSFER_S)
-
     async def remove_image(self, image: str) -> bool:
         """Removes an image; one that is gone is fine. False: a container uses it still."""
         try:
@@ -140,14 +135,6 @@ class Engine:
             if not error.says(_MISSING):
                 raise
         return True
-
-    async def save_image(self, image: str, target: Path) -> None:
-        """Writes an image with all of its layers to a file."""
-        await self.run("save", "--output", str(target), image, deadline_s=TRANSFER_S)
-
-    async def load_image(self, source: Path) -> None:
-        """Takes in what `save_image` wrote."""
-        await self.run("load", "--input", str(source), deadline_s=TRANSFER_S)
 
     def _error(self, word: str, reason: str) -> EngineError:
         return EngineError(

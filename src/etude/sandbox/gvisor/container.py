@@ -27,7 +27,7 @@ from etude.sandbox.guarded import GuardedProcess
 from etude.sandbox.gvisor.bundle import Interpreter, configuration
 from etude.sandbox.gvisor.entering import IMAGE, PREFIX, ROOTFS, WORK
 from etude.sandbox.gvisor.memory import MemoryBound, MemoryFile
-from etude.sandbox.gvisor.runsc import Runsc, checkpoint_words, restore_words, run_words
+from etude.sandbox.gvisor.runsc import Runsc
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.types import Resources
@@ -85,7 +85,8 @@ class Container:
             if self._interpreter.is_apart:
                 binds[PREFIX] = Path(self._interpreter.prefix)
             binds.update({f"{IMAGE}/{path.name}": path for path in image})
-            words = restore_words(self.name) if image else run_words(self.name)
+            start = ["restore", f"--image-path={IMAGE}"] if image else ["run"]
+            words = [*start, f"--bundle={WORK}/bundle", f"--pid-file={WORK}/pid", self.name]
             return await self._runsc.spawn(words, binds, control, line.fileno())
 
     def _prepare(self, resources: Resources, hostname: str, image: Sequence[Path]) -> list[Path]:
@@ -108,7 +109,9 @@ class Container:
 
     async def checkpoint(self, target: Path, deadline_s: float) -> None:
         """Writes the state into `target`; the container goes on. Raises SandboxError."""
-        await self._runsc.call(checkpoint_words(self.name), {WORK: self.directory}, deadline_s)
+        # Uncompressed: twice as fast.
+        how = (f"--image-path={WORK}/image", "--leave-running", "--compression=none")
+        await self._runsc.call(["checkpoint", *how, self.name], {WORK: self.directory}, deadline_s)
         await asyncio.to_thread(self._hand_over, target)
 
     def _hand_over(self, target: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.guarded import GuardedProcess
 from etude.sandbox.guest_program import python_words
-from etude.sandbox.gvisor.entering import IMAGE, RUNSC, WORK
+from etude.sandbox.gvisor.entering import RUNSC, WORK
 from etude.sandbox.local import doctor
 
 OLDEST = 20240729
@@ -111,33 +111,6 @@ class Runsc:
             ) from error
         finally:
             await asyncio.shield(process.kill())
-
-
-def run_words(container: str) -> list[str]:
-    """Starts a container and stays with it."""
-    return ["run", f"--bundle={WORK}/bundle", f"--pid-file={WORK}/pid", container]
-
-
-def restore_words(container: str) -> list[str]:
-    """Starts a container out of a checkpoint and stays with it."""
-    return [
-        "restore",
-        f"--image-path={IMAGE}",
-        f"--bundle={WORK}/bundle",
-        f"--pid-file={WORK}/pid",
-        container,
-    ]
-
-
-def checkpoint_words(container: str) -> list[str]:
-    """Writes a container's state below WORK/image; it goes on. Uncompressed: twice as fast."""
-    return [
-        "checkpoint",
-        f"--image-path={WORK}/image",
-        "--leave-running",
-        "--compression=none",
-        container,
-    ]
 
 
 def find_problems(program: str = "runsc", sysctl: Path = _SYSCTL) -> list[str]:
