@@ -147,6 +147,16 @@ def _refused(message: str, path: str, fix: str) -> TemplateError:
     return TemplateError(message, field="template.files", received=shown, fix=fix)
 
 
+def decode_image(raw: Any) -> Image:
+    """The image of which `dataclasses.asdict` made `raw`. Raises TypeError, KeyError or AttributeError for
+    anything else."""
+    image = Image(**{**raw, "layers": tuple(raw["layers"])})
+    texts = (image.name, image.workdir, image.user, *image.layers, *image.env, *image.env.values())
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("an image is described in texts")
+    return image
+
+
 def encode_template(template: Template) -> tuple[dict[str, Any], bytes]:
     """A template whole; `decode_template` gives one of the same digest. Raises as `check_copyable`."""
     template.check_copyable()
@@ -167,12 +177,7 @@ def decode_template(header: Any, data: bytes) -> Template:
         start += size
     if start != len(data):
         raise ValueError("sizes and contents differ")
-    image = header["image"]
-    if image is not None:
-        image = Image(**{**image, "layers": tuple(image["layers"])})
-        texts = (image.name, image.workdir, image.user, *image.layers, *image.env, *image.env.values())
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("an image is described in texts")
+    image = None if header["image"] is None else decode_image(header["image"])
     if not isinstance(header["name"], str):
         raise TypeError("the name is no text")
     return Template(files, header["name"], image)

@@ -101,19 +101,13 @@ def encode(value: Any) -> Any:
 
 def decode_info(raw: Any) -> SandboxInfo:
     """A SandboxInfo that `encode` wrote."""
-    return SandboxInfo(
-        **{**raw, "resources": Resources(**raw["resources"]), "network": decode_network(raw["network"])}
-    )
+    network = Network(tuple(raw["network"]["allow"]))
+    return SandboxInfo(**{**raw, "resources": Resources(**raw["resources"]), "network": network})
 
 
 def decode_snapshot(raw: Any) -> SnapshotInfo:
     """A SnapshotInfo that `encode` wrote."""
     return SnapshotInfo(**raw)
-
-
-def decode_network(raw: Any) -> Network:
-    """A Network that `encode` wrote."""
-    return Network(tuple(raw["allow"]))
 
 
 def decode_capabilities(raw: Any) -> Capabilities:

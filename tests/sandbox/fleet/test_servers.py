@@ -19,8 +19,7 @@ from etude.sandbox.wire_types import encode
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.serving import TOKEN, build_app, served  # skips where the libraries are missing
 
-from etude.sandbox.fleet.servers import decode_capacity  # isort: skip
-from etude.sandbox.fleet.servers import ServerFleet, ServerSpec  # isort: skip
+from etude.sandbox.fleet.servers import CAPACITY, ServerFleet, ServerSpec  # isort: skip
 
 QUICK = FleetConfig(heartbeat_s=0.05, heartbeat_timeout_s=60.0, queue_wait_s=60.0)
 Specs = dict[str, ServerSpec]
@@ -213,9 +212,9 @@ def test_a_server_that_is_down_at_the_start_is_used_when_it_answers() -> None:
 @pytest.mark.parametrize("name", ["cpus", "memory_bytes", "disk_bytes"])
 def test_a_capacity_that_cannot_be_is_no_answer(name: str) -> None:
     whole = encode(Capacity(2, 1 << 30, 1 << 40))
-    assert decode_capacity(whole) == Capacity(2, 1 << 30, 1 << 40)
+    assert CAPACITY.validate_python(whole) == Capacity(2, 1 << 30, 1 << 40)
     for wrong in (0, -1, float("nan"), float("inf")):
         with pytest.raises((ValueError, ConfigError)):
-            decode_capacity({**whole, name: wrong})
-    with pytest.raises(KeyError):
-        decode_capacity({key: value for key, value in whole.items() if key != name})
+            CAPACITY.validate_python({**whole, name: wrong})
+    with pytest.raises(ValueError):
+        CAPACITY.validate_python({key: value for key, value in whole.items() if key != name})

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from etude.errors import ConfigError
 from etude.sandbox.types import Resources
+
+Measured = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A comparison with NaN is false: no host may look empty for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What one host has."""
 
-    cpus: float
+    cpus: Measured
     memory_bytes: int
     disk_bytes: int
 
@@ -36,9 +42,9 @@ NO_CAPACITY = Capacity(1e-9, 1, 1)
 class Pressure:
     """Measured use of one host as fractions of what it has; above 1 when work waits for a resource."""
 
-    cpu: float
-    memory: float
-    disk: float
+    cpu: Measured
+    memory: Measured
+    disk: Measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from etude.errors import SandboxError
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import AskCapacity, HostSpec
@@ -173,7 +175,7 @@ class RemoteProbe:
         of the same name has left there. Raises as `pressure`."""
         await self._backend.hello()
         line = self._backend.line
-        return line.decoded(decode_capacity, await line.call("GET", "capacity"))
+        return line.decoded(CAPACITY.validate_python, await line.call("GET", "capacity"))
 
     async def pressure(self) -> Pressure | None:
         """The pressure as the server measures it; None if it measures nothing.
@@ -182,23 +184,9 @@ class RemoteProbe:
         reached, SandboxError for an answer that is no pressure, and what the server raises.
         """
         line = self._backend.line
-        return line.decoded(decode_pressure, await line.call("GET", "pressure"))
+        raw = await line.call("GET", "pressure")
+        return None if raw is None else line.decoded(PRESSURE.validate_python, raw)
 
 
-def decode_capacity(raw: Any) -> Capacity:
-    """Raises ValueError, TypeError, KeyError or ConfigError for what is no capacity."""
-    cpus, memory, disk = _numbers(raw, "cpus", "memory_bytes", "disk_bytes")
-    return Capacity(cpus, int(memory), int(disk))
-
-
-def decode_pressure(raw: Any) -> Pressure | None:
-    """Raises ValueError, TypeError or KeyError for what is no pressure."""
-    return None if raw is None else Pressure(*_numbers(raw, "cpu", "memory", "disk"))
-
-
-def _numbers(raw: Any, *names: str) -> list[float]:
-    numbers = [float(raw[name]) for name in names]
-    # A comparison with NaN is false, too: no host may look empty for it.
-    if not all(0 <= number < float("inf") for number in numbers):
-        raise ValueError(f"no measurement: {raw}")
-    return numbers
+CAPACITY, PRESSURE = TypeAdapter(Capacity), TypeAdapter(Pressure)
+"""As servers tell them. Anything else is a ValueError, or a ConfigError."""

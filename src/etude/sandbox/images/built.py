@@ -11,13 +11,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import BaseFile, find_stored
 from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.template import Image
+from etude.sandbox.template import Image, decode_image
 from etude.sandbox.types import NO_NETWORK, Network
 
 DEADLINE_S = 1800.0
@@ -105,7 +105,7 @@ def recall_build(store: ImageStore, key: str, name: str) -> Image | None:
     record = store.recall(key)
     if record is None:
         return None
-    image = Image(name, tuple(record["layers"]), record["env"], record["workdir"], record["user"])
+    image = decode_image({**record, "name": name})
     if not all(map(store.layers.has, image.layers)):
         return None
     store.save(image)
@@ -114,4 +114,4 @@ def recall_build(store: ImageStore, key: str, name: str) -> Image | None:
 
 def note_build(store: ImageStore, key: str, image: Image) -> None:
     """Has `recall_build` find an image under a key."""
-    store.note(key, {name: getattr(image, name) for name in ("layers", "env", "workdir", "user")})
+    store.note(key, asdict(image))

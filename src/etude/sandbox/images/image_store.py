@@ -8,6 +8,7 @@ ROOT/layers/, ROOT/tmp/          see `layers`
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import urllib.parse
@@ -18,7 +19,7 @@ from typing import Any
 from etude.kit.durable import write_json
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.layers import LayerStore
-from etude.sandbox.template import Image
+from etude.sandbox.template import Image, decode_image
 
 _VERSION = 1
 _MAX_NAME_BYTES = 200
@@ -45,15 +46,7 @@ class ImageStore:
         """
         for digest in image.layers:
             self.layers.path(digest)
-        record = {
-            "version": _VERSION,
-            "name": image.name,
-            "layers": list(image.layers),
-            "env": dict(image.env),
-            "workdir": image.workdir,
-            "user": image.user,
-            "digest": image.digest,
-        }
+        record = {"version": _VERSION, **dataclasses.asdict(image), "digest": image.digest}
         write_json(self._file(image.name), record)
 
     def load(self, name: str) -> Image:
@@ -117,10 +110,9 @@ def check_name(name: str) -> None:
 def _parse(data: bytes, name: str) -> Image:
     try:
         record = json.loads(data)
-        env = {str(key): str(value) for key, value in record["env"].items()}
-        layers = tuple(str(layer) for layer in record["layers"])
-        image = Image(str(record["name"]), layers, env, str(record["workdir"]), str(record["user"]))
-        whole = record["version"] == _VERSION and record["digest"] == image.digest and image.name == name
+        version, digest = record.pop("version"), record.pop("digest")
+        image = decode_image(record)
+        whole = (version, digest, name) == (_VERSION, image.digest, image.name)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(name) from error
     if not whole:
