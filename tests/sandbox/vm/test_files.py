@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import json
+import re
 import shutil
 import stat
 import struct
@@ -25,7 +26,6 @@ from etude.sandbox.vm.guest_boot import (
     DIRECTORY,
     FILE,
     init_script,
-    lasting_bounds,
     machine_archive,
     pack_cpio,
 )
@@ -100,26 +100,32 @@ def test_limits_reach_the_guest_in_its_own_archive() -> None:
     assert archive == machine_archive(Resources(num_processes=77, open_files=99, file_bytes=1 << 20, cpu_s=5))
 
 
+def settings_of(resources: Resources) -> str:
+    """The script with a machine's limits."""
+    archive = machine_archive(resources)
+    return (archive[archive.index(b"tmp_bytes=") :].partition(b"\n}\n")[0] + b"\n}\n").decode()
+
+
 @given(st.integers(32, 1 << 16))
 def test_what_outlives_the_agents_processes_leaves_room_for_ours(memory_mib: int) -> None:
-    bounds = lasting_bounds(memory_mib << 20)
-    sysctl = {name: str(value) for name, value in bounds.sysctl.items()}
+    script = settings_of(Resources(memory_bytes=memory_mib << 20))
+    sysctl = {name: value for value, name in re.findall(r"echo (.+) > \$r/proc/sys/(\S+)", script)}
+    sizes = [(int(size), int(files)) for size, files in re.findall(r"size=(\d+),nr_inodes=(\d+)", script)]
     semaphores = int(sysctl["kernel/sem"].split()[1])
     messages = int(sysctl["kernel/msgmni"]) * int(sysctl["kernel/msgmnb"])
-    files = (bounds.tmp_files + bounds.shared_files) << 10
-    shared = int(sysctl["kernel/shmall"]) * 4096 + bounds.shared_bytes
-    lasting = bounds.tmp_bytes + shared + messages + semaphores * 128 + files
+    mounted = sum(size + (files << 10) for size, files in sizes)
+    lasting = mounted + int(sysctl["kernel/shmall"]) * 4096 + messages + semaphores * 128
+    assert script.startswith(f"tmp_bytes={sizes[0][0]}\n") and len(sizes) == 2
     assert lasting <= max((memory_mib - 32) << 20, memory_mib << 19)
     assert int(sysctl["kernel/msgmax"]) <= int(sysctl["kernel/msgmnb"])
-    assert min(bounds.tmp_files, bounds.shared_files, semaphores, int(sysctl["kernel/msgmni"])) > 0
+    assert min(*(files for _, files in sizes), semaphores, int(sysctl["kernel/msgmni"])) > 0
 
 
 def test_settings_of_a_machine_are_a_valid_shell_script() -> None:
-    archive = machine_archive(Resources(memory_bytes=96 << 20))
-    script = archive[archive.index(b"tmp_bytes=") :].partition(b"\n}\n")[0] + b"\n}\n"
-    subprocess.run(["sh", "-n"], input=script, check=True)
-    assert b"> $r/proc/sys/kernel/msgmni" in script
-    assert b"--floor-bytes" in script
+    script = settings_of(Resources(memory_bytes=96 << 20))
+    subprocess.run(["sh", "-n"], input=script.encode(), check=True)
+    assert "> $r/proc/sys/kernel/msgmni" in script
+    assert "--floor-bytes" in script
 
 
 def test_the_first_program_is_a_valid_shell_script() -> None:

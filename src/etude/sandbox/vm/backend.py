@@ -250,7 +250,7 @@ class VmBackend(MachineBackend):
         async with sandbox.held() as channel:
             try:
                 await self._step("save: held")
-                await machine.qemu.stop()
+                await machine.qemu.execute("stop")  # which flushes the disk into its file, too
                 await self._step("save: stopped")
                 await machine.write_state(directory)
                 await self._step("save: written")

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import shlex
 import stat
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from etude.sandbox.guest_program import guest_arguments, guest_program
 from etude.sandbox.types import Resources
@@ -105,59 +104,41 @@ exec $b switch_root $r /usr/bin/python3 -I -S -B "$@"
 """
 
 
-@dataclass(frozen=True)
-class LastingBounds:
-    """Limits of what takes memory without belonging to a process."""
-
-    tmp_bytes: int
-    tmp_files: int
-    """Of `/tmp`."""
-    shared_bytes: int
-    shared_files: int
-    """Of `/dev/shm`."""
-    sysctl: Mapping[str, int | str]
-    """Below `/proc/sys`."""
-
-
 def init_script(modules: list[str]) -> str:
     """`/init`; `modules` in the order in which they load."""
     return _INIT.replace("@MODULES@", " ".join(modules))
 
 
-def lasting_bounds(memory_bytes: int) -> LastingBounds:
-    """What may outlive the agent's processes in a guest of so much memory."""
-    room_bytes = max(memory_bytes - _ROOM_BYTES, memory_bytes // 4)
-    return LastingBounds(
-        tmp_bytes=room_bytes // 2,
-        tmp_files=max(_FEWEST_FILES, room_bytes // 16 // _FILE_BYTES),
-        shared_bytes=room_bytes // 4,
-        shared_files=_FEWEST_FILES,
-        sysctl={
-            "kernel/shmall": room_bytes // 8 // _PAGE_BYTES,
-            "kernel/shmmax": room_bytes // 8,
-            "kernel/shmmni": _FEWEST_FILES,
-            "kernel/msgmax": _QUEUE_BYTES // 2,
-            "kernel/msgmnb": _QUEUE_BYTES,
-            "kernel/msgmni": max(1, room_bytes // 32 // _QUEUE_BYTES),
-            # In a set; in all sets; operations in one call; sets.
-            "kernel/sem": f"250 {room_bytes // 64 // _SEMAPHORE_BYTES} 100 {_FEWEST_FILES}",
-            "fs/mqueue/queues_max": _POSIX_QUEUES,
-        },
-    )
+def _lasting_bounds(room_bytes: int) -> list[str]:
+    """Lines that bound what may outlive the agent's processes: all of it together fits into so much."""
+    sysctl = {
+        "kernel/shmall": room_bytes // 8 // _PAGE_BYTES,
+        "kernel/shmmax": room_bytes // 8,
+        "kernel/shmmni": _FEWEST_FILES,
+        "kernel/msgmax": _QUEUE_BYTES // 2,
+        "kernel/msgmnb": _QUEUE_BYTES,
+        "kernel/msgmni": max(1, room_bytes // 32 // _QUEUE_BYTES),
+        # In a set; in all sets; operations in one call; sets.
+        "kernel/sem": f"250 {room_bytes // 64 // _SEMAPHORE_BYTES} 100 {_FEWEST_FILES}",
+        "fs/mqueue/queues_max": _POSIX_QUEUES,
+    }
+    return [
+        _remount("tmp", room_bytes // 2, max(_FEWEST_FILES, room_bytes // 16 // _FILE_BYTES)),
+        _remount("dev/shm", room_bytes // 4, _FEWEST_FILES),
+        *(f"echo {value} > $r/proc/sys/{name}" for name, value in sysctl.items()),
+    ]
 
 
 def machine_archive(resources: Resources) -> bytes:
     """The part of the initramfs that depends on Étude and on the sandbox's limits, not on the image."""
     arguments = guest_arguments(resources, uid=UID, base="/srv/base", floor_bytes=_FLOOR_BYTES)
-    bounds = lasting_bounds(resources.memory_bytes)
+    room_bytes = max(resources.memory_bytes - _ROOM_BYTES, resources.memory_bytes // 4)
     settings = "\n".join(
         (
-            f"tmp_bytes={bounds.tmp_bytes}",
+            f"tmp_bytes={room_bytes // 2}",
             f"arguments={shlex.quote(shlex.join(arguments))}",
             "limit() {",
-            _remount("tmp", bounds.tmp_bytes, bounds.tmp_files),
-            _remount("dev/shm", bounds.shared_bytes, bounds.shared_files),
-            *(f"echo {value} > $r/proc/sys/{name}" for name, value in bounds.sysctl.items()),
+            *_lasting_bounds(room_bytes),
             f"ulimit -u {resources.num_processes}",
             f"ulimit -n {_SERVER_FILES}",
             f"ulimit -f {-(-resources.file_bytes // 512)}",

@@ -241,10 +241,6 @@ class Qemu:
         """Whether a signal ended QEMU, and not its guest."""
         return self._process.was_killed
 
-    def log(self) -> str:
-        """What QEMU printed last."""
-        return self._process.log()
-
     async def execute(self, command: str, deadline_s: float = STATE_S, /, **arguments: Any) -> Any:
         """A QMP command; underscores in names stand for dashes. Raises as `Qmp.execute`."""
         named = {key.replace("_", "-"): value for key, value in arguments.items()}
@@ -257,14 +253,6 @@ class Qemu:
             raise SandboxLostError(
                 f"{error.message}: {said}", field=error.field, received=error.received
             ) from error
-
-    async def stop(self) -> None:
-        """Stops the guest's processors, and flushes its disk into its file."""
-        await self.execute("stop")
-
-    async def go_on(self) -> None:
-        """The guest runs."""
-        await self.execute("cont")
 
     async def save_devices(self, path: Path) -> None:
         """Writes the state of processors and devices, without memory and disks, of a stopped guest.
@@ -291,7 +279,8 @@ class Qemu:
         await self.execute("migrate-incoming", uri="fd:state")
         event = await self.qmp.event(_is_end_of_loading, STATE_S, "loaded state")
         if event["data"]["status"] != "completed":
-            raise SandboxError(f"the state was not loaded: {self.log()[-1000:]}", field="sandbox")
+            said = self._process.log()[-1000:]
+            raise SandboxError(f"the state was not loaded: {said}", field="sandbox")
 
     async def kill(self) -> None:
         """Ends QEMU. Idempotent."""

@@ -62,7 +62,7 @@ class Machine:
         channel.send(words)
         answered = asyncio.ensure_future(channel.answer(words["id"], HELLO_S))
         try:
-            await self.qemu.go_on()
+            await self.qemu.execute("cont")
             await answered
         finally:
             await end_tasks(answered)

@@ -77,7 +77,7 @@ class WarmTemplates:
                 try:
                     await _use_once(channel)
                     await channel.request({"op": "hold"}, b"", WARM_S)
-                    await qemu.stop()
+                    await qemu.execute("stop")
                     await Machine(key, qemu, hardware, image, Path(working)).write_state(making)
                 finally:
                     channel.close("the template is warmed")
