@@ -252,7 +252,8 @@ from pathlib import Path
 from etude.errors import ResourceError
 from tests.sandbox.images.image_builders import layer_bytes, layers_of
 from etude.sandbox.images.layers import LayerStore
-store = LayerStore(Path(sys.argv[1]), (0, 0))
+store = LayerStore(Path(sys.argv[1]))
+store.owner = (0, 0)
 store.add_tar(io.BytesIO(layer_bytes({"small": b"x"})))
 try:
     store.add_tar(io.BytesIO(layer_bytes({f"f{n}": bytes(100_000) for n in range(30)})))

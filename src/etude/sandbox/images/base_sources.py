@@ -61,23 +61,19 @@ async def make_base(name: str, store: ImageStore, timeout_s: float = BUILD_TIMEO
 
     Raises ResourceError if mmdebstrap is missing or its sources cannot be reached.
     """
-    digest = await make_layer(BASES[name], store, timeout_s)
-    image = Image(name, (digest,), {"PATH": DEFAULT_PATH}, workdir="/")
-    await asyncio.to_thread(store.save, image)
-    return image
+    base = BASES[name]
 
-
-async def make_layer(base: Base, store: ImageStore, timeout_s: float = BUILD_TIMEOUT_S) -> str:
-    """A base's layer, by digest. Raises as `make_base`."""
-
-    def import_tar(path: Path) -> str:
-        with path.open("rb") as file:
-            return store.layers.add_tar(file, name="base image")
+    def save(archive: Path) -> Image:
+        with archive.open("rb") as file:
+            digest = store.layers.add_tar(file, name="base image")
+        image = Image(name, (digest,), {"PATH": DEFAULT_PATH}, workdir="/")
+        store.save(image)
+        return image
 
     with store.layers.scratch() as folder:
         target = folder / "base.tar"
         await write_archive(base.suite, target, _options(base), EPOCH_S, timeout_s)
-        return await asyncio.to_thread(import_tar, target)
+        return await asyncio.to_thread(save, target)
 
 
 def _options(base: Base) -> list[str]:

@@ -31,8 +31,8 @@ _KEY = re.compile(r"[0-9a-f]{64}\Z")
 class ImageStore:
     """Images by name over a store of layers. All methods block; call them in a thread."""
 
-    def __init__(self, root: Path, owner: tuple[int, int] | None = None) -> None:
-        self.layers = LayerStore(root, owner)
+    def __init__(self, root: Path) -> None:
+        self.layers = LayerStore(root)
         """The layers of all images."""
         self._images = root / "images"
         self._cache = root / "cache"

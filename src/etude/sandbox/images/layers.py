@@ -45,9 +45,9 @@ class LayerStore:
     ResourceError for what the machine lacks.
     """
 
-    def __init__(self, root: Path, owner: tuple[int, int] | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.owner = owner or default_owner()
+        self.owner = default_owner()
         """Who owns every file (uid, gid)."""
         self._layers = root / "layers"
         self._temporary = root / "tmp"

@@ -13,7 +13,6 @@ import platform
 import posixpath
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,21 +46,10 @@ Document = Mapping[str, Any]
 Data = io.BufferedRandom | io.BytesIO
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A manifest that an index names."""
-
-    descriptor: Document
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer's place in the archive."""
-
-    part: str
-    digest: str | None
-    """Of the part as it lies there; None if nothing states it."""
+Candidate = tuple[Document, tuple[str, ...]]
+"""A manifest that an index names: what describes it, and its names."""
+Layer = tuple[str, str | None]
+"""A layer's part of the archive, and the digest of that part as it lies there; None if nothing states it."""
 
 
 def architecture() -> str:
@@ -69,24 +57,16 @@ def architecture() -> str:
     return _MACHINES.get(platform.machine(), platform.machine())
 
 
-def import_image(
-    source: Path,
-    store: ImageStore,
-    name: str,
-    reference: str | None = None,
-    machine: str | None = None,
-    limit_bytes: int = MAX_LAYER_BYTES,
-) -> Image:
-    """Imports an image and keeps it under `name`. Blocks.
+def import_image(source: Path, store: ImageStore, name: str, reference: str | None = None) -> Image:
+    """Imports the image for this machine and keeps it under `name`. Blocks.
 
-    `reference` chooses among several images of one archive, by its tag; `machine` (`amd64`, `arm64`, default
-    this machine's) among platforms. `limit_bytes` bounds each uncompressed layer. Raises TemplateError for
-    whatever is missing, damaged, unknown or ambiguous; layers that were whole stay in the store.
+    `reference` chooses among several images of one archive, by its tag. Raises TemplateError for whatever is
+    missing, damaged, unknown or ambiguous; layers that were whole stay in the store.
     """
     check_name(name)
     with store.layers.scratch() as scratch, open_blobs(source, scratch) as blobs:
         if blobs.has("index.json"):
-            config, layers = _read_oci(blobs, reference, machine or architecture())
+            config, layers = _read_oci(blobs, reference)
         elif blobs.has("manifest.json"):
             config, layers = _read_docker(blobs, reference)
         else:
@@ -96,47 +76,46 @@ def import_image(
                 received=str(source),
                 fix="it must hold index.json or manifest.json",
             )
-        diff_ids = _diff_ids(config, len(layers), machine or architecture())
+        diff_ids = _diff_ids(config, len(layers))
         found = [
-            _import_layer(blobs, store, layer, diff_id, limit_bytes)
-            for layer, diff_id in zip(layers, diff_ids, strict=True)
+            _import_layer(blobs, store, part, digest, diff_id)
+            for (part, digest), diff_id in zip(layers, diff_ids, strict=True)
         ]
     image = _image(config, found, name)
     store.save(image)
     return image
 
 
-def _read_oci(blobs: Blobs, reference: str | None, machine: str) -> tuple[Document, list[_Layer]]:
+def _read_oci(blobs: Blobs, reference: str | None) -> tuple[Document, list[Layer]]:
     index = _object(read_document(blobs, "index.json"), "index.json")
-    found = _candidates(blobs, index, (), machine, 0)
+    found = _candidates(blobs, index, (), 0)
     if reference is not None:
-        found = [one for one in found if reference in one.names]
-    if len({one.descriptor["digest"] for one in found}) != 1:
-        names = sorted({label for one in found for label in one.names})
+        found = [(descriptor, names) for descriptor, names in found if reference in names]
+    if len({descriptor["digest"] for descriptor, _ in found}) != 1:
+        names = sorted({label for _, labels in found for label in labels})
         raise TemplateError(
-            f"holds {len(found)} images that fit, not one", field="image", received=reference or machine,
+            f"holds {len(found)} images that fit, not one", field="image",
+            received=reference or architecture(),
             fix=f"choose one by its name: {', '.join(names) or 'they have none'}",
         )  # fmt: skip
-    descriptor = found[0].descriptor
+    descriptor, _ = found[0]
     manifest = _linked(blobs, descriptor, MANIFESTS)
     config = _linked(blobs, _field(manifest, "config", dict, "manifest"), CONFIGS)
     rows = _field(manifest, "layers", list, "manifest")
-    layers: list[_Layer] = []
+    layers: list[Layer] = []
     for row in rows:
         if not isinstance(row, dict) or row.get("mediaType") not in LAYERS:
             raise _unknown("layer", row.get("mediaType") if isinstance(row, dict) else row)
-        layers.append(_Layer(blob_name(row.get("digest")), row["digest"]))
+        layers.append((blob_name(row.get("digest")), row["digest"]))
     return config, layers
 
 
-def _candidates(
-    blobs: Blobs, index: Document, names: tuple[str, ...], machine: str, depth: int
-) -> list[_Candidate]:
+def _candidates(blobs: Blobs, index: Document, names: tuple[str, ...], depth: int) -> list[Candidate]:
     """Manifests of this platform below an index."""
     rows = _field(index, "manifests", list, "index")
     if depth > _MAX_INDEX_DEPTH or len(rows) > _MAX_MANIFESTS:
         raise TemplateError("has too many indexes", field="image")
-    found: list[_Candidate] = []
+    found: list[Candidate] = []
     for row in rows:
         if not isinstance(row, dict):
             raise _broken("index", "manifests")
@@ -146,23 +125,23 @@ def _candidates(
         )
         if row.get("mediaType") in INDEXES:
             below = _linked(blobs, row, INDEXES)
-            found += _candidates(blobs, below, (*names, *own), machine, depth + 1)
+            found += _candidates(blobs, below, (*names, *own), depth + 1)
         elif row.get("mediaType") not in MANIFESTS:
             raise _unknown("manifest", row.get("mediaType"))
-        elif _fits(row.get("platform"), machine):
+        elif _fits(row.get("platform")):
             blob_name(row.get("digest"))
-            found.append(_Candidate(row, (*names, *own)))
+            found.append((row, (*names, *own)))
     return found
 
 
-def _fits(platform: object, machine: str) -> bool:
+def _fits(platform: object) -> bool:
     """Whether a descriptor is for this platform; one that does not say is judged by its configuration."""
     if not isinstance(platform, dict):
         return True
-    return platform.get("os") == "linux" and platform.get("architecture") == machine
+    return platform.get("os") == "linux" and platform.get("architecture") == architecture()
 
 
-def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[_Layer]]:
+def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[Layer]]:
     rows = _parse(read_document(blobs, "manifest.json"), "manifest.json")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise _broken("manifest.json", "list of images")
@@ -180,28 +159,29 @@ def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[_L
     parts = _field(rows[0], "Layers", list, "manifest.json")
     if not all(isinstance(part, str) for part in parts):
         raise _broken("manifest.json", "Layers")
-    return _object(data, name), [_Layer(part, None) for part in parts]
+    return _object(data, name), [(part, None) for part in parts]
 
 
-def _import_layer(blobs: Blobs, store: ImageStore, layer: _Layer, diff_id: str, limit_bytes: int) -> str:
+def _import_layer(blobs: Blobs, store: ImageStore, part: str, digest: str | None, diff_id: str) -> str:
     """Imports a layer unless the store has it, if only as one that was exported; its digest there."""
     exported = store.recall(diff_id.removeprefix("sha256:")) or {}
     for known in (diff_id, str(exported.get("layer"))):
         if store.layers.has(known):
             return known
-    with blobs.open(layer.part) as stream:
-        packed = DigestReader(stream, layer.part, limit_bytes)
-        store.layers.add_tar(packed, diff_id, limit_bytes, name=layer.part)
+    with blobs.open(part) as stream:
+        packed = DigestReader(stream, part, MAX_LAYER_BYTES)
+        store.layers.add_tar(packed, diff_id, name=part)
         packed.drain()
-    if layer.digest is not None and packed.digest != layer.digest:
+    if digest is not None and packed.digest != digest:
         raise TemplateError(
-            "the content is not what its digest says", field=layer.part, received=layer.digest,
+            "the content is not what its digest says", field=part, received=digest,
             fix="make or download the image again",
         )  # fmt: skip
     return diff_id
 
 
-def _diff_ids(config: Document, num_layers: int, machine: str) -> list[str]:
+def _diff_ids(config: Document, num_layers: int) -> list[str]:
+    machine = architecture()
     if config.get("os", "linux") != "linux" or config.get("architecture") != machine:
         raise TemplateError(
             "is an image for another platform", field="image",
