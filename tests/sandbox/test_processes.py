@@ -47,7 +47,7 @@ class Shells:
 
     def table(self) -> Table:
         """See Processes.table."""
-        everything, shells = processes._read_table(), [shell.pid for shell in self.shells]
+        everything, shells = processes.read_table(), [shell.pid for shell in self.shells]
         return {pid: everything[pid] for pid in processes.descendants(everything, shells).union(shells)}
 
     def kill_all(self) -> None:

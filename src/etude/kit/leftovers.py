@@ -125,9 +125,10 @@ def live_keys() -> set[str]:
 
 
 def _key(tag: str) -> str:
-    return hashlib.blake2b(tag.encode(), key=_boot_id(), digest_size=8).hexdigest()
+    return hashlib.blake2b(tag.encode(), key=boot_id().encode(), digest_size=8).hexdigest()
 
 
 @cache
-def _boot_id() -> bytes:
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+def boot_id() -> str:
+    """This boot of this host: process ids mean nothing elsewhere."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -21,7 +21,7 @@ from typing import IO
 
 from etude.errors import SandboxError
 from etude.kit.durable import whole_file
-from etude.kit.leftovers import is_owner_alive, owner_tag
+from etude.kit.leftovers import boot_id, is_owner_alive, owner_tag
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.containers.arguments import (
     COMMAND_UID,
@@ -213,7 +213,7 @@ class ContainerBackend(MachineBackend):
         container = self._containers[sandbox.id] = _Container(name, tempfile.TemporaryFile())  # noqa: SIM115  # stop() closes it
         ours, theirs = socket.socketpair()
         channel = Channel(ours, sandbox.id)
-        labels = {OWNER_LABEL: owner_tag(), HOST_LABEL: _host()}
+        labels = {OWNER_LABEL: owner_tag(), HOST_LABEL: boot_id()}
         try:
             with theirs:
                 # The server does not hand its own environment on to commands.
@@ -267,7 +267,7 @@ class ContainerBackend(MachineBackend):
             raise
 
     async def _remove_orphans(self) -> None:
-        owners = await self.engine.labels(f"{HOST_LABEL}={_host()}", OWNER_LABEL)
+        owners = await self.engine.labels(f"{HOST_LABEL}={boot_id()}", OWNER_LABEL)
         for container, owner in owners.items():
             if not is_owner_alive(owner):
                 await self.engine.remove(container)
@@ -291,11 +291,6 @@ def _explained(error: SandboxError, container: _Container, image: str) -> Sandbo
 
 def _variables(rows: list[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in (row.partition("=") for row in rows or ())}
-
-
-def _host() -> str:
-    """This boot of this host: process ids mean nothing elsewhere."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _join(parts: list[Path], target: Path) -> None:

@@ -183,7 +183,7 @@ def map_ids(process: int | str, uids: str, gids: str) -> None:
     write_file(f"/proc/{process}/gid_map", gids)
 
 
-def write_file(path: str, text: str) -> None:
+def write_file(path: str | os.PathLike[str], text: str) -> None:
     """Writes to a file of the kernel's, unbuffered: an unclosed file would hide a refusal."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:

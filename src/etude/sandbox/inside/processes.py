@@ -57,7 +57,7 @@ class NamespaceProcesses:
     """The processes of this pid namespace, of which the server is pid 1."""
 
     def table(self) -> Table:
-        table = _read_table()
+        table = read_table()
         table.pop(1, None)
         return table
 
@@ -76,7 +76,7 @@ class DescendantProcesses:
     """The descendants of this process, which adopts its orphans. For servers without a pid namespace."""
 
     def table(self) -> Table:
-        table = _read_table()
+        table = read_table()
         return {pid: table[pid] for pid in descendants(table, [os.getpid()]) if pid in table}
 
     def kill_all(self) -> None:
@@ -94,7 +94,7 @@ class UserProcesses:
         self._uid = uid
 
     def table(self) -> Table:
-        table = _read_table()
+        table = read_table()
         return {pid: row for pid, row in table.items() if _owner(pid) == self._uid and pid != os.getpid()}
 
     def kill_all(self) -> None:
@@ -225,7 +225,8 @@ def _sum_bytes(path: str, names: tuple[bytes, ...]) -> int:
     return sum(int(row.split()[1]) for row in rows if row.startswith(names)) * 1024
 
 
-def _read_table() -> Table:
+def read_table() -> Table:
+    """All processes that this one sees."""
     table: Table = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():

@@ -15,9 +15,10 @@ the filter answers a wish for larger ones as done), and no other protocols than 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
+
+from etude.sandbox.inside.kernel import write_file
 
 TCP_BUFFER_BYTES = 1 << 20
 """The most to which the kernel lets each of the two buffers of a connection grow."""
@@ -42,11 +43,7 @@ _RECEIVED, _SENT, _QUEUED, _OPTIONS, _BACKLOG = 0, 2, 5, 6, 7
 def limit_buffers() -> None:
     """Bounds the buffers of connections in this network namespace: for its CAP_NET_ADMIN. Raises OSError."""
     for name, first in (("tcp_rmem", 131072), ("tcp_wmem", 16384)):
-        descriptor = os.open(f"/proc/sys/net/ipv4/{name}", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(descriptor, f"4096 {first} {TCP_BUFFER_BYTES}".encode())
-        finally:
-            os.close(descriptor)
+        write_file(f"/proc/sys/net/ipv4/{name}", f"4096 {first} {TCP_BUFFER_BYTES}")
 
 
 class SocketMemory:

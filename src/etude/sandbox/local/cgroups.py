@@ -24,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from etude.kit.leftovers import live_keys, owner_key
+from etude.sandbox.inside.kernel import write_file
+from etude.sandbox.inside.processes import descendants, read_table
 from etude.sandbox.types import Resources
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -85,7 +87,7 @@ class ControlGroups:
             for file, value in self._limits(controller, resources):
                 if file in _OPTIONAL and not (parent / name / file).exists():
                     continue
-                _write(parent / name / file, value)
+                write_file(parent / name / file, value)
 
     def _limits(self, controller: str, resources: Resources) -> Iterable[tuple[str, str]]:
         overhead_bytes = self._kernel_bytes or _OVERHEAD_BYTES
@@ -117,7 +119,8 @@ class ControlGroups:
             # A group of version 2 that hands controllers down holds no process itself.
             name = _SERVER
             (self._parents["unified"] / name).mkdir(exist_ok=True)
-        for member in (pid, *_descendants(pid)):
+        # In a pid namespace orphans stay below its first process.
+        for member in (pid, *descendants(read_table(), [pid])):
             self.enter(name, member)
 
     def enter(self, name: str, pid: int) -> None:
@@ -126,7 +129,7 @@ class ControlGroups:
         Blocks for 0.1 to 20 ms: the kernel waits until no process anywhere is being forked.
         """
         for entrance in self.entrances(name):
-            _write(entrance, str(pid))
+            write_file(entrance, str(pid))
 
     def remove(self, name: str) -> None:
         """Notes that a sandbox's groups are to go, once the kernel has ended its processes: `remove_rest`."""
@@ -192,7 +195,7 @@ def _version_1(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
             parent.mkdir()
             if controller == "cpu":
                 # All sandboxes together weigh as much as a busy thread on each core, several times over.
-                _write(parent / "cpu.shares", str(_SHARES * 4 * (os.cpu_count() or 1)))
+                write_file(parent / "cpu.shares", str(_SHARES * 4 * (os.cpu_count() or 1)))
             parents[controller] = parent
         except OSError:
             _remove([parent])
@@ -219,24 +222,11 @@ def _version_2(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
     try:
         # No internal processes: a group whose controllers are handed down may hold none itself.
         for group in (directory, parent):
-            _write(group / "cgroup.subtree_control", handed)
+            write_file(group / "cgroup.subtree_control", handed)
     except OSError:
         _remove([parent])
         return {}
     return {"unified": parent}
-
-
-def _descendants(pid: int) -> set[int]:
-    """What a process has started, however deep. In a pid namespace orphans stay below its first process."""
-    found: set[int] = set()
-    pending = [pid]
-    while pending:
-        parent = pending.pop()
-        with contextlib.suppress(OSError):
-            for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-                found.add(int(child))
-                pending.append(int(child))
-    return found
 
 
 def _sweep(directory: Path) -> None:
@@ -259,14 +249,6 @@ def _remove(groups: list[Path]) -> list[Path]:
         except OSError:
             held.append(group)
     return held
-
-
-def _write(path: Path, value: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, value.encode())
-    finally:
-        os.close(descriptor)
 
 
 def num_oom_kills(group: Path) -> int:
