@@ -19,32 +19,16 @@ _NAMES = {
 }  # fmt: skip
 
 
-def described(
-    fields: Fields | None = None,
-    *,
-    body: str | None = None,
-    query: Mapping[str, tuple[type, ...]] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
+def described(fields: Fields | None = None, *, body: str | None = None) -> dict[str, Any]:
     """The OpenAPI description of a route. `fields`: of the JSON object that it takes; `body`: the media type
-    of anything else; `query`: the fields of its query."""
-    found = dict(more)
+    of anything else."""
+    found: dict[str, Any] = {}
     if fields is not None:
         found["requestBody"] = {"content": {JSON: {"schema": object_schema(fields)}}}
     elif body is not None:
         schema = {"type": "object"} if body == JSON else BINARY
         media = (body,) if body == JSON else dict.fromkeys((body, BYTES))
         found["requestBody"] = {"content": {kind: {"schema": schema} for kind in media}}
-    if query is not None:
-        found["parameters"] = [
-            {
-                "name": name,
-                "in": "query",
-                "required": _NONE not in kinds,
-                "schema": {"type": _NAMES[kinds[0]]},
-            }
-            for name, kinds in query.items()
-        ]
     return found
 
 

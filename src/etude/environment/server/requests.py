@@ -9,9 +9,8 @@ from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
 from etude.environment.server.host import Held, SessionHost
-from etude.errors import UserError
-from etude.sandbox.inside.frames import Unpacker, pack
-from etude.sandbox.wire_types import ERROR_SHAPE
+from etude.sandbox.inside.frames import Unpacker
+from etude.sandbox.server.requests import check_numbers, long_answer
 from etude.serving.access import AccessError, bearer_of, find_token
 from etude.serving.application import read_request
 from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
@@ -93,11 +92,7 @@ async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
     named = {name: value for name, value in checked(raw, fields).items() if value is not None}
     if "test_paths" in named:
         named["test_paths"] = tuple(strings(named["test_paths"], "test_paths"))
-    for name in ("turn", "idle_s", "count"):
-        if named.get(name, 0) < 0:
-            raise UserError(
-                "must not be negative", field=name, received=named[name], fix="correct the request"
-            )
+    check_numbers(named, "turn", "idle_s", "count")
     return named
 
 
@@ -109,12 +104,5 @@ def wants_frames(request: Request) -> bool:
 def long(request: Request, work: Work, output: OutputBuffer | None = None) -> LongAnswer:
     """The answer of a request that may take long. What was begun is finished though the client leaves."""
     host = host_of(request)
-    return LongAnswer(
-        work,
-        output,
-        host.in_background,
-        pack=pack,
-        errors=ERROR_SHAPE,
-        plain=not wants_frames(request),
-        on_error=host.note_error,
-    )
+    plain = not wants_frames(request)
+    return long_answer(work, output, host.in_background, plain=plain, on_error=host.note_error)

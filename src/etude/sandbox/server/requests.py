@@ -15,6 +15,7 @@ from etude.sandbox.errors import SandboxLostError, fault_error
 from etude.sandbox.file_streams import receive_file
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
+from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server.state import Held, ServerState
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
@@ -59,6 +60,14 @@ def state_of(request: Request) -> ServerState:
 
 
 State = Annotated[ServerState, Depends(state_of)]
+
+
+async def _named(state: State, backend: str | None = None) -> tuple[str, SandboxBackend]:
+    return state.backend(backend)
+
+
+Named = Annotated[tuple[str, SandboxBackend], Depends(_named)]
+"""The backend of the query, `?backend=`, with its name; without one, the first."""
 
 
 async def _held(sandbox_id: str, state: State) -> Held:

@@ -15,6 +15,7 @@ from etude.sandbox.remote import RemoteBackend
 from etude.sandbox.server import requests
 from etude.sandbox.server.requests import (
     Box,
+    Named,
     State,
     encoded,
     fields_of,
@@ -142,10 +143,10 @@ async def _end(state: ServerState, sandbox: Sandbox) -> None:
     state.metrics.count("etude_sandboxes_killed")
 
 
-@router.get("/sandboxes", openapi_extra=described(query={"backend": (str, type(None))}))
-async def list_sandboxes(request: Request, state: State) -> Response:
+@router.get("/sandboxes")
+async def list_sandboxes(named: Named) -> Response:
     """The living and the paused sandboxes of a backend: `?backend=`."""
-    _, backend = state.backend(request.query_params.get("backend"))
+    _, backend = named
     return Json(encode(await backend.list()))
 
 

@@ -11,9 +11,7 @@ from fastapi.responses import Response
 from etude.errors import SandboxError
 from etude.sandbox.errors import SnapshotRefusedError
 from etude.sandbox.file_streams import pack_file
-from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.server.requests import State, long, long_answer, receive_upload
-from etude.sandbox.server.state import ServerState
+from etude.sandbox.server.requests import Named, State, long, long_answer, receive_upload
 from etude.sandbox.wire_types import SPEAKS, encode
 from etude.serving.application import Json
 from etude.serving.describing import answering, described
@@ -30,10 +28,10 @@ async def health(state: State) -> Response:
     return Json({"status": "ready"})
 
 
-@router.get("/v1/capabilities", openapi_extra=described(query={"backend": (str, type(None))}))
-async def capabilities(request: Request, state: State) -> Response:
+@router.get("/v1/capabilities")
+async def capabilities(named: Named, state: State) -> Response:
     """What a backend of this server can do (`?backend=`), and what the server takes."""
-    name, backend = state.backend(request.query_params.get("backend"))
+    name, backend = named
     return Json(
         {
             "speaks": SPEAKS,
@@ -63,34 +61,30 @@ async def problems(state: State) -> Response:
     return Json(state.problems())
 
 
-@router.get("/v1/snapshots", openapi_extra=described(query={"backend": (str, type(None))}))
-async def list_snapshots(request: Request, state: State) -> Response:
+@router.get("/v1/snapshots")
+async def list_snapshots(named: Named) -> Response:
     """The snapshots that a backend can restore: `?backend=`."""
-    _, backend = state.backend(request.query_params.get("backend"))
+    _, backend = named
     return Json(encode(await backend.list_snapshots()))
 
 
-@router.delete(
-    "/v1/snapshots/{snapshot}", status_code=204, openapi_extra=described(query={"backend": (str, type(None))})
-)
-async def delete_snapshot(snapshot: str, request: Request, state: State) -> Response:
+@router.delete("/v1/snapshots/{snapshot}", status_code=204)
+async def delete_snapshot(snapshot: str, named: Named) -> Response:
     """Deletes a snapshot."""
-    await _owner(request, state).delete_snapshot(snapshot)
+    _, backend = named
+    await backend.delete_snapshot(snapshot)
     return Response(status_code=204)
 
 
-@router.get(
-    "/v1/snapshots/{snapshot}/export",
-    responses=LONG,
-    openapi_extra=described(query={"backend": (str, type(None))}),
-)
-async def export_snapshot(snapshot: str, request: Request, state: State) -> Response:
+@router.get("/v1/snapshots/{snapshot}/export", responses=LONG)
+async def export_snapshot(snapshot: str, named: Named, state: State) -> Response:
     """Streams a snapshot as one file."""
+    _, backend = named
     spool = state.spool_directory()
     file = Path(spool.name, "snapshot")
 
     async def work() -> Encoded:
-        await _owner(request, state).export_snapshot(snapshot, file)
+        await backend.export_snapshot(snapshot, file)
         return None, b""
 
     return long_answer(
@@ -101,14 +95,10 @@ async def export_snapshot(snapshot: str, request: Request, state: State) -> Resp
     )
 
 
-@router.post(
-    "/v1/snapshots/import",
-    responses=LONG,
-    openapi_extra=described(body=FRAMES, query={"backend": (str, type(None))}),
-)
-async def import_snapshot(request: Request, state: State) -> Response:
+@router.post("/v1/snapshots/import", responses=LONG, openapi_extra=described(body=FRAMES))
+async def import_snapshot(request: Request, named: Named, state: State) -> Response:
     """Takes in the snapshot that the body streams."""
-    backend = _owner(request, state)
+    _, backend = named
     spool = state.spool_directory()
     file = Path(spool.name, "snapshot")
     try:
@@ -126,7 +116,3 @@ async def import_snapshot(request: Request, state: State) -> Response:
         return encode(await backend.import_snapshot(file)), b""
 
     return long(request, state, work(), cleanup=lambda: asyncio.to_thread(spool.cleanup))
-
-
-def _owner(request: Request, state: ServerState) -> SandboxBackend:
-    return state.backend(request.query_params.get("backend"))[1]
