@@ -104,9 +104,7 @@ def test_limits_are_written_and_a_process_takes_what_it_starts_along(
         children = set(below(process.pid))
         assert inside == {process.pid, *children}
         assert len(inside) == 2
-        groups.remove("7")
-        groups.remove_rest()
-        assert groups.has_rest, "the kernel holds a group with processes"
+        assert not groups.remove("7"), "the kernel holds a group with processes"
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         process.kill()
@@ -126,7 +124,7 @@ def test_a_kernel_that_is_a_program_has_memory_of_its_own_and_any_number_of_proc
     assert set(made) == {"memory", "cpu"}
     assert int(read(made["memory"] / "memory.limit_in_bytes")) == (100 + 10 + 256) << 20
     assert [path.parent for path in groups.entrances("7")] == [made["memory"], made["cpu"]]
-    groups.remove("7")
+    assert groups.remove("7")
     groups.close()
     assert not set(own_groups()) - before
 

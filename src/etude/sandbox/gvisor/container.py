@@ -29,7 +29,7 @@ from etude.sandbox.gvisor.entering import IMAGE, PREFIX, ROOTFS, WORK
 from etude.sandbox.gvisor.memory import MemoryBound, MemoryFile
 from etude.sandbox.gvisor.runsc import Runsc
 from etude.sandbox.inside.rights import NOBODY
-from etude.sandbox.local.cgroups import ControlGroups
+from etude.sandbox.local.cgroups import REMOVE_S, ControlGroups
 from etude.sandbox.types import Resources
 
 IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
@@ -205,5 +205,4 @@ class Container:
     def _clear(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._groups is not None:
-            self._groups.remove(self.name)
-            self._groups.remove_rest()
+            self._groups.remove(self.name, REMOVE_S)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.kit.tasks import Tasks
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox
@@ -78,7 +79,8 @@ class ForkServerBackend(MachineBackend):
         self._templates = TemplateUses()
         self._layer_uses: Counter[str] = Counter()
         self._groups: ControlGroups | None = None
-        self._tidying: asyncio.Task[None] | None = None
+        self._removals = Tasks()
+        self._removing = asyncio.Lock()
 
     @property
     def launcher_pid(self) -> int | None:
@@ -180,8 +182,7 @@ class ForkServerBackend(MachineBackend):
             await spares.close()
         if server is not None:
             await server.close()
-        if self._tidying is not None:
-            self._tidying.cancel()
+        self._removals.cancel()
         groups, self._groups = self._groups, None
         if groups is not None:
             await asyncio.to_thread(groups.close)
@@ -276,16 +277,14 @@ class ForkServerBackend(MachineBackend):
 
     def _remove_group(self, groups: ControlGroups, name: str) -> None:
         """Removes a sandbox's groups as soon as the kernel lets go of them."""
-        groups.remove(name)
-        if self._tidying is None:
-            self._tidying = asyncio.ensure_future(self._tidy(groups))
+        self._removals.start(self._removed(groups, name))
 
-    async def _tidy(self, groups: ControlGroups) -> None:
-        while groups.has_rest:
-            await asyncio.to_thread(groups.remove_rest)
-            if groups.has_rest:
-                await asyncio.sleep(TIDY_S)
-        self._tidying = None
+    async def _removed(self, groups: ControlGroups, name: str) -> None:
+        while True:
+            async with self._removing:  # each may take milliseconds, and one thread is enough
+                if await asyncio.to_thread(groups.remove, name):
+                    return
+            await asyncio.sleep(TIDY_S)
 
     def _send_plan(self, clone: Clone, sandbox: MachineSandbox, new_template: bool) -> None:
         """What a first process becomes a sandbox by. Raises SandboxError."""

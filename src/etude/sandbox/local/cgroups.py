@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -44,7 +43,9 @@ _OPTIONAL = (
 )
 """Not handed down everywhere, or not in every kernel."""
 _SERVER = "server"
-_REMOVE_S = 10.0
+REMOVE_S = 10.0
+"""How long the kernel gets to end what is in a group."""
+_PAUSE_S = 0.005
 
 
 class ControlGroups:
@@ -55,9 +56,6 @@ class ControlGroups:
         a kernel that runs in each group as a program, such as gVisor's; 0: none does."""
         self._parents = parents
         self._kernel_bytes = kernel_bytes
-        self._doomed: list[Path] = []
-        self._lock = threading.Lock()
-        """Around the doomed: they are removed in threads."""
 
     @classmethod
     def open(cls, root: Path = _ROOT, kernel_bytes: int = 0) -> ControlGroups | None:
@@ -131,23 +129,10 @@ class ControlGroups:
         for entrance in self.entrances(name):
             write_file(entrance, str(pid))
 
-    def remove(self, name: str) -> None:
-        """Notes that a sandbox's groups are to go, once the kernel has ended its processes: `remove_rest`."""
-        with self._lock:
-            self._doomed += [parent / name for parent in self._parents.values()]
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether there are groups that are to go."""
-        return bool(self._doomed)
-
-    def remove_rest(self) -> None:
-        """Removes what is to go; what the kernel still holds is left for another time."""
-        with self._lock:
-            doomed, self._doomed = self._doomed, []
-        held = _remove(doomed)
-        with self._lock:
-            self._doomed += held
+    def remove(self, name: str, within_s: float = 0.0) -> bool:
+        """Removes a sandbox's groups. False: after `within_s` the kernel still holds one, because it has not
+        ended all processes there."""
+        return _remove([parent / name for parent in self._parents.values()], within_s)
 
     def num_killed_for_memory(self, name: str) -> int:
         """How many processes of a sandbox the kernel ended because its memory was used up."""
@@ -164,16 +149,9 @@ class ControlGroups:
     def close(self) -> None:
         """Removes everything, but for what the kernel still holds after a moment: that goes with the sweep of
         the next owner."""
-        end_s = time.monotonic() + _REMOVE_S
-        for parent in self._parents.values():
-            inner = [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-            with self._lock:
-                self._doomed += inner
-        self.remove_rest()
-        while self._doomed and time.monotonic() < end_s:
-            time.sleep(0.005)
-            self.remove_rest()
-        _remove(list(self._parents.values()))
+        parents = [parent for parent in self._parents.values() if parent.is_dir()]
+        _remove([entry for parent in parents for entry in parent.iterdir() if entry.is_dir()], REMOVE_S)
+        _remove(parents)
 
 
 _numbers = itertools.count()
@@ -238,17 +216,24 @@ def _sweep(directory: Path) -> None:
                 _remove([*(inner for inner in entry.iterdir() if inner.is_dir()), entry])
 
 
-def _remove(groups: list[Path]) -> list[Path]:
-    """Removes what can be removed; returns what the kernel still holds."""
-    held: list[Path] = []
-    for group in groups:
-        try:
-            group.rmdir()
-        except FileNotFoundError:
-            continue
-        except OSError:
-            held.append(group)
-    return held
+def _remove(groups: Sequence[Path], within_s: float = 0.0) -> bool:
+    """Removes what can be removed. False: after `within_s` the kernel still holds some."""
+    end_s = time.monotonic() + within_s
+    while groups := [group for group in groups if not _is_removed(group)]:
+        if time.monotonic() >= end_s:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def _is_removed(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def num_oom_kills(group: Path) -> int:
