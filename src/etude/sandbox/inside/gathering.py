@@ -9,6 +9,7 @@ from an index that was made before anything ran.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import io
@@ -23,14 +24,13 @@ from typing import Any, Protocol
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import MAX_ENTRIES
-from etude.sandbox.inside.packing import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
+from etude.sandbox.inside.packing import DIRECTORY_FLAGS, FILE_FLAGS, OPAQUE, Folder, add_entry, attributes
 
 OWN = "var/lib/etude"
 """Where a guest keeps what is its own."""
 NO_FILES = ("dev", "proc", "sys")
 """Directories of the root that hold none of the image's files."""
 _NAMES_BYTES = 16 << 20
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class LayeredRoot:
         """A file that may not be read is another one."""
         try:
             with (
-                open(os.open(path, _FILE_FLAGS, dir_fd=self._base), "rb") as before,
-                open(os.open(f"/{path}", _FILE_FLAGS), "rb") as now,
+                open(os.open(path, FILE_FLAGS, dir_fd=self._base), "rb") as before,
+                open(os.open(f"/{path}", FILE_FLAGS), "rb") as now,
             ):
                 while (piece := before.read(1 << 20)) == now.read(1 << 20):
                     if not piece:
@@ -379,17 +379,5 @@ def _add(archive: tarfile.TarFile, name: str, entry: str, folder: int, status: o
     info = tarfile.TarInfo(name.strip("/"))
     info.mode = status.st_mode & (0o3777 if stat.S_ISDIR(status.st_mode) else 0o777)
     info.mtime = int(status.st_mtime)
-    if stat.S_ISREG(status.st_mode):
-        try:
-            descriptor = os.open(entry, _FILE_FLAGS, dir_fd=folder)
-        except PermissionError:
-            return
-        with open(descriptor, "rb") as file:
-            info.size = os.fstat(descriptor).st_size
-            archive.addfile(info, file)
-    elif stat.S_ISDIR(status.st_mode):
-        info.type = tarfile.DIRTYPE
-        archive.addfile(info)
-    elif stat.S_ISLNK(status.st_mode):
-        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(entry, dir_fd=folder)
-        archive.addfile(info)
+    with contextlib.suppress(PermissionError):
+        add_entry(archive, info, entry, folder, status.st_mode)

@@ -20,6 +20,7 @@ from typing import IO
 OPAQUE = "user.overlay.opaque"
 """Attribute of a directory that hides what lies below it in an overlay."""
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass
@@ -133,28 +134,33 @@ def _pack_entry(
         archive.addfile(tarfile.TarInfo(f"{folder.prefix}{_WHITEOUT}{name}"))
         return
     info = _member(path, name, status)
-    if stat.S_ISDIR(status.st_mode):
-        info.type = tarfile.DIRTYPE
-        archive.addfile(info)
-        if OPAQUE in attributes(name, folder.descriptor):
-            archive.addfile(tarfile.TarInfo(f"{path}/{_OPAQUE_MARK}"))
-    elif stat.S_ISREG(status.st_mode):
-        key = (status.st_dev, status.st_ino)
-        if key in links:
-            info.type, info.linkname = tarfile.LNKTYPE, links[key]
-            archive.addfile(info)
-            return
-        if status.st_nlink > 1:
-            links[key] = path
-        info.size = status.st_size
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb") as data:
-            archive.addfile(info, data)
-    elif stat.S_ISLNK(status.st_mode):
-        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder.descriptor)
+    key = (status.st_dev, status.st_ino)
+    if stat.S_ISREG(status.st_mode) and key in links:
+        info.type, info.linkname = tarfile.LNKTYPE, links[key]
         archive.addfile(info)
     elif stat.S_ISFIFO(status.st_mode):
         info.type = tarfile.FIFOTYPE
+        archive.addfile(info)
+    else:
+        add_entry(archive, info, name, folder.descriptor, status.st_mode)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        links.setdefault(key, path)
+    if stat.S_ISDIR(status.st_mode) and OPAQUE in attributes(name, folder.descriptor):
+        archive.addfile(tarfile.TarInfo(f"{path}/{_OPAQUE_MARK}"))
+
+
+def add_entry(archive: tarfile.TarFile, info: tarfile.TarInfo, name: str, folder: int, mode: int) -> None:
+    """Adds the entry `name` of a directory, as `info` calls it; nothing for what is no file, directory or
+    link. Raises OSError."""
+    if stat.S_ISREG(mode):
+        with open(os.open(name, FILE_FLAGS, dir_fd=folder), "rb") as data:
+            info.size = os.fstat(data.fileno()).st_size
+            archive.addfile(info, data)
+    elif stat.S_ISDIR(mode):
+        info.type = tarfile.DIRTYPE
+        archive.addfile(info)
+    elif stat.S_ISLNK(mode):
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder)
         archive.addfile(info)
 
 
