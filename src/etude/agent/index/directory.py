@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from etude.agent.index.grep.query import GrepMatch as Found
 from etude.agent.index.grep.query import GrepQuery
 from etude.agent.index.grep.ripgrep import Ripgrep, parse_matches
 from etude.agent.tools.ports import CodeHits, GrepRequest
@@ -43,8 +42,8 @@ class DirectorySearch:
             deadline_s=_DEADLINE_S,
             max_bytes=_MOST_BYTES,
         )
-        found: list[Found] = [match for file in parse_matches(output) for match in file.matches()]
-        return [GrepMatch(match.path, match.line_number, match.line) for match in found[: request.limit]]
+        found = [match for file in parse_matches(output) for match in file.matches()]
+        return found[: request.limit]
 
     async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
         """See CodeSearch. Raises ToolArgumentError: there is no index."""

@@ -80,8 +80,7 @@ class WorkspaceSearch:
             path="" if request.path == "." else request.path,
             limit=request.limit,
         )
-        result = await self._matching.search(query)
-        return [GrepMatch(match.path, match.line_number, match.line) for match in result.matches]
+        return (await self._matching.search(query)).matches
 
     async def ready(self) -> None:
         """Waits for what a semantic search waits for. Raises InfrastructureError where it cannot be had."""

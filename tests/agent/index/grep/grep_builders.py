@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.agent.index.grep import GrepMatch, GrepQuery
+from etude.agent.index.grep import GrepQuery
 from etude.agent.index.grep.ripgrep import Ripgrep, sort_key
+from etude.sandbox.types import GrepMatch
 
 CODE = {
     "setup.py": b"from setuptools import setup\nsetup(name='frobnicate')\n",

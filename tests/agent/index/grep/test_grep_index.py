@@ -27,7 +27,7 @@ def many(tree: Path, count: int = 60) -> Path:
 def check(index: GrepIndex, *patterns: str) -> None:
     for pattern in patterns or ("name_1", "return", r"name_\d\("):
         query = GrepQuery(pattern)
-        assert list(asyncio.run(index.search(query)).matches) == judged(index.root, query)
+        assert asyncio.run(index.search(query)).matches == judged(index.root, query)
 
 
 @pytest.fixture

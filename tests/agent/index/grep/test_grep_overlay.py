@@ -64,7 +64,7 @@ class Edited:
             for query in QUERIES:
                 if query.path and (self.copy / query.path).is_file():
                     continue  # of a binary file by name, ripgrep's JSON shows more than its command line
-                found = list((await self.overlay.search(query)).matches)
+                found = (await self.overlay.search(query)).matches
                 assert found == judged(self.copy, query)[: query.limit], query
 
         asyncio.run(searches())
@@ -148,7 +148,7 @@ def test_an_overlay_that_is_closed_in_a_search_is_left_whole_for_it(tmp_path: Pa
         searching = asyncio.ensure_future(overlay.search(GrepQuery("new_name")))
         await asyncio.sleep(0)
         overlay.close()
-        assert list((await searching).matches) == judged(tree, GrepQuery("new_name"))
+        assert (await searching).matches == judged(tree, GrepQuery("new_name"))
         assert overlay.mirror is None
 
     asyncio.run(searched())

@@ -4,7 +4,5 @@ from etude.agent.index.grep.builder import Progress as Progress
 from etude.agent.index.grep.index import GrepIndex as GrepIndex
 from etude.agent.index.grep.manifest import IndexBusyError as IndexBusyError
 from etude.agent.index.grep.overlay import Overlay as Overlay
-from etude.agent.index.grep.query import GrepMatch as GrepMatch
-from etude.agent.index.grep.query import GrepMatches as GrepMatches
 from etude.agent.index.grep.query import GrepQuery as GrepQuery
 from etude.agent.index.grep.query import GrepResult as GrepResult

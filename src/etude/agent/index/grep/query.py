@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 from etude.errors import ConfigError
+from etude.sandbox.types import GrepMatch
 
-__all__ = ["FileMatches", "GrepMatch", "GrepMatches", "GrepQuery", "GrepResult", "Unsure"]
+__all__ = ["FileMatches", "GrepQuery", "GrepResult", "Unsure"]
 
 
 class Unsure(Exception):
@@ -67,18 +67,6 @@ class GrepQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class GrepMatch:
-    """One matching line."""
-
-    path: str
-    """Relative to the root. Bytes that are no UTF-8 stand as surrogate escapes, here and in `line`."""
-    line_number: int
-    """From 1."""
-    line: str
-    """Without its `\\n`; a `\\r` before it stays, as ripgrep prints it."""
-
-
-@dataclass(frozen=True, slots=True)
 class FileMatches:
     """The matching lines of one file as ripgrep printed them, `12:text` each; read only when asked for."""
 
@@ -118,43 +106,21 @@ class FileMatches:
         return FileMatches(self.path, kept, 0, len(kept))
 
 
-class GrepMatches(Sequence[GrepMatch]):
-    """All matches by path and line. Made into objects when read: a broad search may hold millions."""
-
-    def __init__(self, files: Sequence[FileMatches]) -> None:
-        self.files = files
-        self._all: list[GrepMatch] | None = None
-
-    def __len__(self) -> int:
-        """Number of matching lines in all files."""
-        return len(self._all) if self._all is not None else sum(map(len, self.files))
-
-    def __iter__(self) -> Iterator[GrepMatch]:
-        """One after the other, without keeping them."""
-        for file in self.files:
-            yield from file.matches()
-
-    @overload
-    def __getitem__(self, index: int) -> GrepMatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[GrepMatch]: ...
-    def __getitem__(self, index: int | slice) -> GrepMatch | list[GrepMatch]:
-        """By position; keeps what it has read."""
-        if self._all is None:
-            self._all = list(self)
-        return self._all[index]
-
-
 @dataclass(frozen=True, slots=True)
 class GrepResult:
     """The answer to one query."""
 
-    matches: GrepMatches
+    files: Sequence[FileMatches]
+    """The matches by path and line, as ripgrep printed them: a broad search may hold millions."""
     truncated: bool
     """More matched than `limit` or `max_bytes` let through."""
     candidates: int
     """Number of files that ripgrep looked at after the index had its say; all of them if it had none."""
     used_index: bool
     """False: the pattern says too little, and ripgrep searched the tree by itself."""
-    unreadable: tuple[str, ...] = ()
-    """What ripgrep said of files that it could not read (vanished, no permission), a few of them."""
+
+    @property
+    def matches(self) -> list[GrepMatch]:
+        """All of them, read anew each time. Bytes that are no UTF-8 stand as surrogate escapes; a `\\r` at a
+        line's end stays, as ripgrep prints it."""
+        return [match for file in self.files for match in file.matches()]

@@ -19,8 +19,8 @@ from etude.agent.index.grep.globs import Globs
 from etude.agent.index.grep.literals import Plan, plan
 from etude.agent.index.grep.manifest import Contents
 from etude.agent.index.grep.overlay import Overlay
-from etude.agent.index.grep.query import FileMatches, GrepMatches, GrepQuery, GrepResult, Unsure
-from etude.agent.index.grep.ripgrep import Output, Ripgrep, parse_matches, sort_key
+from etude.agent.index.grep.query import FileMatches, GrepQuery, GrepResult, Unsure
+from etude.agent.index.grep.ripgrep import Ripgrep, parse_matches, sort_key
 from etude.agent.index.grep.segment import Flags, Segment
 
 __all__ = ["Base", "Searcher"]
@@ -32,7 +32,6 @@ _FIRST_BATCH = 64
 _BATCH_GROWTH = 8
 _MOST_BATCHED = 5000
 """With a limit, so many files in order of path are tried before the tree is searched as a whole."""
-_MOST_COMPLAINTS = 20
 
 
 class Base:
@@ -74,7 +73,6 @@ class _Found:
 
     files: list[FileMatches]
     cut: bool
-    complaints: tuple[str, ...]
 
 
 class Searcher:
@@ -162,7 +160,7 @@ class Searcher:
         """Searches these files of the base, and no others."""
         if not paths:
             await self._check(query)
-            return _Found([], False, ())
+            return _Found([], False)
         plain = [path for path in paths if path not in self.base.with_nul]
         runs = [await self._run(query, part, self.base.root) for part in _parts_by_size(plain)]
         odd = [path for path in paths if path in self.base.with_nul]
@@ -182,16 +180,16 @@ class Searcher:
                 (links / str(number)).symlink_to(self.base.root / os.fsdecode(path))
             found = await self._run(query, [b""], links, "--hidden", follow=True)
         named = [replace(file, path=paths[int(file.path)]) for file in found.files]
-        return _Found(named, found.cut, found.complaints)
+        return _Found(named, found.cut)
 
     async def _mirrored(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> _Found:
         """Searches the changed files where they stand at their paths."""
         if changes is None or changes.mirror is None:
-            return _Found([], False, ())
+            return _Found([], False)
         if path and not (changes.mirror / os.fsdecode(path)).exists():
-            return _Found([], False, ())
+            return _Found([], False)
         found = await self._run(query, [path], changes.mirror, *query.glob_flags(), follow=True)
-        return _Found([file for file in found.files if changes.holds(file.path)], found.cut, ())
+        return _Found([file for file in found.files if changes.holds(file.path)], found.cut)
 
     async def _direct(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> GrepResult:
         """Lets ripgrep search the tree by itself."""
@@ -203,7 +201,7 @@ class Searcher:
                 self._run(query, [path], self.base.root, *flags), self._mirrored(query, path, changes)
             )
             kept = [file for file in base.files if not changes.masks(file.path)]
-            runs = [_Found(kept, base.cut, base.complaints), mirror]
+            runs = [_Found(kept, base.cut), mirror]
         return _result(query, runs, self.base.num_files, False)
 
     async def _run(
@@ -223,7 +221,7 @@ class Searcher:
             if len(output.stdout) > 1 << 20
             else parse_matches(output)
         )
-        return _Found(files, output.cut, _complaints(output))
+        return _Found(files, output.cut)
 
     async def _check(self, query: GrepQuery) -> None:
         await self.ripgrep.check_pattern(query.pattern_flags(), self.base.root)
@@ -260,21 +258,11 @@ def _result(query: GrepQuery, runs: Sequence[_Found], candidates: int, used_inde
                 kept.append(file)
             room -= len(file)
         files = kept
-    return GrepResult(GrepMatches(files), truncated, candidates, used_index, whole.complaints)
+    return GrepResult(files, truncated, candidates, used_index)
 
 
 def _joined(runs: Sequence[_Found]) -> _Found:
-    complaints = [words for run in runs for words in run.complaints]
-    return _Found(
-        [file for run in runs for file in run.files],
-        any(run.cut for run in runs),
-        tuple(complaints[:_MOST_COMPLAINTS]),
-    )
-
-
-def _complaints(output: Output) -> tuple[str, ...]:
-    lines = output.stderr.decode("utf-8", "replace").splitlines()
-    return tuple(line.removeprefix("rg: ") for line in lines[:_MOST_COMPLAINTS])
+    return _Found([file for run in runs for file in run.files], any(run.cut for run in runs))
 
 
 def _some(files: Iterator[bytes], keeps: Callable[[bytes], bool], count: int) -> Iterator[bytes]:
