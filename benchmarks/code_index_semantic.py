@@ -86,7 +86,7 @@ async def _measure(folder: Path, labelled: LabelledSet) -> Figures:
     tree = _write(folder / "tree", labelled.files)
     index = await SemanticIndex.open(folder / "store", tree, embedder)
     began_s = time.perf_counter()
-    await index.update(_report)
+    await index.update()
     built_s = time.perf_counter() - began_s
     num = embedder.num_embedded
     num_chunks = len((await index.compare("chunks")).words)
@@ -113,11 +113,6 @@ def _write(root: Path, files: Mapping[str, bytes]) -> Path:
         (root / path).write_bytes(content)
         os.utime(root / path, (time.time() - 60, time.time() - 60))
     return root
-
-
-def _report(progress: object) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{progress}", end="", file=sys.stderr, flush=True)
 
 
 async def _recalls(index: SemanticIndex, num_chunks: int, questions: Sequence[Question]) -> Figures:

@@ -7,6 +7,7 @@ from etude.environment.site import Site
 from etude.environment.verdicts import Grader
 from etude.records import Task, ToolCall
 from etude_quickstart.memory_backend import MemoryBackend
+from tests.fakes.indexes import until_built
 
 TASK = Task("t", "find it", {"lib/tally.py": "def tally(xs):\n    return sum(xs)\n"})
 
@@ -19,7 +20,7 @@ def test_a_session_searches_the_index_of_its_template_and_sees_its_own_edits(tmp
         session = EnvironmentSession.begin(site, TASK)
         template = session.origin.template
         assert template is not None
-        await indexes.ready(template)
+        await until_built(indexes, template)
         find = ToolCall("grep", {"pattern": "def"})
         write = ToolCall("write_file", {"path": "lib/more.py", "text": "def more():\n    pass\n"})
         ask = ToolCall("semantic_search", {"query": "more"})

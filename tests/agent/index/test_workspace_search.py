@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.embedder import HashingEmbedder
+from tests.fakes.indexes import until_built
 
 from etude.agent.index import templates
 from etude.agent.index.grep.manifest import writing
 from etude.agent.index.opening import new_indexes, run_indexes
 from etude.agent.index.semantic import store
-from etude.agent.index.templates import IndexProgress, TemplateIndexes, lay_out
+from etude.agent.index.templates import TemplateIndexes, lay_out
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError, ToolArgumentError
@@ -41,8 +42,7 @@ def with_search(tmp_path: Path, use, embedder=None):
     async def run():
         sandbox = await MemoryBackend().create(template)
         indexes = TemplateIndexes(tmp_path / "state", embedder or HashingEmbedder())
-        seen: list[IndexProgress] = []
-        await indexes.ready(template, seen.append)
+        await until_built(indexes, template)
         search = indexes.search(template, sandbox)
         try:
             return await use(sandbox, search)
@@ -50,7 +50,6 @@ def with_search(tmp_path: Path, use, embedder=None):
             search.close()
             await indexes.close()
             await indexes.close()
-            assert {progress.stage.split(":")[0] for progress in seen} <= {"grep", "semantic"}
 
     return asyncio.run(run())
 
@@ -183,7 +182,7 @@ def test_an_index_that_comes_later_knows_what_was_edited_before(tmp_path):
         await sandbox.files.write("lib/tally.py", "import tally\n")
         search.changed("lib/tally.py")
         early = found(await search.grep(GrepRequest("tally")))
-        await indexes.ready(template)
+        await until_built(indexes, template)
         late = found(await search.grep(GrepRequest("tally")))
         hits = await search.semantic("import", 1)
         again = indexes.search(template, sandbox)
@@ -219,7 +218,7 @@ def test_indexes_that_no_session_uses_are_closed_and_opened_again(tmp_path):
     async def tallied(indexes, template):
         sandbox = await MemoryBackend().create(template)
         search = indexes.search(template, sandbox)
-        await indexes.ready(template)
+        await until_built(indexes, template)
         assert found(await search.grep(GrepRequest("tally"))) == [("a.py", 1)]
         assert (await search.semantic("tally", 1)).hits[0].text in template.contents["a.py"].decode()
         return search
@@ -256,7 +255,7 @@ def test_a_build_that_fails_on_its_way_is_told_once_and_the_sandbox_searches(tmp
         search = indexes.search(template, sandbox)
         words = await asyncio.wait_for(told.get(), 60)
         with pytest.raises(OSError, match="no room"):
-            await indexes.ready(template)
+            await until_built(indexes, template)
         again = indexes.search(template, sandbox)
         found_then = found(await again.grep(GrepRequest("tags")))
         search.close()
@@ -274,7 +273,7 @@ def test_without_full_text_search_there_is_still_the_index_of_grep(tmp_path, mon
         told = []
         indexes = TemplateIndexes(tmp_path, HashingEmbedder(), told.append)
         with pytest.raises(ResourceError, match="FTS5"):
-            await indexes.ready(Template(FILES))
+            await until_built(indexes, Template(FILES))
         await indexes.close()
         return told
 
@@ -289,7 +288,7 @@ def test_an_index_that_another_process_builds_is_waited_for(tmp_path):
         indexes = TemplateIndexes(tmp_path, HashingEmbedder())
         try:
             with writing(tmp_path / "grep" / template.digest):
-                ready = asyncio.ensure_future(indexes.ready(template))
+                ready = asyncio.ensure_future(until_built(indexes, template))
                 await asyncio.wait([ready], timeout=0.5)
                 assert not ready.done()
             async with asyncio.timeout(60):

@@ -45,6 +45,7 @@ from etude.tokens.chat.openai_messages import read_tools
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, READ, TASK, TEST
 from tests.environment.server.serving import new_host, remote
+from tests.fakes.indexes import until_built
 from tests.tokens.chat_models import coder_tokenizer, headers_tokenizer, qwen_like, told_chatml
 
 FORGED = replace(
@@ -131,7 +132,7 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
         servers = open_servers(agent.mcp, sandbox)
         async with open_indexes(agent.index, tmp_path) as indexes:
             if indexes is not None:
-                await indexes.ready(template)
+                await until_built(indexes, template)
             search = None if indexes is None else indexes.search(template, sandbox)
             tools, limits = agent_registry(agent), ToolLimits()
             context = ToolContext(sandbox, tools, FORGED.test_paths, limits, search=search, servers=servers)

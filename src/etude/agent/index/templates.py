@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from etude.agent.index import grep, semantic
@@ -28,17 +27,6 @@ _DEPTH = 100
 _FILES_AT_ONCE = 64
 _MOST_IDLE = 32
 """Templates whose indexes stay open though no session uses them: each has files open and mapped."""
-
-
-@dataclass(frozen=True, slots=True)
-class IndexProgress:
-    """How far a build is."""
-
-    stage: str
-    """grep, `semantic: cut` or `semantic: embed`."""
-    done: int
-    total: int
-    """Files, or chunks."""
 
 
 class TemplateIndexes:
@@ -91,12 +79,6 @@ class TemplateIndexes:
         wait = index.ready_or_failed if self._waits else None
         return WorkspaceSearch(sandbox, index, lambda: self._release(digest), wait)
 
-    async def ready(
-        self, template: Template, progress: Callable[[IndexProgress], None] | None = None
-    ) -> None:
-        """Waits until the template's indexes are built. Raises what the build raised."""
-        await self._index(template).ready(progress)
-
     async def close(self) -> None:
         """Stops all building. What is built stays on disk, unless it was scratch."""
         trees, self._trees = self._trees, {}
@@ -130,7 +112,6 @@ class _TemplateIndex:
         self._template, self._owner, self._make = template, owner, make
         self._grep: grep.GrepIndex | None = None
         self._semantic: semantic.SemanticIndex | None = None
-        self._progress: Callable[[IndexProgress], None] = lambda progress: None
         self._building = start_watched(self._build(), self._failed)
 
     @property
@@ -147,10 +128,6 @@ class _TemplateIndex:
 
     def semantic_overlay(self) -> semantic.Overlay | None:
         return None if self._semantic is None else self._semantic.overlay()
-
-    async def ready(self, progress: Callable[[IndexProgress], None] | None) -> None:
-        self._progress = progress or self._progress
-        await asyncio.shield(self._building)
 
     async def ready_or_failed(self) -> None:
         """Raises InfrastructureError where the build has failed."""
@@ -182,9 +159,7 @@ class _TemplateIndex:
         if not owner.searches:
             return
         self._semantic = await semantic.SemanticIndex.open(owner.state / "semantic", root, owner.embedder)
-        await self._semantic.update(
-            lambda now: self._progress(IndexProgress(f"semantic: {now.stage}", now.done, now.total))
-        )
+        await self._semantic.update()
 
     async def _laid_out(self, directory: Path) -> Path:
         if self._template.image is None:
@@ -203,12 +178,7 @@ class _TemplateIndex:
             with contextlib.suppress(StoreError):
                 return grep.GrepIndex.open(folder / digest, key=digest)
             try:
-                return await grep.GrepIndex.build(
-                    root,
-                    folder / digest,
-                    key=digest,
-                    progress=lambda now: self._progress(IndexProgress("grep", now.done_files, now.num_files)),
-                )
+                return await grep.GrepIndex.build(root, folder / digest, key=digest)
             except grep.IndexBusyError:  # another process builds the same
                 await asyncio.sleep(_LOOK_S)
 

@@ -6,14 +6,16 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from grep_builders import judged, make_tree
 
-from etude.agent.index.grep import GrepIndex, GrepQuery, Progress
+from etude.agent.index.grep import GrepIndex, GrepQuery
 from etude.agent.index.grep import builder as building
+from etude.agent.index.grep import index as indexing
+from etude.agent.index.grep.grams import PairRanks
 from etude.agent.index.grep.manifest import writing
 from etude.errors import ConfigError, ResourceError, StoreError
 
@@ -42,12 +44,9 @@ def test_an_opened_index_finds_what_the_built_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_segments")
 def test_many_segments_find_the_same(tmp_path: Path) -> None:
-    heard: list[Progress] = []
-    index = asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index", progress=heard.append))
+    index = asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index"))
     check(index)
     assert len(list((tmp_path / "index").glob("segment-*"))) > 3
-    assert (heard[-1].done_files, heard[-1].num_files) == (60, 60)
-    assert heard == sorted(heard, key=lambda progress: progress.done_files)
 
 
 def test_an_empty_tree_has_an_index(tmp_path: Path) -> None:
@@ -92,39 +91,38 @@ def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert len(list((tmp_path / "index").glob("*segment*"))) == 1
 
 
-def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
+def test_two_writers_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree, into = many(tmp_path / "tree"), tmp_path / "index"
     refused: list[str] = []
 
-    def write_too(progress: object) -> None:
+    def write_too(root: Path, paths: Sequence[bytes]) -> PairRanks:
         with pytest.raises(ConfigError, match="another process") as error, writing(into):
             pass
         refused.append(str(error.value))
+        return building.sample_ranks(root, paths)
 
-    asyncio.run(GrepIndex.build(tree, into, progress=write_too))
+    monkeypatch.setattr(indexing, "sample_ranks", write_too)
+    asyncio.run(GrepIndex.build(tree, into))
     assert refused
     with writing(into), pytest.raises(ConfigError, match="another process"):
         asyncio.run(GrepIndex.build(tree, into))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_segments")
-def test_a_cancelled_build_leaves_the_old_index(tmp_path: Path) -> None:
+def test_a_cancelled_build_leaves_a_whole_index_and_goes_on_behind_nobody(tmp_path: Path) -> None:
     tree = many(tmp_path / "tree")
-    asyncio.run(GrepIndex.build(tree, tmp_path / "index", key="old"))
 
     async def cancelled() -> None:
-        begun = asyncio.Event()
-        build = asyncio.create_task(
-            GrepIndex.build(tree, tmp_path / "index", key="new", progress=lambda _: begun.set())
-        )
-        await begun.wait()
+        build = asyncio.create_task(GrepIndex.build(tree, tmp_path / "index"))
+        await asyncio.sleep(0)
         build.cancel()
         with pytest.raises(asyncio.CancelledError):
             await build
+        with writing(tmp_path / "index"):
+            pass
 
     asyncio.run(cancelled())
-    check(GrepIndex.open(tmp_path / "index", key="old"))
+    check(GrepIndex.open(tmp_path / "index"))
 
 
 @pytest.mark.slow
@@ -134,9 +132,10 @@ def test_a_killed_build_leaves_the_old_index(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from etude.agent.index.grep import GrepIndex\n"
         "import etude.agent.index.grep.builder as b; b.SEGMENT_BYTES = 8000\n"
-        "say = lambda p: print(p.done_files, flush=True)\n"
+        "write = b.write_segment\n"
+        "b.write_segment = lambda *rest: (write(*rest), print('written', flush=True))\n"
         "tree, into = map(Path, sys.argv[1:])\n"
-        "asyncio.run(GrepIndex.build(tree, into, key='new', progress=say))\n"
+        "asyncio.run(GrepIndex.build(tree, into, key='new'))\n"
     )
     command = [sys.executable, "-c", code, str(tree), str(tmp_path / "index")]
     for lines in (1, 5, 15):

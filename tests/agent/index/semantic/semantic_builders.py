@@ -55,6 +55,19 @@ class FailingEmbedder(HashingEmbedder):
         return super().embed(texts)
 
 
+class TellingEmbedder(HashingEmbedder):
+    """Calls `on_batch` in the event loop in which it was made, each time that it has embedded some texts."""
+
+    def __init__(self, on_batch: Callable[[], object]) -> None:
+        super().__init__()
+        self._loop, self._on_batch = asyncio.get_running_loop(), on_batch
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        rows = super().embed(texts)
+        self._loop.call_soon_threadsafe(self._on_batch)
+        return rows
+
+
 def name(number: int, part: int) -> str:
     """Of a function in `many_files`: words that no other function has together."""
     digits = str.maketrans("0123456789", "bcfghjklmp")

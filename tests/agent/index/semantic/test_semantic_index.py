@@ -8,14 +8,25 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from semantic_builders import FILES, FailingEmbedder, built, in_loop, many_files, name, places, write
+from semantic_builders import (
+    FILES,
+    FailingEmbedder,
+    TellingEmbedder,
+    built,
+    in_loop,
+    many_files,
+    name,
+    places,
+    write,
+)
 from tests.fakes.embedder import HashingEmbedder
 
-from etude.agent.index.semantic import BuildProgress, Changes, SearchResult, SemanticIndex, building, store
+from etude.agent.index.semantic import Changes, SearchResult, SemanticIndex, building, store
 from etude.errors import ConfigError, ResourceError, StoreError, ToolArgumentError
 from etude.kit.locks import locked
 
@@ -175,35 +186,26 @@ async def test_a_build_that_failed_answers_by_words_and_goes_on_where_it_stopped
 
 @in_loop
 async def test_a_search_during_a_build_answers_from_what_is_there(tmp_path: Path) -> None:
-    index = await SemanticIndex.open(tmp_path, write(tmp_path / "tree", many_files(100)), HashingEmbedder())
-    seen: list[BuildProgress] = []
-    searches: list[asyncio.Task[object]] = []
+    searches: list[asyncio.Task[SearchResult]] = []
 
-    def progress(now: BuildProgress) -> None:
-        seen.append(now)
-        if now.stage == "embed" and not searches:
-            searches.append(asyncio.ensure_future(index.search(name(99, 3), 1)))
+    def on_batch() -> None:
+        searches.append(asyncio.ensure_future(index.search(name(99, 3), 1)))
 
-    await index.update(progress)
+    embedder = TellingEmbedder(on_batch)
+    index = await SemanticIndex.open(tmp_path, write(tmp_path / "tree", many_files(100)), embedder)
+    await index.update()
     result = await searches[0]
-    assert result.hits[0].symbol == name(99, 3) and not result.complete  # type: ignore[attr-defined]
+    assert result.hits[0].symbol == name(99, 3) and not result.complete
     assert (await index.search(name(99, 3), 1)).complete
-    for stage, total in (("cut", 100), ("embed", 400)):
-        done = [now.done for now in seen if now.stage == stage]
-        assert done == sorted(done) and done[-1] == total
+    await asyncio.gather(*searches)
     await index.close()
 
 
 @in_loop
 async def test_a_cancelled_build_keeps_what_it_did(tmp_path: Path) -> None:
-    embedder = HashingEmbedder()
+    embedder = TellingEmbedder(lambda: task.cancel())
     index = await SemanticIndex.open(tmp_path, write(tmp_path / "tree", many_files(100)), embedder)
-
-    def progress(now: BuildProgress) -> None:
-        if now.stage == "embed":
-            task.cancel()
-
-    task = asyncio.ensure_future(index.update(progress))
+    task = asyncio.ensure_future(index.update())
     with pytest.raises(asyncio.CancelledError):
         await task
     done = embedder.num_embedded
@@ -504,15 +506,23 @@ def test_two_processes_build_into_one_store(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_files_that_are_cut_are_found_while_others_are_still_read(tmp_path: Path) -> None:
+async def test_files_that_are_cut_are_found_while_others_are_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = await SemanticIndex.open(tmp_path, write(tmp_path / "tree", many_files(100)), HashingEmbedder())
     searches: list[asyncio.Task[SearchResult]] = []
 
-    def progress(now: BuildProgress) -> None:
-        if now.stage == "cut":
-            searches.append(asyncio.ensure_future(index.search("task", 999)))
+    loop, replace = asyncio.get_running_loop(), store.SemanticStore.replace
 
-    await index.update(progress)
+    def search() -> None:
+        searches.append(asyncio.ensure_future(index.search("task", 999)))
+
+    def replace_and_search(*arguments: Any) -> None:
+        replace(*arguments)
+        loop.call_soon_threadsafe(search)
+
+    monkeypatch.setattr(store.SemanticStore, "replace", replace_and_search)
+    await index.update()
     found = [len((await search).hits) for search in searches]
     assert len(found) == 4 and 0 < found[0] < 400 == found[-1]
     await index.close()

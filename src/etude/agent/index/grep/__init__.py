@@ -1,6 +1,5 @@
 """Instant grep: ripgrep's matches by way of an n-gram index, fresh against edits."""
 
-from etude.agent.index.grep.builder import Progress as Progress
 from etude.agent.index.grep.index import GrepIndex as GrepIndex
 from etude.agent.index.grep.manifest import IndexBusyError as IndexBusyError
 from etude.agent.index.grep.overlay import Overlay as Overlay

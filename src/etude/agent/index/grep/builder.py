@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from etude.agent.index.grep.grams import LONGEST_BYTES, PairRanks, rank_pairs, sorted_once, text_keys
 from etude.agent.index.grep.segment import MOST_DOCUMENTS, Document, Flags, write_segment
 
-__all__ = ["Progress", "read_file", "sample_ranks", "write_segments"]
+__all__ = ["read_file", "sample_ranks", "write_segments"]
 
 SEGMENT_BYTES = 64 << 20
 LARGEST_BYTES = 64 << 20
@@ -32,14 +31,6 @@ _FEWEST_BITS = 12
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _ODD_FOLDS = ("\N{KELVIN SIGN}".encode(), "\N{LATIN SMALL LETTER LONG S}".encode())
 _UTF16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far an indexing is."""
-
-    done_files: int
-    num_files: int
 
 
 def read_file(root: Path, path: bytes) -> tuple[Document, bytes] | None:
@@ -89,29 +80,19 @@ def sample_ranks(root: Path, paths: Sequence[bytes]) -> PairRanks:
 
 
 def write_segments(
-    root: Path,
-    files: Sequence[tuple[bytes, int]],
-    name: Callable[[], Path],
-    ranks: PairRanks,
-    report: Callable[[Progress], None],
+    root: Path, files: Sequence[tuple[bytes, int]], name: Callable[[], Path], ranks: PairRanks
 ) -> list[Path]:
-    """Makes segments of bounded size from files and their sizes in bytes; calls `name` for each one's place.
-
-    What `report` raises ends it, and leaves no half segment.
-    """
+    """Makes segments of bounded size from files and their sizes in bytes; calls `name` for each one's
+    place."""
     written: list[Path] = []
-    done = 0
     for part in _parts(files):
         path, documents, keys = name(), list[Document](), list[NDArray[np.uint64]]()
         size_bytes = sum(min(size, LARGEST_BYTES) for _, size in part)
         bits = min(_MOST_BITS, max(_FEWEST_BITS, (size_bytes // 48).bit_length()))
         for numbers, texts in _blocks(root, part, documents):
             keys.append(text_keys(texts, numbers, ranks, bits))
-            report(Progress(min(done + len(documents), len(files)), len(files)))
         write_segment(path, documents, sorted_once(keys), bits, ranks)
         written.append(path)
-        done += len(part)
-    report(Progress(len(files), len(files)))
     return written
 
 

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-from etude.agent.index.grep.builder import Progress, sample_ranks, write_segments
+from etude.agent.index.grep.builder import sample_ranks, write_segments
 from etude.agent.index.grep.manifest import (
     Contents,
     Manifest,
@@ -31,11 +28,9 @@ from etude.agent.index.grep.ripgrep import Ripgrep, sort_key
 from etude.agent.index.grep.search import Base, Searcher
 from etude.agent.index.walk import walk
 from etude.errors import StoreError
+from etude.kit.tasks import to_the_end
 
 __all__ = ["GrepIndex"]
-
-Report = Callable[[Progress], None]
-Result = TypeVar("Result")
 
 
 class GrepIndex:
@@ -61,24 +56,22 @@ class GrepIndex:
         return cls(into, contents, Ripgrep())
 
     @classmethod
-    async def build(
-        cls, root: Path, into: Path, *, key: str = "", progress: Report | None = None
-    ) -> GrepIndex:
+    async def build(cls, root: Path, into: Path, *, key: str = "") -> GrepIndex:
         """Indexes the files below `root` that are not hidden into the directory `into`, replacing what is
         there.
 
-        `key` names the content (a commit, a template's digest) for `open`. Works in a thread; cancelled or
-        killed, it leaves the index that was there before.
+        `key` names the content (a commit, a template's digest) for `open`. Works in a thread; killed, it
+        leaves the index that was there before, and who cancels it waits for its end.
 
         Raises ConfigError, StoreError, ResourceError without ripgrep.
         """
         ripgrep = Ripgrep()
 
-        def build(report: Report) -> Contents:
+        def build() -> Contents:
             with writing(into):
-                return _write(root.resolve(), into, key, report)
+                return _write(root.resolve(), into, key)
 
-        return cls(into, await _in_thread(build, progress), ripgrep)
+        return cls(into, await to_the_end(asyncio.to_thread(build)), ripgrep)
 
     def overlay(self) -> Overlay:
         """A place for the edits of one session, searched together with this index."""
@@ -108,32 +101,12 @@ class GrepIndex:
         return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
 
 
-async def _in_thread(work: Callable[[Report], Result], progress: Report | None) -> Result:
-    """Runs `work`, whose reports reach `progress` in the event loop; a cancelled caller waits until the next
-    report has ended it."""
-    loop, stop = asyncio.get_running_loop(), threading.Event()
-
-    def report(now: Progress) -> None:
-        if stop.is_set():
-            raise InterruptedError
-        if progress is not None:
-            loop.call_soon_threadsafe(progress, now)
-
-    task = asyncio.ensure_future(asyncio.to_thread(work, report))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.gather(task, return_exceptions=True)
-        raise
-
-
-def _write(root: Path, into: Path, key: str, report: Report) -> Contents:
+def _write(root: Path, into: Path, key: str) -> Contents:
     """Writes the segments of all files, then the manifest, and opens the whole."""
     listing = walk(root)
     paths = sorted(listing.files, key=sort_key)
     files = [(path, listing.files[path].st_size) for path in paths]
-    written = write_segments(root, files, lambda: into / new_name(), sample_ranks(root, paths), report)
+    written = write_segments(root, files, lambda: into / new_name(), sample_ranks(root, paths))
     directories, hidden = (sorted(map(os.fsdecode, paths)) for paths in (listing.directories, listing.hidden))
     write_manifest(into, Manifest(str(root), key, directories, hidden, [path.name for path in written]))
     return open_contents(into)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -22,7 +22,7 @@ from etude.agent.index.semantic.store import CutChunk, FileRow, FileStat, Semant
 from etude.agent.index.walk import walk
 from etude.kit.tasks import to_the_end
 
-__all__ = ["MAX_FILE_BYTES", "Build", "BuildProgress", "Changes", "finish_in_thread"]
+__all__ = ["MAX_FILE_BYTES", "Build", "Changes", "finish_in_thread"]
 
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 1 << 20
@@ -33,15 +33,6 @@ _UNKNOWN = FileStat(-1, -1, -1, -1)
 """Of a file that was written while it was read: equal to no file's."""
 _FILES_AT_ONCE = 32
 _CHUNKS_AT_ONCE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class BuildProgress:
-    """How far a build is. `done` and `total` count files while it cuts, chunks while it embeds."""
-
-    stage: Literal["cut", "embed"]
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +52,8 @@ async def finish_in_thread(work: Callable[..., Result], *arguments: Any) -> Resu
 class Build:
     """One update of one tree."""
 
-    def __init__(
-        self,
-        store: SemanticStore,
-        tree: int,
-        root: Path,
-        embedder: Embedder | None,
-        progress: Callable[[BuildProgress], None] | None,
-    ) -> None:
+    def __init__(self, store: SemanticStore, tree: int, root: Path, embedder: Embedder | None) -> None:
         self._store, self._tree, self._root, self._embedder = store, tree, root, embedder
-        self._progress = progress or (lambda _: None)
 
     async def run(self) -> Changes:
         """Updates, and gives what differed. Raises what walking, embedder and store raise."""
@@ -95,7 +78,6 @@ class Build:
         for start in range(0, len(stale), _FILES_AT_ONCE):
             batch = stale[start : start + _FILES_AT_ONCE]
             changed |= await finish_in_thread(self._read, before, batch)
-            self._progress(BuildProgress("cut", start + len(batch), len(stale)))
         await finish_in_thread(self._store.finish, self._tree)
         removed |= (changed & before.keys()) - (await finish_in_thread(self._store.files, self._tree)).keys()
         return Changes(
@@ -126,17 +108,13 @@ class Build:
 
     async def _embed(self, embedder: Embedder) -> None:
         missing = await finish_in_thread(self._store.unembedded, self._tree, embedder.key)
-        total = await finish_in_thread(self._store.num_chunks, self._tree)
-        done = total - len(missing)
         waiting: dict[bytes, str] = {}
         while missing or waiting:
             while missing and len(waiting) < _CHUNKS_AT_ONCE:
                 part, missing = missing[:_CHUNKS_AT_ONCE], missing[_CHUNKS_AT_ONCE:]
                 waiting |= await finish_in_thread(self._store.feeds, part)
-                done += len(part)
             batch = {name: waiting.pop(name) for name in list(waiting)[:_CHUNKS_AT_ONCE]}
             await finish_in_thread(self._embed_batch, embedder, batch)
-            self._progress(BuildProgress("embed", done - len(waiting), total))
 
     def _embed_batch(self, embedder: Embedder, batch: dict[bytes, str]) -> None:
         known = self._store.vectors(embedder.key, list(batch))  # another build may have been faster

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.building import Build, BuildProgress, Changes, finish_in_thread
+from etude.agent.index.semantic.building import Build, Changes, finish_in_thread
 from etude.agent.index.semantic.embedding import Embedder, feed
 from etude.agent.index.semantic.overlay import SYMBOL_WEIGHT, Edits, Overlay, WordStatistics
 from etude.agent.index.semantic.store import STORED, SemanticStore
@@ -143,17 +142,17 @@ class SemanticIndex:
             hasher.update(os.fsencode(path) + b"\0" + files[path].digest)
         return hasher.hexdigest()
 
-    async def update(self, progress: Callable[[BuildProgress], None] | None = None) -> Changes:
+    async def update(self) -> Changes:
         """Brings the index up to date with its directory, and gives the files that differed.
 
-        Searches go on meanwhile and say that they are not complete. `progress` is called in the event loop.
-        Cancelling waits for the batch in work (a second or two) and loses nothing. A second update waits for
-        the first. Raises ConfigError if the directory is none.
+        Searches go on meanwhile and say that they are not complete. Cancelling waits for the batch in work (a
+        second or two) and loses nothing. A second update waits for the first. Raises ConfigError if the
+        directory is none.
         """
         self._updating += 1
         try:
             async with self._one_update:
-                return await Build(self._store, self._tree, self._root, self._embedder, progress).run()
+                return await Build(self._store, self._tree, self._root, self._embedder).run()
         finally:
             self._updating -= 1
 

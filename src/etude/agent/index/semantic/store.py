@@ -260,13 +260,6 @@ class SemanticStore:
             database.execute("UPDATE trees SET scanned = 1 WHERE id = ?", (tree,))
             self._touch(database, tree)
 
-    def num_chunks(self, tree: int) -> int:
-        """Chunks of a tree."""
-        with self.reading():
-            return self._one(
-                "SELECT count(*) FROM chunks WHERE file IN (SELECT id FROM files WHERE tree = ?)", tree
-            )
-
     def unembedded(self, tree: int, model: str) -> list[int]:
         """Numbers of the chunks that have no vector of this model yet."""
         with self.reading() as database:
