@@ -54,7 +54,7 @@ def sample_lines(tree: Path, count: int, seed: int) -> list[str]:
 def run_ripgrep(tree: Path, query: GrepQuery) -> tuple[bytes, float]:
     """Ripgrep's own search: its output and how long it took."""
     flags = ["--no-config", "--no-ignore", "--no-heading", "--null", "--line-number", "--color=never"]
-    command = [str(Ripgrep().program), *flags, *query.glob_flags(), *query.pattern_flags(), "./"]
+    command = [str(Ripgrep().program), *flags, *query.pattern_flags(), "./"]
     began = time.perf_counter()
     done = subprocess.run(command, cwd=tree, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     return done.stdout, time.perf_counter() - began

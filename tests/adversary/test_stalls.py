@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="needs etude[serve]")
 pytest.importorskip("httpx", reason="needs etude[serve]")
 
 from etude.agent import full_registry
-from etude.agent.tools.globs import compile_path_pattern
+from etude.agent.globs import compile_path_pattern
 from etude.config import RewardConfig
 from etude.environment.grading import allowed_changes, matches_any
 from etude.environment.names import template_of

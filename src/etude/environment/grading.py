@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import lru_cache
 
-from etude.agent.tools.globs import compile_path_pattern
+from etude.agent.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
 from etude.agent.tools.text_file import off_loop
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart

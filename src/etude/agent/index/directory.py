@@ -24,7 +24,7 @@ class DirectorySearch:
         ResourceError without ripgrep."""
         self._sandbox = sandbox
         self._root = root
-        self._without = [word for name in (".*", *sorted(passed_over)) for word in ("--glob", f"!{name}")]
+        self._without = [f"!{name}" for name in (".*", *sorted(passed_over))]
         self._ripgrep = Ripgrep()
 
     async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
@@ -33,10 +33,11 @@ class DirectorySearch:
             # A link may lead anywhere on the host: the sandbox knows where it may.
             pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
             return await self._sandbox.files.grep(pattern, request.path, request.limit)
-        query = GrepQuery(request.pattern, ignore_case=request.ignore_case, globs=request.globs)
+        query = GrepQuery(request.pattern, ignore_case=request.ignore_case)
+        globs = [word for glob in (*request.globs, *self._without) for word in ("--glob", glob)]
         most = ["--max-count", str(request.limit + 1), "--max-filesize", "8M", "--sort", "path"]
         output = await self._ripgrep.search(
-            [*most, *query.glob_flags(), *self._without, *query.pattern_flags()],
+            [*most, *globs, *query.pattern_flags()],
             [b"" if request.path == "." else request.path.encode(errors="surrogateescape")],
             self._root,
             deadline_s=_DEADLINE_S,

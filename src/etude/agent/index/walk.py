@@ -19,8 +19,6 @@ class Listing:
     """Regular files that are not hidden. Links are not followed."""
     directories: set[bytes] = field(default_factory=set[bytes])
     """Directories that are not hidden; the root is the empty path."""
-    hidden: list[bytes] = field(default_factory=list[bytes])
-    """Entries of those directories whose names begin with a dot; nothing below a hidden directory."""
 
 
 def walk(root: Path) -> Listing:
@@ -41,8 +39,8 @@ def walk(root: Path) -> Listing:
                 for entry in entries:
                     path = directory + b"/" + entry.name if directory else entry.name
                     if entry.name.startswith(b"."):
-                        listing.hidden.append(path)
-                    elif entry.is_dir(follow_symlinks=False):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
                         queue.append(path)
                     elif entry.is_file(follow_symlinks=False):
                         listing.files[path] = entry.stat(follow_symlinks=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.agent.tools.globs import compile_glob
+from etude.agent.globs import compile_glob
 from etude.agent.tools.interface import Access, Arguments, ToolContext, reads_path, shown
 from etude.agent.tools.list_dir import visible
 from etude.agent.tools.text_file import directory_of, off_loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from etude.agent.tools.globs import compile_glob
+from etude.agent.globs import compile_globs
 from etude.agent.tools.interface import (
     Access,
     Arguments,
@@ -121,8 +121,7 @@ async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:
 
 def _filter(request: GrepRequest) -> Callable[[str], bool]:
     """Whether matches of a path count. The file that the request names counts in any case."""
-    tests = [compile_glob(pattern.removeprefix("!")) for pattern in request.globs]
-    wanted = [not pattern.startswith("!") for pattern in request.globs]
+    fits = compile_globs(request.globs)
     start = 0 if request.path == "." else len(request.path)
 
     def counts(path: str) -> bool:
@@ -131,7 +130,7 @@ def _filter(request: GrepRequest) -> Callable[[str], bool]:
         parts = path[start:].split("/")
         if any(part.startswith(".") or part == "__pycache__" for part in parts):
             return False
-        return all(test(path) == want for test, want in zip(tests, wanted, strict=True))
+        return fits(path)
 
     return counts
 

@@ -22,7 +22,7 @@ class GrepRequest:
     path: str = "."
     """File or directory below which to search."""
     globs: tuple[str, ...] = ()
-    """ripgrep's `--glob`: `*.py`, `!tests/**`."""
+    """Files to search, as `compile_globs` reads them: `*.py`, `!tests/**`."""
     ignore_case: bool = False
     limit: int = 50
     """Most matches."""

@@ -56,7 +56,7 @@ def judged(root: Path, query: GrepQuery) -> list[GrepMatch]:
         "--json",
         "--no-config",
         "--no-ignore",
-        *query.glob_flags(),
+        *(f"--glob={glob}" for glob in query.globs),
         *query.pattern_flags(),
         "--",
         f"./{query.path}",

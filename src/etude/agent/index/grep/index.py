@@ -107,6 +107,6 @@ def _write(root: Path, into: Path, key: str) -> Contents:
     paths = sorted(listing.files, key=sort_key)
     files = [(path, listing.files[path].st_size) for path in paths]
     written = write_segments(root, files, lambda: into / new_name(), sample_ranks(root, paths))
-    directories, hidden = (sorted(map(os.fsdecode, paths)) for paths in (listing.directories, listing.hidden))
-    write_manifest(into, Manifest(str(root), key, directories, hidden, [path.name for path in written]))
+    directories = sorted(map(os.fsdecode, listing.directories))
+    write_manifest(into, Manifest(str(root), key, directories, [path.name for path in written]))
     return open_contents(into)

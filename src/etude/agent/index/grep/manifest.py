@@ -1,7 +1,7 @@
 """What an index consists of: one small file, replaced as a whole, that names all others.
 
     index/
-      manifest.json   root, key, directories, hidden entries, segments
+      manifest.json   root, key, directories, segments
       segment-ID/     see segment.py
 
 A segment that the manifest does not name was left by an indexing that did not finish.
@@ -26,7 +26,7 @@ from etude.kit.leftovers import sweep
 
 __all__ = ["Contents", "IndexBusyError", "Manifest", "new_name", "open_contents", "write_manifest", "writing"]
 
-FORMAT = 3
+FORMAT = 4
 _NAME = "manifest.json"
 _TRIES = 5
 _OURS = re.compile(r"segment-[0-9a-f]{16}")
@@ -45,7 +45,6 @@ class Manifest:
     key: str
     """The caller's name for the content, such as a commit or a template's digest."""
     directories: list[str]
-    hidden: list[str]
     """See Listing."""
     segments: list[str]
     """Names of their directories."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from etude.agent.globs import compile_globs
 from etude.errors import ConfigError
 from etude.sandbox.types import GrepMatch
 
@@ -28,7 +30,7 @@ class GrepQuery:
     word: bool = False
     """`--word-regexp`"""
     globs: tuple[str, ...] = ()
-    """`--glob`, each: `*.py`, `!vendor/`. As in ripgrep a glob may name hidden files."""
+    """Files to search, as `compile_globs` reads them: `*.py`, `!vendor/`."""
     path: str = ""
     """A file or directory below the root, relative to it; empty for the whole tree."""
     limit: int | None = None
@@ -61,9 +63,11 @@ class GrepQuery:
         flags += ["--word-regexp"] if self.word else []
         return [*flags, "--regexp", self.pattern]
 
-    def glob_flags(self) -> list[str]:
-        """The flags that decide which files are searched."""
-        return [flag for glob in self.globs for flag in ("--glob", glob)]
+    def takes(self, path: bytes) -> bool:
+        """Whether the globs let a file count; that which `path` names counts in any case. Raises
+        ToolArgumentError for a glob that is none."""
+        name = os.fsdecode(path)
+        return name == self.path or compile_globs(self.globs)(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,20 @@ import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent.index.grep.globs import Globs
 from etude.agent.index.grep.literals import Plan, plan
 from etude.agent.index.grep.manifest import Contents
 from etude.agent.index.grep.overlay import Overlay
-from etude.agent.index.grep.query import FileMatches, GrepQuery, GrepResult, Unsure
+from etude.agent.index.grep.query import FileMatches, GrepQuery, GrepResult
 from etude.agent.index.grep.ripgrep import Ripgrep, parse_matches, sort_key
 from etude.agent.index.grep.segment import Flags, Segment
+from etude.kit.tasks import run_together
 
 __all__ = ["Base", "Searcher"]
 
@@ -41,7 +40,6 @@ class Base:
         self.segments = contents.segments
         self.root = Path(contents.manifest.root)
         self.directories = frozenset(map(os.fsencode, contents.manifest.directories))
-        self.hidden = tuple(map(os.fsencode, contents.manifest.hidden))
         self.num_files = sum(len(segment.paths) for segment in contents.segments)
 
     @functools.cached_property
@@ -85,9 +83,9 @@ class Searcher:
         """The matches that ripgrep gives on the changed tree. Raises ToolArgumentError for a bad pattern."""
         path = os.fsencode(query.path).strip(b"/").removeprefix(b"./")
         path = b"" if path == b"." else path
-        keeps = self._filter(query, path, changes)
-        if keeps is None:
+        if path and path not in self.base.directories:
             return await self._direct(query, path, changes)
+        keeps = functools.partial(_keeps, query, path, changes)
         most = self.base.num_files * HAND_OVER_SHARE
         asked = plan(query)
         candidates = self.base.candidates(asked, most)
@@ -100,33 +98,8 @@ class Searcher:
             candidates.sort(key=sort_key)
             return await self._in_order(query, path, keeps, candidates, changes)
         kept = [candidate for candidate in candidates if keeps(candidate)]
-        base, mirror = await _both(self._explicit(query, kept), self._mirrored(query, path, changes))
+        base, mirror = await run_together([self._explicit(query, kept), self._mirrored(query, path, changes)])
         return _result(query, [base, mirror], len(kept), True)
-
-    def _filter(
-        self, query: GrepQuery, path: bytes, changes: Overlay | None
-    ) -> Callable[[bytes], bool] | None:
-        """Which files of the base count for `query`; None if ripgrep has to find out by itself."""
-        try:
-            globs = Globs(query.globs) if query.globs else None
-        except Unsure:
-            return None
-        if globs is not None and globs.only_named and any(map(globs.brings_back, self.base.hidden)):
-            return None
-        if path and path not in self.base.directories:
-            return None
-        if path and globs is not None and any(globs.verdict(part, True) is not None for part in _parts(path)):
-            return None  # ripgrep does not ask the globs about directories that it is told to search
-        below = path + b"/" if path else b""
-
-        def keeps(file: bytes) -> bool:
-            return (
-                file.startswith(below)
-                and (globs is None or globs.keeps(file))
-                and (changes is None or not changes.masks(file))
-            )
-
-        return keeps
 
     async def _in_order(
         self,
@@ -188,21 +161,17 @@ class Searcher:
             return _Found([], False)
         if path and not (changes.mirror / os.fsdecode(path)).exists():
             return _Found([], False)
-        found = await self._run(query, [path], changes.mirror, *query.glob_flags(), follow=True)
-        return _Found([file for file in found.files if changes.holds(file.path)], found.cut)
+        found = await self._run(query, [path], changes.mirror, follow=True)
+        kept = [file for file in found.files if changes.holds(file.path) and query.takes(file.path)]
+        return _Found(kept, found.cut)
 
     async def _direct(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> GrepResult:
         """Lets ripgrep search the tree by itself."""
-        flags = query.glob_flags()
-        if changes is None:
-            runs = [await self._run(query, [path], self.base.root, *flags)]
-        else:
-            base, mirror = await _both(
-                self._run(query, [path], self.base.root, *flags), self._mirrored(query, path, changes)
-            )
-            kept = [file for file in base.files if not changes.masks(file.path)]
-            runs = [_Found(kept, base.cut), mirror]
-        return _result(query, runs, self.base.num_files, False)
+        base, mirror = await run_together(
+            [self._run(query, [path], self.base.root), self._mirrored(query, path, changes)]
+        )
+        kept = [file for file in base.files if _keeps(query, path, changes, file.path)]
+        return _result(query, [_Found(kept, base.cut), mirror], self.base.num_files, False)
 
     async def _run(
         self, query: GrepQuery, paths: Iterable[bytes], cwd: Path, *flags: str, follow: bool = False
@@ -227,19 +196,11 @@ class Searcher:
         await self.ripgrep.check_pattern(query.pattern_flags(), self.base.root)
 
 
-async def _both(
-    first: Coroutine[Any, Any, _Found], second: Coroutine[Any, Any, _Found]
-) -> tuple[_Found, _Found]:
-    """Both at once; when one fails, the other is ended before the error goes on."""
-    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
-    try:
-        found = await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        raise
-    return found[0], found[1]
+def _keeps(query: GrepQuery, path: bytes, changes: Overlay | None, file: bytes) -> bool:
+    """Whether a file of the base counts: it lies where `query` looks, and has not changed."""
+    if path and file != path and not file.startswith(path + b"/"):
+        return False
+    return query.takes(file) and (changes is None or not changes.masks(file))
 
 
 def _result(query: GrepQuery, runs: Sequence[_Found], candidates: int, used_index: bool) -> GrepResult:
@@ -287,10 +248,3 @@ def _parts_by_size(paths: list[bytes]) -> Iterator[list[bytes]]:
             part, size = [], 0
     if part:
         yield part
-
-
-def _parts(path: bytes) -> Iterator[bytes]:
-    """A directory and those above it, but for the root."""
-    while path:
-        yield path
-        path = path.rpartition(b"/")[0]

@@ -36,6 +36,14 @@ def compile_glob(pattern: str) -> Callable[[str], bool]:
     return lambda path: any(_matches(parts, path.split("/")) for parts in alternatives)
 
 
+@lru_cache(maxsize=64)
+def compile_globs(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """A test of paths by all of the patterns, of which one with a leading `!` must not fit. Raises as
+    `compile_glob`."""
+    tests = [(compile_glob(one.removeprefix("!")), not one.startswith("!")) for one in patterns]
+    return lambda path: all(fits(path) == wanted for fits, wanted in tests)
+
+
 def compile_path_pattern(pattern: str) -> Callable[[str], bool]:
     """A test of whole paths by a plainer pattern: `*` and `?` within one part, `**` for any number of parts,
     and nothing else is special."""

@@ -1,10 +1,14 @@
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agent.tools.globs import compile_glob
+from etude.agent.globs import compile_glob, compile_globs
 from etude.errors import ToolArgumentError
 
 PATHS = ["a.py", "lib/a.py", "lib/sub/b.py", "lib/x.txt", "tests/test_a.py", "docs/lib/c.pyi", "we[ir]d/*.md"]
@@ -77,6 +81,42 @@ def test_any_pattern_is_refused_or_matches_in_silence(pattern, path):
     except ToolArgumentError:
         return
     assert fits(path) in (True, False)
+
+
+RIPGREP = shutil.which("rg", path=f"{Path(sys.executable).parent}") or shutil.which("rg")
+NAMES = ["a.py", "b.txt", "src/a.py", "src/b.c", "src/deep/a.py", "src/deep/[x].py", "test/src/a.c", "x/y/z"]
+WHOLE = st.sampled_from(["a.py", "*.py", "src", "deep", "*", "?.c", "[ab].py", "[!a].py", "*.{py,c}", "*a*"])
+GLOBS = st.tuples(
+    st.sampled_from(["", "!"]),
+    st.sampled_from(["", "/", "**/"]),
+    st.lists(st.one_of(WHOLE, st.just("**")), max_size=3),
+    st.sampled_from(["a.py", "*.py", "?.c", "[ab].*", "[!a].py", "*.{py,c}", "[[]*", "**"]),
+).map(lambda words: words[0] + words[1] + "/".join([*words[2], words[3]]))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    root = tmp_path_factory.mktemp("globs")
+    for name in NAMES:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x\n")
+    return root
+
+
+@pytest.mark.skipif(RIPGREP is None, reason="ripgrep is not installed")
+@given(GLOBS)
+@settings(deadline=None)
+def test_globs_choose_the_files_that_ripgrep_chooses(tree, glob):
+    listing = [RIPGREP, "--no-config", "--no-ignore", "--files", f"--glob={glob}"]
+    listed = subprocess.run(listing, cwd=tree, capture_output=True, text=True, check=False).stdout
+    fits = compile_globs((glob,))
+    assert {name for name in NAMES if fits(name)} == set(listed.splitlines())
+
+
+def test_all_of_several_globs_hold():
+    fits = compile_globs(("lib/**", "!*.txt"))
+    assert [path for path in PATHS if fits(path)] == ["lib/a.py", "lib/sub/b.py"]
+    assert compile_globs(())("any/thing")
 
 
 names = st.text(alphabet="ab[*?]\\{},!-", min_size=1, max_size=5)
