@@ -100,7 +100,7 @@ def run(served, native=True, patience=None, listener=None, on_event=None, **opti
         )
         context = ToolContext(await MemoryBackend().create(Template(FILES)), REGISTRY)
         try:
-            await run_session(session, sampler, LocalWorkspace(context), "s", (0,), None, patience, listener)
+            await run_session(session, sampler, LocalWorkspace(context), "s", (0,), patience, listener)
         finally:
             await sampler.aclose()
         return session, context

@@ -17,7 +17,7 @@ from agent_builders import (
     script_of,
 )
 
-from etude.agent import LocalWorkspace, ScriptedSampler, Serving, play, run_session
+from etude.agent import LocalWorkspace, ScriptedSampler, play, run_session
 from etude.agent.events import Sampled
 from etude.agent.scripted import SCRIPTED_VERSION
 from etude.errors import PrefixMissError, SamplerError, SandboxError
@@ -181,12 +181,10 @@ def test_cancelling_aborts_the_request():
     async def run():
         sampler = Hanging(script_of(SOLVED), chunk_tokens=1)
         task = asyncio.create_task(
-            run_session(
-                new_session(), sampler, LocalWorkspace(await new_context()), "s", (0,), Serving("live")
-            )
+            run_session(new_session(), sampler, LocalWorkspace(await new_context()), "s", (0,))
         )
         await asked.wait()
-        assert sampler.open_sessions == {"s"} and sampler.requests[0].pool == "live"
+        assert sampler.open_sessions == {"s"}
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -8,7 +8,6 @@ from etude.agent.prompts import agent_format as agent_format
 from etude.agent.prompts import open_renderer as open_renderer
 from etude.agent.runner import NextWords as NextWords
 from etude.agent.runner import Patience as Patience
-from etude.agent.runner import Serving as Serving
 from etude.agent.runner import Timings as Timings
 from etude.agent.runner import run_session as run_session
 from etude.agent.scripted import ScriptedSampler as ScriptedSampler

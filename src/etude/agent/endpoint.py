@@ -29,6 +29,10 @@ from etude.tokens.grammar import HermesGrammar, ParseEvent, ToolSchema, XmlGramm
 from etude.tokens.renderer import Renderer
 
 MAX_RETRY_AFTER_S = 60.0
+_SILENCE_S = 120.0
+"""Longest wait for the next byte."""
+_ANSWER_S = 900.0
+"""Longest time of one answer."""
 _ERROR_CHARACTERS = 300
 
 
@@ -43,13 +47,7 @@ class Endpoint:
     """Environment variable that holds the key; empty: no key is sent."""
     native_tools: bool = True
     """Tools by the endpoint's own `tools`; else told in a system message, and calls read from its words."""
-    connect_s: float = 10.0
-    silence_s: float = 120.0
-    """Longest wait for the next byte."""
-    answer_s: float = 900.0
-    """Longest time of one answer."""
     temperature: float | None = None
-    max_answer_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_address(self.url, "--endpoint")
@@ -111,8 +109,7 @@ class EndpointSampler(Sampler):
         self._client = Client(
             endpoint.address,
             endpoint.key,
-            within_s=endpoint.silence_s,
-            connect_s=endpoint.connect_s,
+            within_s=_SILENCE_S,
             refusal=self._refusal,
             outside=True,
             transport=transport,
@@ -169,7 +166,7 @@ class EndpointSampler(Sampler):
         body = self._body(tokens)
         try:
             async with (
-                asyncio.timeout(self.endpoint.answer_s),
+                asyncio.timeout(_ANSWER_S),
                 self._client.stream("POST", "", json=body) as answer,
             ):
                 if "json" in answer.headers.get("content-type", ""):
@@ -186,7 +183,7 @@ class EndpointSampler(Sampler):
             raise SamplerError(
                 "the answer took too long",
                 field="endpoint",
-                received=f"{self.endpoint.answer_s} s",
+                received=f"{_ANSWER_S} s",
                 fix="have the server do less at once, or use a faster model",
             ) from error
 
@@ -201,8 +198,6 @@ class EndpointSampler(Sampler):
             body["tools"] = self._tools
         if endpoint.temperature is not None:
             body["temperature"] = endpoint.temperature
-        if endpoint.max_answer_tokens is not None:
-            body["max_tokens"] = endpoint.max_answer_tokens
         return body
 
     def _refusal(self, answer: HttpAnswer) -> Exception:

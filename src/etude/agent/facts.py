@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,8 +49,6 @@ class SessionFacts:
     """Whether the last test run passed and nothing was edited since."""
     finished: bool = False
     """Whether the agent itself ended the session."""
-    first_edit_path: str | None = None
-    first_edit_line: int | None = None
     first_edit_right: bool = False
     """Whether the first test run after the first edit was green, with no second edit before it."""
     files_read: list[str] = field(default_factory=list[str])
@@ -86,7 +84,7 @@ class SessionFacts:
                     self.files_read.append(path)
             case "edit" if facts["changed"]:
                 paths = str(facts.get("paths", facts["path"])).split("\n")
-                self._count_edit(paths, int(facts["line"]), known)
+                self._count_edit(paths, known)
             case "test":
                 self.num_test_runs += 1
                 self.last_tests_green = bool(facts["green"])
@@ -101,10 +99,8 @@ class SessionFacts:
                 todos = str(facts["todos"]).splitlines()
                 self.open_todos = sum(todo.startswith(OPEN_MARKS) for todo in todos)
 
-    def _count_edit(self, paths: Sequence[str], line: int, known: frozenset[str]) -> None:
+    def _count_edit(self, paths: Sequence[str], known: frozenset[str]) -> None:
         self._first_edit_open = self.num_edits == 0
-        if self.num_edits == 0:
-            self.first_edit_path, self.first_edit_line = paths[0], line
         self.num_edits += 1
         self.edits_after_read += known.issuperset(paths)
         self.last_tests_green = False
@@ -125,9 +121,3 @@ class SessionFacts:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> SessionFacts:
-        """What `to_dict` gave."""
-        errors = dict(state.get("errors_by_class", {}))
-        return cls(**{**state, "files_read": list(state["files_read"]), "errors_by_class": errors})

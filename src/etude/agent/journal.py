@@ -61,12 +61,11 @@ class JournaledSession:
     One writer at a time: whoever holds the file open for appending has locked it.
     """
 
-    def __init__(self, session: AgentSession, state: ToolState, file: LineJournal, sync: bool) -> None:
+    def __init__(self, session: AgentSession, state: ToolState, file: LineJournal) -> None:
         """Use `create` or `resume`."""
         self.session = session
         self.state = state
         self._file = file
-        self._sync = sync
         self._chunks: list[SampleChunk] = []
         self._known: dict[int, ToolResult] = {}
         self._closed = False
@@ -74,23 +73,19 @@ class JournaledSession:
         """Messages after which the session is stopped; kept in the journal as a stop."""
 
     @classmethod
-    def create(
-        cls, path: Path, session: AgentSession, state: ToolState, sync: bool = True
-    ) -> JournaledSession:
+    def create(cls, path: Path, session: AgentSession, state: ToolState) -> JournaledSession:
         """Begins the journal of a new session. Raises StoreError if the file exists or cannot be made."""
         assert not session.turns, "the session has begun"
         with _opening(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = LineJournal.create(path, xxh3_64_hexdigest)
-        journal = cls(session, state, file, sync)
+        journal = cls(session, state, file)
         journal._file.append({"kind": "session", **describe(session)})
-        journal._flush()
+        file.sync()
         return journal
 
     @classmethod
-    def resume(
-        cls, path: Path, renderer: Renderer, tools: Mapping[str, Tool], sync: bool = True
-    ) -> JournaledSession:
+    def resume(cls, path: Path, renderer: Renderer, tools: Mapping[str, Tool]) -> JournaledSession:
         """Takes a session up where its journal ends. Raises StoreError, ConfigError (another tokenizer)."""
         with _opening(path):
             file, lines = LineJournal.resume(path, xxh3_64_hexdigest)
@@ -99,7 +94,7 @@ class JournaledSession:
         except BaseException:
             file.close()
             raise
-        journal = cls(session, state, file, sync)
+        journal = cls(session, state, file)
         journal._known = known
         journal.on_prefix_miss()
         return journal
@@ -124,7 +119,7 @@ class JournaledSession:
         self._tell(ResultsIn(tuple(results)), tools=self.state.to_dict())
         if self.max_turns is not None and len(self.session.turns) >= self.max_turns:
             self.stop(Status.LIMIT, "turns")
-        self._flush()
+        self._file.sync()
 
     def on_archived(self, error: str = "") -> None:
         self._tell(ArchivedIn(error))
@@ -132,15 +127,15 @@ class JournaledSession:
     def on_user(self, text: str, by_person: bool = True) -> None:
         assert by_person, "a journal is of a person's session"
         self._tell(UserIn(text))
-        self._flush()
+        self._file.sync()
 
     def stop(self, status: Status, cause: str) -> None:
         self._tell(StopIn(status, cause))
-        self._flush()
+        self._file.sync()
 
     def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
         self._file.append({"kind": "begun", "calls": [call_document(call) for call in calls]})
-        self._flush()
+        self._file.sync()
         return dict(self._known)
 
     def ended(self, position: int, result: ToolResult) -> None:
@@ -151,7 +146,7 @@ class JournaledSession:
         if not self._closed:
             self._closed = True
             self._write_chunks()
-            self._flush()
+            self._file.sync()
             self._file.close()
 
     def _tell(self, told: Input, **more: Any) -> None:
@@ -163,10 +158,6 @@ class JournaledSession:
         chunks, self._chunks = self._chunks, []
         if chunks:
             self._file.append(to_document(ChunksIn(merge(chunks))))
-
-    def _flush(self) -> None:
-        if self._sync:
-            self._file.sync()
 
 
 def describe(session: AgentSession) -> dict[str, Any]:

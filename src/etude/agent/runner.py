@@ -17,21 +17,12 @@ from etude.agent.events import CallEnded, CallStarted, ContextOpened, Listener, 
 from etude.errors import AgentError, InfrastructureError, PrefixMissError, SamplerError
 from etude.kit.retry import Backoff
 from etude.protocols import Archive, Finished, RunCalls, Sample, Sampler, Session, Workspace
-from etude.records import PolicyVersion, SampleRequest, Status, ToolCall, ToolResult
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Which replicas and which policy version serve a session."""
-
-    pool: str = "rollout"
-    version: PolicyVersion | None = None
-    version_is_minimum: bool = False
+from etude.records import SampleRequest, Status, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What is done about failures of the sampler, and how long a session may take."""
+    """What is done about failures of the sampler."""
 
     sampler_attempts: int = 1
     """Requests in a row that may fail before the session's driver gives up. A request that failed is sent
@@ -39,8 +30,6 @@ class Patience:
     is the same."""
     backoff_s: float = 0.5
     """Before the second attempt; doubled each time."""
-    max_wall_s: float | None = None
-    """The session then ends with the limit `time`. Not for reproducible runs."""
 
 
 class CallLog(Protocol):
@@ -73,7 +62,6 @@ async def run_session(
     workspace: Workspace,
     session_id: str,
     rng_key: tuple[int, ...],
-    serving: Serving | None = None,
     patience: Patience | None = None,
     listener: Listener | None = None,
     log: CallLog | None = None,
@@ -94,21 +82,14 @@ async def run_session(
         workspace,
         session_id,
         rng_key,
-        serving or Serving(),
         patience or Patience(),
         listener or _ignore,
         log,
         next_words,
     )
     sampler.open(session_id)
-    deadline = asyncio.timeout(driver.patience.max_wall_s)
     try:
-        async with deadline:
-            await driver.run()
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        session.stop(Status.LIMIT, "time")
+        await driver.run()
     finally:
         sampler.close(session_id)
     end = session.next_action()
@@ -124,7 +105,6 @@ class _Driver:
     workspace: Workspace
     session_id: str
     rng_key: tuple[int, ...]
-    serving: Serving
     patience: Patience
     listener: Listener
     log: CallLog | None
@@ -228,9 +208,6 @@ class _Driver:
             stop_tokens=sample.stop_tokens,
             rng_key=(*self.rng_key, sample.segment_index),
             prefix_digest=sample.prefix_digest,
-            pool=self.serving.pool,
-            version=self.serving.version,
-            version_is_minimum=self.serving.version_is_minimum,
         )
 
 

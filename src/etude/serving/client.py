@@ -45,10 +45,6 @@ class NobodyListensError(NoAnswerError):
     """There is no connection to be made."""
 
 
-class ProxyRefusedError(NoAnswerError):
-    """A proxy on the way does not connect; the message begins with its status."""
-
-
 class SilentServerError(NoAnswerError):
     """Nothing came for longer than the request allows."""
 
@@ -56,7 +52,6 @@ class SilentServerError(NoAnswerError):
 _KINDS: Mapping[type[httpx.HTTPError], type[NoAnswerError]] = {
     httpx.ConnectError: NobodyListensError,
     httpx.ReadTimeout: SilentServerError,
-    httpx.ProxyError: ProxyRefusedError,
 }
 
 
@@ -200,9 +195,9 @@ class _Server:
             raise UserError(f"cannot be sent: {error}", field="request", fix="correct the request") from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             kind = next((ours for theirs, ours in _KINDS.items() if isinstance(error, theirs)), NoAnswerError)
-            words = str(error) if kind is ProxyRefusedError else f"{type(error).__name__}: {error}"
+            words = f"{type(error).__name__}: {error}".rstrip(": ")
             fix = "see whether the server runs and can be reached"
-            raise kind(words.rstrip(": "), field="server", received=self.url or None, fix=fix) from error
+            raise kind(words, field="server", received=self.url or None, fix=fix) from error
 
 
 class Client(_Server):
@@ -213,14 +208,12 @@ class Client(_Server):
         url: str,
         token: str | None = None,
         *,
-        proxy: str | None = None,
         transport: Transport | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """`url`: what paths are put behind. `proxy`: what every request goes through. `transport`: another
-        way to the server."""
+        """`url`: what paths are put behind. `transport`: another way to the server."""
         super().__init__(url, token, options)
-        self._kept |= {"proxy": proxy, "transport": transport}
+        self._kept |= {"transport": transport}
         self._http: httpx.AsyncClient | None = None
 
     async def __aenter__(self) -> Self:

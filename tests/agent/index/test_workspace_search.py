@@ -212,8 +212,9 @@ def test_an_index_is_built_once(tmp_path):
     assert Counting.texts - embedded <= 2  # the questions alone
 
 
-def test_indexes_that_no_session_uses_are_closed_and_opened_again(tmp_path):
-    templates = [Template({"a.py": f"tally = {number}\n"}) for number in range(5)]
+def test_indexes_that_no_session_uses_are_closed_and_opened_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(templates, "_MOST_IDLE", 1)
+    all_templates = [Template({"a.py": f"tally = {number}\n"}) for number in range(5)]
 
     async def tallied(indexes, template):
         sandbox = await MemoryBackend().create(template)
@@ -224,18 +225,18 @@ def test_indexes_that_no_session_uses_are_closed_and_opened_again(tmp_path):
         return search
 
     async def use():
-        indexes = TemplateIndexes(tmp_path, HashingEmbedder(), most_idle=1)
-        used = await tallied(indexes, templates[0])
-        for template in templates[1:]:
+        indexes = TemplateIndexes(tmp_path, HashingEmbedder())
+        used = await tallied(indexes, all_templates[0])
+        for template in all_templates[1:]:
             search = await tallied(indexes, template)
             search.close()
             search.close()
-            assert indexes.num_open <= 2, "that which is in use, and the last one"
+            assert len(indexes._trees) <= 2, "that which is in use, and the last one"
         assert found(await used.grep(GrepRequest("tally"))) == [("a.py", 1)]
-        again = await tallied(indexes, templates[1])
+        again = await tallied(indexes, all_templates[1])
         used.close()
         again.close()
-        assert indexes.num_open == 1
+        assert len(indexes._trees) == 1
         await indexes.close()
 
     asyncio.run(use())
@@ -330,7 +331,7 @@ def test_kinds_of_indexes_have_names(tmp_path):
         new_indexes("everything")
 
 
-def test_a_run_waits_for_its_index_and_leaves_nothing_on_disk():
+def test_a_run_waits_for_its_index_and_leaves_nothing_on_disk(monkeypatch):
     async def use():
         indexes = run_indexes("words")
         assert indexes is not None
@@ -340,7 +341,7 @@ def test_a_run_waits_for_its_index_and_leaves_nothing_on_disk():
         search.close()
         folder = indexes.state
         assert (folder / "trees" / template.digest).is_dir()
-        indexes._most_idle = 0
+        monkeypatch.setattr(templates, "_MOST_IDLE", 0)
         indexes.search(template, await MemoryBackend().create(template)).close()
         await asyncio.gather(*indexes.closing)
         assert not any((folder / "trees").iterdir()) and not any((folder / "grep").iterdir())

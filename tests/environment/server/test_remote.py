@@ -220,7 +220,7 @@ def test_a_journaled_session_goes_on_in_its_remote_workspace(tmp_path: Path) -> 
             breaking = RemoteEnvironment(url, TOKEN, DroppingTransport("/turns", 99), backoff=ONCE)
             world = await breaking.create(TASK)
             session = AgentSession("x", renderer(), TrajectoryId("run", "x", 0, 0, 0), SessionLimits())
-            journal = JournaledSession.create(tmp_path / "journal", session, ToolState(), sync=False)
+            journal = JournaledSession.create(tmp_path / "journal", session, ToolState())
             with pytest.raises(InfrastructureError):
                 await run_session(journal, scripted([(READ,), (FINISH,)]), world, "s", (1,), log=journal)
             sound = RemoteEnvironment(url, TOKEN)

@@ -31,6 +31,11 @@ def turn(router: Router, number: int, session: str, prompt: int = 100, generated
     return name
 
 
+def home_of(router: Router, session: str) -> str | None:
+    """The replica that holds the session's prefix, if any."""
+    return next((name for name, replica in router.replicas.items() if session in replica.sessions), None)
+
+
 def test_a_session_stays_on_its_replica() -> None:
     router = router_of("a", "b", "c")
     homes = {session: turn(router, n, session) for n, session in enumerate("stuvwxyz")}
@@ -82,7 +87,7 @@ def test_a_session_leaves_an_overloaded_replica() -> None:
     router.set_ready(other, True)
     assert turn(router, 50, "s", prompt=200) == other
     assert router.spills == 1
-    assert router.home_of("s") == other
+    assert home_of(router, "s") == other
 
 
 def test_a_long_prefix_keeps_a_session_where_a_short_one_leaves() -> None:
@@ -181,7 +186,7 @@ def test_a_replica_that_rejoins_under_its_name_owes_nothing() -> None:
     router.join("a")
     router.end("q1", 1.0, 5, 105)
     assert (router.replicas["a"].running, router.replicas["a"].work) == (0, 0)
-    assert router.home_of("s") is None
+    assert home_of(router, "s") is None
 
 
 def test_silent_sessions_end() -> None:
@@ -189,7 +194,7 @@ def test_silent_sessions_end() -> None:
     turn(router, 1, "s")
     assert router.expire(5.0) == 0
     assert router.expire(100.0) == 1
-    assert router.home_of("s") is None
+    assert home_of(router, "s") is None
     assert router.replicas["a"].resident == 0
 
 
@@ -232,7 +237,7 @@ class Books(RuleBasedStateMachine):
     def send(self, session: str | None, prompt: int, exclude: set[str]) -> None:
         self.number += 1
         open_ones = {r.name for r in self.router.replicas.values() if r.ready} - exclude
-        home = self.router.home_of(session) if session is not None else None
+        home = home_of(self.router, session) if session is not None else None
         idle = all(replica.work == 0 for replica in self.router.replicas.values())
         try:
             name = self.router.begin(ask(self.number, session, prompt), float(self.number), exclude)
@@ -272,7 +277,7 @@ class Books(RuleBasedStateMachine):
             assert replica.running >= 0
             assert replica.work >= 0
             assert replica.resident >= 0
-            assert all(self.router.home_of(session) == replica.name for session in replica.sessions)
+            assert all(self.router._sessions[session].replica is replica for session in replica.sessions)
 
     def teardown(self) -> None:
         for request in self.sent:

@@ -42,13 +42,12 @@ class TemplateIndexes:
         state: Path,
         embedder: semantic.Embedder | None,
         report: Report = lambda words: None,
-        most_idle: int = _MOST_IDLE,
         *,
         searches: bool = True,
         waits: bool = False,
         scratch: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        """`most_idle`: templates that stay open without a session. `searches`: whether there is semantic
+        """`searches`: whether there is semantic
         search. `waits`: whether that waits for its index, so that what it finds does not depend on when it is
         asked; a build that fails is then tried again by the next session, and is the infrastructure's failure
         where somebody searches. `scratch`: what holds `state` until the end; nothing that is closed then
@@ -56,17 +55,11 @@ class TemplateIndexes:
         self._waits = waits
         self.state, self.embedder, self.report = state, embedder, report
         self.searches, self._scratch = searches, scratch
-        self._most_idle = most_idle
         self._trees: dict[str, _TemplateIndex] = {}
         """By the template's digest; what was used last comes last."""
         self._num_users: Counter[str] = Counter()
         self.closing = Tasks()
         """Of indexes that nobody uses any more."""
-
-    @property
-    def num_open(self) -> int:
-        """Templates whose indexes are open."""
-        return len(self._trees)
 
     def search(
         self, template: Template, sandbox: Sandbox, make: MakeSandbox | None = None
@@ -100,7 +93,7 @@ class TemplateIndexes:
         idle = [
             one for one, index in self._trees.items() if not self._num_users[one] and not index.is_building
         ]
-        for one in idle[: max(0, len(idle) - self._most_idle)]:
+        for one in idle[: max(0, len(idle) - _MOST_IDLE)]:
             self.closing.start(self._trees.pop(one).close(forget=self._scratch is not None))
 
 

@@ -19,11 +19,6 @@ class JunitReport:
     failed: tuple[TestFailure, ...]
     """Failures and errors, in the order in which they ran; named as pytest names tests."""
 
-    @property
-    def green(self) -> bool:
-        """Whether something ran and nothing failed."""
-        return not self.failed and self.num_passed > 0
-
 
 class _NoEntities(ElementTree.TreeBuilder):
     """Refuses a document that declares anything, in whatever encoding."""

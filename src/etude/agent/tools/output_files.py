@@ -51,13 +51,13 @@ def head_and_tail(text: str, limit: int, where: str = "") -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters{where} ...\n{text[-half:]}"
 
 
-async def bounded(text: str, context: ToolContext, limit: int | None = None) -> str:
+async def bounded(text: str, context: ToolContext) -> str:
     """`text` if it is short; else its head and tail, the whole of it being written to a numbered file.
 
-    `limit`: characters shown, by default `output_characters`. A file that cannot be written (the agent's disk
-    is full, it made something else of the directory) is no error: the text says that it was not kept.
+    Short: at most `output_characters`. A file that cannot be written (the agent's disk is full, it made
+    something else of the directory) is no error: the text says that it was not kept.
     """
-    limit = context.limits.output_characters if limit is None else limit
+    limit = context.limits.output_characters
     if len(text) <= limit:
         return text
     return head_and_tail(text, limit, await keep_output(text, context))

@@ -24,6 +24,9 @@ _RUNS = Access(writes=frozenset({".", "command:"}))
 _LOOKS = Access(writes=frozenset({"command:"}))
 """A look moves the mark up to which output was shown: two looks keep their order."""
 
+_LONGEST_S = 600
+"""Bound of what a call may wait."""
+
 
 class Terminal:
     """Runs shell commands in the workspace, in the foreground or the background.
@@ -38,7 +41,7 @@ class Terminal:
     Each command runs in a fresh shell that starts in the workspace. With `Terminal(persistent=True)` the
     foreground commands of a session share one shell, which keeps directory, variables and functions (after
     `exit` the next command gets a new one, and is told); background commands start in that shell's directory.
-    Limits: `command_timeout_s` unless `timeout_s` says otherwise, up to `longest_s`; `wait_s` likewise; 16
+    Limits: `command_timeout_s` unless `timeout_s` says otherwise, up to 600; `wait_s` likewise; 16
     background commands at once; `output_characters`: of more, head and tail are shown, and up to 10 MiB are
     kept in `.etude/outputs/N.txt`. All output of background command 1 is in `.etude/outputs/command-1.txt`.
     Errors: invalid_arguments for an empty command, an unknown `id` and forms that do not fit together;
@@ -60,10 +63,9 @@ class Terminal:
         ),
     )
 
-    def __init__(self, persistent: bool = False, longest_s: int = 600) -> None:
-        """`persistent`: one shell for all foreground commands. `longest_s`: bound of what a call may wait."""
+    def __init__(self, persistent: bool = False) -> None:
+        """`persistent`: one shell for all foreground commands."""
         self._persistent = persistent
-        self._longest_s = longest_s
 
     def access(self, arguments: Arguments) -> Access:
         # As `run` reads them: a blank id is none, and an empty line of input is one.
@@ -135,8 +137,8 @@ class Terminal:
         if not arguments.get(name, "").strip():
             return default
         seconds = integer(arguments, name)
-        if not 0 <= seconds <= self._longest_s or (seconds == 0 and name == "timeout_s"):
-            raise ToolArgumentError(f"{name} must be up to {self._longest_s}", field=name, received=seconds)
+        if not 0 <= seconds <= _LONGEST_S or (seconds == 0 and name == "timeout_s"):
+            raise ToolArgumentError(f"{name} must be up to {_LONGEST_S}", field=name, received=seconds)
         return float(seconds)
 
 

@@ -119,11 +119,6 @@ class Router:
         """Requests between `begin` and `end`."""
         return len(self._flights)
 
-    def home_of(self, session: str) -> str | None:
-        """The replica that holds the session's prefix, if any."""
-        known = self._sessions.get(session)
-        return known.replica.name if known is not None and known.replica is not None else None
-
     # ---- requests -------------------------------------------------------------------------------
 
     def place(self, session: str, now_s: float, pool: str = "serve", beside: str | None = None) -> str:
