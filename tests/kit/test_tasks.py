@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from etude.kit.tasks import Tasks, end_tasks, finish_all, start_watched, to_the_end
+from etude.kit.tasks import Tasks, end_tasks, finish_all, start_watched, to_the_end, unless
 
 
 async def fail() -> None:
@@ -164,3 +164,24 @@ def test_all_is_brought_to_its_end_before_the_first_failure_is_raised() -> None:
     with pytest.raises(ValueError, match="1"):
         asyncio.run(finish_all(work(number) for number in range(4)))
     assert ended == [0, 1, 2, 3]
+
+
+def test_work_gives_its_result_unless_something_else_comes_first() -> None:
+    async def run() -> None:
+        error, stopped = ValueError("over"), asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await never()
+            finally:
+                await asyncio.sleep(0)
+                stopped.set()
+
+        assert await unless(asyncio.sleep(0, "done"), never(), error) == "done"
+        with pytest.raises(KeyError, match="lost"):
+            await unless(fail(), never(), error)
+        with pytest.raises(ValueError, match="over"):
+            await unless(work(), asyncio.sleep(0), error)
+        assert stopped.is_set()
+
+    asyncio.run(run())

@@ -28,6 +28,7 @@ from etude.agent.tools.interface import (
 from etude.agent.tools.registry import check_arguments
 from etude.errors import AgentError, InfrastructureError, SandboxError, ToolArgumentError, UserAbortedError
 from etude.kit.retry import Backoff, retry_async
+from etude.kit.tasks import end_tasks
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
 from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
@@ -96,7 +97,7 @@ async def execute_calls(
         if tasks:
             await asyncio.wait(tasks)
     finally:
-        await _end(tasks)
+        await end_tasks(*tasks)
     _raise_first([calls[unit[0]] for unit in units], tasks)
     return turn.ended()
 
@@ -289,15 +290,6 @@ def _result(outcome: Outcome, duration_s: float) -> ToolResult:
         raise outcome
     result = _answer(outcome) if isinstance(outcome, AgentError) else outcome
     return ToolResult(result.output, result.error, result.finished, duration_s, result.facts)
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels what still runs, and waits until it has ended."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)
 
 
 def _raise_first(calls: Sequence[ToolCall], tasks: Sequence[asyncio.Task[None]]) -> None:

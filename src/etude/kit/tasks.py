@@ -125,6 +125,19 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def unless(work: Awaitable[Result], end: Awaitable[object], error: Exception) -> Result:
+    """What `work` gives, unless `end` comes first: then `error` is raised. By then both have ended, either of
+    their own or cancelled."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
+    try:
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise error
+        return working.result()
+    finally:
+        await end_tasks(working, ending)
+
+
 async def to_the_end(work: Awaitable[Result]) -> Result:
     """Awaits `work`; a caller that is cancelled, however often, waits for its end all the same. For what must
     not stop halfway."""

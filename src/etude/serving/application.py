@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import etude
 from etude.errors import EtudeError, UserError
-from etude.kit.tasks import end_tasks
+from etude.kit.tasks import unless
 from etude.serving.access import AccessError, check_bearer, check_names
 from etude.serving.errors import BodyTooLargeError, ErrorAnswer, ErrorShape, RouteError
 from etude.serving.json_bodies import off_the_loop, parse_json
@@ -196,15 +196,7 @@ async def until_gone(receive: Receive) -> None:
 
 async def unless_gone(client: Request | WebSocket, work: Coroutine[Any, Any, T]) -> T:
     """What `work` makes, unless the client leaves first: then it is cancelled. Raises ClientDisconnect."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_gone(client.receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        await end_tasks(working, gone)
+    return await unless(work, until_gone(client.receive), ClientDisconnect())
 
 
 # Errors

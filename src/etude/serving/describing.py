@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Fields = Mapping[str, tuple[type, ...]]
-"""Name -> the types that its value may have; `type(None)` among them: it may be left out."""
+from etude.serving.messages import Fields
 
 JSON = "application/json"
 BYTES = "application/octet-stream"

@@ -4,7 +4,7 @@ import pytest
 from file_scenes import FULL, call, contents, new_context, output, replace_files, run
 
 from etude.agent import ToolLimits, execute_calls
-from etude.agent.tools.text_file import in_harness
+from etude.agent.tools.state import is_harness_path
 from etude.records import ToolCall, ToolErrorClass
 
 TREE = {
@@ -62,7 +62,7 @@ def test_no_edit_tool_writes_where_the_harness_keeps_its_files(path):
     assert [result.output for result in results] == ["error: .etude is read-only"] * 4
     assert {result.error for result in results} == {ToolErrorClass.INVALID_ARGUMENTS}
     assert files[".etude/outputs/1.txt"] == b"x = 1\n"
-    assert not in_harness(".etude2/x")
+    assert not is_harness_path(".etude2/x")
 
 
 def test_glob_lists_files_by_path():

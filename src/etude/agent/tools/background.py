@@ -9,6 +9,7 @@ What is remembered of a command are a few integers in `ToolState.commands`.
 from __future__ import annotations
 
 import codecs
+import shlex
 from dataclasses import dataclass
 
 from etude.agent.tools.interface import ToolContext, failure
@@ -76,7 +77,7 @@ async def start_command(line: str, context: ToolContext, directory: str | None =
             raise ToolArgumentError(f"{NUM_RUNNING} commands run already: kill one", field="background")
     command = BackgroundCommand(str(len(commands) + 1), 0)
     await write_harness_file(command.output_path, b"", context)
-    change = "" if directory is None else f"cd {_quoted(directory)} || exit\n"
+    change = "" if directory is None else f"cd {shlex.quote(directory)} || exit\n"
     # Redirected by the shell itself: what the command prints never waits for anyone to read it.
     script = f"exec >>{command.output_path} 2>&1\n{change}{line}"
     command.pid = (await context.sandbox.commands.start(script)).pid
@@ -166,7 +167,3 @@ async def _new_output(command: BackgroundCommand, context: ToolContext) -> str:
     if command.shown_bytes >= OUTPUT_BYTES:
         text += f"\n... over {OUTPUT_BYTES >> 20} MiB: see the end of {command.output_path} by a command"
     return await bounded(readable(text).rstrip("\n"), context)
-
-
-def _quoted(path: str) -> str:
-    return "'" + path.replace("'", "'\\''") + "'"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -77,8 +78,7 @@ class SandboxRuff:
 
     async def lint(self, path: str, content: bytes) -> list[Finding]:
         """See Linter. A linter that fails here is the repository's matter: a finding."""
-        quoted = "'" + path.replace("'", "'\\''") + "'"
-        line = f"ruff check {' '.join(_OPTIONS)} --force-exclude --stdin-filename={quoted} -"
+        line = f"ruff check {' '.join(_OPTIONS)} --force-exclude --stdin-filename={shlex.quote(path)} -"
         result = await self._sandbox.commands.run(line, LINT_S, limit_bytes=_OUTPUT_BYTES, stdin=content)
         if result.timed_out or result.exit_code != 0:
             words = "took too long" if result.timed_out else result.stderr.strip().partition("\n")[0]

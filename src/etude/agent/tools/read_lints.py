@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from etude.agent.tools.interface import READS_ALL, Access, Arguments, ToolContext, failure, shorten
@@ -97,10 +98,9 @@ class ReadLints:
 
 async def last_commit(context: ToolContext, path: str) -> Original:
     """What the last commit of the workspace's repository holds; unknown where there is none."""
-    quoted = "'" + path.replace("'", "'\\''") + "'"
     line = (
         f"git rev-parse -q --verify HEAD >&2 || exit {_NO_COMMIT}\n"
-        f"git cat-file blob HEAD:./{quoted} || exit {_NO_FILE}"
+        f"git cat-file blob HEAD:./{shlex.quote(path)} || exit {_NO_FILE}"
     )
     try:
         result = await context.sandbox.commands.run(line, _GIT_S, limit_bytes=context.limits.file_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from etude.agent.tools.interface import Arguments, ToolContext
-from etude.agent.tools.state import HARNESS_DIRECTORY
+from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.errors import ToolArgumentError
 from etude.sandbox.paths import normal_path
 
@@ -44,14 +44,9 @@ def inner_path(path: str, context: ToolContext) -> str:
     return normal_path(path, context.workspace)
 
 
-def in_harness(path: str) -> bool:
-    """Whether a normal path lies in the directory that the harness keeps for itself."""
-    return path == HARNESS_DIRECTORY or path.startswith(HARNESS_DIRECTORY + "/")
-
-
 def refuse_harness(path: str) -> None:
     """Raises ToolArgumentError for a normal path that only the harness writes."""
-    if in_harness(path):
+    if is_harness_path(path):
         raise ToolArgumentError(f"{HARNESS_DIRECTORY} is read-only", field="path", received=path)
 
 

@@ -30,6 +30,7 @@ from etude.errors import SamplerError
 from etude.inference.exchange import Command, Event, Exchange
 from etude.inference.server.errors import LoanConflictError, LoanOverError, UnavailableError
 from etude.inference.server.home import HeldWeights, HomeWeights, in_thread
+from etude.kit.tasks import unless
 from etude.protocols import KvPolicy, Sampler, WeightSink
 from etude.records import PolicyVersion, Scores, WeightManifest
 from etude.serving.access import is_token
@@ -80,6 +81,10 @@ class Loan:
     """Set when it ends: nothing new is begun."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when all that was in flight has been told."""
+
+
+def _over(loan: Loan) -> LoanOverError:
+    return LoanOverError("the loan has ended", field="authorization", received=loan.id)
 
 
 class LoanDesk:
@@ -239,7 +244,7 @@ class LoanDesk:
         """Serves the run's weights, once no user is answered any more; as `pulse`. Raises LoanOverError,
         WeightUpdateError."""
         if self._until_no_user is not None:
-            await self._unless_over(loan, asyncio.ensure_future(self._until_no_user()))
+            await self._unless_over(loan, self._until_no_user())
         async with self.home.swapping:
             self._check_open(loan)
             loan.has_swapped = True
@@ -286,7 +291,7 @@ class LoanDesk:
         self._check_open(loan)
         if version not in loan.served:
             raise SamplerError("the loan does not serve this version", field="version", received=str(version))
-        return await self._unless_over(loan, asyncio.ensure_future(self._sampler.score(tokens, version)))
+        return await self._unless_over(loan, self._sampler.score(tokens, version))
 
     async def end(self, loan: Loan) -> dict[str, Any]:
         """The run gives the replica back."""
@@ -296,15 +301,8 @@ class LoanDesk:
 
     def _check_open(self, loan: Loan) -> None:
         if loan.closing.is_set():
-            raise LoanOverError("the loan has ended", field="authorization", received=loan.id)
+            raise _over(loan)
 
-    async def _unless_over(self, loan: Loan, work: asyncio.Future[T]) -> T:
+    async def _unless_over(self, loan: Loan, work: Awaitable[T]) -> T:
         """What `work` gives, unless the loan ends first. Raises LoanOverError."""
-        closing = asyncio.ensure_future(loan.closing.wait())
-        try:
-            await asyncio.wait([work, closing], return_when=asyncio.FIRST_COMPLETED)
-            self._check_open(loan)
-            return work.result()
-        finally:
-            closing.cancel()
-            work.cancel()
+        return await unless(work, loan.closing.wait(), _over(loan))

@@ -17,6 +17,7 @@ from etude.errors import PrefixMissError, SamplerError
 from etude.inference.requests import check_length, check_tokens
 from etude.inference.vllm.activations import Activation, History, check_account
 from etude.inference.vllm.answers import Finish, Part, Routes, Tokens
+from etude.kit.tasks import unless
 from etude.records import SampleChunk, SampleRequest, SamplingParams
 
 
@@ -195,17 +196,8 @@ class Running:
 
     async def unless_stuck(self, work: Awaitable[T]) -> T:
         """The result of `work`; SamplerError if the request was aborted and vLLM still says nothing."""
-        working = asyncio.ensure_future(work)
-        giving_up = asyncio.ensure_future(self._grace())
-        try:
-            await asyncio.wait({working, giving_up}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise SamplerError("vLLM does not answer to an abort", received=self.request.id)
-            return working.result()
-        finally:
-            for task in (working, giving_up):
-                task.cancel()
-            await asyncio.gather(working, giving_up, return_exceptions=True)
+        error = SamplerError("vLLM does not answer to an abort", received=self.request.id)
+        return await unless(work, self._grace(), error)
 
     async def _grace(self) -> None:
         await self.aborted.wait()
