@@ -43,7 +43,7 @@ from etude.records import PolicyVersion
 
 if TYPE_CHECKING:
     from etude.inference import EngineService
-    from etude.inference.server import EngineView, KeyLimits, Keys, ServerLimits
+    from etude.inference.server import KeyLimits, Keys, ServerLimits
     from etude.inference.server.loans import LoanDesk
 
 _MIB = 1 << 20
@@ -177,8 +177,9 @@ class _Serving:
                 self.limits,
                 self.admin_token,
                 self.pool,
-                _view(engine.service),
                 desk,
+                lambda: _gauges(engine.service),
+                lambda: engine.service.failure,
             )
             at = self.listening
             await serve(
@@ -204,13 +205,6 @@ class _Serving:
         return LoanDesk(
             service, service, engine.weights, engine.manifest, about, usage=lambda: _usage(service)
         )
-
-
-def _view(service: EngineService) -> EngineView:
-    """What the engine tells `/metrics` and `/health`."""
-    from etude.inference.server import EngineView
-
-    return EngineView(lambda: _gauges(service), lambda: service.failure)
 
 
 def _usage(service: EngineService) -> dict[str, float]:

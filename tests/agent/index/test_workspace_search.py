@@ -25,16 +25,6 @@ FILES = {
 }
 
 
-class NoIndexes:
-    """A template whose indexes are not there."""
-
-    def grep_overlay(self):
-        return None
-
-    def semantic_overlay(self):
-        return None
-
-
 def with_search(tmp_path: Path, use, embedder=None):
     """Runs `use(sandbox, search)` on a sandbox and the built index of its template."""
     template = Template(FILES)
@@ -122,22 +112,15 @@ def test_an_edit_that_could_not_be_read_at_once_is_read_by_the_next_search(tmp_p
 
 def test_what_was_put_back_before_an_index_came_is_put_back_in_the_other_one(tmp_path):
     async def use(sandbox, search):
-        class GrepLate:
-            grep = staticmethod(lambda: None)
-
-            def grep_overlay(self):
-                return self.grep()
-
-            def semantic_overlay(self):
-                return search._indexes.semantic_overlay()
-
-        indexes = GrepLate()
-        late = WorkspaceSearch(sandbox, indexes)
+        is_built = False
+        late = WorkspaceSearch(
+            sandbox, lambda: search._grep_overlay() if is_built else None, search._semantic_overlay
+        )
         late.changed_somewhere()
         await sandbox.files.write("lib/tags.py", "marmalade = 1\n")
         assert "marmalade" in (await late.semantic("marmalade", 1)).hits[0].text
         await sandbox.files.write("lib/tags.py", FILES["lib/tags.py"])
-        indexes.grep = search._indexes.grep_overlay
+        is_built = True
         assert found(await late.grep(GrepRequest("marmalade"))) == []
         assert not any("marmalade" in hit.text for hit in (await late.semantic("marmalade", 9)).hits)
         late.close()
@@ -163,7 +146,7 @@ def test_too_many_changes_leave_the_search_to_the_sandbox(tmp_path):
 def test_without_an_index_the_sandbox_searches_and_meaning_is_refused():
     async def use():
         sandbox = await MemoryBackend().create(Template(FILES))
-        search = WorkspaceSearch(sandbox, NoIndexes())
+        search = WorkspaceSearch(sandbox, lambda: None, lambda: None)
         assert found(await search.grep(GrepRequest("TAGS", ignore_case=True))) == [("lib/tags.py", 1)]
         with pytest.raises(ToolArgumentError, match="use grep"):
             await search.semantic("tags", 3)

@@ -17,7 +17,7 @@ from etude.config import WeightsConfig
 from etude.inference import Engine, EngineService
 from etude.inference.exchange import Build
 from etude.inference.loan_client import LoanHandle
-from etude.inference.server import EngineView, ServerState, build_app
+from etude.inference.server import ServerState, build_app
 from etude.inference.server.checkpoints import CheckpointWeights
 from etude.inference.server.loans import Fetch, LoanDesk, fetch_from_store
 from etude.model import LanguageModel, build_model
@@ -58,8 +58,14 @@ def lendable_app(
     desk = LoanDesk(
         service, service, weights, manifest, about, open_store, usage=lambda: asdict(service.counters)
     )
-    view = EngineView(failure=lambda: service.failure)
-    state = ServerState(qwen_model(CONTEXT), service, desk.home, admin_token=ADMIN, engine=view, loans=desk)
+    state = ServerState(
+        qwen_model(CONTEXT),
+        service,
+        desk.home,
+        admin_token=ADMIN,
+        loans=desk,
+        failure=lambda: service.failure,
+    )
     app = build_app(state)
     inner = app.router.lifespan_context
 

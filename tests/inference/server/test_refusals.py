@@ -276,9 +276,7 @@ def test_nothing_is_served_before_a_version_or_after_a_failure(sampler: PlayedSa
         assert (status, error["code"]) == (503, "unavailable")
         with served.http() as http:
             assert http.get("/ready").status_code == 503 and http.get("/health").status_code == 200
-            from etude.inference.server import EngineView
-
-            state.engine = EngineView(failure=lambda: SamplerError("dead"))
+            state.failure = lambda: SamplerError("dead")
             assert http.get("/health").status_code == 500
 
 

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 
 from etude.inference import Answer, Engine, EngineService
-from etude.inference.server import EngineView, ServerState, admin, build_app, loan_routes, routes
+from etude.inference.server import ServerState, admin, build_app, loan_routes, routes
 from etude.inference.server.checkpoints import CheckpointWeights, checkpoint_manifest
 from etude.inference.server.client import WANT_TOKENS, SideChannelClient
 from etude.model import build_model
@@ -47,8 +47,9 @@ def make_app(state_of: list[ServerState], engine_type: type[Engine] = Engine) ->
     weights = CheckpointWeights(config, memory)
     engine = engine_type(config, tokenizer.vocab_size, 8, CONTEXT + 1)
     service = EngineService(engine, weights.fetch, None)
-    view = EngineView(failure=lambda: service.failure)
-    state = ServerState(qwen_model(CONTEXT), service, service, admin_token=ADMIN, engine=view)
+    state = ServerState(
+        qwen_model(CONTEXT), service, service, admin_token=ADMIN, failure=lambda: service.failure
+    )
     app = build_app(state)
     inner = app.router.lifespan_context
 

@@ -70,7 +70,9 @@ class TemplateIndexes:
         self._num_users[digest] += 1
         index = self._index(template, make)
         wait = index.ready_or_failed if self._waits else None
-        return WorkspaceSearch(sandbox, index, lambda: self._release(digest), wait)
+        return WorkspaceSearch(
+            sandbox, index.grep_overlay, index.semantic_overlay, lambda: self._release(digest), wait
+        )
 
     async def close(self) -> None:
         """Stops all building. What is built stays on disk, unless it was scratch."""
@@ -98,7 +100,7 @@ class TemplateIndexes:
 
 
 class _TemplateIndex:
-    """Implements `Overlays`: nothing, until the indexes of its template can be asked."""
+    """The indexes of one template: no overlays, until they can be asked."""
 
     def __init__(self, template: Template, owner: TemplateIndexes, make: MakeSandbox | None) -> None:
         """Opens what was built before, and builds the rest in the background."""

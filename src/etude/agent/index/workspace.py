@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
 
 import xxhash
 
@@ -26,14 +25,6 @@ MOST_BYTES = 8 << 20
 """Larger edited files are not searched, as in the sandbox."""
 
 
-class Overlays(Protocol):
-    """Where a session's overlays come from: the indexes of its template, as soon as they are there."""
-
-    def grep_overlay(self) -> grep.Overlay | None: ...
-
-    def semantic_overlay(self) -> semantic.Overlay | None: ...
-
-
 class WorkspaceSearch:
     """Implements `CodeSearch`. Of one session; the indexes under it are shared by many.
 
@@ -44,16 +35,18 @@ class WorkspaceSearch:
     def __init__(
         self,
         sandbox: Sandbox,
-        indexes: Overlays,
+        grep_overlay: Callable[[], grep.Overlay | None],
+        semantic_overlay: Callable[[], semantic.Overlay | None],
         on_close: Callable[[], None] = lambda: None,
         wait: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_close`: called when it is closed for the first time. `wait`: what a semantic search waits for;
-        without it, it asks what is built."""
+        """`grep_overlay`, `semantic_overlay`: of the template's indexes, once they are there. `on_close`:
+        called when it is closed for the first time. `wait`: what a semantic search waits for; without it, it
+        asks what is built."""
         self._wait = wait
         self._on_close: Callable[[], None] | None = on_close
         self._sandbox = sandbox
-        self._indexes = indexes
+        self._grep_overlay, self._semantic_overlay = grep_overlay, semantic_overlay
         self._matching: grep.Overlay | None = None
         self._meaning: semantic.Overlay | None = None
         self._changed: set[str] = set()
@@ -112,8 +105,8 @@ class WorkspaceSearch:
     def _attach(self) -> None:
         """Takes overlays of indexes that are there now; they have missed what was changed so far."""
         before = self._matching, self._meaning
-        self._matching = self._matching or self._indexes.grep_overlay()
-        self._meaning = self._meaning or self._indexes.semantic_overlay()
+        self._matching = self._matching or self._grep_overlay()
+        self._meaning = self._meaning or self._semantic_overlay()
         if before != (self._matching, self._meaning) and self._known:
             self._changed.update(self._known)
             self._known.clear()

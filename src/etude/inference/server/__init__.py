@@ -10,6 +10,5 @@ from etude.inference.server.limits import read_keys as read_keys
 from etude.inference.server.process import DEFAULT_PORT as DEFAULT_PORT
 from etude.inference.server.process import check_address as check_address
 from etude.inference.server.process import serve as serve
-from etude.inference.server.state import EngineView as EngineView
 from etude.inference.server.state import ServerLimits as ServerLimits
 from etude.inference.server.state import ServerState as ServerState

@@ -41,7 +41,7 @@ def build_app(state: ServerState) -> FastAPI:
 
 async def _health(request: Request) -> Response:
     """Whether the process lives, and its engine with it."""
-    failure = state_of(request).engine.failure()
+    failure = state_of(request).failure()
     if failure is not None:
         return JSONResponse({"status": "failed", "cause": repr(failure)}, 500)
     return JSONResponse({"status": "ok"})
@@ -55,7 +55,7 @@ async def _ready(request: Request) -> Response:
     row |= {"model": state.model.name, "draining": state.draining}
     if state.loans is not None:
         row |= {"loan": str(state.loans.state)}
-    is_open = version is not None and not state.draining and state.engine.failure() is None
+    is_open = version is not None and not state.draining and state.failure() is None
     return JSONResponse(row, 200 if is_open else 503)
 
 
@@ -69,4 +69,4 @@ async def _figures(request: Request) -> str:
     if state.loans is not None:
         gauges["etude_serve_lent"] = float(state.loans.loan is not None)
         gauges["etude_serve_last_return_seconds"] = state.loans.last_return_s
-    return state.metrics.text({**gauges, **state.engine.gauges()})
+    return state.metrics.text({**gauges, **state.gauges()})

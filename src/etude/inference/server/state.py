@@ -82,16 +82,6 @@ class Asked:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """What the engine behind the sampler can tell of itself."""
-
-    gauges: Callable[[], Mapping[str, float]] = dict
-    """By metric name, for `/metrics`."""
-    failure: Callable[[], BaseException | None] = lambda: None
-    """Why it will never answer again; None while it works."""
-
-
 class ServerState:
     """One server. For one event loop."""
 
@@ -104,11 +94,13 @@ class ServerState:
         limits: ServerLimits | None = None,
         admin_token: str = "",
         pool: str = "serve",
-        engine: EngineView | None = None,
         loans: LoanDesk | None = None,
+        gauges: Callable[[], Mapping[str, float]] = dict,
+        failure: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         """`admin_token` opens the routes of weights; empty: nothing does. `pool`: which pool this replica is
-        in, for the router. `loans`: lends it to training runs; `sink` is then its `home`."""
+        in, for the router. `loans`: lends it to training runs; `sink` is then its `home`. `gauges`: what the
+        engine tells `/metrics`, by name. `failure`: why it will never answer again; None while it works."""
         self.model = model
         self.sampler = sampler
         self.sink = sink
@@ -116,7 +108,7 @@ class ServerState:
         self.limits = limits or ServerLimits()
         self.admin_token = admin_token
         self.pool = pool
-        self.engine = engine or EngineView()
+        self.gauges, self.failure = gauges, failure
         self.metrics = serve_metrics()
         self.frames = ChatFrames(model.shelf) if model.shelf is not None else None
         self.channel = SideChannel(self.limits.side_channel_s, self.limits.side_channel_bytes)
@@ -130,7 +122,7 @@ class ServerState:
         """The version in service. Raises UnavailableError where requests cannot be answered now."""
         if self.draining:
             raise UnavailableError("the server is about to end", fix="send the request to another replica")
-        if (failure := self.engine.failure()) is not None:
+        if (failure := self.failure()) is not None:
             raise UnavailableError("the engine has failed", received=repr(failure), retry_after_s=30)
         if self.loans is not None:
             self.loans.check_home()
