@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agent.simulated_user import UNKNOWN, SimulatedUser, words
-from etude.errors import ConfigError, UserAbortedError
+from etude.agent.simulated_user import NUM_ANSWERS, UNKNOWN, SimulatedUser, words
+from etude.errors import UserAbortedError
 
 FACTS = (
     "Amounts are stored in cents, never in euros.",
@@ -47,11 +47,6 @@ def test_what_the_user_does_not_know_is_not_made_up():
     assert set(ask(SimulatedUser(("",)), "anything?")) == {UNKNOWN}
 
 
-def test_topics_help_to_find_a_fact():
-    user = SimulatedUser({"currency": "Cents, always.", "deadline": "Friday."})
-    assert ask(user, "What currency is meant?", "when is the deadline?") == ["Cents, always.", "Friday."]
-
-
 def test_a_user_with_options_chooses_the_one_that_is_right():
     user = SimulatedUser(("Amounts are stored in cents.",))
     assert ask(user, "Unit of the amounts?", options=("euros", "cents")) == ["cents"]
@@ -59,23 +54,18 @@ def test_a_user_with_options_chooses_the_one_that_is_right():
     assert ask(user, "Unit of stored amounts?", options=("yen", "baht")) == ["Amounts are stored in cents."]
 
 
-def test_repeats_cost_nothing_and_are_counted():
-    user = SimulatedUser(FACTS, limit=2)
-    ask(user, "unit of amounts?", "UNIT of the amounts", "which Python?", "unit of amounts?")
-    assert (user.num_questions, user.num_repeats, user.num_unknown) == (4, 2, 0)
+def test_repeats_cost_nothing_and_what_is_asked_beyond_the_limit_is_not_answered():
+    user = SimulatedUser(FACTS)
+    ask(user, "unit of amounts?", "UNIT of the amounts", *(f"question {n}" for n in range(NUM_ANSWERS - 1)))
+    assert ask(user, "unit of amounts?") == [FACTS[0]]
     with pytest.raises(UserAbortedError, match="decide yourself"):
         ask(user, "Windows line endings?")
 
 
-def test_a_negative_limit_is_refused():
-    with pytest.raises(ConfigError, match="negative"):
-        SimulatedUser((), limit=-1)
-
-
 @given(st.lists(st.text(max_size=30), max_size=5), st.lists(st.text(max_size=30), max_size=5))
 def test_answers_are_facts_and_always_the_same(facts, questions):
-    first = ask(SimulatedUser(facts, limit=99), *questions)
-    user = SimulatedUser(facts, limit=99)
+    first = ask(SimulatedUser(facts), *questions)
+    user = SimulatedUser(facts)
     backwards = ask(user, *reversed(questions))
     assert set(first) <= {*facts, UNKNOWN}
     # Questions with the same words are the same question: which of them came first does not matter.

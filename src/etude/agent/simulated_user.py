@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from etude.errors import ConfigError, UserAbortedError
+from etude.errors import UserAbortedError
 
 UNKNOWN = "I don't know."
+NUM_ANSWERS = 8
+"""Questions that are answered; then the user is gone. One that was asked before costs nothing."""
 _WORD = re.compile(r"[A-Za-z]+|[0-9]+")
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _ENOUGH = 0.25
 """Share of a question's weight that a fact must hold to answer it."""
-_TOPIC_WEIGHT = 2
 _K1, _B = 1.2, 0.75
 _STOP_WORD_LIST = """
 a about all am an and any are as at be been being both but by can could did do does doing each for from
@@ -34,49 +35,29 @@ _STOP_WORDS = frozenset(_STOP_WORD_LIST.split())
 class SimulatedUser:
     """Implements `tools.ports.User`. Deterministic: the same question always has the same answer.
 
-    `facts`: sentences, or topic -> sentence, where a topic's words count twice. A question is answered by the
-    fact that fits it best (BM25 over words, identifiers split), if it fits well enough; with options by the
-    option that this fact speaks for, else by the fact.
+    A question is answered by the fact that fits it best (BM25 over words, identifiers split), if it fits well
+    enough; with options by the option that this fact speaks for, else by the fact.
     """
 
-    facts: Sequence[str] | Mapping[str, str]
-    limit: int = 8
-    """Questions that are answered; then the user is gone. One that was asked before costs nothing."""
-    num_questions: int = 0
-    num_repeats: int = 0
-    num_unknown: int = 0
-    """Different questions that no fact answers."""
+    facts: Sequence[str]
+    """Sentences."""
     _answers: dict[str, str] = field(init=False, default_factory=dict[str, str])
-    _sentences: list[str] = field(init=False)
     _words: list[Counter[str]] = field(init=False)
     _weights: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.limit < 0:
-            raise ConfigError(
-                "must not be negative", field="user.limit", received=self.limit, fix="0 or more"
-            )
-        facts = self.facts
-        topics = list(facts) if isinstance(facts, Mapping) else [""] * len(facts)
-        self._sentences = list(facts.values()) if isinstance(facts, Mapping) else list(facts)
-        self._words = [
-            Counter(words(topic) * _TOPIC_WEIGHT + words(sentence))
-            for topic, sentence in zip(topics, self._sentences, strict=True)
-        ]
+        self._words = [Counter(words(fact)) for fact in self.facts]
         spread = Counter(word for fact in self._words for word in fact)
         self._weights = {word: _weight(len(self._words), number) for word, number in spread.items()}
 
     async def answer(self, question: str, options: Sequence[str] = ()) -> str:
-        """See User.answer. Raises UserAbortedError once the limit of different questions is passed."""
-        self.num_questions += 1
+        """See User.answer. Raises UserAbortedError beyond `NUM_ANSWERS` different questions."""
         key = " ".join([*sorted(set(words(question))), "|", *options])
         if key in self._answers:
-            self.num_repeats += 1
             return self._answers[key]
-        if len(self._answers) >= self.limit:
+        if len(self._answers) >= NUM_ANSWERS:
             raise UserAbortedError("the user answers no more questions; decide yourself", field="question")
         fact = self._best_fact(set(words(question)), set(words(" ".join(options))))
-        self.num_unknown += fact is None
         self._answers[key] = answer = UNKNOWN if fact is None else _chosen(options, fact)
         return answer
 
@@ -87,7 +68,7 @@ class SimulatedUser:
         enough = _ENOUGH * sum(self._weights.get(word, rare) for word in question)
         mean_words = max(1.0, sum(map(Counter.total, self._words)) / max(1, len(self._words)))
         best, best_score = None, 0.0
-        for sentence, fact in zip(self._sentences, self._words, strict=True):
+        for sentence, fact in zip(self.facts, self._words, strict=True):
             held = [word for word in asked if word in fact]
             if sum(self._weights[word] for word in held) < enough:
                 continue
