@@ -295,7 +295,7 @@ def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
         (["--model", ".", "--approve", "yolo"], "no such mode"),
         (["--model", ".", "--approve", "ask", "--apply"], "--apply"),
         (["--script", "none.json"], "is no script"),
-        (["--model", ".", "--tool-calls", "spoken"], "is not a valid choice"),
+        (["--model", ".", "--tool-calls", "spoken"], "is not one of"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_a_fix(root: Path, arguments: list[str], said: str) -> None:

@@ -125,7 +125,7 @@ def test_eval_refuses_what_it_does_not_know(run: RunDirectory, tmp_path: Path) -
         ((str(run.path), "--split", "train"), "one of heldout, validation, heldout_family, observed_train, "),
         ((str(run.path), "--checkpoint", "none"), "no such checkpoint"),
         ((str(tmp_path),), "neither a run, nor a checkpoint, nor an address"),
-        ((str(run.path), "--tool-calls", "shouted"), "not a valid choice"),
+        ((str(run.path), "--tool-calls", "shouted"), "is not one of"),
         (("compare", str(tmp_path), str(tmp_path)), "cannot be read"),
     ):
         result = etude("eval", *options)

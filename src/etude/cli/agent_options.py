@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from etude.config import McpConfig
     from etude.controller.agent.models import ModelChoice
 
-_TOOL_CALLS = ("native", "text")
 _MODELS = ("run", "model", "endpoint", "script")
 _OF_THE_MODEL = ("model_name", "key_variable", "context_tokens", "temperature", "tools", "index")
 
@@ -25,7 +24,9 @@ ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face checkpoi
 EndpointOption = Annotated[str, typer.Option(help="OpenAI-compatible chat endpoint: http://HOST:PORT/v1.")]
 ModelNameOption = Annotated[str, typer.Option(help="Name of the model to request from the endpoint.")]
 KeyVariableOption = Annotated[str, typer.Option(help="Environment variable with the endpoint's API key.")]
-ToolCallsOption = Annotated[str, typer.Option(help="How the endpoint's model calls tools: native or text.")]
+ToolCallsOption = Annotated[
+    Literal["native", "text"], typer.Option(help="How the endpoint's model calls tools.")
+]
 ContextTokensOption = Annotated[int, typer.Option(help="Context window of the endpoint's model, in tokens.")]
 TemperatureOption = Annotated[float | None, typer.Option(help="Sampling temperature, 0 or higher.")]
 ToolsOption = Annotated[
@@ -89,12 +90,11 @@ def chosen_model(context: typer.Context) -> ModelChoice | None:
     from etude.controller.agent.models import ModelChoice
 
     given: Mapping[str, Any] = context.params
-    native_tools = is_native(given["tool_calls"])
     if given["resume"] is not None and not given["acp"] and not any(given[name] for name in _MODELS):
         _refuse_options_of_a_model(context)
         return None
     named = {name: given[name] for name in (*_MODELS, *_OF_THE_MODEL)}
-    return ModelChoice(**named, native_tools=native_tools)
+    return ModelChoice(**named, native_tools=given["tool_calls"] == "native")
 
 
 def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
@@ -109,14 +109,6 @@ def chosen_servers(commands: list[str] | None) -> dict[str, McpConfig]:
         names = ", ".join(name for name, _ in named)
         raise ConfigError("names a server twice", field="--mcp", received=names, fix="give each its own name")
     return servers
-
-
-def is_native(tool_calls: str) -> bool:
-    """Whether an endpoint gets the tools by its own `tools`. Raises ConfigError for no known way."""
-    if tool_calls not in _TOOL_CALLS:
-        fix = "one of " + ", ".join(_TOOL_CALLS)
-        raise ConfigError("is not a valid choice", field="--tool-calls", received=tool_calls, fix=fix)
-    return tool_calls == "native"
 
 
 def chosen_mode(approve: str | None, apply: bool) -> str | None:

@@ -40,6 +40,7 @@ from etude.errors import EtudeError, InfrastructureError, UserError
 
 if TYPE_CHECKING:
     from etude.inference.load import LoadReport, LoadSession
+    from etude.inference.load.http_target import Api
 
 bench_app = typer.Typer(name="bench", help="Measure a server under load.", no_args_is_help=True)
 
@@ -101,7 +102,7 @@ class _Load:
 
     url: str
     model: str | None
-    api: str
+    api: Api
     key: str | None
     extra: dict[str, Any]
     concurrency: int | None
@@ -115,7 +116,7 @@ class _Load:
         from etude.inference.load.http_target import HttpTarget
 
         name, context = await _served_model(self.url, self.key, self.model)
-        target = HttpTarget(self.url, name, self.api, self.key, self.extra)  # type: ignore[arg-type]
+        target = HttpTarget(self.url, name, self.api, self.key, self.extra)
         try:
             inputs = "as they were recorded"
             if self.api != "tokens":

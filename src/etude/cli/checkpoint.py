@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -24,14 +23,8 @@ SourceArgument = Annotated[
 ]
 TargetArgument = Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-
-class Dtype(StrEnum):
-    """Number formats of weights."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Number formats of weights."""
 
 
 @checkpoint_app.command("show")
@@ -105,7 +98,7 @@ def _way_on(path: Path, whole: list[str]) -> str:
 def export_command(
     source: SourceArgument,
     target: TargetArgument,
-    dtype: Annotated[Dtype, typer.Option(help="Number format to write the weights in.")] = Dtype.BFLOAT16,
+    dtype: Annotated[Dtype, typer.Option(help="Number format to write the weights in.")] = "bfloat16",
     max_file_gb: Annotated[
         float, typer.Option(min=1e-6, help="Largest weight file in GB (10^9 bytes).")
     ] = 5.0,

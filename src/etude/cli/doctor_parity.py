@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from etude.cli.output import output_console, print_json
+from etude.cli.serving_options import CacheDtypeOption, KernelsOption, NumberFormat, WeightDtypeOption
 from etude.config import parse_config
 from etude.errors import CheckpointError, UserError
 
@@ -23,32 +24,21 @@ if TYPE_CHECKING:
     from etude.tokens.tokenizer import Tokenizer
 
 EXIT_APART = 1
-_CHOICES = {
-    "--engine": ("etude", "vllm"),
-    "--kernels": ("auto", "eager", "native", "gpu"),
-    "--numerics": ("fast", "invariant"),
-    "--device": ("auto", "cpu", "cuda"),
-    "--dtype": ("auto", "float32", "bfloat16"),
-    "--cache-dtype": ("auto", "float32", "bfloat16"),
-    "--weight-dtype": ("auto", "float32", "bfloat16"),
-}
 
 
 def parity_command(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint or run.")],
-    engine: Annotated[str, typer.Option(help="Engine to compare with the trainer: etude or vllm.")] = "etude",
-    kernels: Annotated[str, typer.Option(help="Engine kernels: auto, eager, native or gpu.")] = "auto",
+    engine: Annotated[
+        Literal["etude", "vllm"], typer.Option(help="Engine to compare with the trainer.")
+    ] = "etude",
+    kernels: KernelsOption = "auto",
     numerics: Annotated[
-        str, typer.Option(help="Numerics: fast, or invariant (equal in every bit).")
+        Literal["fast", "invariant"], typer.Option(help="Numerics; invariant: equal in every bit.")
     ] = "fast",
-    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Number format: auto, float32 or bfloat16.")] = "auto",
-    cache_dtype: Annotated[
-        str, typer.Option(help="Number format of keys and values: auto, float32 or bfloat16.")
-    ] = "auto",
-    weight_dtype: Annotated[
-        str, typer.Option(help="Number format of native kernels' matrices: auto, float32 or bfloat16.")
-    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")] = "auto",
+    dtype: Annotated[NumberFormat, typer.Option(help="Number format of the weights.")] = "auto",
+    cache_dtype: CacheDtypeOption = "auto",
+    weight_dtype: WeightDtypeOption = "auto",
     vllm_python: Annotated[str, typer.Option(help="Python interpreter with vLLM, to start it with.")] = "",
     vllm_url: Annotated[str, typer.Option(help="Address of a running vLLM server instead.")] = "",
     text: Annotated[
@@ -64,16 +54,6 @@ def parity_command(
 
     The exit code is 1 if the two differ by more than --limit.
     """
-    values = (engine, kernels, numerics, device, dtype, cache_dtype, weight_dtype)
-    chosen = dict(zip(_CHOICES, values, strict=True))
-    for option, value in chosen.items():
-        if value not in _CHOICES[option]:
-            raise UserError(
-                "is not a valid choice",
-                field=option,
-                received=value,
-                fix="one of " + ", ".join(_CHOICES[option]),
-            )
     config = parse_config(
         {
             "device": device,

@@ -15,7 +15,6 @@ from etude.cli.agent_options import (
     ModelNameOption,
     ToolCallsOption,
     ToolsOption,
-    is_native,
 )
 from etude.cli.exits import error_console
 from etude.cli.output import print_json
@@ -109,7 +108,6 @@ def run_command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure one model: pass rates with intervals, tokens, turns, calls, and what a solved task costs."""
-    native_tools = is_native(tool_calls)
     # Heavy: torch comes with it.
     from etude.controller.evaluation import EvaluationRequest, evaluate
     from etude.controller.evaluation_targets import TargetOptions
@@ -120,7 +118,7 @@ def run_command(
         checkpoint,
         model_name,
         key_variable,
-        native_tools,
+        tool_calls == "native",
         context_tokens,
         tools,
         max_turns,

@@ -21,7 +21,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 def import_command(
     source: Annotated[Path, typer.Argument(help="GGUF file or Hugging Face directory.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
-    dtype: Annotated[Dtype, typer.Option(help="Number format to keep the weights in.")] = Dtype.FLOAT32,
+    dtype: Annotated[Dtype, typer.Option(help="Number format to keep the weights in.")] = "float32",
     json: JsonOption = False,
 ) -> None:
     """Check a published model and write it as a Hugging Face directory, with a hash of each file.

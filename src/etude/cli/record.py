@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from etude.cli.following import following
-from etude.cli.served_model import EngineChoice, OpenedModel, check_choices, open_checkpoint, running_engine
+from etude.cli.served_model import EngineChoice, GrammarOption, OpenedModel, open_checkpoint, running_engine
 from etude.cli.serving_options import (
     AllowedHostOption,
     CertificateOption,
     DrainOption,
-    GrammarOption,
     HostOption,
     KernelsOption,
     KeyOption,
@@ -24,7 +23,7 @@ from etude.cli.serving_options import (
     PortOption,
     StepOption,
 )
-from etude.errors import UserError
+from etude.config import TemplateName
 from etude.records import PolicyVersion
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ record_app = typer.Typer(
 
 ModelOption = Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoint or run.")]
 StoreOption = Annotated[Path, typer.Option(help="Directory in which the trajectories are stored.")]
-TemplateOption = Annotated[str, typer.Option(help="Chat template: auto, model, qwen3, chatml or etude.")]
+TemplateOption = Annotated[TemplateName, typer.Option(help="Chat template.")]
 ContextOption = Annotated[
     int | None, typer.Option(min=64, help="Context limit in tokens. Default: the model's limit.")
 ]
@@ -80,14 +79,6 @@ def serve_command(
     key: KeyOption = None,
 ) -> None:
     """Serve a model to any agent, and store its sessions as trajectories that can be trained on."""
-    check_choices(kernels, grammar, template)
-    if template == "none":
-        raise UserError(
-            "recorded sessions need a chat template",
-            field="--template",
-            received=template,
-            fix="auto, qwen3, chatml, etude",
-        )
     # Heavy: torch and FastAPI come with them.
     from etude.environment.recording import MapLimits, RecordingLimits
     from etude.environment.recording.server.process import SERVER, check_address

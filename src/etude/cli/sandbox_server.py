@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -47,7 +47,6 @@ from etude.errors import SandboxError, UserError
 if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
     from etude.sandbox.remote import RemoteBackend
-    from etude.sandbox.types import SnapshotKind
 
 IdArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of the sandbox.")]
 
@@ -258,21 +257,19 @@ def fork_command(
 def pause_command(
     sandbox: IdArgument,
     mode: Annotated[
-        str | None,
-        typer.Option(help="Keep full (memory, processes) or filesystem. Default: all that the backend can."),
+        Literal["full", "filesystem"] | None,
+        typer.Option(help="What to keep; full: memory and processes too. Default: all that the backend can."),
     ] = None,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
     """Write a sandbox to disk and stop it; print what was kept."""
-    if mode not in (None, "full", "filesystem"):
-        raise UserError("unknown mode", field="--mode", received=mode, fix="full or filesystem")
 
     async def work(found: Sandbox) -> str:
         info = await found.get_info()
         able = (await capabilities_of(info.backend, server, token_file, state)).pause
-        kind = cast("SnapshotKind", mode or ("full" if "full" in able else "filesystem"))
+        kind = mode or ("full" if "full" in able else "filesystem")
         await found.pause(kind)
         return kind
 

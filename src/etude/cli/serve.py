@@ -14,9 +14,10 @@ import typer
 
 from etude.cli.served_model import (
     EngineChoice,
+    GrammarOption,
     OpenedModel,
     RunningEngine,
-    check_choices,
+    ServedTemplate,
     open_checkpoint,
     running_engine,
 )
@@ -28,7 +29,6 @@ from etude.cli.serving_options import (
     CertificateOption,
     DraftsOption,
     DrainOption,
-    GrammarOption,
     HostOption,
     KernelsOption,
     KeyOption,
@@ -55,7 +55,7 @@ NameOption = Annotated[
 TokensOption = Annotated[
     Path | None, typer.Option(help="File with a line NAME:TOKEN for each key. Default: no keys.")
 ]
-TemplateOption = Annotated[str, typer.Option(help="Template: auto, model, qwen3, chatml, etude or none.")]
+TemplateOption = Annotated[ServedTemplate, typer.Option(help="Chat template.")]
 ContextOption = Annotated[
     int | None, typer.Option(min=16, help="Limit of prompt and answer in tokens. Default: the model's.")
 ]
@@ -100,7 +100,6 @@ def serve_command(
     key: KeyOption = None,
 ) -> None:
     """Serve a model with OpenAI's API: chat completions, completions, models and tokenisation."""
-    check_choices(kernels, grammar, template, drafts, cache_dtype, weight_dtype)
     # Heavy: torch and FastAPI come with them.
     from etude.inference.server import KeyLimits, ServerLimits
     from etude.serving.listening import open_listeners

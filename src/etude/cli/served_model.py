@@ -9,7 +9,9 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from etude.config import GrammarName, TemplateName
 from etude.errors import CheckpointError, ConfigError, ResourceError, UserError
@@ -29,29 +31,10 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 2048
 _CACHE_SHARE = 0.5
 _MIB = 1 << 20
-_FORMATS = ("auto", "float32", "bfloat16")
 _SETTING = re.compile(r'set engine\.(\w+)="?(\w+)"?')
 
-
-def check_choices(
-    kernels: str,
-    grammar: str,
-    template: str,
-    drafts: str = "ngram",
-    cache_dtype: str = "auto",
-    weight_dtype: str = "auto",
-) -> None:
-    """Raises UserError for a name that there is not, before anything heavy is imported."""
-    for option, value, known in (
-        ("--kernels", kernels, ("auto", "eager", "native", "gpu")),
-        ("--grammar", grammar, get_args(GrammarName)),
-        ("--template", template, ("none", *get_args(TemplateName))),
-        ("--drafts", drafts, ("ngram", "mtp")),
-        ("--cache-dtype", cache_dtype, _FORMATS),
-        ("--weight-dtype", weight_dtype, _FORMATS),
-    ):
-        if value not in known:
-            raise UserError("is not a valid choice", field=option, received=value, fix=", ".join(known))
+GrammarOption = Annotated[GrammarName, typer.Option(help="Grammar of tool calls.")]
+ServedTemplate = Literal[TemplateName, "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +50,7 @@ class OpenedModel:
 def open_checkpoint(
     directory: Path,
     name: str | None,
-    speech: tuple[str, str],
+    speech: tuple[GrammarName, ServedTemplate],
     max_context: int | None,
     max_answer: int,
     context_option: str = "--max-context",
@@ -85,7 +68,7 @@ def open_checkpoint(
     if template != "none":
         from etude.tokens.chat_format import choose_format
 
-        shelf = choose_format(tokenizer, cast("TemplateName", template), cast("GrammarName", grammar)).shelf()
+        shelf = choose_format(tokenizer, template, grammar).shelf()
     longest = weights.config.max_positions - 1
     if max_context is not None and max_context > longest:
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,17 +23,16 @@ AdminTokenOption = Annotated[
 ]
 
 # Of commands with a model:
-GrammarOption = Annotated[str, typer.Option(help="Grammar of tool calls: auto, hermes or xml.")]
+NumberFormat = Literal["auto", "float32", "bfloat16"]
 LineageOption = Annotated[str | None, typer.Option(help="Lineage of the weights. Default: the model's name.")]
 StepOption = Annotated[int, typer.Option(min=0, help="Step of the weights, part of their version.")]
-KernelsOption = Annotated[str, typer.Option(help="Kernels: auto, eager, native or gpu.")]
+KernelsOption = Annotated[
+    Literal["auto", "eager", "native", "gpu"], typer.Option(help="Kernels of the engine.")
+]
 CacheDtypeOption = Annotated[
-    str,
-    typer.Option(help="Number format of keys and values: auto (as the model computes), float32 or bfloat16."),
+    NumberFormat, typer.Option(help="Number format of keys and values; auto: as the model computes.")
 ]
-WeightDtypeOption = Annotated[
-    str, typer.Option(help="Number format of native kernels' matrices: auto, float32 or bfloat16.")
-]
+WeightDtypeOption = Annotated[NumberFormat, typer.Option(help="Number format of native kernels' matrices.")]
 NumSessionsOption = Annotated[int, typer.Option(min=1, help="Answers computed at the same time.")]
 CacheOption = Annotated[
     int, typer.Option(min=0, help="MiB for keys and values; 0: at most half of the free memory.")
@@ -42,6 +41,5 @@ SpeculativeOption = Annotated[
     int, typer.Option(min=0, help="Tokens drafted ahead and verified in one step; 0 turns it off.")
 ]
 DraftsOption = Annotated[
-    str,
-    typer.Option(help="Source of drafts: ngram (the session itself) or mtp (prediction layers)."),
+    Literal["ngram", "mtp"], typer.Option(help="Source of drafts: the session itself, or prediction layers.")
 ]
