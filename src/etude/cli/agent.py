@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from etude.cli.agent_options import (
     AcpOption,
@@ -43,7 +41,7 @@ from etude.cli.agent_options import (
     chosen_servers,
 )
 from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_output
-from etude.cli.output import print_json, shown
+from etude.cli.output import print_json, print_table, shown
 from etude.cli.sandbox_options import AllowPrivateOption
 from etude.errors import EtudeError
 
@@ -153,13 +151,11 @@ def print_sessions(as_json: bool) -> None:
         ]
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("session", "begun", "directory", "first words"):
-        table.add_column(heading)
-    for one in metas:
-        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.created_s))
-        table.add_row(Text(one.id), Text(begun), shown(one.path), shown(one.title))
-    output = standard_output()
-    output.console().print(table)
+    output, begun = standard_output(), "%Y-%m-%d %H:%M"
+    rows = (
+        (one.id, time.strftime(begun, time.localtime(one.created_s)), shown(one.path), shown(one.title))
+        for one in metas
+    )
+    print_table(output.console(), ("session", "begun", "directory", "first words"), rows)
     if output.gone:
         raise typer.Exit(EXIT_CLOSED_PIPE)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from etude.cli.bench_options import (
@@ -35,7 +34,7 @@ from etude.cli.bench_options import (
     read_object,
 )
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.errors import EtudeError, InfrastructureError, UserError
 
 if TYPE_CHECKING:
@@ -190,22 +189,16 @@ def _print(report: LoadReport) -> None:
         ("turns a second", f"{report.turns_per_s:.2f}"),
         ("input found in the cache", hits),
     ]
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in rows:
-        table.add_row(Text(name), Text(value, style="bold"))
-    times = Table(box=None, pad_edge=False)
-    for name in ("milliseconds", "p50", "p90", "p99", "mean"):
-        times.add_column(name, justify="left" if name == "milliseconds" else "right")
-    for name, one in (
+    measured = (
         ("time to first token", report.first_token),
         ("from token to token", report.inter_token),
         ("whole turn", report.latency),
-    ):
-        times.add_row(name, *(_milliseconds(value) for value in (one.p50, one.p90, one.p99, one.mean)))
+    )
+    times = ((name, *map(_milliseconds, (one.p50, one.p90, one.p99, one.mean))) for name, one in measured)
     console = output_console()
-    console.print(table)
+    print_table(console, (), ((name, Text(value, style="bold")) for name, value in rows))
     console.print()
-    console.print(times)
+    print_table(console, ("milliseconds", "p50", "p90", "p99", "mean"), times, range(1, 5))
     for code, count in sorted(report.errors.items()):
         console.print(Text(f"error {code}: {count} turns", style="red"))
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.errors import CheckpointError
 from etude.observe import RunDirectory
 
@@ -186,12 +185,9 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False)
-    for name in rows[0]:
-        table.add_column(name, justify="right" if name in ("step", "score", "ranks", "bytes") else "left")
-    for row in rows:
-        table.add_row(*(_cell(row, name) for name in row))
-    output_console().print(table)
+    names = list(rows[0])
+    figures = [number for number, name in enumerate(names) if name in ("step", "score", "ranks", "bytes")]
+    print_table(output_console(), names, ([_cell(row, name) for name in names] for row in rows), figures)
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:

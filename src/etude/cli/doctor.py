@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from etude.cli.doctor_parity import parity_command
 from etude.cli.doctor_parts import Part, find_parts, print_parts
 from etude.cli.exits import EXIT_MISTAKE
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.errors import ResourceError
 from etude.observe import describe_machine, versions
 from etude.observe.machine import available_cores, available_memory_bytes
@@ -94,7 +93,6 @@ def _describe_neighbours() -> str:
 
 def _print(found: dict[str, Any]) -> None:
     console = output_console()
-    table = Table(box=None, show_header=False, pad_edge=False)
     machine = found["machine"]
     rows = {
         "processor": f"{machine['cpu']}, {found['threads']} threads",
@@ -106,9 +104,7 @@ def _print(found: dict[str, Any]) -> None:
         "accelerators": ", ".join(machine["gpus"]) or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
     }
-    for label, value in rows.items():
-        table.add_row(Text(label, style="dim"), Text(value))
-    console.print(table)
+    print_table(console, (), ((Text(label, style="dim"), value) for label, value in rows.items()))
     console.print()
     print_parts(console, [Part(**part) for part in found["parts"]])
     console.print()

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.cli.serving_options import CacheDtypeOption, KernelsOption, NumberFormat, WeightDtypeOption
 from etude.config import parse_config
 from etude.errors import CheckpointError, UserError
@@ -129,15 +128,13 @@ def _load(directory: Path, *, needs_tokenizer: bool) -> tuple[Tokenizer | None, 
 
 def _print(report: ParityReport, limit: float, *, exact: bool, passed: bool) -> None:
     console = output_console()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("trainer against engine")
-    for name in ("tokens", "k3", "99 % within", "at most", "not equal"):
-        table.add_column(name, justify="right")
+    rows: list[tuple[object, ...]] = []
     for name, one in report.figures.items():
         decides = exact or name in report.deciding
         cells = (f"{one.k3:.2e}", f"{one.p99:.2e}", f"{one.max:.2e}", f"{one.differing:.1%}")
-        table.add_row(Text(name, style="bold" if decides else "dim"), f"{one.num_tokens:,}", *cells)
-    console.print(table)
+        rows.append((Text(name, style="bold" if decides else "dim"), f"{one.num_tokens:,}", *cells))
+    headings = ("trainer against engine", "tokens", "k3", "99 % within", "at most", "not equal")
+    print_table(console, headings, rows, range(1, 6))
     if report.routes_differing is not None:
         console.print(f"experts chosen otherwise: {report.routes_differing:.3%} of places")
     wanted = "equal in every bit" if exact else f"k3 within {limit:g}"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from etude.cli.output import print_table
 from etude.errors import EtudeError
 from etude.errors.packages import install_command, is_installed
 
@@ -77,13 +77,9 @@ def find_parts() -> Iterator[Part]:
 
 def print_parts(console: Console, parts: list[Part]) -> None:
     """A row for each part, then how to get those that are missing, one line each."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("optional", "here", "what it adds"):
-        table.add_column(heading)
-    for part in parts:
-        here = Text("yes", style="green") if part.present else Text("no", style="yellow")
-        table.add_row(Text(part.name), here, Text(part.adds))
-    console.print(table)
+    yes, no = Text("yes", style="green"), Text("no", style="yellow")
+    rows = ((part.name, yes if part.present else no, part.adds) for part in parts)
+    print_table(console, ("optional", "here", "what it adds"), rows)
     for part in parts:
         if part.fix:
             console.print(Text.assemble((f"{part.name}: ", "bold"), part.fix), soft_wrap=True)

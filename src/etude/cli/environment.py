@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.cli.serving_options import AllowedHostOption
 from etude.errors import UserError
 
@@ -143,13 +142,8 @@ def list_command(
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("id", "state", "task", "turns", "parent"):
-        table.add_column(name)
-    for row in rows:
-        cells = (row["id"], row["state"], row["task"] or "", str(row["turns"]), row["parent"] or "")
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    output_console().print(table)
+    names = ("id", "state", "task", "turns", "parent")
+    print_table(output_console(), names, ([row[name] for name in names] for row in rows))
 
 
 @env_app.command("tells")
@@ -327,14 +321,9 @@ async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tup
 
 
 def _print_tells(found: list[Tell], equal: dict[str, str]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("what", "left", "right", "reason"):
-        table.add_column(name, overflow="fold")
-    keys = {tell.key for tell in found}
-    for key, value in sorted(equal.items()):
-        if key not in keys:
-            table.add_row(Text(key), Text(value), Text("the same"), Text(""))
-    for tell in found:
-        reason = Text(tell.reason or "NO DOCUMENTED REASON", style="" if tell.reason else "bold red")
-        table.add_row(Text(tell.key), Text(str(tell.left)), Text(str(tell.right)), reason)
-    output_console().print(table)
+    keys, unknown = {tell.key for tell in found}, Text("NO DOCUMENTED REASON", style="bold red")
+    rows: list[tuple[object, ...]] = [
+        (key, value, "the same", "") for key, value in sorted(equal.items()) if key not in keys
+    ]
+    rows += [(tell.key, str(tell.left), str(tell.right), tell.reason or unknown) for tell in found]
+    print_table(output_console(), ("what", "left", "right", "reason"), rows)

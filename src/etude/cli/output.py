@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,19 +50,35 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def print_table(
+    console: Console,
+    headings: Sequence[str],
+    rows: Iterable[Iterable[object]],
+    right: Collection[int] = (),
+    title: str | None = None,
+) -> None:
+    """A line for each row, with headings above them if there are any. A cell that is None is empty. `right`:
+    columns of figures, by their numbers."""
+    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "pad_edge": False}
+    table = Table(title=title, show_header=any(headings), **style)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        cells = ("" if cell is None else cell for cell in row)
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))
+    console.print(table)
+
+
 def print_comparisons(console: Console, title: str, rows: Sequence[Comparison]) -> None:
     """Before, after and change, one row per figure."""
     if not rows:
         return
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right", style="bold")
-    table.add_column("change", justify="right")
+    lines: list[tuple[object, ...]] = []
     for row in rows:
         label = Text(f"  {row.label}" if row.detail else row.label, style="dim" if row.detail else "")
-        table.add_row(label, *(Text(cell) for cell in row.cells()))
-    console.print(table)
+        before, after, change = row.cells()
+        lines.append((label, before, Text(after, style="bold"), change))
+    print_table(console, ("", "before", "after", "change"), lines, range(1, 4), title)
     console.print()
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from etude.cli.exits import EXIT_INTERRUPTED, error_console
-from etude.cli.output import output_console, print_json, program
+from etude.cli.output import output_console, print_json, print_table, program
 from etude.cli.progress import open_observer
 from etude.cli.train import DropOption, config_to_run, resumed_run
 from etude.config import RunConfig
@@ -162,16 +160,14 @@ def _print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -
         print_json(report)
         return
     console = output_console()
-    table = Table(title=f"{report['steps']} steps", title_justify="left", box=None, pad_edge=False)
-    columns = ("source", "held-out loss", "after", "tokens trained", "documents", "epochs")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+    rows: list[tuple[str, ...]] = []
     for name, account in report["sources"].items():
         before, after = (report[key].get(name, {}).get("loss") for key in ("heldout_before", "heldout_after"))
         losses = (f"{value:.3f}" if value is not None else "-" for value in (before, after))
         counts = (account["tokens"], account["documents"], account["epochs"])
-        table.add_row(Text(name), *losses, *(f"{count:,}" for count in counts))
-    console.print(table)
+        rows.append((name, *losses, *(f"{count:,}" for count in counts)))
+    columns = ("source", "held-out loss", "after", "tokens trained", "documents", "epochs")
+    print_table(console, columns, rows, range(1, 6), f"{report['steps']} steps")
     for name, depths in report.get("acceptance", {}).items():
         shares = ", ".join(f"{depth['greedy']:.0%}" for depth in depths)
         console.print(f"drafts that agree, {name}: {shares}", markup=False)

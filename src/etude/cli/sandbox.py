@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from etude.cli.exits import EXIT_MISTAKE, error_console
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.cli.sandbox_image import image_app
 from etude.cli.sandbox_options import (
     AllowOption,
@@ -157,15 +156,13 @@ async def _examine(name: str, state: Path | None) -> Finding:
 
 
 def _print_findings(findings: list[Finding]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("backend", "works", "isolation", "start + command"):
-        table.add_column(name)
+    rows: list[tuple[object, ...]] = []
     for finding in findings:
-        took = "" if finding.start_s is None else f"{finding.start_s * 1e3:.0f} ms"
+        took = None if finding.start_s is None else f"{finding.start_s * 1e3:.0f} ms"
         works = Text("yes", style="green") if finding.works else Text("no", style="red")
-        table.add_row(Text(finding.backend), works, Text(finding.isolation), Text(took))
+        rows.append((finding.backend, works, finding.isolation, took))
     console = output_console()
-    console.print(table)
+    print_table(console, ("backend", "works", "isolation", "start + command"), rows)
     for finding in findings:
         for problem in finding.problems:
             console.print(Text.assemble((f"{finding.backend}: ", "bold"), problem), soft_wrap=True)

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.cli.sandbox_connection import (
     NOTE,
     ServerOption,
@@ -198,14 +196,8 @@ def list_command(
     if as_json:
         print_json([asdict(info) for info in infos])
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("id", "backend", "state", "template", "parent"):
-        table.add_column(name)
-    for info in infos:
-        table.add_row(
-            *(Text(value) for value in (info.id, info.backend, info.state, info.template, info.parent or ""))
-        )
-    output_console().print(table)
+    names = ("id", "backend", "state", "template", "parent")
+    print_table(output_console(), names, ([getattr(info, name) for name in names] for info in infos))
 
 
 def exec_command(

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from etude.cli.agent import DIFF_STYLES
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.cli.progress import open_observer
 from etude.errors import ConfigError, TaskError
 from etude.records import Task
@@ -268,9 +267,6 @@ def import_command(
 
 def _print_report(report: MakeReport) -> None:
     """Counts for each stage, and the reasons of the rejects."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(justify="right")
-    table.add_column()
     rows = [
         (len(report.baseline.stable), "tests that decide"),
         (report.num_twinned, "of these that exams can change"),
@@ -284,9 +280,7 @@ def _print_report(report: MakeReport) -> None:
         (report.num_naming_every_call, "of these whose instruction names every failing call"),
         *((-count, f"rejected: {reason}") for reason, count in report.reasons.most_common()),
     ]
-    for count, words in rows:
-        table.add_row(str(count), words)
-    output_console().print(table)
+    print_table(output_console(), ("", ""), rows, right=(0,))
     for kind, why in report.left_out.items():
         output_console().print(f"no {kind}: {why}", highlight=False)
     if report.missed:

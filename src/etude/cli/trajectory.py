@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 import etude
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.cli.trajectory_finding import ID_HELP, find, open_source
 from etude.cli.trajectory_printing import (
     SessionPrinter,
@@ -46,15 +44,12 @@ def list_command(
     if as_json:
         print_json([{**_identity(row.id), "status": row.status, "reward": row.reward} for row in rows])
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("id", "status", "reward", "version", "turns", "sampled tokens"):
-        table.add_column(name, justify="left" if name in ("id", "status") else "right", overflow="fold")
+    lines: list[tuple[object, ...]] = []
     for row in rows:
-        reward = "" if row.reward is None else f"{row.reward:.2f}"
-        step = "" if row.oldest_step is None else str(row.oldest_step)
-        figures = (reward, step, str(row.num_turns), str(row.num_sampled_tokens))
-        table.add_row(Text(str(row.id)), row.status, *figures)
-    output_console().print(table)
+        reward = None if row.reward is None else f"{row.reward:.2f}"
+        lines.append((row.id, row.status, reward, row.oldest_step, row.num_turns, row.num_sampled_tokens))
+    headings = ("id", "status", "reward", "version", "turns", "sampled tokens")
+    print_table(output_console(), headings, lines, range(2, 6))
 
 
 @trajectory_app.command("show")

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from etude.cli.output import output_console, print_json
+from etude.cli.output import output_console, print_json, print_table
 from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.observe.workers import WantedWorkers, WorkerFiles
@@ -35,10 +34,8 @@ def workers_command(
     if as_json:
         print_json(standing)
         return
-    table = Table("worker", "state", title=f"wanted: {standing['wanted']}", title_justify="left", box=None)
-    for name, state in standing["workers"].items():
-        table.add_row(name, state)
-    output_console().print(table)
+    title = f"wanted: {standing['wanted']}"
+    print_table(output_console(), ("worker", "state"), standing["workers"].items(), title=title)
 
 
 def _number(text: str) -> WantedWorkers:
