@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -44,13 +42,6 @@ from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_output
 from etude.cli.output import print_json, print_table, shown
 from etude.cli.sandbox_options import AllowPrivateOption
 from etude.errors import EtudeError
-
-if TYPE_CHECKING:
-    # Heavier at run time than a command line's help should be.
-    from etude.cli.agent_loop import Work
-    from etude.config import McpConfig
-    from etude.controller.agent.models import ModelChoice
-    from etude.controller.agent.surroundings import SandboxChoice
 
 DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -94,7 +85,7 @@ def agent_command(
     if list_all:
         print_sessions(as_json)
         return
-    # Those of the model are read from the context.
+    # Those of the model are read from the context. What is imported is heavier than a help text should be.
     choice = chosen_model(context)
     mode = chosen_mode(approve, apply)
     from etude.controller.agent.approval import checked_mode
@@ -105,38 +96,21 @@ def agent_command(
     sandbox = SandboxChoice(backend, venv, image, dockerfile, *hosts, in_place)
     servers = chosen_servers(mcp)
     if acp:
+        from etude.cli.agent_acp import serve
+
         assert choice is not None
-        _serve_editor(choice, mode or "ask", sandbox, max_turns, servers)
+        serve(choice, mode or "ask", sandbox, max_turns, servers)
         return
-    from etude.cli.agent_loop import Work
-
-    _work(Work(path, choice, instruction, mode, resume, as_json, sandbox, max_turns, servers))
-
-
-def _work(asked: Work) -> None:
-    """Raises typer.Exit with the exit code, if it is not 0."""
-    from etude.cli.agent_loop import print_failure, work
+    from etude.cli.agent_loop import Work, print_failure, work
 
     try:
-        code = work(asked)
+        code = work(Work(path, choice, instruction, mode, resume, as_json, sandbox, max_turns, servers))
     except EtudeError as error:
-        if asked.as_json:
+        if as_json:
             print_failure(error)
         raise
     if code:
         raise typer.Exit(code)
-
-
-def _serve_editor(
-    choice: ModelChoice,
-    mode: str,
-    sandbox: SandboxChoice,
-    max_turns: int | None,
-    servers: Mapping[str, McpConfig],
-) -> None:
-    from etude.cli.agent_acp import serve
-
-    serve(choice, mode, sandbox, max_turns, servers)
 
 
 def print_sessions(as_json: bool) -> None:

@@ -117,7 +117,8 @@ def route_command(
         return
     lending: dict[str, Any] = {}
     if lend or lend_by_load:  # in place of what the file lends
-        lending = {"windows": _windows(lend or []), "by_load": _loads(lend_by_load or [])}
+        lending["windows"] = [_window(text).model_dump() for text in lend or ()]
+        lending["by_load"] = [_load(text).model_dump() for text in lend_by_load or ()]
     if lend and lend_by_load:
         raise UserError(
             "lend by schedule or by load, not both", field="--lend-by-load", fix="leave out one of them"
@@ -186,14 +187,6 @@ def _shares(arms: list[str]) -> dict[str, float]:
         if not version or not 0.0 <= shares[version] < float("inf"):
             raise UserError("must be VERSION=SHARE", field="--arm", received=arm, fix="such as run@7=0.1")
     return shares
-
-
-def _windows(texts: list[str]) -> list[dict[str, Any]]:
-    return [_window(text).model_dump() for text in texts]
-
-
-def _loads(texts: list[str]) -> list[dict[str, Any]]:
-    return [_load(text).model_dump() for text in texts]
 
 
 def _window(text: str) -> LendingWindowConfig:

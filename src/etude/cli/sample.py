@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +14,6 @@ from etude.cli.exits import EXIT_INTERRUPTED, error_console
 from etude.cli.output import print_json
 from etude.cli.progress import open_observer
 from etude.config.secrets import read_secret
-from etude.observe import Observer
 
 ControlOption = Annotated[str, typer.Option("--control", help="Control API of the run: http://HOST:PORT.")]
 TokenOption = Annotated[str, typer.Option("--token", help="Source of its token: file:PATH or env:NAME.")]
@@ -61,8 +61,9 @@ def sample_command(
     chosen = list(overrides or [])
     if relay:
         chosen.append(f'weights.read_url="{relay}"')
-    playing = _Playing(control, secret, name or socket.gethostname(), chosen, open_observer())
-    counts, was_stopped = asyncio.run(playing.go(patience_s, drain_s, trajectories_url, wait))
+    options: dict[str, Any] = {"patience_s": patience_s, "drain_s": drain_s, "wait": wait}
+    options["trajectories_url"] = trajectories_url
+    counts, was_stopped = asyncio.run(_play(control, secret, name or socket.gethostname(), chosen, options))
     if as_json:
         print_json(counts)
     else:
@@ -72,49 +73,26 @@ def sample_command(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-class _Playing:
-    """One call of the command."""
+async def _play(
+    control: str, token: str | None, name: str, overrides: list[str], options: dict[str, Any]
+) -> tuple[dict[str, float], bool]:
+    """What was done, and whether a second signal cut it short."""
+    # Heavy: torch comes with it.
+    from etude.controller.clusters.client import ControlClient
+    from etude.controller.clusters.joining import sample
 
-    def __init__(
-        self, control: str, token: str | None, name: str, overrides: list[str], observer: Observer
-    ) -> None:
-        self._control, self._token, self._name = control, token, name
-        self._overrides, self._observer = overrides, observer
+    draining, loop = asyncio.Event(), asyncio.get_running_loop()
+    async with ControlClient(control, token) as client:
+        work = asyncio.ensure_future(sample(client, name, overrides, open_observer(), draining, **options))
 
-    async def go(
-        self, patience_s: float, drain_s: float, trajectories_url: str, wait: bool
-    ) -> tuple[dict[str, float], bool]:
-        """What was done, and whether a second signal cut it short."""
-        # Heavy: torch comes with it.
-        from dataclasses import asdict
+        def on_signal() -> None:
+            if draining.is_set():
+                work.cancel()
+            draining.set()
 
-        from etude.controller.clusters.client import ControlClient
-        from etude.controller.clusters.joining import sample
-
-        draining, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with ControlClient(self._control, self._token) as client:
-            work = asyncio.ensure_future(
-                sample(
-                    client,
-                    self._name,
-                    self._overrides,
-                    self._observer,
-                    draining,
-                    patience_s=patience_s,
-                    drain_s=drain_s,
-                    trajectories_url=trajectories_url,
-                    wait=wait,
-                )
-            )
-
-            def on_signal() -> None:
-                if draining.is_set():
-                    work.cancel()
-                draining.set()
-
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, on_signal)
-            try:
-                return asdict(await work), False
-            except asyncio.CancelledError:
-                return {}, True
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            return asdict(await work), False
+        except asyncio.CancelledError:
+            return {}, True

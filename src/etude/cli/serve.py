@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -121,9 +119,10 @@ def serve_command(
             ServerLimits(max_body, max_requests, answer_s),
             admin_token,
             pool,
-            _Listening(listeners, (host, *(allowed_host or ())), drain_s, certificate, key),
         )
-        asyncio.run(serving.run())
+        listening: dict[str, Any] = {"listeners": listeners, "drain_s": drain_s}
+        listening["allowed_hosts"] = (host, *(allowed_host or ()))
+        asyncio.run(serving.run({**listening, "certificate": certificate, "key": key}))
 
 
 def _access(host: str, tokens: Path | None, admin_token: Path | None, limits: KeyLimits) -> tuple[Keys, str]:
@@ -138,19 +137,8 @@ def _access(host: str, tokens: Path | None, admin_token: Path | None, limits: Ke
 
 
 @dataclass(frozen=True, slots=True)
-class _Listening:
-    """Where and how the server listens."""
-
-    listeners: Sequence[socket.socket]
-    allowed_hosts: Sequence[str]
-    drain_s: float
-    certificate: Path | None
-    key: Path | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Serving:
-    """All that was chosen on the command line."""
+    """All that was chosen on the command line, but for where the server listens."""
 
     opened: OpenedModel
     version: PolicyVersion
@@ -159,9 +147,8 @@ class _Serving:
     limits: ServerLimits
     admin_token: str
     pool: str
-    listening: _Listening
 
-    async def run(self) -> None:
+    async def run(self, listening: dict[str, Any]) -> None:
         """An engine that takes requests as they come, and the server before it, until a signal."""
         from etude.inference.server import ServerState, serve
 
@@ -180,15 +167,7 @@ class _Serving:
                 lambda: _gauges(engine.service),
                 lambda: engine.service.failure,
             )
-            at = self.listening
-            await serve(
-                state,
-                at.listeners,
-                allowed_hosts=at.allowed_hosts,
-                drain_s=at.drain_s,
-                certificate=at.certificate,
-                key=at.key,
-            )
+            await serve(state, **listening)
 
     def _desk(self, engine: RunningEngine) -> LoanDesk:
         from etude.inference.exchange import Build
