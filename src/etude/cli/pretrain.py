@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from etude.cli.exits import EXIT_INTERRUPTED, error_console
-from etude.cli.output import output_console, print_json, print_table, program
+from etude.cli.output import output_console, print_json, print_table
 from etude.cli.progress import open_observer
-from etude.cli.train import DropOption, config_to_run, resumed_run
+from etude.cli.train import Asked, DropOption, config_to_run, with_short_forms
 from etude.config import RunConfig
 from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
@@ -70,51 +66,26 @@ def pretrain_command(
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.pretraining import check_pretraining, pretrain
-    from etude.controller.starting import settle_run_servers
 
-    if not resume:  # the tokenizer gets the tags of their tools
-        run_config = settle_run_servers(run_config)
-    asked = Asked(run_config, config, settings, resume, drop or [], as_json)
-    train_stage("pretrain", check_pretraining, pretrain, asked)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a command was asked for."""
-
-    config: RunConfig
-    file: Path | None
-    settings: Sequence[str]
-    resume: bool
-    dropped: Sequence[str]
-    as_json: bool
+    asked = Asked("pretrain", run_config, config, settings, resume, drop or [])
+    train_stage(asked, check_pretraining, pretrain, as_json)
 
 
 def train_stage(
-    stage: str,
+    asked: Asked,
     check: Callable[[RunConfig], None],
     train: Callable[[RunConfig, RunDirectory, Observer, bool], dict[str, Any]],
-    asked: Asked,
+    as_json: bool,
 ) -> None:
     """Begins a run of a stage, or goes on with it, and prints its report, or how to go on after Ctrl-C. In a
     process that torchrun started to follow the first one, follows it instead."""
     from etude.controller.ranks import follow_torchrun  # heavy, as its caller's imports
 
-    config = asked.config
-    if follow_torchrun(config):
+    if follow_torchrun(asked.config):
         return
-    if asked.resume:
-        run, config = resumed_run(config, asked.dropped)
-    else:
-        check(config)
-        run = RunDirectory.create(config)
-    try:
-        with contextlib.nullcontext() if asked.resume else run.forgotten_if_refused():
-            report = train(config, run, open_observer(), asked.resume)
-    except KeyboardInterrupt:
-        _print_interrupted(stage, run, asked.file, asked.settings)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    _print_report(run, report, asked.as_json)
+    with asked.run(check) as (run, config):
+        report = train(config, run, open_observer(), asked.resume)
+    _print_report(run, report, as_json)
 
 
 def merge(
@@ -139,19 +110,8 @@ def merge(
                 fix="write --data NAME=PATH, with a name of letters, digits, - and _",
             )
         settings.append(f"{section}.sources.{source}.path={json.dumps(path)}")
-    texts = {"initial_checkpoint": checkpoint, "name": name}
-    settings += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
     numbers = {f"{section}.drafts.num_layers": draft_layers, "parallel.ranks": ranks}
-    return settings + [f"{key}={number}" for key, number in numbers.items() if number is not None]
-
-
-def _print_interrupted(command: str, run: RunDirectory, config: Path | None, settings: Sequence[str]) -> None:
-    """How to go on, on standard error."""
-    options = [part for setting in settings for part in ("--set", setting)]
-    file = [] if config is None else ["--config", str(config)]
-    again = shlex.join([program(), command, *file, *options, "--resume"])
-    error_console().print(f"interrupted; state saved in {run.path}; resume with:", markup=False)
-    error_console().print(f"  {again}", markup=False, soft_wrap=True)
+    return with_short_forms(settings, numbers, {"initial_checkpoint": checkpoint, "name": name})
 
 
 def _print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from etude.cli.pretrain import (
-    Asked,
     CheckpointOption,
     ConfigOption,
     DataOption,
@@ -16,7 +15,7 @@ from etude.cli.pretrain import (
     merge,
     train_stage,
 )
-from etude.cli.train import DropOption, config_to_run
+from etude.cli.train import Asked, DropOption, config_to_run
 
 
 def sft_command(
@@ -36,9 +35,6 @@ def sft_command(
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.sft import check_sft, fine_tune
-    from etude.controller.starting import settle_run_servers
 
-    if not resume:
-        run_config = settle_run_servers(run_config)
-    asked = Asked(run_config, config, settings, resume, drop or [], as_json)
-    train_stage("sft", check_sft, fine_tune, asked)
+    asked = Asked("sft", run_config, config, settings, resume, drop or [])
+    train_stage(asked, check_sft, fine_tune, as_json)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,11 +87,11 @@ def train_command(
     texts = {"name": name, "executor": executor, "agent.harness.command": harness}
     if harness == "":
         raise ConfigError("needs a command", field="--harness", received=harness, fix="leave it out")
-    settings = _merge(overrides or [], numbers, texts, from_log)
+    settings = with_short_forms(overrides or [], numbers, {**texts, "rl.stream.source": from_log})
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.ranks import follow_torchrun
-    from etude.controller.starting import check_start, settle_run_servers
+    from etude.controller.starting import check_start
     from etude.observe.report import build_report
 
     if follow_torchrun(run_config):
@@ -103,28 +105,53 @@ def train_command(
     else:
         from etude.controller.train import train
 
-    if resume:
-        run, run_config = resumed_run(run_config, drop or [])
-    else:
-        run_config = settle_run_servers(run_config)
-        check_start(run_config, open_observer())
-        run = RunDirectory.create(run_config)
-
-    try:
-        with contextlib.nullcontext() if resume else run.forgotten_if_refused():
-            report = train(run_config, run, open_observer(), resume)
+    asked = Asked("train", run_config, config, settings, resume, drop or [])
+    with asked.run(partial(check_start, observer=open_observer())) as (run, run_config):
+        report = train(run_config, run, open_observer(), resume)
         build_report(run)
-    except KeyboardInterrupt:
-        command = shlex.join(_resume_command(config, settings))
-        error_console().print(f"interrupted; state saved in {run.path}; resume with:", markup=False)
-        error_console().print(f"  {command}", markup=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         print_json(report)
     elif recorded:
         print_recorded(run, report)
     else:
         print_result(run, report)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command was asked for."""
+
+    command: str
+    config: RunConfig
+    file: Path | None
+    settings: Sequence[str]
+    resume: bool
+    dropped: Sequence[str]
+
+    @contextlib.contextmanager
+    def run(self, check: Callable[[RunConfig], None]) -> Iterator[tuple[RunDirectory, RunConfig]]:
+        """The run to begin or to go on with, and its settled configuration: within it, it is trained.
+
+        A new run that is refused leaves no directory. After Ctrl-C says how to go on, and raises typer.Exit.
+        """
+        from etude.controller.starting import settle_run_servers  # heavy, as its callers' imports
+
+        if self.resume:
+            run, config = resumed_run(self.config, self.dropped)
+        else:
+            config = settle_run_servers(self.config)
+            check(config)
+            run = RunDirectory.create(config)
+        try:
+            with contextlib.nullcontext() if self.resume else run.forgotten_if_refused():
+                yield run, config
+        except KeyboardInterrupt:
+            options = [part for setting in self.settings for part in ("--set", setting)]
+            file = [] if self.file is None else ["--config", str(self.file)]
+            again = shlex.join([program(), self.command, *file, *options, "--resume"])
+            error_console().print(f"interrupted; state saved in {run.path}; resume with:", markup=False)
+            error_console().print(f"  {again}", markup=False, soft_wrap=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def print_result(run: RunDirectory, report: dict[str, Any]) -> None:
@@ -158,11 +185,10 @@ def print_recorded(run: RunDirectory, report: dict[str, Any]) -> None:
     console.print(f"report  {run.html_file}", markup=False, soft_wrap=True)
 
 
-def _merge(
-    overrides: list[str], numbers: dict[str, int | None], named: dict[str, str | None], from_log: Path | None
+def with_short_forms(
+    overrides: Sequence[str], numbers: Mapping[str, int | None], texts: Mapping[str, str | Path | None]
 ) -> list[str]:
     """The overrides with the short forms appended, which so win."""
-    texts = {**named, "rl.stream.source": from_log}
     short = [f"{key}={number}" for key, number in numbers.items() if number is not None]
     short += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
     return [*overrides, *short]
@@ -245,8 +271,3 @@ def _flatten(config: RunConfig) -> dict[str, Any]:
 
     walk(config.model_dump(mode="json"), "")
     return flat
-
-
-def _resume_command(config: Path, settings: list[str]) -> list[str]:
-    options = [part for setting in settings for part in ("--set", setting)]
-    return [program(), "train", "--config", str(config), *options, "--resume"]
