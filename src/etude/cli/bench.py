@@ -30,12 +30,12 @@ from etude.cli.bench_options import (
     UrlArgument,
     check_load,
     made_up_sessions,
-    read_key,
     read_object,
 )
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json, print_table
 from etude.errors import EtudeError, InfrastructureError, UserError
+from etude.kit.secrets import read_secret_file
 
 if TYPE_CHECKING:
     from etude.inference.load import LoadReport, LoadSession
@@ -80,9 +80,8 @@ def bench_serve_command(
         played = recorded_sessions(recorded, sessions)
     else:
         played = made_up_sessions(sessions, turns, prompt, observation, output, tools, seed)
-    load = _Load(
-        url, model, api, read_key(key_file), read_object(extra), concurrency, rate, turn_limit_s, seed
-    )
+    bearer = read_secret_file(key_file, "--key-file")
+    load = _Load(url, model, api, bearer, read_object(extra), concurrency, rate, turn_limit_s, seed)
     try:
         report = asyncio.run(load.play(played))
     except TimeoutError as error:

@@ -105,13 +105,3 @@ def read_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError("must be a JSON object", field="--extra", received=text)
     return found
-
-
-def read_key(path: Path | None) -> str | None:
-    """The value of `--key-file`. Raises UserError."""
-    try:
-        return path.read_text().strip() if path is not None else None
-    except OSError as error:
-        raise UserError(
-            f"cannot be read: {error.strerror}", field="--key-file", received=str(path), fix="name another"
-        ) from error

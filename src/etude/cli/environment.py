@@ -17,6 +17,7 @@ from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json, print_table
 from etude.cli.serving_options import AllowedHostOption
 from etude.errors import UserError
+from etude.kit.secrets import read_secret_file
 
 if TYPE_CHECKING:
     from etude.config import AgentConfig
@@ -129,7 +130,7 @@ def list_command(
     """List the open sessions of an environment server."""
     from etude.environment.remote import RemoteEnvironment
 
-    token = token_of(token_file)
+    token = read_secret_file(token_file, "--token-file")
 
     async def work() -> list[dict[str, Any]]:
         remote = RemoteEnvironment(server, token)
@@ -166,7 +167,8 @@ def tells_command(
     """
     from etude.environment.tells import compare
 
-    one, two = asyncio.run(_look((left, right), tools, num_calls, token_of(token_file)))
+    token = read_secret_file(token_file, "--token-file")
+    one, two = asyncio.run(_look((left, right), tools, num_calls, token))
     found = compare(one, two)
     open_ones = [tell for tell in found if tell.reason is None]
     if as_json:
@@ -216,7 +218,7 @@ def _backend(backend: str, server: str | None = None, token_file: Path | None = 
         return open_backend(backend)
     from etude.sandbox.remote import RemoteBackend
 
-    return RemoteBackend(server, token_of(token_file))
+    return RemoteBackend(server, read_secret_file(token_file, "--sandbox-token-file"))
 
 
 def _agent_of(file: Path | None, tools: str, index: str = "") -> AgentConfig:
@@ -251,18 +253,6 @@ def read_tasks(directory: Path | None, backend: str = "local") -> dict[str, Task
     found = sorted(entry for entry in directory.iterdir() if (entry / "task.toml").is_file())
     names = [check_task_name(entry.name, "--tasks") for entry in found]
     return dict(zip(names, read_with_images(found, backend), strict=True))
-
-
-def token_of(path: Path | None) -> str | None:
-    """The token in a file. Raises UserError."""
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise UserError(
-            f"cannot be read: {error.strerror}", field="--token-file", received=str(path), fix="name another"
-        ) from error
 
 
 async def _look(

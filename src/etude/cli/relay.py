@@ -16,7 +16,7 @@ from etude.cli.serving_options import (
     KeyOption,
     PortOption,
 )
-from etude.config.secrets import read_secret
+from etude.kit.secrets import read_secret
 
 _GIB = 1 << 30
 

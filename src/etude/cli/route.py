@@ -18,8 +18,8 @@ from etude.cli.serving_options import (
 )
 from etude.config import RouterConfig, load_section, parse_section
 from etude.config.routing import LendingLoadConfig, LendingWindowConfig
-from etude.config.secrets import read_secret
 from etude.errors import UserError
+from etude.kit.secrets import read_secret_file
 
 # Options that are not given leave what the file says, or its defaults.
 ConfigOption = Annotated[
@@ -145,7 +145,9 @@ def route_command(
 
     token = read_token(admin_token_file, SERVER) if admin_token_file is not None else None
     borrowers = read_token(borrower_token_file, SERVER) if borrower_token_file is not None else None
-    serve(Proxy(chosen, _replica_token(replica_token_file)), token, borrowers, certificate, key)
+    # The replicas' token is somebody else's, so it is never made here.
+    proxy = Proxy(chosen, read_secret_file(replica_token_file, "--replica-token-file") or "")
+    serve(proxy, token, borrowers, certificate, key)
 
 
 route_app = typer.Typer(name="route", help="Route requests from one address to many model servers.")
@@ -154,11 +156,6 @@ route_app.command("replicas")(replicas_command)
 route_app.command("lend")(lend_command)
 route_app.command("recall")(recall_command)
 route_app.command("release")(release_command)
-
-
-def _replica_token(path: Path | None) -> str:
-    """Somebody else's, so it is never made here."""
-    return "" if path is None else read_secret(f"file:{path}", "--replica-token-file") or ""
 
 
 def _changed(config: RouterConfig, given: Mapping[str, Any]) -> RouterConfig:

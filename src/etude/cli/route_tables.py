@@ -9,8 +9,8 @@ from urllib.parse import quote
 import typer
 
 from etude.cli.output import print_json
-from etude.config.secrets import read_secret
 from etude.errors import InfrastructureError, UserError
+from etude.kit.secrets import read_secret_file
 
 NameArgument = Annotated[str, typer.Argument(help="Replica, as `etude route replicas` lists it.")]
 RouterOption = Annotated[str, typer.Option("--router", help="Address of the router.")]
@@ -76,7 +76,7 @@ def _ask(
         message = f"the router refused the request: {message_of(answer)}"
         return UserError(message, field="--router", received=answer.status_code)
 
-    secret = None if token is None else read_secret(f"file:{token}", "--admin-token-file")
+    secret = read_secret_file(token, "--admin-token-file")
     try:
         with SyncClient(router, secret, within_s=_WITHIN_S, refusal=refusal) as client:
             return client.ask(method, path, json=body)

@@ -13,7 +13,7 @@ import typer
 from etude.cli.exits import EXIT_INTERRUPTED, error_console
 from etude.cli.output import print_json
 from etude.cli.progress import open_observer
-from etude.config.secrets import read_secret
+from etude.kit.secrets import read_secret
 
 ControlOption = Annotated[str, typer.Option("--control", help="Control API of the run: http://HOST:PORT.")]
 TokenOption = Annotated[str, typer.Option("--token", help="Source of its token: file:PATH or env:NAME.")]

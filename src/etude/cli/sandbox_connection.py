@@ -11,6 +11,7 @@ import typer
 
 from etude.cli.sandbox_options import run
 from etude.errors import UserError
+from etude.kit.secrets import read_secret_file
 
 if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
@@ -66,7 +67,7 @@ def in_sandbox(
 
 
 def find_server(server: str | None, token_file: Path | None, state: Path | None) -> tuple[str, str | None]:
-    """(address, token). Raises UserError if no server is named and none runs here."""
+    """(address, token). Raises UserError if no server is named and none runs here, and as `read_secret`."""
     from etude.sandbox.machine_backend import default_state_directory
 
     if server is None:
@@ -81,20 +82,7 @@ def find_server(server: str | None, token_file: Path | None, state: Path | None)
                 fix="start one with `etude sandbox serve`, or name another with --server",
             ) from None
         server, token_file = row["url"], token_file or Path(row["token_file"])
-    return str(server), token_in(token_file, "--token-file")
-
-
-def token_in(file: Path | None, option: str) -> str | None:
-    """The token in a file that an option names; None without one. Raises UserError."""
-    if file is None:
-        return None
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(
-            f"cannot be read: {reason}", field=option, received=str(file), fix="name another"
-        ) from error
+    return str(server), read_secret_file(token_file, "--token-file")
 
 
 async def capabilities_of(

@@ -21,7 +21,6 @@ from etude.cli.sandbox_connection import (
     capabilities_of,
     in_sandbox,
     on_server,
-    token_in,
 )
 from etude.cli.sandbox_options import (
     AllowOption,
@@ -41,6 +40,7 @@ from etude.cli.sandbox_options import (
 )
 from etude.cli.serving_options import AllowedHostOption
 from etude.errors import SandboxError, UserError
+from etude.kit.secrets import read_secret_file
 
 if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
@@ -332,7 +332,7 @@ def migrate_command(
     state: StateOption = None,
 ) -> None:
     """Move a sandbox to another server and print its new id."""
-    token = token_in(target_token_file, "--target-token-file")
+    token = read_secret_file(target_token_file, "--target-token-file")
 
     async def work(found: Sandbox) -> str:
         from etude.sandbox.remote import RemoteBackend

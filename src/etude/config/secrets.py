@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
-
-from etude.errors import ConfigError
 
 
 def _names_a_place(source: str) -> str:
@@ -21,48 +17,3 @@ def _names_a_place(source: str) -> str:
 
 SecretSource = Annotated[str, AfterValidator(_names_a_place)]
 """`file:PATH` (which only its owner may read), `env:NAME` (a variable of the environment), or empty: none."""
-
-
-def read_secret(source: str, field: str) -> str | None:
-    """The secret, without the white space around it; None where `source` is empty.
-
-    `field`: what named it, for messages, in which the secret itself never stands. Raises ConfigError where
-    there is none, where it holds more than one word, or for a file that others may read.
-    """
-    if not source:
-        return None
-    kind, _, name = source.partition(":")
-    if kind not in ("file", "env") or not name:
-        # What was given may be the secret itself, which must not be in a message.
-        raise ConfigError(
-            "says neither file:PATH nor env:NAME",
-            field=field,
-            received=f"{len(source)} characters, not shown",
-            fix="name a file that holds the token alone, or a variable that is set to it",
-        )
-    text = read_private(Path(name), field) if kind == "file" else os.environ.get(name, "")
-    words = text.split()
-    if len(words) != 1:
-        raise ConfigError(
-            "there is no secret here" if not words else "holds more than one word",
-            field=field,
-            received=source,
-            fix="name a file that holds the token alone, or a variable that is set to it",
-        )
-    return words[0]
-
-
-def read_private(path: Path, field: str) -> str:
-    """The text of a file that only its owner may read. Raises ConfigError."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise ConfigError(
-            f"cannot be read: {reason}", field=field, received=str(path), fix="name another file"
-        ) from error
-    if mode & 0o077:
-        raise ConfigError("others may read it", field=field, received=str(path), fix=f"chmod 600 {path}")
-    return text

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from etude.config import SandboxConfig, SandboxServerConfig, ServersFile, load_section
-from etude.config.secrets import read_secret
 from etude.errors import ConfigError, EtudeError, ResourceError
+from etude.kit.secrets import read_secret
 from etude.sandbox.backends import open_backend
 from etude.sandbox.fleet.hosts import Policy
 from etude.sandbox.fleet.registry import FleetConfig

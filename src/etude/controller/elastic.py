@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from etude.config import ElasticConfig, RunConfig
-from etude.config.secrets import read_secret
 from etude.controller.borrowed_engine import BorrowedEngine, Needs
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal
 from etude.errors import ConfigError, EtudeError, UserError
+from etude.kit.secrets import read_secret
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 from etude.serving.client import Client

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from etude.agent.index.opening import check_run_index
 from etude.config import AgentConfig, RunConfig
-from etude.config.secrets import read_secret
 from etude.controller.agent.models import describe_unknown
 from etude.controller.arrangement import check_executor
 from etude.controller.backends import check_run_backend, open_run_backend
@@ -21,6 +20,7 @@ from etude.controller.planning import check_machine
 from etude.environment.origins import Origin, task_origin
 from etude.environment.rewards import check_reward
 from etude.inference.vllm import check_vllm
+from etude.kit.secrets import read_secret
 from etude.observe import Observer
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend

@@ -2,5 +2,6 @@
 
 `durable`: files and folders that are there whole or not at all. `leftovers`: what a killed process leaves
 behind. `journal`: checksummed lines. `retry`: trying again with pauses that grow. `git`: what git prints.
-`syntax`: trees of Python's. `tasks`: work that goes on beside its caller.
+`secrets`: what only its owner may read. `syntax`: trees of Python's. `tasks`: work that goes on beside its
+caller.
 """

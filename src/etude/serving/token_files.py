@@ -6,8 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
-from etude.config.secrets import read_private, read_secret
 from etude.errors import ConfigError
+from etude.kit.secrets import read_private, read_secret
 from etude.serving.listening import say
 
 _TOKEN_BYTES = 32

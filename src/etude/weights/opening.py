@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.config import WeightsConfig
-from etude.config.secrets import read_secret
+from etude.kit.secrets import read_secret
 from etude.records import WeightManifest
 from etude.weights.commits import COMMITS
 from etude.weights.folders import Folder, open_folder

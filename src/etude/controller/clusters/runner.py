@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from etude.config import ClustersConfig, RunConfig
-from etude.config.secrets import read_secret
 from etude.controller.clusters.board import Episode
 from etude.controller.clusters.control import Control, RunOffer
 from etude.controller.clusters.intake import Inbox
@@ -28,6 +27,7 @@ from etude.controller.engines import SampledModel
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.runners import Order, Player
 from etude.errors import ConfigError, PartLostError, StoreError
+from etude.kit.secrets import read_secret
 from etude.observe import MetricSink, Observer
 from etude.protocols import KvPolicy, Sampler, TokenTally, WeightSink
 from etude.records import (

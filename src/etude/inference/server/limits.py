@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from etude.config.secrets import read_private
 from etude.errors import ConfigError
 from etude.inference.server.errors import RateLimitError, RefusedKeyError
+from etude.kit.secrets import read_private
 from etude.serving.access import find_token
 from etude.tokens.chat.errors import BadRequestError
 
