@@ -15,7 +15,8 @@ INVALID_REQUEST = -32600
 
 
 class LineTransport:
-    """Implements the protocol library's `Transport` on two streams."""
+    """Implements the protocol library's `Transport` on two streams. That of the library (0.12) ends upon JSON
+    that is no object, and waits for ever for an editor that has gone without reading what was sent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
