@@ -22,6 +22,7 @@ from benchmarks.simulation.rollout import (
 from etude.agent import core_registry
 from etude.config import RunConfig
 from etude.controller.reinforcement import ReinforcementLoop, make_collector
+from etude.controller.stopping import StopSignal
 from etude.environment.episodes import Environment
 from etude.observe.metrics import MemorySink
 from etude.observe.observer import SilentObserver
@@ -67,15 +68,6 @@ class Outcome:
     """The run's metrics."""
 
 
-class _Endless:
-    """Implements Stop: never."""
-
-    elapsed_s = 0.0
-
-    def __bool__(self) -> bool:
-        return False
-
-
 @cache
 def renderer() -> Renderer:
     """Bytes and control tokens."""
@@ -109,7 +101,7 @@ async def _simulate(machine: Machine, config: RunConfig, directory: Path) -> Out
         MemoryBlobs(),
         metrics,
         SilentObserver(),
-        _Endless(),
+        StopSignal(SilentObserver()),
         clock=clock,
         overlap=config.rl.max_staleness > 0 and config.rl.overlap_publication,
     )

@@ -43,7 +43,7 @@ from etude.controller.local import LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
 from etude.controller.stopping import StopSignal
-from etude.controller.throughput import RunThroughput
+from etude.controller.throughput import Snapshot, throughput_figures
 from etude.inference.service import EngineService
 from etude.model import LanguageModel
 from etude.model.huggingface import load_model, save_model, to_huggingface
@@ -143,8 +143,8 @@ class Blocks:
     async def __call__(self, step: int) -> None:
         """Ends a block; see AfterStep."""
         wall_s = time.perf_counter() - self._began
-        self._throughput.end(self._parts, self._loop)
-        figures = self._throughput.to_json()
+        ended = Snapshot.of(self._parts, self._loop)
+        figures = throughput_figures(self._counted, ended, self._loop)
         collected = self.collector.last
         replayed, gaps = self._replay(collected)
         if self._warm:
@@ -162,8 +162,7 @@ class Blocks:
         use_sampling_threads(self._config)
         self._loop.times = LoopTimes()
         self.recorder.waves = []
-        self._throughput = RunThroughput()
-        self._throughput.begin(self._parts)
+        self._counted = Snapshot.of(self._parts, self._loop)
         self._steps = self._engine_steps()
         self._began = time.perf_counter()
 

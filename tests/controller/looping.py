@@ -81,7 +81,7 @@ class NotingSink:
 
 
 class StopAfter:
-    """Implements Stop: true once it was looked at so often."""
+    """Stands in for a StopSignal: true once it was looked at so often."""
 
     def __init__(self, looks: int = 1_000) -> None:
         self._looks = looks

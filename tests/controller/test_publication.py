@@ -115,8 +115,8 @@ class World:
         self.gate = NotingGate(self.trainer, **gate) if with_gate else None
         self.in_service: list[int] = []
         self.metrics, self.observer = MemorySink(), RecordingObserver()
-        self.spent: dict[str, float] = {"publish": 0.0, "parity": 0.0}
         clock = asyncio.get_running_loop().time
+        self.utilisation = Utilisation(clock, dict)
         self.publication = Publication(
             self.trainer,
             self.sink,
@@ -124,16 +124,12 @@ class World:
             self.in_service.append,
             self.metrics,
             self.observer,
-            Utilisation(clock, dict),
+            self.utilisation,
             "recompute",
-            self._spend,
             clock,
             clock,
             overlapped,
         )
-
-    def _spend(self, state: str, seconds: float) -> None:
-        self.spent[state] += seconds
 
     async def train(self, num_steps: int, train_s: float, collect_s: float = 0.0) -> float:
         """Steps as the loop takes them; virtual seconds."""
@@ -160,13 +156,13 @@ def test_steps_go_on_while_weights_travel() -> None:
         overlapped, in_turn = World(), World(overlapped=False)
         took = await overlapped.train(4, train_s=10.0)
         assert took == pytest.approx(5.0 + 4 * 10.0), "only the first publication is waited for"
+        assert overlapped.utilisation.total["publish"] == pytest.approx(5.0)
         await overlapped.publication.settle()
         assert overlapped.in_service == [0, 1, 2, 3, 4]
         assert overlapped.sink.served[2][1] == pytest.approx(5.0 + 20.0 + 5.0)
         assert await in_turn.train(4, train_s=10.0) == pytest.approx(5.0 + 4 * 15.0)
         assert in_turn.in_service == [0, 1, 2, 3, 4]
-        assert overlapped.spent["publish"] == pytest.approx(5.0)
-        assert in_turn.spent["publish"] == pytest.approx(25.0)
+        assert in_turn.utilisation.total["publish"] == pytest.approx(25.0)
 
     in_virtual_time(play)
 

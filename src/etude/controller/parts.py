@@ -21,15 +21,13 @@ from etude.inference.vllm import VllmSampler
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.records import PolicyVersion
-from etude.store.blobs import KeptBlobs, MemoryBlobs
+from etude.store.blobs import Blobs, open_blobs
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 from etude.weights import WeightPublisher, open_weights
 
 Service = EngineService | VllmSampler | EngineFleet
 """A Sampler and a WeightSink."""
-Blobs = MemoryBlobs | KeptBlobs
-"""Where expert routes are until they are trained on, or for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +83,6 @@ async def open_parts(
             yield Parts(renderer, blobs, weights, service, environment)
     finally:
         await backend.close()
-
-
-def open_blobs(routes: Path | None) -> Blobs:
-    """Keeps expert routes in that directory for good, or in memory until they are trained on."""
-    return MemoryBlobs() if routes is None else KeptBlobs(routes)
 
 
 @contextlib.asynccontextmanager

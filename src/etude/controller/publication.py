@@ -28,8 +28,6 @@ from etude.records import PolicyVersion, WeightManifest
 T = TypeVar("T")
 InService = Callable[[int], None]
 """Told the step of the weights that sample from now on."""
-Spent = Callable[[str, float], None]
-"""Told wall seconds of the trainer, spent on `publish` or `parity`."""
 
 PARITY_KIND = "parity"
 KIND = "publication"
@@ -60,7 +58,6 @@ class Publication:
         observer: Observer,
         utilisation: Utilisation,
         kv: KvPolicy,
-        spent: Spent,
         wall_s: Callable[[], float],
         clock: Callable[[], float],
         overlap: bool,
@@ -72,7 +69,7 @@ class Publication:
         self._in_service = in_service
         self._metrics, self._observer, self._utilisation = metrics, observer, utilisation
         self._kv: KvPolicy = kv
-        self._spent, self._wall_s, self._clock = spent, wall_s, clock
+        self._wall_s, self._clock = wall_s, clock
         self._overlaps = overlap
         self._task: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
@@ -94,10 +91,9 @@ class Publication:
 
         Raises ParityError where weights do not pass the gate, and what fails for good.
         """
-        began = self._clock()
         self._utilisation.enter("publish")
         if not self._overlaps:
-            await self._publish_in_turn(began)
+            await self._publish_in_turn()
             return
         await self._finish()
         if self._served is None or self._served.step != step:  # else a second attempt has covered it
@@ -109,7 +105,6 @@ class Publication:
                 await self._finish()
         if self._unmeasured >= _MOST_UNMEASURED:
             await self.settle()
-        self._spent("publish", self._clock() - began)
 
     async def settle(self) -> None:
         """Returns once the newest weights are in service and have passed the gate. Raises what `publish`
@@ -163,14 +158,11 @@ class Publication:
         self._travel_s, self._failed, self._missed = 0.0, 0, 0
         return taken
 
-    async def _publish_in_turn(self, began: float) -> None:
+    async def _publish_in_turn(self) -> None:
         version = await self._publish()
-        served = self._clock()
-        self._spent("publish", served - began)
         if self._gate is not None:
             self._utilisation.enter("parity")
             await self._pass_gate(self._gate, version)
-            self._spent("parity", self._clock() - served)
         self._in_service(version.step)
 
     async def _finish(self) -> None:
@@ -225,7 +217,7 @@ class Publication:
 
     async def _measure(self, gate: ParityGate, version: PolicyVersion) -> None:
         """Has the gate look while nobody changes the trainer's weights."""
-        began, before = self._clock(), self._utilisation.state
+        before = self._utilisation.state
         async with self._trainer_held:
             self._utilisation.enter("parity")
             try:
@@ -233,7 +225,6 @@ class Publication:
             finally:
                 self._utilisation.enter(before)
         self._unmeasured = 0
-        self._spent("parity", self._clock() - began)
 
     async def _pass_gate(self, gate: ParityGate, version: PolicyVersion) -> None:
         figures = await gate.measure(version)

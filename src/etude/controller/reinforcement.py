@@ -17,20 +17,22 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from etude.config import RewardConfig, RunConfig
 from etude.controller.parity import ParityGate
 from etude.controller.publication import Publication
+from etude.controller.stopping import StopSignal
 from etude.controller.utilisation import Utilisation
 from etude.environment.runners import Player
 from etude.evaluation.suite import check_infrastructure
 from etude.observe import MetricSink, Observer, shares_by_cause, summarize_behaviour, summarize_voided
 from etude.protocols import Handle, KvPolicy, Sampler, Trainer, WeightSink
-from etude.records import BlobRef, Group, Trajectory
+from etude.records import Group, Trajectory
 from etude.rollout import Collected, Collector, ContinuousCollector, GroupCollector
 from etude.rollout.curriculum import CollectorState, TaskSource
 from etude.rollout.pricing import measure_price
+from etude.store.blobs import Blobs
 from etude.store.trajectories import TrajectoryLog
 
 KIND = "rl"
@@ -45,21 +47,6 @@ PartSeconds = Callable[[], Mapping[str, float]]
 """Seconds that parts have spent since they were made, by what they did."""
 AfterStep = Callable[[int], Awaitable[None]]
 """Called with the number of steps taken, after the new weights are in service."""
-
-
-class BlobDiscarder(Protocol):
-    """Lets go of routes once they are trained on."""
-
-    def discard(self, ref: BlobRef) -> None: ...
-
-
-class Stop(Protocol):
-    """Looked at between two steps."""
-
-    def __bool__(self) -> bool: ...
-
-    @property
-    def elapsed_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +69,6 @@ class LoopTimes:
     rollout_s: float = 0.0
     """In which sessions ran."""
     train_s: float = 0.0
-    publish_s: float = 0.0
-    """For which the trainer was held by it."""
-    parity_s: float = 0.0
     train_tokens: float = 0.0
 
 
@@ -97,10 +81,10 @@ class ReinforcementLoop:
         sink: WeightSink,
         collector: Collector,
         log: TrajectoryLog,
-        blobs: BlobDiscarder,
+        blobs: Blobs,
         metrics: MetricSink,
         observer: Observer,
-        stop: Stop,
+        stop: StopSignal,
         gate: ParityGate | None = None,
         kv: KvPolicy = "recompute",
         part_seconds: PartSeconds = dict,
@@ -143,7 +127,6 @@ class ReinforcementLoop:
             observer,
             self.utilisation,
             kv,
-            self._spend,
             lambda: stop.elapsed_s,
             clock,
             overlap,
@@ -242,12 +225,6 @@ class ReinforcementLoop:
         values = {"validation_pass_rate": pass_rate, "validation_price": price, "price_weight": state.weight}
         self._metrics.write(PRICE_KIND, step, {**values, "wall_s": self._stop.elapsed_s})
 
-    def _spend(self, state: str, seconds: float) -> None:
-        if state == "publish":
-            self.times.publish_s += seconds
-        else:
-            self.times.parity_s += seconds
-
     def _account(self, batch: Batch, trained: Mapping[str, float]) -> None:
         self.times.rollout_s += batch.rollout_s
         self.times.train_s += trained["train_s"]
@@ -316,7 +293,7 @@ def overlaps_publication(config: RunConfig) -> bool:
     return config.is_apart and config.rl.max_staleness > 0 and config.rl.overlap_publication
 
 
-def _discard_routes(blobs: BlobDiscarder, trajectories: Sequence[Trajectory]) -> None:
+def _discard_routes(blobs: Blobs, trajectories: Sequence[Trajectory]) -> None:
     for trajectory in trajectories:
         for segment in trajectory.segments:
             if segment.routes is not None:

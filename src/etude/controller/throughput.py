@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,36 +16,29 @@ from etude.inference import EngineCounters, ServiceTimes, StepSums
 
 
 @dataclass(frozen=True, slots=True)
-class _Snapshot:
+class Snapshot:
+    """What has been counted so far."""
+
     counters: EngineCounters
     service: ServiceTimes
     environment: EnvironmentTimes
+    trainer: Mapping[str, float]
+    """Seconds by state."""
+
+    @classmethod
+    def of(cls, parts: Parts, loop: ReinforcementLoop) -> Snapshot:
+        """As it is now."""
+        service, environment = parts.service, copy.copy(parts.environment.times)
+        counters, times = copy.copy(service.counters), copy.deepcopy(service.times)
+        return cls(counters, times, environment, loop.utilisation.total)
 
 
-class RunThroughput:
-    """Measures the RL stage of one sitting, between `begin` and `end`."""
-
-    def __init__(self) -> None:
-        self._figures: dict[str, float] = {}
-        self._began: _Snapshot | None = None
-
-    def begin(self, parts: Parts) -> None:
-        """Starts counting."""
-        self._began = _snapshot(parts)
-
-    def end(self, parts: Parts, loop: ReinforcementLoop) -> None:
-        """Stops counting."""
-        assert self._began is not None
-        began, ended = self._began, _snapshot(parts)
-        self._figures = _common_figures(began, ended, loop.times)
-        self._figures["trainer_busy_share"] = loop.utilisation.busy_share
-        self._figures |= _token_figures(began.counters, ended.counters, loop.times)
-        if ended.counters.steps:
-            self._figures |= _step_figures(began, ended, loop.times)
-
-    def to_json(self) -> dict[str, float]:
-        """Tokens, seconds and tokens per second; empty before `end`."""
-        return dict(self._figures)
+def throughput_figures(began: Snapshot, ended: Snapshot, loop: ReinforcementLoop) -> dict[str, float]:
+    """Tokens, seconds and tokens per second of the RL stage of one sitting."""
+    figures = _common_figures(began, ended, loop.times)
+    figures["trainer_busy_share"] = loop.utilisation.busy_share
+    figures |= _token_figures(began.counters, ended.counters, loop.times)
+    return figures | (_step_figures(began, ended, loop.times) if ended.counters.steps else {})
 
 
 def part_seconds(parts: Parts) -> dict[str, float]:
@@ -64,22 +58,15 @@ def part_seconds(parts: Parts) -> dict[str, float]:
     return seconds
 
 
-def _snapshot(parts: Parts) -> _Snapshot:
-    service = parts.service
-    return _Snapshot(
-        copy.copy(service.counters), copy.deepcopy(service.times), copy.copy(parts.environment.times)
-    )
-
-
-def _common_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
+def _common_figures(began: Snapshot, ended: Snapshot, loop: LoopTimes) -> dict[str, float]:
+    spent = {f"{s}_s": ended.trainer.get(s, 0.0) - began.trainer.get(s, 0.0) for s in ("publish", "parity")}
     return {
         "training_tokens_per_s": loop.train_tokens / loop.train_s if loop.train_s else 0.0,
         "training_tokens": loop.train_tokens,
         "elapsed_s": loop.elapsed_s,
         "rollout_s": loop.rollout_s,
         "train_s": loop.train_s,
-        "publish_s": loop.publish_s,
-        "parity_s": loop.parity_s,
+        **spent,
         "episodes": float(ended.environment.num_episodes - began.environment.num_episodes),
     }
 
@@ -95,7 +82,7 @@ def _token_figures(began: EngineCounters, ended: EngineCounters, loop: LoopTimes
     }
 
 
-def _step_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
+def _step_figures(began: Snapshot, ended: Snapshot, loop: LoopTimes) -> dict[str, float]:
     """Rates in tokens per second of the time that our engine was at it.
 
     A step that prefills also decodes: `split_step_times` shares its time out.

@@ -47,7 +47,7 @@ from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
-from etude.controller.throughput import RunThroughput, part_seconds
+from etude.controller.throughput import Snapshot, part_seconds, throughput_figures
 from etude.controller.training_part import TrainingPaths
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
@@ -146,7 +146,6 @@ class _Run:
         self.log = TrajectoryLog(run.trajectories)
         self.executor: Executor | None = None
         """Starts the parts of a run that has them apart."""
-        self.throughput = RunThroughput()
         self.family = open_family(config, observer)
 
     def go(self) -> dict[str, Any]:
@@ -362,19 +361,18 @@ class _Run:
         self.report["rl_sessions"] = loop.sessions
         saver = _Saver(self, trainer, loop)
         self.observer.stage_begins(LEARNING, config.rl.num_steps)
-        before = self.stop.elapsed_s
-        self.throughput.begin(parts)
+        before, began = self.stop.elapsed_s, Snapshot.of(parts, loop)
         taken = await self._take_steps(loop, saver, beside)
         await saver.save()
         await trainer.call("flush")
-        self.throughput.end(parts, loop)
+        throughput = throughput_figures(began, Snapshot.of(parts, loop), loop)
         add_stage_time(self.report, "rl_s", self.stop.elapsed_s - before)
         self.observer.stage_ends()
         self.report["rl_steps"] = taken
         self.report["tasks_exhausted"] = loop.exhausted
         is_short = taken < config.rl.num_steps and not loop.exhausted
         if taken > loop.first_step or "throughput" not in self.report:
-            self.report["throughput"] = self.throughput.to_json()
+            self.report["throughput"] = throughput
         self.run.keep_report(self.report)
         if self.stop.interrupted and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")

@@ -13,8 +13,7 @@ class Utilisation:
 
     def __init__(self, clock: Callable[[], float], parts: Callable[[], Mapping[str, float]]) -> None:
         """`clock`: seconds. `parts`: what other parts have spent so far, by name."""
-        self.total: dict[str, float] = {}
-        """Seconds of the trainer so far, by state."""
+        self._total: dict[str, float] = {}
         self._clock = clock
         self._parts = parts
         self._state = ""
@@ -32,20 +31,26 @@ class Utilisation:
         `save`."""
         now_s = self._clock()
         if self._state:
-            self.total[self._state] = self.total.get(self._state, 0.0) + now_s - self._since_s
+            self._total[self._state] = self._total.get(self._state, 0.0) + now_s - self._since_s
         self._state, self._since_s = state, now_s
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Seconds of the trainer so far, by state."""
+        self.enter(self._state)
+        return dict(self._total)
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call: `trainer_<state>_s`, and `<name>` of other parts."""
-        self.enter(self._state)
-        parts = dict(self._parts())
-        figures = {f"trainer_{s}_s": v - self._taken.get(s, 0.0) for s, v in self.total.items()}
+        total, parts = self.total, dict(self._parts())
+        figures = {f"trainer_{s}_s": v - self._taken.get(s, 0.0) for s, v in total.items()}
         figures |= {name: value - self._parts_taken.get(name, 0.0) for name, value in parts.items()}
-        self._taken, self._parts_taken = dict(self.total), parts
+        self._taken, self._parts_taken = total, parts
         return figures
 
     @property
     def busy_share(self) -> float:
         """The part of its time in which the trainer trained or published."""
-        whole = sum(self.total.values())
-        return sum(v for state, v in self.total.items() if state in WORK) / whole if whole else 0.0
+        total = self.total
+        whole = sum(total.values())
+        return sum(v for state, v in total.items() if state in WORK) / whole if whole else 0.0

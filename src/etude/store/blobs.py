@@ -114,6 +114,15 @@ class KeptBlobs(FileBlobs):
         """Keeps the array: whoever trains on the run's trajectories later needs it."""
 
 
+Blobs = MemoryBlobs | KeptBlobs
+"""Where a run's expert routes are until they are trained on, or for good."""
+
+
+def open_blobs(routes: Path | None) -> Blobs:
+    """Keeps expert routes in that directory for good, or in memory until they are trained on."""
+    return MemoryBlobs() if routes is None else KeptBlobs(routes)
+
+
 def _portable(array: NDArray[Any]) -> NDArray[Any]:
     """The array in little-endian order. Raises StoreError for anything but numbers and booleans."""
     if array.dtype.kind not in "biufc":

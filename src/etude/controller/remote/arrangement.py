@@ -36,7 +36,7 @@ from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import ElasticPool
 from etude.controller.engines import SampledModel
 from etude.controller.harness import open_environment
-from etude.controller.parts import Blobs, Parts, open_blobs
+from etude.controller.parts import Parts
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.episodes import RemoteEpisodes
 from etude.controller.remote.evaluation import EvaluationBeside, EvaluationPart
@@ -54,6 +54,7 @@ from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.observe.workers import WorkerFiles
 from etude.protocols import Executor, Handle, Resources
+from etude.store.blobs import Blobs, open_blobs
 from etude.tokens.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
