@@ -20,7 +20,7 @@ from etude.config import RunConfig, load_config
 from etude.config.images import ImagesConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.task_making import make_task_set
-from etude.controller.task_sets import CheckedTask, check_task_set, run_interruptibly
+from etude.controller.task_sets import CheckedTask, check_task_set
 from etude.environment.grading import allowed_changes
 from etude.environment.making.pipeline import STATE, MakeSettings
 from etude.environment.making.projects import Project, read_project, read_text
@@ -100,7 +100,7 @@ def measure_project(name: str, work: Path, budget: Budget) -> tuple[dict[str, fl
     began = time.monotonic()
     checked = check_task_set(again, "--work", config) if report.written else []
     verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
-    stolen = run_interruptibly(_steal_all(verified, project, config))
+    stolen = asyncio.run(_steal_all(verified, project, config))
     leaked = find_leaking(verified, project, folder / "tasks")
     found = _figures(report, checked, stolen, leaked)
     found |= {"make_s": made_s, "again_s": time.monotonic() - began}

@@ -34,7 +34,7 @@ def stored(tmp_path: Path, summaries: bool = False) -> Stored:
 
 def scripted(tmp_path: Path, one: Stored, turn: int, messages: list) -> Fork:
     choice = ModelChoice(script=str(write_script(tmp_path / "script.json", messages)))
-    return Fork(turn, choice, backend="unisolated")
+    return Fork(turn, choice, find_task(one), backend="unisolated")
 
 
 def test_the_tokenizer_lies_where_training_puts_it() -> None:
@@ -75,8 +75,9 @@ def test_a_harbor_directory_is_taken_where_there_is_no_run(tmp_path: Path) -> No
     with pytest.raises(TaskError, match="nobody knows"):
         find_task(alone)
     write_harbor(find_task(one), tmp_path / "task")
-    assert find_task(alone, tmp_path / "task").id == one.trajectory.id.task
-    replay = asyncio.run(replay_stored(alone, tmp_path / "task", "unisolated"))
+    task = find_task(alone, tmp_path / "task")
+    assert task.id == one.trajectory.id.task
+    replay = asyncio.run(replay_stored(alone, task, "unisolated"))
     assert replay.equal
     assert replay.num_calls == 6
 
@@ -85,7 +86,7 @@ def test_a_harbor_directory_is_taken_where_there_is_no_run(tmp_path: Path) -> No
 def test_a_stored_trajectory_is_replayed(tmp_path: Path, summaries: bool) -> None:
     one = stored(tmp_path, summaries)
     assert (len(one.trajectory.segments) > 1) == summaries
-    replay = asyncio.run(replay_stored(one, None, "unisolated"))
+    replay = asyncio.run(replay_stored(one, find_task(one), "unisolated"))
     assert replay.equal
     assert replay.notes == []
     assert replay.num_calls == 6
@@ -95,7 +96,7 @@ def test_a_turn_that_there_was_not_is_refused(tmp_path: Path) -> None:
     one = stored(tmp_path)
     for turn in (0, 6):
         with pytest.raises(ConfigError, match="no such turn"):
-            asyncio.run(replay_stored(one, None, "unisolated", turn))
+            asyncio.run(replay_stored(one, find_task(one), "unisolated", turn))
 
 
 def test_another_tokenizer_makes_no_session(tmp_path: Path) -> None:

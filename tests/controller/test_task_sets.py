@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -301,8 +300,7 @@ def test_an_interrupt_ends_a_check_at_once(tmp_path: Path, monkeypatch: pytest.M
 
     async def check(*_: Any) -> list[TaskReport]:
         try:
-            await asyncio.sleep(0.3)  # the other thread waits by then
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             await asyncio.sleep(20)
             return []
         except asyncio.CancelledError:

@@ -46,10 +46,10 @@ def replay_command(
     """
     (found,) = find(words, 1)
     # Heavy: torch comes with it.
-    from etude.controller.replaying import Stored, replay_stored
+    from etude.controller.replaying import Stored, find_task, replay_stored
 
     stored = Stored(found.trajectory, found.run)
-    replay = asyncio.run(replay_stored(stored, task, backend, turn))
+    replay = asyncio.run(replay_stored(stored, find_task(stored, task), backend, turn))
     if as_json:
         print_json({"id": str(found.trajectory.id), **replay_document(replay)})
     else:
@@ -80,10 +80,10 @@ def fork_command(
     (found,) = find(words, 1)
     # Heavy: torch comes with it.
     from etude.controller.forking import Fork, go_on, hand_over
-    from etude.controller.replaying import Stored
+    from etude.controller.replaying import Stored, find_task
 
-    stored = Stored(found.trajectory, found.run)
-    fork = Fork(turn, _choice(found, run, script, temperature), task, backend, seed, temperature)
+    stored, choice = Stored(found.trajectory, found.run), _choice(found, run, script, temperature)
+    fork = Fork(turn, choice, find_task(stored, task), backend, seed, temperature)
     if into is not None:
         handed = asyncio.run(hand_over(stored, fork, into))
         if as_json:

@@ -9,6 +9,7 @@ defined here.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import math
@@ -188,9 +189,8 @@ class DirectoryTasks:
     def sessions(self, count: int, observer: Observer) -> list[ScriptedSession]:
         """See TaskFamily: sessions that solve tasks which are trained on, as their reference solutions do."""
         from etude.controller.references import play_references
-        from etude.controller.task_sets import run_interruptibly
 
-        return run_interruptibly(play_references(self._tasks["train"], count, self._config, observer))
+        return asyncio.run(play_references(self._tasks["train"], count, self._config, observer))
 
 
 def _by_split(tasks: Sequence[Task]) -> dict[str, list[Task]]:

@@ -6,7 +6,6 @@ trajectory --tell--> session after turn N --+--> sampled on with a model, graded
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from etude.agent import AgentSession, JournaledSession, run_session
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
-from etude.controller.replaying import Stored, check_turn, find_task, open_world, recorded_session
+from etude.controller.replaying import Stored, check_turn, open_world, recorded_session
 from etude.environment.fork_groups import renamed
 from etude.environment.replay import Replay, Replayer, check_tellable, tell
 from etude.environment.sessions import EnvironmentSession
@@ -32,7 +31,8 @@ class Fork:
 
     turn: int
     choice: ModelChoice
-    task_directory: Path | None = None
+    task: Task
+    """Of the trajectory: see `find_task`."""
     backend: str | None = None
     seed: int = 1
     """Of the noise with which it is sampled on."""
@@ -56,12 +56,12 @@ async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
     Raises ConfigError for a turn after which nothing came, UserError for a trajectory that no session can be
     made of, InfrastructureError.
     """
-    task = _check(stored, fork)
+    _check(stored, fork)
     async with (
         open_policy(fork.choice, True) as policy,
-        open_world(stored, task, fork.backend, policy.registry) as world,
+        open_world(stored, fork.task, fork.backend, policy.registry) as world,
     ):
-        session = recorded_session(stored, task, policy.renderer)
+        session = recorded_session(stored, fork.task, policy.renderer)
         replay = await _tell(stored, fork, session, world, None)
         if fork.temperature is not None:
             session.params = replace(session.params, temperature=fork.temperature)
@@ -95,9 +95,9 @@ async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
 
     The directory must not exist, or be empty. Raises as `go_on`; then nothing is left behind.
     """
-    task = _check(stored, fork)
+    _check(stored, fork)
     directory = _checked_directory(directory)
-    choice = fork.choice.to_dict()
+    task, choice = fork.task, fork.choice.to_dict()
     folder: SessionFolder | None = None
     try:
         async with (
@@ -114,7 +114,7 @@ async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
             files = await _files(world, task)
         folder.update(test_paths=tuple(task.test_paths))
         folder.add_prompt(task.instruction, 0)
-        await _write_whole(directory, files)
+        _write(directory, files)
     except BaseException:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -124,11 +124,10 @@ async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
     return HandedOver(folder.meta.id, directory, replay)
 
 
-def _check(stored: Stored, fork: Fork) -> Task:
+def _check(stored: Stored, fork: Fork) -> None:
     """Looks at everything that can be looked at before anything is made."""
     check_turn(stored.trajectory, fork.turn, first=0)
     check_tellable(stored.trajectory, fork.turn)
-    return find_task(stored, fork.task_directory)
 
 
 async def _tell(
@@ -185,19 +184,6 @@ async def _files(world: EnvironmentSession, task: Task) -> dict[str, bytes]:
         elif "__pycache__" not in path.split("/"):
             files[path] = data
     return files
-
-
-async def _write_whole(directory: Path, files: Mapping[str, bytes]) -> None:
-    """As `_write`; if it is cancelled the directory is not there."""
-    writing = asyncio.ensure_future(asyncio.to_thread(_write, directory, files))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        # A thread cannot be stopped: it is waited for, and undone.
-        await asyncio.wait([writing])
-        if writing.exception() is None:
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
 
 
 def _write(directory: Path, files: Mapping[str, bytes]) -> None:

@@ -8,7 +8,6 @@ Only sessions that pass are kept; their outputs are those that an agent would ha
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from etude.environment.scripts import run_solution
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, TaskError
-from etude.kit.tasks import end_tasks
+from etude.kit.tasks import gather_bounded
 from etude.observe import Observer
 from etude.records import Task, ToolCall
 
@@ -78,27 +77,24 @@ async def play_references(
     """
     backend, limits = open_run_backend(config.sandbox), EpisodeLimits.from_config(config)
     site = Site(backend, Grader(backend, limits.sandbox), agent_registry(config.agent), limits.tools)
-    reasons, sessions, places = Counter[str](), list[ScriptedSession](), asyncio.Semaphore(_AT_ONCE)
+    reasons, sessions = Counter[str](), list[ScriptedSession]()
 
     async def play(task: Task) -> ScriptedSession | None:
-        async with places:
-            if len(sessions) >= count:
-                return None
-            try:
-                found = await _play(task, site, limits)
-            except (_UnplayableError, TaskError, AgentError) as error:
-                reasons[str(error)] += 1
-                return None
-            sessions.append(found)
-            observer.stage_advances(len(sessions), {})
-            return found
+        if len(sessions) >= count:
+            return None
+        try:
+            found = await _play(task, site, limits)
+        except (_UnplayableError, TaskError, AgentError) as error:
+            reasons[str(error)] += 1
+            return None
+        sessions.append(found)
+        observer.stage_advances(len(sessions), {})
+        return found
 
     observer.stage_begins("reference sessions", min(count, len(tasks)), "session")
-    playing = [asyncio.create_task(play(task)) for task in tasks]
     try:
-        played = await asyncio.gather(*playing)
+        played = await gather_bounded(play, tasks, _AT_ONCE)
     finally:
-        await end_tasks(*playing)
         observer.stage_ends()
         await backend.close()
     for reason, number in reasons.most_common():

@@ -67,7 +67,8 @@ def check_turn(trajectory: Trajectory, turn: int, first: int = 1) -> None:
 
 
 def find_task(stored: Stored, directory: Path | None = None) -> Task:
-    """The task of a trajectory: of a Harbor directory, or made again as its run made it.
+    """The task of a trajectory: of a Harbor directory, or made again as its run made it. Not within an event
+    loop.
 
     Raises TaskError where it cannot be made, or is not what it was.
     """
@@ -168,16 +169,13 @@ async def open_world(
         await asyncio.shield(opened.close())
 
 
-async def replay_stored(
-    stored: Stored, task_directory: Path | None, backend: str | None, turns: int | None = None
-) -> Replay:
-    """Makes the calls of a trajectory again in a fresh sandbox, up to turn `turns`.
+async def replay_stored(stored: Stored, task: Task, backend: str | None, turns: int | None = None) -> Replay:
+    """Makes the calls of a trajectory again in a fresh sandbox of its task, up to turn `turns`.
 
-    Raises TaskError for a task that cannot be had, SandboxError if the sandbox failed.
+    Raises ConfigError for a turn that there was not, SandboxError if the sandbox failed.
     """
     if turns is not None:
         check_turn(stored.trajectory, turns)
-    task = find_task(stored, task_directory)
     registry, tokenizer = full_registry(), None
     if stored.run is not None:
         registry, tokenizer = core_registry(), run_tokenizer(stored.run)

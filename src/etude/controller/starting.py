@@ -92,11 +92,13 @@ def settle_servers(
     unknown = [one for one in agent.mcp.values() if not one.described]
     if not unknown:
         return agent
+    in_sandbox = any(one.is_in_sandbox for one in unknown)
+    task = find_task() if in_sandbox else None
 
     async def ask() -> AgentConfig:
-        if not any(one.is_in_sandbox for one in unknown):
+        if not in_sandbox:
             return agent.model_copy(update={"mcp": await describe_unknown(agent.mcp)})
-        backend, task = open_backend(), find_task()
+        backend = open_backend()
         try:
             sandbox = await _origin_of(task).make(backend)
             return agent.model_copy(update={"mcp": await describe_unknown(agent.mcp, sandbox)})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.task_sets import TaskChecks, run_interruptibly
+from etude.controller.task_sets import TaskChecks
 from etude.environment.checking import TaskReport
 from etude.environment.making.history import find_past
 from etude.environment.making.importing import ImportReport, import_rows
@@ -26,7 +27,7 @@ def import_task_set(
 ) -> ImportReport:
     """Makes tasks of rows of solved issues. Raises as `import_rows`."""
     store = ImageStore(default_state_directory() / IMAGES)
-    return run_interruptibly(import_rows(rows, repositories, out, store, config.images.bases, image))
+    return asyncio.run(import_rows(rows, repositories, out, store, config.images.bases, image))
 
 
 def make_task_set(
@@ -63,4 +64,4 @@ def make_task_set(
         finally:
             await backend.close()
 
-    return run_interruptibly(make())
+    return asyncio.run(make())

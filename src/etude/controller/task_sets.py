@@ -11,17 +11,14 @@ be why.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from etude import __version__
 from etude.config import RunConfig
@@ -45,8 +42,6 @@ from etude.tasks.making.selection import NOT_CALIBRATED
 
 if TYPE_CHECKING:
     from etude.environment.task_images import TaskImages
-
-Done = TypeVar("Done")
 
 _NAMED = 5
 
@@ -82,7 +77,7 @@ def check_task_set(
     Raises TaskError where there is none, or if two have one id; what is wrong with a task stands in its
     report.
     """
-    return run_interruptibly(_check(directory, field, config, observer or SilentObserver(), only or {}))
+    return asyncio.run(_check(directory, field, config, observer or SilentObserver(), only or {}))
 
 
 def load_task_set(
@@ -152,7 +147,7 @@ def read_with_images(directories: Sequence[Path], backend: str, host_env: Sequen
     async def read() -> list[Task]:
         return [await images.find(read_harbor(directory, host_env)) for directory in directories]
 
-    return run_interruptibly(read())
+    return asyncio.run(read())
 
 
 def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImages:
@@ -160,29 +155,6 @@ def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImag
     from etude.environment.task_images import TaskImages
 
     return TaskImages(backend, settings)
-
-
-def run_interruptibly(work: Coroutine[Any, Any, Done]) -> Done:
-    """Runs something to its end, also where an event loop waits for its caller. An interrupt cancels it."""
-    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Done]]] = []
-    interrupted = threading.Event()
-
-    async def run() -> Done:
-        working = asyncio.ensure_future(work)
-        begun.append((asyncio.get_running_loop(), working))
-        if interrupted.is_set():
-            working.cancel()
-        return await working
-
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            return pool.submit(asyncio.run, run()).result()
-        except BaseException:
-            interrupted.set()
-            for loop, working in begun:
-                with contextlib.suppress(RuntimeError):  # it failed by itself, and its loop is closed
-                    loop.call_soon_threadsafe(working.cancel)
-            raise
 
 
 class TaskChecks:
