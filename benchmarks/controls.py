@@ -37,9 +37,9 @@ from controls_recipes import (
 )
 from controls_statistics import figures_of, share_solved, table_of
 
+from etude.controller.evaluate import MIDTRAINED
 from etude.controller.evaluation import EvaluationRequest, evaluate
 from etude.controller.families import open_family
-from etude.controller.train import MIDTRAINED
 from etude.observe import SilentObserver, commit, describe_machine
 
 RESULTS = Path(__file__).parent / "results" / "controls.json"

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from etude.config import EvaluationConfig, RunConfig, load_config
-from etude.controller.train import FINAL, MIDTRAINED, train
+from etude.controller.evaluate import FINAL, MIDTRAINED
+from etude.controller.train import train
 from etude.model.huggingface import load_model
 from etude.observe import RunDirectory, SilentObserver
 from etude.records import Group

@@ -14,7 +14,7 @@ from typing import Any
 from common import Figures
 from controls_recipes import CONTROLS, RL, Recipe
 
-from etude.controller.train import MIDTRAINED
+from etude.controller.evaluate import MIDTRAINED
 from etude.evaluation.comparison import bootstrap_interval
 from etude.evaluation.results import markdown_table
 

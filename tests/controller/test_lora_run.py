@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.controller.train import ADAPTER, FINAL, LATEST
+from etude.controller.evaluate import FINAL
+from etude.controller.train import ADAPTER, LATEST
 from etude.model import LanguageModel, build_model
 from etude.model.loading import load_any_model
 from etude.model.lora import Factors

@@ -5,12 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.controller import train
 from etude.controller.agent.folders import list_sessions, sessions_directory
 from etude.controller.agent.models import ModelChoice
 from etude.controller.forking import Fork, go_on, hand_over
 from etude.controller.replaying import Stored, find_task, recorded_session, replay_stored
-from etude.controller.tokenizers import RUN_TOKENIZER
 from etude.errors import ConfigError, TaskError, UserError
 from etude.records import Status, ToolCall, Trajectory, TrajectoryId
 from etude.store import TrajectoryLog
@@ -35,10 +33,6 @@ def stored(tmp_path: Path, summaries: bool = False) -> Stored:
 def scripted(tmp_path: Path, one: Stored, turn: int, messages: list) -> Fork:
     choice = ModelChoice(script=str(write_script(tmp_path / "script.json", messages)))
     return Fork(turn, choice, find_task(one), backend="unisolated")
-
-
-def test_the_tokenizer_lies_where_training_puts_it() -> None:
-    assert RUN_TOKENIZER == train.TOKENIZER
 
 
 def test_a_task_is_made_again_from_the_run(tmp_path: Path) -> None:

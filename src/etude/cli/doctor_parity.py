@@ -12,7 +12,7 @@ from rich.text import Text
 from etude.cli.output import output_console, print_json, print_table
 from etude.cli.serving_options import CacheDtypeOption, KernelsOption, NumberFormat, WeightDtypeOption
 from etude.config import parse_config
-from etude.errors import CheckpointError, UserError
+from etude.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from etude.controller.parity_report import ParityReport
     from etude.model.loading import AnyModel
-    from etude.tokens.tokenizer import Tokenizer
 
 EXIT_APART = 1
 
@@ -85,10 +84,11 @@ def _read(
     directory: Path, text: Path | None, num_sequences: int, num_tokens: int, seed: int
 ) -> tuple[AnyModel, list[NDArray[np.int32]]]:
     """The model, and prompts of at most half a sequence. Raises CheckpointError, UserError."""
+    from etude.controller.evaluate import load_any
     from etude.controller.parity_report import random_prompts, text_prompts
     from etude.model import LanguageModel
 
-    tokenizer, model = _load(directory, needs_tokenizer=text is not None)
+    tokenizer, model = load_any(directory, "CHECKPOINT", with_tokenizer=text is not None)
     longest = model.config.max_positions if isinstance(model, LanguageModel) else model.max_positions
     if num_tokens >= longest:
         raise UserError(
@@ -104,26 +104,6 @@ def _read(
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field="--text", received=str(text)) from error
     return model, text_prompts(given, num_sequences, num_tokens // 2)
-
-
-def _load(directory: Path, *, needs_tokenizer: bool) -> tuple[Tokenizer | None, AnyModel]:
-    """Of a checkpoint directory, or of the last checkpoint of a run."""
-    if (directory / "config.json").is_file():
-        from etude.model.loading import load_any_model
-        from etude.tokens.tokenizer import Tokenizer
-
-        return Tokenizer.load(directory) if needs_tokenizer else None, load_any_model(directory)
-    if (directory / "config.toml").is_file():
-        from etude.controller.evaluate import load_policy
-        from etude.observe import RunDirectory
-
-        return load_policy(RunDirectory.open(directory), None)
-    raise CheckpointError(
-        "is not a model directory: it has neither config.json nor a run's config.toml",
-        field="CHECKPOINT",
-        received=str(directory),
-        fix="name a Hugging Face checkpoint directory, or a run directory",
-    )
 
 
 def _print(report: ParityReport, limit: float, *, exact: bool, passed: bool) -> None:

@@ -60,9 +60,10 @@ def open_checkpoint(
 
     Raises CheckpointError, RunDirectoryError, ConfigError.
     """
+    from etude.controller.evaluate import load_own
     from etude.inference.server import ServedModel
 
-    tokenizer, weights, checkpoint = _read(directory)
+    tokenizer, weights = load_own(directory, "MODEL")
     grammar, template = speech
     shelf = None
     if template != "none":
@@ -77,7 +78,7 @@ def open_checkpoint(
             received=max_context,
             fix=f"{longest}",
         )
-    ends = _end_tokens(checkpoint, tokenizer)
+    ends = _end_tokens(directory, tokenizer)
     if shelf is not None:
         from etude.tokens.chat.messages import Opening
 
@@ -98,36 +99,7 @@ def open_checkpoint(
         max_answer,
         int(time.time()),
     )
-    return OpenedModel(weights, served, checkpoint)
-
-
-def _read(directory: Path) -> tuple[Tokenizer, LanguageModel, Path]:
-    from etude.model import LanguageModel
-    from etude.model.huggingface import load_model
-    from etude.observe import RunDirectory
-    from etude.tokens.tokenizer import Tokenizer
-
-    if (directory / "config.json").is_file():
-        tokenizer, weights = Tokenizer.load(directory), load_model(directory)
-    elif (directory / "config.toml").is_file():
-        from etude.controller.evaluate import load_policy
-
-        tokenizer, weights = load_policy(RunDirectory.open(directory), None)
-    else:
-        raise CheckpointError(
-            "is not a model directory: it has neither config.json nor a run's config.toml",
-            field="MODEL",
-            received=str(directory),
-            fix="name a Hugging Face checkpoint directory, or a run directory",
-        )
-    if not isinstance(weights, LanguageModel):
-        raise ConfigError(
-            "Étude's engine does not support this architecture",
-            field="MODEL",
-            received=str(directory),
-            fix="serve the run's checkpoint with vLLM",
-        )
-    return tokenizer, weights, directory
+    return OpenedModel(weights, served, directory)
 
 
 def _end_tokens(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:

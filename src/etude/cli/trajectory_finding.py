@@ -78,7 +78,9 @@ def find(words: Sequence[str], count: int) -> list[Found]:
 
 def open_source(path: Path) -> Source:
     """A run directory, an evaluation's, or one that holds nothing but a log. Raises RunDirectoryError."""
-    log = _find_log(path)
+    from etude.store.trajectories import find_log
+
+    log = None if _is_run(path) else find_log(path)
     if log is None:
         return _open_run(path)
     return Source(log, _find_judged_run(path) if log != path else None)
@@ -93,19 +95,17 @@ def _find_judged_run(evaluation: Path) -> RunDirectory | None:
     """The run whose policy was evaluated, if it was one's and is still there."""
     plan = evaluation / "plan.json"
     place = Path(json.loads(plan.read_bytes())["target"]["place"]) if plan.is_file() else Path()
-    return RunDirectory.open(place) if (place / "config.toml").is_file() else None
+    return RunDirectory.open(place) if _is_run(place) else None
 
 
 def _is_source(path: Path) -> bool:
-    return (path / "config.toml").is_file() or _find_log(path) is not None
+    from etude.store.trajectories import find_log
+
+    return _is_run(path) or find_log(path) is not None
 
 
-def _find_log(path: Path) -> Path | None:
-    """The trajectory log in a directory that is no run's."""
-    if (path / "config.toml").is_file():
-        return None
-    places = (path, path / "trajectories")
-    return next((place for place in places if any(place.glob("part-*.parquet"))), None)
+def _is_run(path: Path) -> bool:
+    return (path / "config.toml").is_file()
 
 
 def _find_one(name: str, sources: Sequence[Source]) -> Found:

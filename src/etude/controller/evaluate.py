@@ -1,20 +1,61 @@
-"""The policy of a run: tokenizer and model of one of its checkpoints."""
+"""What is at a path: a checkpoint, or a run, whose policy is the tokenizer and model of one of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from etude.controller.train import CURVE, FINAL, MIDTRAINED, TOKENIZER
-from etude.errors import RunDirectoryError
-from etude.model.loading import AnyModel
+from etude.controller.tokenizers import RUN_TOKENIZER
+from etude.errors import CheckpointError, ConfigError, RunDirectoryError
+from etude.model import LanguageModel
+from etude.model.huggingface.fields import read_fields
+from etude.model.loading import AnyModel, load_any_model
 from etude.observe import RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import load_checkpoint
 from etude.training.checkpoints.history import DAMAGED, HISTORY
 
+MIDTRAINED = "midtrained"
+FINAL = "final"
+CURVE = "curve"
 _SERIES = (CURVE, HISTORY)
 """Directories of many checkpoints."""
 _OTHERS = (*_SERIES, DAMAGED)
+
+
+def load_any(
+    directory: Path, field: str, *, with_tokenizer: bool = True
+) -> tuple[Tokenizer | None, AnyModel]:
+    """Tokenizer and model of a Hugging Face directory, or of a run's last checkpoint.
+
+    Raises CheckpointError, RunDirectoryError; `field`: as what a directory was named that is neither.
+    """
+    if (directory / "config.json").is_file():
+        return Tokenizer.load(directory) if with_tokenizer else None, load_any_model(directory)
+    if (directory / "config.toml").is_file():
+        return load_policy(RunDirectory.open(directory), None)
+    raise CheckpointError(
+        "is not a model directory: it has neither config.json nor a run's config.toml",
+        field=field,
+        received=str(directory),
+        fix="name a Hugging Face checkpoint directory, or a run directory",
+    )
+
+
+def load_own(directory: Path, field: str) -> tuple[Tokenizer, LanguageModel]:
+    """As `load_any`, for Étude's engine. Raises CheckpointError, ConfigError for an architecture that it does
+    not compute."""
+    if (directory / "config.json").is_file():
+        read_fields(directory / "config.json")  # before anything large is read
+    tokenizer, model = load_any(directory, field)
+    assert tokenizer is not None, "asked for"
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            "Étude's engine does not support this architecture",
+            field=field,
+            received=str(directory),
+            fix="serve the run's checkpoint with vLLM",
+        )
+    return tokenizer, model
 
 
 def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, AnyModel]:
@@ -55,4 +96,4 @@ def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:
     if (checkpoint / "tokenizer.json").exists():
         return checkpoint
     initial = run.config.initial_checkpoint
-    return Path(initial) if initial is not None else run.path / TOKENIZER
+    return Path(initial) if initial is not None else run.path / RUN_TOKENIZER

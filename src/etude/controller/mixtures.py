@@ -13,13 +13,14 @@ from typing import Any, Literal, cast
 
 from etude.config import MixtureConfig, PretrainConfig, RunConfig, StageConfig
 from etude.controller.compute import place_model, settle_compute
+from etude.controller.evaluate import FINAL
 from etude.controller.models import open_model as open_initial
 from etude.controller.models import settle_model
 from etude.controller.next_token import AnyNextTokenTrainer, open_next_token_trainer
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
-from etude.controller.train import FINAL, LATEST, OFFENDING, InterruptedRunError
+from etude.controller.train import LATEST, OFFENDING, InterruptedRunError
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
 from etude.model import DraftLayers, LanguageModel, build_model

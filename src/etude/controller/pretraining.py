@@ -23,7 +23,7 @@ from etude.controller.mixtures import (
     sit,
     window_of,
 )
-from etude.controller.train import TOKENIZER
+from etude.controller.tokenizers import RUN_TOKENIZER
 from etude.observe import Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
@@ -50,7 +50,7 @@ def pretrain(config: RunConfig, run: RunDirectory, observer: Observer, resume: b
 def _pretrain(sitting: Sitting) -> dict[str, Any]:
     config, section, observer = sitting.config, sitting.config.pretrain, sitting.observer
     files = find_sources(section.sources)
-    tokenizer = open_tokenizer(config, sitting.run.path / TOKENIZER, files, observer)
+    tokenizer = open_tokenizer(config, sitting.run.path / RUN_TOKENIZER, files, observer)
     sources = open_sources(files, tokenizer, section, observer)
     model = open_model(config, section, tokenizer)
     learner = Learner(tokenizer, model, open_drafts(config, section, model))

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from etude.agent import agent_format
 from etude.config import RunConfig
 from etude.controller.compute import place_model, settle_compute, settle_numerics, use_numerics
+from etude.controller.evaluate import FINAL, MIDTRAINED
 from etude.controller.models import open_model, settle_model
 from etude.controller.ranks import open_trainer
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
-from etude.controller.train import ADAPTER, FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
+from etude.controller.train import ADAPTER, LATEST, OFFENDING, ROUTES, InterruptedRunError
 from etude.controller.training_part import save_adapters, save_merged
 from etude.environment.recording.spec import RECORDED_ROUTES
 from etude.errors import ConfigError
@@ -29,7 +30,7 @@ from etude.model import LanguageModel
 from etude.observe import JsonlSink, Observer, RunDirectory
 from etude.records import BlobRef
 from etude.store.blobs import FileBlobs
-from etude.store.trajectories import PART_NAME, TrajectoryLog
+from etude.store.trajectories import TrajectoryLog, find_log
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
 from etude.training.feedback import open_feedback
@@ -42,8 +43,7 @@ class RecordedSource:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where there is no log."""
-        log = path / "trajectories" if (path / "trajectories").is_dir() else path
-        if not log.is_dir() or not any(PART_NAME.fullmatch(file.name) for file in log.iterdir()):
+        if (log := find_log(path)) is None:
             raise ConfigError(
                 "holds no trajectories",
                 field="rl.stream.source",

@@ -20,7 +20,7 @@ from etude.config import SessionsConfig
 from etude.errors import ConfigError, StoreError
 from etude.records import Status, Trajectory
 from etude.store import TrajectoryLog, parse_atif
-from etude.store.trajectories import PART_NAME
+from etude.store.trajectories import find_log
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Opening
@@ -83,8 +83,7 @@ class SessionReader:
     ) -> Iterator[list[Document]]:
         if not path.exists():
             raise ConfigError("no such file or directory", field=f"source {name}", received=config.path)
-        log = path / "trajectories" if (path / "trajectories").is_dir() else path
-        if log.is_dir() and any(PART_NAME.fullmatch(file.name) for file in log.iterdir()):
+        if (log := find_log(path)) is not None:
             for group in TrajectoryLog(log).read():
                 for trajectory in group.members:
                     if self._wanted(trajectory, config, loaded):

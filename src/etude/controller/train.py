@@ -23,6 +23,7 @@ from etude.controller.arrangement import (
 )
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, settle_numerics, use_sampling_threads
+from etude.controller.evaluate import CURVE, FINAL, MIDTRAINED
 from etude.controller.families import open_family
 from etude.controller.forecast import (
     Forecast,
@@ -48,6 +49,7 @@ from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import Snapshot, part_seconds, throughput_figures
+from etude.controller.tokenizers import RUN_TOKENIZER
 from etude.controller.training_part import TrainingPaths
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
@@ -70,15 +72,11 @@ from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.training import Document, load_checkpoint, save_checkpoint
 from etude.training.checkpoints import find_resumable, read_state
 
-MIDTRAINED = "midtrained"
-FINAL = "final"
 ADAPTER = "adapter"
 LATEST = "latest"
-TOKENIZER = "tokenizer"
 SNAPSHOTS = "snapshots"
 OFFENDING = "offending"
 ROUTES = "routes"
-CURVE = "curve"
 LEARNING = "reinforcement learning"
 """The stage, for people."""
 
@@ -179,7 +177,7 @@ class _Run:
 
     def _midtrain(self, done: Path) -> tuple[Tokenizer, LanguageModel]:
         self.observer.say("reading the corpus")
-        tokenizer_directory = self.run.path / TOKENIZER
+        tokenizer_directory = self.run.path / RUN_TOKENIZER
         is_new = not (tokenizer_directory / TOKENIZER_FILE).exists()
         if is_new:
             tokenizer = self.family.train_tokenizer(self.observer)

@@ -206,6 +206,13 @@ class TrajectoryLog:
         )
 
 
+def find_log(path: Path) -> Path | None:
+    """The trajectory log that a directory is, or that lies in it as in a run's; None where there is none."""
+    places = (path, path / "trajectories")
+    parts = ((place, file.name) for place in places for file in place.glob("part-*.parquet"))
+    return next((place for place, name in parts if PART_NAME.fullmatch(name)), None)
+
+
 def _load(path: Path, decode: Callable[[bytes], T]) -> T:
     """Reads, checks and decodes a part. Raises StoreError."""
     try:

@@ -17,16 +17,15 @@ from etude.controller.agent.models import (
     people_tool_limits,
 )
 from etude.controller.compute import choose_kernels
-from etude.controller.evaluate import load_policy
+from etude.controller.evaluate import load_own, load_policy
 from etude.controller.parts import open_parts
 from etude.environment.episodes import EpisodeLimits
-from etude.errors import CheckpointError, ConfigError
+from etude.errors import ConfigError
 from etude.inference import Engine, EngineService
-from etude.model.huggingface import load_model
 from etude.observe import RunDirectory
 from etude.observe.machine import available_cores
 from etude.records import PolicyVersion, SamplingParams
-from etude.tokens import Piece, Renderer, Tokenizer
+from etude.tokens import Piece, Renderer
 from etude.weights import MemoryWeights
 
 _TURNS = 200
@@ -73,17 +72,10 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
 
 @contextlib.asynccontextmanager
 async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[Policy]:
-    """The model of a Hugging Face directory. Raises CheckpointError, ConfigError."""
+    """The model of a Hugging Face directory, or of a run's last checkpoint. Raises CheckpointError,
+    ConfigError."""
     directory = Path(choice.to_dict()["model"])
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            "is not a model directory: it has no config.json",
-            field="--model",
-            received=str(directory),
-            fix="name a Hugging Face checkpoint directory",
-        )
-    tokenizer = Tokenizer.load(directory)
-    model = load_model(directory)
+    tokenizer, model = load_own(directory, "--model")
     renderer = open_renderer(tokenizer, agent)
 
     def system_with(words: str) -> tuple[Piece, ...] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from etude.errors import UserError
 from etude.inference.load.workload import LoadSession, LoadTurn
 from etude.records import Segment, Trajectory
 from etude.store import TrajectoryLog, parse_atif
+from etude.store.trajectories import find_log
 
 
 def recorded_sessions(path: Path, limit: int | None = None) -> list[LoadSession]:
@@ -65,14 +66,12 @@ def _trajectories(path: Path) -> Iterator[Trajectory]:
         return
     if not path.is_dir():
         raise UserError("is not there", field="recorded", received=str(path), fix="name a file or directory")
-    if (path / "config.toml").is_file():
-        path = path / "trajectories"
-    files: Sequence[Path] = sorted(path.glob("*.json"))
-    for file in files:
-        yield parse_atif(file.read_bytes(), file.name)
-    if not files:
-        for group in TrajectoryLog(path).read():
+    if (log := find_log(path)) is not None:
+        for group in TrajectoryLog(log).read():
             yield from group.members
+    elif not (path / "config.toml").is_file():  # a run's JSON files are no sessions
+        for file in sorted(path.glob("*.json")):
+            yield parse_atif(file.read_bytes(), file.name)
 
 
 def _pause_s(trajectory: Trajectory) -> float:
