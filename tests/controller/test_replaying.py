@@ -8,7 +8,8 @@ import pytest
 from etude.controller.agent.folders import list_sessions, sessions_directory
 from etude.controller.agent.models import ModelChoice
 from etude.controller.forking import Fork, go_on, hand_over
-from etude.controller.replaying import Stored, find_task, recorded_session, replay_stored
+from etude.controller.replaying import find_task, recorded_session, replay_stored
+from etude.controller.stored import Stored
 from etude.errors import ConfigError, TaskError, UserError
 from etude.records import Status, ToolCall, Trajectory, TrajectoryId
 from etude.store import TrajectoryLog

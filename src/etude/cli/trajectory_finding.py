@@ -15,8 +15,8 @@ from etude.records import Trajectory, TrajectoryId
 
 if TYPE_CHECKING:
     # Heavy at run time: pyarrow comes with it.
+    from etude.controller.stored import Stored
     from etude.store import TrajectoryLog
-    from etude.tokens.tokenizer import Tokenizer
 
 ID_HELP = (
     "Session id, a unique part of one, or an ATIF file. Name the run before it; default: every run in runs/."
@@ -25,23 +25,6 @@ RUNS = Path("runs")
 """Where runs are looked for unless they are named."""
 _MOST_SHOWN = 5
 _MOST_COMPARED = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A trajectory, and the run that it is from, if that is known."""
-
-    trajectory: Trajectory
-    run: RunDirectory | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """What turns its tokens into text, if the run has kept it and they are its."""
-        from etude.controller.tokenizers import run_tokenizer
-
-        tokenizer = None if self.run is None else run_tokenizer(self.run)
-        digests = {segment.tokenizer_digest for segment in self.trajectory.segments}
-        return tokenizer if tokenizer is not None and digests <= {tokenizer.digest} else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +41,7 @@ class Source:
         return TrajectoryLog(self.path)
 
 
-def find(words: Sequence[str], count: int) -> list[Found]:
+def find(words: Sequence[str], count: int) -> list[Stored]:
     """The `count` trajectories that the words name; directories before them are the runs to look in.
 
     Raises UserError for a name that fits none or more than one, RunDirectoryError, StoreError for damage.
@@ -108,16 +91,18 @@ def _is_run(path: Path) -> bool:
     return (path / "config.toml").is_file()
 
 
-def _find_one(name: str, sources: Sequence[Source]) -> Found:
+def _find_one(name: str, sources: Sequence[Source]) -> Stored:
+    from etude.controller.stored import Stored
+
     if name.endswith(".json"):
-        return Found(_read_atif(Path(name)))
+        return Stored(_read_atif(Path(name)))
     chosen = list(sources) or _runs_at_hand()
     own = [source for source in chosen if source.run and name.startswith(f"{source.run.name}/")]
     pairs = [(source, row.id) for source in own or chosen for row in source.open().summaries()]
     source, identity = _choose(name, pairs)
     trajectory = source.open().find(identity)
     assert trajectory is not None, identity
-    return Found(trajectory, source.run)
+    return Stored(trajectory, source.run)
 
 
 def _runs_at_hand() -> list[Source]:

@@ -14,13 +14,14 @@ from rich.text import Text
 import etude
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json, program, shown
-from etude.cli.trajectory_finding import ID_HELP, Found, find
+from etude.cli.trajectory_finding import ID_HELP, find
 from etude.cli.trajectory_printing import DIFF_STYLES, SessionPrinter
 from etude.errors import ConfigError
 
 if TYPE_CHECKING:
     # Heavy at run time: the parts of a run come with it.
     from etude.controller.agent.models import ModelChoice
+    from etude.controller.stored import Stored
     from etude.environment.replay import Replay
 
 EXIT_DIFFERENT = 1
@@ -44,17 +45,16 @@ def replay_command(
 
     The exit code is 1 if any result differs.
     """
-    (found,) = find(words, 1)
+    (stored,) = find(words, 1)
     # Heavy: torch comes with it.
-    from etude.controller.replaying import Stored, find_task, replay_stored
+    from etude.controller.replaying import find_task, replay_stored
 
-    stored = Stored(found.trajectory, found.run)
     replay = asyncio.run(replay_stored(stored, find_task(stored, task), backend, turn))
     if as_json:
-        print_json({"id": str(found.trajectory.id), **replay_document(replay)})
+        print_json({"id": str(stored.trajectory.id), **replay_document(replay)})
     else:
         console = output_console()
-        console.print(Text(str(found.trajectory.id), style="bold"))
+        console.print(Text(str(stored.trajectory.id), style="bold"))
         print_replay(console, replay)
     if not replay.equal:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -77,12 +77,12 @@ def fork_command(
     script: Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")] = "",
 ) -> None:
     """Sample a new ending of a session from one of its turns. The tokens before that turn are kept."""
-    (found,) = find(words, 1)
+    (stored,) = find(words, 1)
     # Heavy: torch comes with it.
     from etude.controller.forking import Fork, go_on, hand_over
-    from etude.controller.replaying import Stored, find_task
+    from etude.controller.replaying import find_task
 
-    stored, choice = Stored(found.trajectory, found.run), _choice(found, run, script, temperature)
+    choice = _choice(stored, run, script, temperature)
     fork = Fork(turn, choice, find_task(stored, task), backend, seed, temperature)
     if into is not None:
         handed = asyncio.run(hand_over(stored, fork, into))
@@ -106,15 +106,15 @@ def fork_command(
         print_json({"trajectory": document, "replay": replay_document(replay)})
         return
     print_replay(error_console(), replay)
-    printer = SessionPrinter(output_console(), trajectory, found.tokenizer)
+    printer = SessionPrinter(output_console(), trajectory, stored.tokenizer)
     printer.header()
     printer.session(None, False)
 
 
-def _choice(found: Found, run: str, script: str, temperature: float | None) -> ModelChoice:
+def _choice(stored: Stored, run: str, script: str, temperature: float | None) -> ModelChoice:
     from etude.controller.agent.models import ModelChoice
 
-    own = "" if found.run is None or script else str(found.run.path)
+    own = "" if stored.run is None or script else str(stored.run.path)
     if not (run or script or own):
         raise ConfigError(
             "this trajectory belongs to no run, so there is no model to continue it",

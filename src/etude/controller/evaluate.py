@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from etude.controller.tokenizers import RUN_TOKENIZER
+from etude.controller.stored import RUN_TOKENIZER
 from etude.errors import CheckpointError, ConfigError, RunDirectoryError
 from etude.model import LanguageModel
 from etude.model.huggingface.fields import read_fields

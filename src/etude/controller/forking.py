@@ -15,7 +15,8 @@ from etude.agent import AgentSession, JournaledSession, run_session
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
-from etude.controller.replaying import Stored, check_turn, open_world, recorded_session
+from etude.controller.replaying import check_turn, open_world, recorded_session
+from etude.controller.stored import Stored
 from etude.environment.fork_groups import renamed
 from etude.environment.replay import Replay, Replayer, check_tellable, tell
 from etude.environment.sessions import EnvironmentSession

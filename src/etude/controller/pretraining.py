@@ -23,7 +23,7 @@ from etude.controller.mixtures import (
     sit,
     window_of,
 )
-from etude.controller.tokenizers import RUN_TOKENIZER
+from etude.controller.stored import RUN_TOKENIZER
 from etude.observe import Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document

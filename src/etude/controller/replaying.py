@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from etude.agent import (
@@ -24,37 +24,23 @@ from etude.agent import (
     registry_of,
 )
 from etude.agent.index.opening import run_indexes
-from etude.config import RewardConfig, RunConfig
+from etude.config import RewardConfig
 from etude.controller.backends import open_checked_backend, open_run_backend
 from etude.controller.families import open_family
+from etude.controller.stored import Stored, run_tokenizer
 from etude.controller.task_sets import read_with_images
-from etude.controller.tokenizers import run_tokenizer
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.origins import task_template
 from etude.environment.replay import Replay, Replayer, check_tellable, replay_turns, tell
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import ConfigError, TaskError, UserError
-from etude.observe import RunDirectory
 from etude.records import Task, Trajectory
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 
 _NUMBER = re.compile(r"-(\d{1,9})$")
 _SPLIT = re.compile(r"(?:eval|trail)-([a-z_]+)-")
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A trajectory, and the run that it is from, if any."""
-
-    trajectory: Trajectory
-    run: RunDirectory | None = None
-
-    @property
-    def config(self) -> RunConfig | None:
-        """The run's configuration."""
-        return self.run.config if self.run else None
 
 
 def check_turn(trajectory: Trajectory, turn: int, first: int = 1) -> None:

@@ -48,8 +48,8 @@ from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
+from etude.controller.stored import RUN_TOKENIZER
 from etude.controller.throughput import Snapshot, part_seconds, throughput_figures
-from etude.controller.tokenizers import RUN_TOKENIZER
 from etude.controller.training_part import TrainingPaths
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of

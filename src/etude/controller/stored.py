@@ -1,0 +1,45 @@
+"""Trajectories that are stored, and the run that they are from: without anything of its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.config import RunConfig
+from etude.observe import RunDirectory
+from etude.records import Trajectory
+from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+
+RUN_TOKENIZER = "tokenizer"
+"""Directory of a run that trained one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory, and the run that it is from, if that is known."""
+
+    trajectory: Trajectory
+    run: RunDirectory | None = None
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The run's configuration."""
+        return self.run.config if self.run else None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns its tokens into text, if the run has kept it and they are its."""
+        tokenizer = None if self.run is None else run_tokenizer(self.run)
+        digests = {segment.tokenizer_digest for segment in self.trajectory.segments}
+        return tokenizer if tokenizer is not None and digests <= {tokenizer.digest} else None
+
+
+def run_tokenizer(run: RunDirectory) -> Tokenizer | None:
+    """The tokenizer of a run, its own or that of the checkpoint it began with; None where it has none."""
+    own = run.path / RUN_TOKENIZER
+    if (own / TOKENIZER_FILE).is_file():
+        return Tokenizer.load(own)
+    initial = run.config.initial_checkpoint
+    if initial is not None and (Path(initial) / TOKENIZER_FILE).is_file():
+        return Tokenizer.load(Path(initial))
+    return None
