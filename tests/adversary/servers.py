@@ -16,7 +16,7 @@ import httpx
 from fastapi import FastAPI
 
 from etude.config.routing import HealthCheckConfig, RouterConfig
-from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.server import build_app as control_app
 from etude.environment.recording.server import build_app as recording_app
@@ -33,7 +33,7 @@ from etude.weights.folders import DirectoryFolder
 from etude.weights.relay import Relay
 from etude.weights.server import RelayServer
 from etude_quickstart.memory_backend import MemoryBackend
-from tests.controller.clusters.playing import MAKINGS
+from tests.controller.clusters.playing import MAKINGS, OFFER
 from tests.controller.clusters.test_server import SETTINGS
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from tests.environment.server.serving import new_host
@@ -200,7 +200,7 @@ def _relay(stack: ExitStack, directory: Path, found: dict[str, Server]) -> Serve
 
 def _control(stack: ExitStack, directory: Path, found: dict[str, Server]) -> Server:
     inbox = Inbox(directory / "inbox", SETTINGS.max_result_bytes)
-    app = control_app(Control(SETTINGS, RunOffer("run", "", {}, 256, MAKINGS), inbox), TOKEN)
+    app = control_app(Control(SETTINGS, OFFER, inbox), TOKEN)
     server = _begin(stack, "control", app, "/v1/run")
     body = {"name": "cluster", "api": 3, "makings": dict(MAKINGS.parts)}
     server.names["member"] = _ask(server, "POST", "/v1/join", json=body)["member"]

@@ -19,7 +19,7 @@ from etude.agent import ScriptedSampler
 from etude.config import ClustersConfig
 from etude.controller.clusters.board import Clock
 from etude.controller.clusters.client import ControlClient
-from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import AnnouncingSink, ClusterRunner
 from etude.controller.clusters.sampling import SamplingCluster, Site, Terms
@@ -36,6 +36,7 @@ from etude.weights.folders import Folder, open_folder
 from tests.environment.playing import SOLVES, TASK, new_environment, script_of
 
 MAKINGS = Makings({"model": "tiny", "tokenizer": "bytes"})
+OFFER = {"name": "run", "config": "", "tokenizer": {}, "vocab_size": 256, "makings": dict(MAKINGS.parts)}
 TOKEN = "a-token"
 LEASE_S = 60.0
 """Of the run. Its clusters are told less, and beat more often than they must."""
@@ -51,13 +52,14 @@ def manifest_at(step: int) -> WeightManifest:
 
 
 class NoWeights:
-    """A WeightSink and its WeightLink for policies that need none; can be told to fail."""
+    """A WeightSink, and the Subscriber that it fetches through, for policies that need none; can be told to
+    fail."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
         """So many stagings fail."""
         self.trouble = ""
-        """See WeightLink.trouble."""
+        """See Subscriber.trouble."""
         self._current: PolicyVersion | None = None
 
     async def stage(self, manifest: WeightManifest) -> None:
@@ -135,8 +137,7 @@ class World:
         self.inbox = Inbox(directory / "inbox", self.settings.max_result_bytes)
         self.lines: list[str] = []
         """What the run says of its clusters."""
-        offer = RunOffer("run", "", {}, 256, MAKINGS)
-        self.control = Control(self.settings, offer, self.inbox, self.lines.append, clock)
+        self.control = Control(self.settings, OFFER, self.inbox, self.lines.append, clock)
         self.blobs = MemoryBlobs()
         self.runner = ClusterRunner(
             new_environment(blobs=self.blobs),

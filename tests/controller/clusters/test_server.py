@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import RunConfig, load_config
-from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import sampling_command
 from etude.controller.clusters.server import build_app
 from etude.controller.clusters.wire import API, Makings, config_document, order_document, order_of
 from etude.environment.runners import Order
 from etude.records import SamplingParams, TrajectoryId
-from tests.controller.clusters.playing import MAKINGS, TOKEN
+from tests.controller.clusters.playing import MAKINGS, OFFER, TOKEN
 from tests.environment.playing import TASK, renderer
 
 SETTINGS = RunConfig().clusters.model_copy(update={"poll_s": 0.0, "max_result_bytes": 1 << 16})
@@ -37,7 +37,7 @@ def asking(
 
     async def go() -> None:
         inbox = Inbox(directory / "inbox", SETTINGS.max_result_bytes)
-        control = Control(SETTINGS, RunOffer("run", "", {}, 256, MAKINGS), inbox)
+        control = Control(SETTINGS, OFFER, inbox)
         await control.begin()
         transport = httpx.ASGITransport(build_app(control, token))
         try:

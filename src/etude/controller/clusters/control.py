@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from etude.config import ClustersConfig
@@ -30,33 +30,19 @@ Gone = Callable[[], Coroutine[Any, Any, bool]]
 """Whether nobody waits for an answer any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOffer:
-    """What a cluster needs to know of the run."""
-
-    name: str
-    config: str
-    """See `wire.config_document`."""
-    tokenizer: Mapping[str, str]
-    """Its files, by name."""
-    vocab_size: int
-    """See SampledModel."""
-    makings: Makings
-
-
 class Control:
     """See above. One per run."""
 
     def __init__(
         self,
         settings: ClustersConfig,
-        offer: RunOffer,
+        offer: Answer,
         inbox: Inbox,
         tell: Callable[[str], None] = lambda line: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`tell`: called in the control's loop with what people should know of a cluster. `clock`: in
-        seconds, the only one that leases and patience go by."""
+        """`offer`: what the run is, from `make_offer`. `tell`: called in the control's loop with what people
+        should know of a cluster. `clock`: in seconds, the only one that leases and patience go by."""
         self.board = Board(settings.lease_s, settings.max_gives, clock)
         self.settings = settings
         self.num_refused = 0
@@ -189,14 +175,9 @@ class Control:
 
     def run(self) -> Answer:
         """What the run is."""
-        offer = self._offer
         return {
             "api": API,
-            "name": offer.name,
-            "config": offer.config,
-            "tokenizer": dict(offer.tokenizer),
-            "vocab_size": offer.vocab_size,
-            "makings": dict(offer.makings.parts),
+            **self._offer,
             "lease_s": self.settings.lease_s,
             "poll_s": self.settings.poll_s,
             "max_result_bytes": self.settings.max_result_bytes,
@@ -212,7 +193,7 @@ class Control:
                 raise ConfigError(
                     "speaks another version of the control API", field="api", received=api, fix=f"{API} here"
                 )
-            self._offer.makings.check(makings, name)
+            Makings(self._offer["makings"]).check(makings, name)
         except ConfigError:
             self.num_refused += 1
             raise

@@ -73,10 +73,7 @@ async def sample(
 
 def _end_mark(overrides: Sequence[str]) -> EndMark | None:
     """Where the end of the run is marked, as far as that is known before the run has described itself."""
-    with tempfile.TemporaryDirectory(prefix="etude-sample-") as directory:
-        file = Path(directory) / "weights.toml"
-        file.write_text("", encoding="utf-8")
-        weights = load_config(file, [one for one in overrides if one.startswith("weights.")]).weights
+    weights = load_config(None, [one for one in overrides if one.startswith("weights.")]).weights
     if not weights.read_url and not weights.url:
         return None
     return EndMark(open_reading(weights))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from numpy.typing import NDArray
 
 from etude.config import ClustersConfig, RunConfig
 from etude.controller.clusters.board import Episode
-from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.wire import Makings, config_document
 from etude.controller.engines import SampledModel
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.runners import Order, Player
-from etude.errors import ConfigError, PartLostError, StoreError
+from etude.errors import PartLostError, StoreError
 from etude.kit.secrets import read_secret
 from etude.observe import MetricSink, Observer
 from etude.protocols import KvPolicy, Sampler, TokenTally, WeightSink
@@ -286,30 +285,26 @@ def check_clusters(settings: ClustersConfig) -> None:
     without a token, a token or a certificate that cannot be read. Raises ConfigError."""
     if not settings.listen:
         return
+    from starlette.applications import Starlette
+
     from etude.serving.listening import check_token, open_listeners
+    from etude.serving.process import configure
 
     check_token(settings.address[0], read_secret(settings.token, "clusters.token") is not None)
     for listener in open_listeners(*settings.address):
         listener.close()
-    if settings.certificate:
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(settings.certificate, settings.certificate_key or None)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"cannot be used: {error}",
-                field="clusters.certificate",
-                received=settings.certificate,
-                fix="name the PEM files of a certificate and of its key",
-            ) from error
+    configure(Starlette(), _path(settings.certificate), _path(settings.certificate_key))
 
 
-def make_offer(config: RunConfig, renderer: Renderer) -> RunOffer:
+def make_offer(config: RunConfig, renderer: Renderer) -> dict[str, Any]:
     """What clusters are told of a run with this settled configuration."""
-    tokenizer, makings = renderer.tokenizer, Makings.of(config, renderer)
-    sampled = SampledModel.configured(config, tokenizer)
-    document, files = config_document(config), _tokenizer_files(tokenizer)
-    return RunOffer(config.name, document, files, sampled.vocab_size, makings)
+    return {
+        "name": config.name,
+        "config": config_document(config),
+        "tokenizer": _tokenizer_files(renderer.tokenizer),
+        "vocab_size": SampledModel.configured(config, renderer.tokenizer).vocab_size,
+        "makings": dict(Makings.of(config, renderer).parts),
+    }
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:

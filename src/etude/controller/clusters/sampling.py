@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from etude.controller.clusters.board import UnknownMemberError
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
 from etude.controller.clusters.intake import session_name
-from etude.controller.clusters.supply import Supply, WeightLink, WeightsLostError
+from etude.controller.clusters.supply import Supply, WeightsLostError
 from etude.controller.clusters.wire import API, Makings, order_of, version_key
 from etude.environment.member import MemberSampler
 from etude.environment.runners import Order
@@ -37,6 +37,7 @@ from etude.protocols import EpisodeRunner, KvPolicy, Sampler, WeightSink
 from etude.records import TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.bundles import pack_trajectory
+from etude.weights import Subscriber
 from etude.weights.documents import manifest_of
 from etude.weights.ending import EndMark
 from etude.weights.folders import Folder
@@ -56,7 +57,7 @@ class Site:
     kv: KvPolicy
     check: Callable[[], None]
     """Raises SamplerError where nothing will be sampled any more."""
-    link: WeightLink
+    link: Subscriber
     """What `sink` fetches weights through."""
     source: str
     """Where they come from: a relay, or the store itself."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from etude.errors import InfrastructureError, WeightUpdateError
+from etude.weights import Subscriber
 
 _LOOK_S = 1.0
 
@@ -16,24 +16,11 @@ class WeightsLostError(WeightUpdateError):
     """New weights have not reached a cluster for longer than it waits: it is of no use to the run."""
 
 
-class WeightLink(Protocol):
-    """The way to the weight store, as a Subscriber has it."""
-
-    @property
-    def trouble(self) -> str:
-        """Why a fetch waits for the store now; empty where none does."""
-        ...
-
-    def close(self) -> None:
-        """A fetch waits no longer."""
-        ...
-
-
 class Supply:
     """Keeps account of fetches that fail, or that wait for a store. For one event loop."""
 
     def __init__(
-        self, link: WeightLink, source: str, patience_s: float, clock: Callable[[], float] = time.monotonic
+        self, link: Subscriber, source: str, patience_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`source`: where weights come from, for people. `patience_s`: for how long they may fail to come.
         `clock`: in seconds."""
