@@ -54,7 +54,7 @@ def test_a_run_that_began_with_native_kernels_does_not_go_on_without_them_unaske
     no_compiler: None, tmp_path: Path
 ) -> None:
     run = new_run(tmp_path)
-    run.update_environment({"kernels": "native", "compute_threads": 1})
+    run.update_environment({"device": "cpu", "kernels": "native", "compute_threads": 1})
     with pytest.raises(ResourceError) as caught:
         settle_compute(run, run.config, RecordingObserver())
     assert caught.value.field == "engine.kernels"
@@ -66,7 +66,7 @@ def test_a_run_that_began_with_native_kernels_does_not_go_on_without_them_unaske
 
 def test_a_run_that_began_eager_stays_eager(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    run.update_environment({"kernels": "eager"})
+    run.update_environment({"device": "cpu", "kernels": "eager"})
     assert settle_compute(run, run.config, RecordingObserver()).engine.kernels == "eager"
 
 
@@ -142,12 +142,6 @@ def test_device_and_number_format_are_stored_with_the_run_and_kept(tmp_path: Pat
     settled = settle_compute(run, asked, RecordingObserver())
     assert (settled.device, settled.dtype) == ("cpu", "float32")
     assert (run.environment["device"], run.environment["dtype"]) == ("cpu", "float32")
-    assert settle_compute(run, run.config, RecordingObserver()).device == "cpu"
-
-
-def test_a_run_from_before_there_was_a_choice_stays_on_the_cpu(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    run.update_environment({"kernels": "eager", "compute_threads": 1})
     assert settle_compute(run, run.config, RecordingObserver()).device == "cpu"
 
 

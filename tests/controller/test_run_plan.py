@@ -9,7 +9,7 @@ import pytest
 from etude.config import RunConfig
 from etude.controller.forecast import continue_plan, store_plan, with_steps
 from etude.errors import RunDirectoryError
-from etude.observe import JsonlSink, RunDirectory
+from etude.observe import RunDirectory
 
 
 def asked_for(directory: Path, limit_s: float = 600.0) -> RunConfig:
@@ -36,22 +36,3 @@ def test_a_limit_comes_before_training_begins_or_not_at_all(tmp_path: Path) -> N
         continue_plan(late, run, has_begun=True, is_planned=True)
     assert continue_plan(late, run, has_begun=False, is_planned=True) == late, "nothing is trained yet"
     assert continue_plan(late, run, has_begun=True, is_planned=False) == late, "it ends a sitting there"
-
-
-@pytest.mark.parametrize("last_step", [1290, 1700])
-def test_an_older_version_s_run_goes_on_unless_its_mid_training_was_cut(
-    tmp_path: Path, last_step: int
-) -> None:
-    old = asked_for(tmp_path)
-    run = RunDirectory.create(old)
-    with JsonlSink(run.metrics_file) as rows:
-        rows.write("midtrain", last_step, {"loss": 1.0})
-    unlimited = asked_for(tmp_path, 0.0)
-    assert continue_plan(old, run, has_begun=True, is_planned=True) == unlimited, "in mid-training"
-    (run.checkpoints / "midtrained").mkdir()
-    if last_step == 1700:
-        assert continue_plan(unlimited, run, has_begun=True, is_planned=True) == unlimited
-        return
-    with pytest.raises(RunDirectoryError, match="after about 1290 of 1700 steps") as caught:
-        continue_plan(old, run, has_begun=True, is_planned=True)
-    assert caught.value.fix is not None and "initial_checkpoint=" in caught.value.fix

@@ -66,9 +66,8 @@ def settle_evaluation(run: RunDirectory, config: RunConfig | None = None) -> Run
 def _as_begun(run: RunDirectory, config: RunConfig) -> tuple[str, str, str]:
     """Device, number format and kernels as configured, else as the run was begun with, else `auto`."""
     begun = run.environment
-    old_device = "cpu" if "kernels" in begun else "auto"  # runs from before there was a choice had the CPU
     pairs = (
-        (config.device, begun.get("device", old_device)),
+        (config.device, begun.get("device", "auto")),
         (config.dtype, begun.get("dtype", "auto")),
         (config.engine.kernels, begun.get("kernels", "auto")),
     )

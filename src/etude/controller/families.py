@@ -114,15 +114,13 @@ def open_family(config: RunConfig, observer: Observer | None = None) -> TaskFami
 
 
 def _import_family(name: str) -> Callable[[RunConfig], TaskFamily]:
-    """Raises ConfigError, which says of the quickstart's families where they are by now."""
+    """Raises ConfigError, which says how to install the quickstart's families."""
     try:
         return import_callable(name, "tasks.family")
     except ConfigError as error:
         package = QUICKSTART_FAMILY.partition(".")[0]
         if isinstance(error.__cause__, ModuleNotFoundError) and package in str(error.__cause__.name):
             error.fix = "install Étude again: pip install -e . (or make)"
-        elif "BugFixes" in error.message and "etude.controller.families" in error.message:
-            error.fix = f"it is {QUICKSTART_FAMILY} by now"
         raise
 
 

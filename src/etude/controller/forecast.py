@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from etude.config import EvaluationConfig, RunConfig
-from etude.controller.stages import STAGE
 from etude.errors import ConfigError, RunDirectoryError
 from etude.evaluation.acting import MASKED_SAMPLES, ActingTasks
-from etude.observe import RunDirectory, read_metrics
+from etude.observe import RunDirectory
 
 MIN_RL_SHARE = 0.4
 """Of `max_wall_s` that reinforcement learning gets, unless it needs less."""
@@ -194,10 +193,8 @@ def continue_plan(config: RunConfig, run: RunDirectory, *, has_begun: bool, is_p
     """The configuration with which a run is resumed: the steps that were planned when it was begun, if any.
 
     `has_begun`: whether anything of it was forecast or trained. `is_planned`: whether a time limit becomes a
-    plan. Raises RunDirectoryError for a limit that comes after the run has begun, and for a run of an earlier
-    version whose mid-training was cut by the clock and stored as finished.
+    plan. Raises RunDirectoryError for a limit that comes after the run has begun.
     """
-    _check_uncut(run)
     if not is_planned:
         return config
     stored, asked = run.config, run.environment.get("asked")
@@ -221,21 +218,3 @@ def _steps(config: RunConfig) -> dict[str, float]:
         "midtrain.num_steps": config.midtrain.num_steps,
         "rl.num_steps": config.rl.num_steps,
     }
-
-
-def _check_uncut(run: RunDirectory) -> None:
-    """Earlier versions ended mid-training where `max_wall_s` was over, and stored no state to go on from."""
-    config, midtrained = run.config, run.checkpoints / "midtrained"
-    if not config.max_wall_s or not midtrained.exists():
-        return
-    rows = [row["step"] for row in read_metrics(run.metrics_file) if row["kind"] == STAGE]
-    taken, wanted = max(rows, default=0), config.midtrain.num_steps
-    if taken < wanted:
-        raise RunDirectoryError(
-            f"an earlier version cut its mid-training after about {taken} of {wanted} steps, when max_wall_s "
-            "was over, and stored it as finished: it cannot be gone on with",
-            field="run",
-            received=str(run.path),
-            fix=f"start another run: --name NAME; to train this model by RL alone, add "
-            f"--set initial_checkpoint={midtrained}",
-        )

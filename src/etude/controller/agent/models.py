@@ -122,10 +122,9 @@ class ModelChoice:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelChoice:
-        """What `to_dict` gave, in an earlier version too. Raises StoreError."""
-        index = {"index": "none"} if document.get("index") == "off" else {}
+        """What `to_dict` gave. Raises StoreError."""
         try:
-            return cls(**{**document, **index})
+            return cls(**document)
         except TypeError as error:
             raise StoreError("the session is damaged", field="model", received=str(error)) from error
 
