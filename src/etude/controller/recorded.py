@@ -6,9 +6,8 @@ log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's 
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +17,18 @@ from etude.config import RunConfig
 from etude.controller.compute import place_model, settle_compute, settle_numerics, use_numerics
 from etude.controller.evaluate import FINAL, MIDTRAINED
 from etude.controller.models import open_model, settle_model
-from etude.controller.ranks import open_trainer
 from etude.controller.stopping import StopSignal
-from etude.controller.thread_choice import ThreadChoice
 from etude.controller.train import ADAPTER, LATEST, OFFENDING, ROUTES, InterruptedRunError
-from etude.controller.training_part import save_adapters, save_merged
+from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.environment.recording.spec import RECORDED_ROUTES
 from etude.errors import ConfigError
 from etude.kit.durable import write_json
-from etude.model import LanguageModel
 from etude.observe import JsonlSink, Observer, RunDirectory
 from etude.records import BlobRef
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import TrajectoryLog, find_log
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
-from etude.training.feedback import open_feedback
+from etude.training.checkpoints import find_resumable, read_state
 from etude.training.stream import RecordedStream
 from etude.weights import MemoryWeights
 
@@ -120,60 +115,50 @@ class _RecordedRun:
         self._stop, self._metrics = stop, metrics
         source = RecordedSource(Path(config.rl.stream.source))
         directory = Path(self._config.initial_checkpoint or "")
-        chosen = agent_format(Tokenizer.load(directory), config.agent)
-        self._tokenizer = chosen.tokenizer
-        model = cast(LanguageModel, open_model(self._config, directory))
-        use_numerics(place_model(model, self._config), self._config)
-        feedback = open_feedback(config.rl.feedback, chosen.renderer())
-        opened = open_trainer(
-            model, self._config, MemoryWeights(), source.fetch_routes, run.path / OFFENDING, feedback=feedback
+        tokenizer = agent_format(Tokenizer.load(directory), config.agent).tokenizer
+        model = place_model(open_model(self._config, directory), self._config)
+        use_numerics(model, self._config)
+        paths, weights = TrainingPaths(run.checkpoints / LATEST, run.path / OFFENDING), MemoryWeights()
+        part = TrainingPart(
+            self._config, model, tokenizer, paths, weights, metrics, observer, source.fetch_routes
         )
-        self._trainer = parts.enter_context(opened)
+        self._trainer = parts.enter_context(part)
         if newest is not None:
             self._trainer.restore(newest)
         self._stream = RecordedStream(source.log, config.rl, state.get("stream"))
-        latest = run.checkpoints / LATEST
-        self._keeper = parts.enter_context(CheckpointKeeper(latest, config.checkpoint, metrics, observer))
 
     def train(self) -> dict[str, Any]:
         rl = self._config.rl
         self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
-        title = "reinforcement learning"
-        threads = ThreadChoice(self._config, self._trainer.model, title, self._observer.say)
         exhausted = False
         while self._trainer.version.step < rl.num_steps and not self._stop:
             groups = self._stream.take(rl.groups_per_step, lambda: bool(self._stop))
             if not groups:
                 exhausted = not self._stop
                 break
-            trained = threads.step(functools.partial(self._trainer.step, groups))
+            trained = self._trainer.step(groups)
             passed = {f"passed_{reason}": float(n) for reason, n in sorted(self._stream.passed.items())}
             values = {"trained_groups": float(len(groups)), **passed, **trained}
             values["wall_s"] = self._stop.elapsed_s
             self._metrics.write("rl", self._trainer.version.step, values)
             self._observer.stage_advances(self._trainer.version.step, values)
-            if self._keeper.due:
+            if self._trainer.is_due():
                 self._save()
         self._save()
-        self._keeper.flush()
+        self._trainer.flush()
         self._observer.stage_ends()
         if self._stop.interrupted and not exhausted and self._trainer.version.step < rl.num_steps:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self._run.name}")
         return self._finish()
 
     def _save(self) -> None:
-        extra = {
-            "stage": "recorded",
-            "stream": self._stream.state_dict(),
-            "elapsed_s": self._stop.elapsed_s,
-        }
-        self._trainer.save(self._run.checkpoints / LATEST, extra, self._keeper.write)
+        stream, elapsed_s = self._stream.state_dict(), self._stop.elapsed_s
+        self._trainer.save({"stage": "recorded", "stream": stream, "elapsed_s": elapsed_s})
 
     def _finish(self) -> dict[str, Any]:
-        final = self._run.checkpoints / FINAL
-        save_merged(self._trainer, final, self._tokenizer)
+        self._trainer.save_model(self._run.checkpoints / FINAL, with_tokenizer=True)
         base = self._config.initial_checkpoint or ""
-        save_adapters(self._trainer, self._run.checkpoints / ADAPTER, base, self._observer)
+        self._trainer.save_adapters(self._run.checkpoints / ADAPTER, base)
         environment = self._run.environment
         report = {
             "name": self._config.name,

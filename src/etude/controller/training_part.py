@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from etude.agent import open_renderer
 from etude.config import RunConfig
-from etude.controller.ranks import AnyTrainer, Routes, open_trainer
+from etude.controller.ranks import Routes, open_trainer
 from etude.controller.thread_choice import ThreadChoice
 from etude.errors import CheckpointError, StoreError
 from etude.model import LanguageModel
@@ -141,31 +141,21 @@ class TrainingPart:
 
     def save_model(self, directory: Path, with_tokenizer: bool = False) -> None:
         """Writes the weights as they are now, adapters merged."""
-        save_merged(self._trainer, directory, self._tokenizer if with_tokenizer else None)
+        trainer, write_more = self._trainer, self._tokenizer.save if with_tokenizer else None
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.nullcontext() if trainer.adapters is None else trainer.adapters.merged():
+            save_checkpoint(directory, trainer.whole_model(), write_more=write_more)
 
     def save_adapters(self, directory: Path, base: str) -> None:
-        """The adapters alone, for what takes them beside their own `base`, if there are any."""
-        save_adapters(self._trainer, directory, base, self._observer)
+        """The adapters alone, for what takes them beside the model at `base`, if there are any."""
+        if self._trainer.adapters is None:
+            return
+        try:
+            save_peft(self._trainer.adapters, self._trainer.whole_model(), directory, base)
+        except CheckpointError as error:
+            self._observer.say(f"no adapters are written for the peft library: {error}")
 
     def _given_route(self, ref: BlobRef) -> NDArray[Any]:
         if ref.url not in self._routes:
             raise StoreError("these routes did not come with the step", field="routes", received=ref.url)
         return self._routes[ref.url]
-
-
-def save_merged(trainer: AnyTrainer, directory: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Writes a trainer's weights as they are now, adapters merged."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.nullcontext() if trainer.adapters is None else trainer.adapters.merged():
-        write_more = None if tokenizer is None else tokenizer.save
-        save_checkpoint(directory, trainer.whole_model(), write_more=write_more)
-
-
-def save_adapters(trainer: AnyTrainer, directory: Path, base: str, observer: Observer) -> None:
-    """Writes a trainer's adapters alone, if it has any; `base`: the model that they lie on."""
-    if trainer.adapters is None:
-        return
-    try:
-        save_peft(trainer.adapters, trainer.whole_model(), directory, base)
-    except CheckpointError as error:
-        observer.say(f"no adapters are written for the peft library: {error}")
