@@ -10,6 +10,7 @@ from common import Figures
 
 from etude.config import RunConfig
 from etude.controller.compute import settle_evaluation, use_sampling_threads
+from etude.controller.engines import serve_model
 from etude.controller.evaluate import load_policy
 from etude.controller.families import open_family
 from etude.controller.parts import open_parts
@@ -48,7 +49,7 @@ def _play(run: RunDirectory, config: RunConfig, tasks: list[Task], checkpoint: s
 
     async def play() -> list[Trajectory]:
         async with open_parts(config, tokenizer, model) as parts:
-            await parts.serve(model, config.name)
+            await serve_model(parts.weights, parts.service, model, config.name)
             greedy = SamplingParams(temperature=0.0)
             return await play_sessions(
                 parts.environment,

@@ -22,6 +22,7 @@ from common import Figures, median_figures, merge_result, print_table
 from etude.config import RunConfig
 from etude.controller.arrangement import Place, open_executor
 from etude.controller.compute import choose_place
+from etude.controller.engines import serve_model
 from etude.controller.families import open_family
 from etude.controller.models import settle_model
 from etude.controller.remote.arrangement import open_remote
@@ -102,7 +103,7 @@ async def _run(executor: Any, config: RunConfig, asked: argparse.Namespace) -> F
     tasks = open_family(config).evaluation_tasks("heldout", asked.sessions + _WARM_UP)
     async with open_remote(executor, config, tokenizer, model, place) as arrangement:
         parts = arrangement.parts
-        await parts.serve(model, config.name)
+        await serve_model(parts.weights, parts.service, model, config.name)
 
         async def run(first: int, count: int) -> int:
             """Runs so many of the tasks; their turns."""

@@ -23,7 +23,10 @@ from etude.model import LanguageModel
 from etude.model.huggingface import check_memory
 from etude.model.loading import AnyModel, load_any_model, read_vocab_size
 from etude.observe.machine import available_cores
+from etude.protocols import WeightSink
+from etude.records import PolicyVersion
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from etude.weights import WeightPublisher
 from etude.weights.opening import WeightFetcher
 
 LocalService = EngineService | VllmSampler
@@ -126,7 +129,24 @@ def check_engine(config: RunConfig) -> None:
         choose_drafts(config.engine.drafts, config.engine.speculative_tokens, None)
 
 
-def make_engine(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) -> Engine:
+def make_local_service(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: SampledModel,
+    fetch: WeightFetcher | None,
+    delay_steps: int | None,
+    *,
+    is_supervised: bool = False,
+) -> LocalService:
+    """The engine that is configured, which begins as its context is entered. `fetch`, which only vLLM does
+    without, `is_supervised`: see make_vllm. `delay_steps`: see EngineService."""
+    if config.engine.backend == "vllm":
+        return make_vllm(config, tokenizer, model, fetch, is_supervised=is_supervised)
+    assert fetch is not None, "our engine is given its weights"
+    return EngineService(make_engine(config, model), fetch, delay_steps)
+
+
+def make_engine(config: RunConfig, model: SampledModel) -> Engine:
     """The engine of a run, without weights."""
     place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
     return Engine(
@@ -146,3 +166,10 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) ->
         cache_dtype=config.engine.cache_dtype,
         keep_spare=not config.colocated,
     )
+
+
+async def serve_model(weights: WeightPublisher, service: WeightSink, model: AnyModel, name: str) -> None:
+    """Brings a model into service as step 0 of `name`."""
+    manifest = weights.publish(PolicyVersion(name, 0), dict(model.named_parameters()))
+    await service.stage(manifest)
+    await service.activate(manifest.version)

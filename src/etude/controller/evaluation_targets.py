@@ -13,6 +13,7 @@ from etude.config import RunConfig, load_config, read_toml
 from etude.controller.agent.models import BYTES_PER_TOKEN, ModelChoice, open_model_of
 from etude.controller.backends import open_people_backend, open_run_backend
 from etude.controller.compute import settle_evaluation, use_sampling_threads
+from etude.controller.engines import serve_model
 from etude.controller.evaluate import find_checkpoint, load_policy
 from etude.controller.parts import open_parts
 from etude.environment.episodes import Environment, EpisodeLimits
@@ -175,7 +176,7 @@ async def _open_run(target: Target) -> AsyncIterator[OpenTarget]:
     config = settle_evaluation(run, target.config)
     use_sampling_threads(config)
     async with open_parts(config, tokenizer, model) as parts:
-        await parts.serve(model, config.name)
+        await serve_model(parts.weights, parts.service, model, config.name)
         yield OpenTarget(parts.environment, parts.service, SamplingParams(), config.engine.num_slots)
 
 

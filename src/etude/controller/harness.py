@@ -34,15 +34,27 @@ async def open_environment(
     limits: EpisodeLimits,
     keep_routes: RouteKeeper,
 ) -> AsyncIterator[TimedPlayer]:
-    """What runs the episodes of a run in this process. Raises ConfigError as `check_harness`."""
-    harness, reward = config.agent.harness, config.rl.reward
-    if not harness.command:
-        environment = Environment.of_run(config, tokenizer, backend, limits, keep_routes)
-        try:
+    """What runs the episodes of a run in this process; it and the backend are closed on the way out. Raises
+    ConfigError as `check_harness`."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(backend.close)
+        if config.agent.harness.command:
+            yield await _open_harness(stack, config, backend, tokenizer, limits, keep_routes)
+        else:
+            environment = Environment.of_run(config, tokenizer, backend, limits, keep_routes)
+            stack.push_async_callback(environment.close)
             yield environment
-        finally:
-            await environment.close()
-        return
+
+
+async def _open_harness(
+    stack: contextlib.AsyncExitStack,
+    config: RunConfig,
+    backend: SandboxBackend,
+    tokenizer: Tokenizer,
+    limits: EpisodeLimits,
+    keep_routes: RouteKeeper,
+) -> TimedPlayer:
+    """A foreign agent's, with its endpoint, which `stack` closes."""
     # FastAPI comes with them, which other runs do without.
     from etude.environment.harness import HarnessEnvironment
     from etude.environment.recording import LiveSessions, MapLimits, RecordingLimits
@@ -50,6 +62,7 @@ async def open_environment(
     from etude.serving.process import served
 
     assert isinstance(backend, MachineBackend), "so RunConfig wants it"
+    harness, reward = config.agent.harness, config.rl.reward
     _show_python(harness, backend)
     held = MapLimits(limits.session.max_tokens)
     if limits.session.max_session_tokens:
@@ -59,17 +72,12 @@ async def open_environment(
     body_bytes = _BODY_BYTES + held.max_context_tokens * _BYTES_PER_TOKEN
     allowed = RecordingLimits(body_bytes, requests_per_session=_REQUESTS, session=held)
     sessions = LiveSessions(shelf, allowed)
-    async with served(build_app(sessions)) as url:
-        reach: tuple[str, ...] = ()
-        if backend.capabilities().network:
-            backend.own_server = urlsplit(url).netloc
-            url, reach = OWN_URL, (backend.own_server,)
-        try:
-            yield HarnessEnvironment(
-                backend, renderer, limits, reward, keep_routes, harness, sessions, url, reach
-            )
-        finally:
-            backend.own_server = ""
+    url, reach = await stack.enter_async_context(served(build_app(sessions))), tuple[str, ...]()
+    if backend.capabilities().network:
+        backend.own_server = urlsplit(url).netloc
+        stack.callback(setattr, backend, "own_server", "")
+        url, reach = OWN_URL, (backend.own_server,)
+    return HarnessEnvironment(backend, renderer, limits, reward, keep_routes, harness, sessions, url, reach)
 
 
 def check_harness(config: RunConfig) -> None:

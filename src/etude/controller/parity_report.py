@@ -21,23 +21,17 @@ import torch
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
-from etude.controller.compute import (
-    choose_place,
-    choose_weight_dtype,
-    place_model,
-    settle_numerics,
-    use_numerics,
-)
+from etude.controller.compute import choose_place, place_model, settle_numerics, use_numerics
+from etude.controller.engines import LocalService, SampledModel, make_engine, serve_model
 from etude.errors import ConfigError
-from etude.inference import Engine, EngineService
-from etude.inference.vllm import ModelSnapshots, SnapshotDirectory, VllmSampler, make_vllm_sampler
+from etude.inference import EngineService
+from etude.inference.vllm import ModelSnapshots, SnapshotDirectory, make_vllm_sampler
 from etude.kit.tasks import run_together
 from etude.model import LanguageModel, missing_route
 from etude.model.loading import AnyModel
 from etude.model.scoring import PackedSequences, device_of, score_sequences
-from etude.observe.machine import available_cores
 from etude.protocols import Sampler
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
+from etude.records import SampleChunk, SampleRequest, SamplingParams
 from etude.training.parity import ParityFigures, compare_logprobs
 from etude.weights import MemoryWeights, WeightPublisher
 
@@ -221,9 +215,6 @@ def _share_differing(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]
     return float(np.concatenate(differ).mean())
 
 
-_VERSION = PolicyVersion("parity", 0)
-
-
 async def measure_parity(
     model: AnyModel, config: RunConfig, prompts: Sequence[NDArray[np.int32]], num_tokens: int
 ) -> ParityReport:
@@ -236,49 +227,38 @@ async def measure_parity(
     if isinstance(model, LanguageModel):
         config = settle_numerics(config.model_copy(update={"model": model.config}))
     place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
-    config = config.model_copy(update={"device": place.device, "dtype": place.dtype})
-    async with _open(model, config, len(prompts), num_tokens + 1) as (weights, service):
+    sizes = {
+        "agent": config.agent.model_copy(update={"max_tokens": num_tokens}),
+        "engine": config.engine.model_copy(update={"num_slots": len(prompts)}),
+    }
+    config = config.model_copy(update={"device": place.device, "dtype": place.dtype, **sizes})
+    async with _open(model, config) as (weights, service):
         use_numerics(place_model(model, config), config)
-        manifest = weights.publish(_VERSION, dict(model.named_parameters()))
-        await service.stage(manifest)
-        await service.activate(manifest.version)
+        await serve_model(weights, service, model, "parity")
         played = await play(service, prompts, num_tokens)
     return compare(model, played)
 
 
 @contextlib.asynccontextmanager
-async def _open(
-    model: AnyModel, config: RunConfig, num_sessions: int, max_tokens: int
-) -> AsyncIterator[tuple[WeightPublisher, EngineService | VllmSampler]]:
-    own = model.config if isinstance(model, LanguageModel) else None
+async def _open(model: AnyModel, config: RunConfig) -> AsyncIterator[tuple[WeightPublisher, LocalService]]:
     if config.engine.backend == "vllm":
         sampler = make_vllm_sampler(
-            config.engine.vllm, routed=model.num_experts > 0, dtype=config.dtype, max_tokens=max_tokens
+            config.engine.vllm,
+            routed=model.num_experts > 0,
+            dtype=config.dtype,
+            max_tokens=config.agent.max_tokens + 1,
         )
         with tempfile.TemporaryDirectory(prefix="etude-parity-") as directory:
             async with sampler:
                 yield ModelSnapshots(SnapshotDirectory(Path(directory)), model), sampler
         return
-    if own is None:
+    if not isinstance(model, LanguageModel):
         raise ConfigError(
             "our engine samples from architectures that are defined here",
             field="engine.backend",
             received=config.engine.backend,
             fix="compare such a model with vLLM",
         )
-    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
-    engine = Engine(
-        own,
-        model.vocab_size,
-        num_sessions,
-        max_tokens,
-        config.engine.prefill_tokens,
-        place.kernels,
-        config.engine.native_threads or available_cores(),
-        native_weights=choose_weight_dtype(config.engine.weight_dtype, place),
-        device=place.device,
-        cache_dtype=config.engine.cache_dtype,
-    )
-    weights = MemoryWeights()
+    weights, engine = MemoryWeights(), make_engine(config, SampledModel.of(model))
     async with EngineService(engine, weights.fetch, None) as service:
         yield weights, service

@@ -11,22 +11,26 @@ from pathlib import Path
 from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm, served_adapter
+from etude.controller.engines import (
+    LocalService,
+    SampledModel,
+    make_local_service,
+    make_snapshots,
+    served_adapter,
+)
 from etude.controller.harness import open_environment
 from etude.controller.remote.fleet import EngineFleet
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.runners import TimedPlayer
-from etude.inference import EngineService
-from etude.inference.vllm import VllmSampler
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
-from etude.records import PolicyVersion
 from etude.store.blobs import Blobs, open_blobs
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 from etude.weights import WeightPublisher, open_weights
+from etude.weights.opening import WeightFetcher
 
-Service = EngineService | VllmSampler | EngineFleet
+Service = LocalService | EngineFleet
 """A Sampler and a WeightSink."""
 
 
@@ -39,12 +43,6 @@ class Parts:
     weights: WeightPublisher
     service: Service
     environment: TimedPlayer
-
-    async def serve(self, model: AnyModel, name: str) -> None:
-        """Brings a model into service as step 0 of `name`."""
-        manifest = self.weights.publish(PolicyVersion(name, 0), dict(model.named_parameters()))
-        await self.service.stage(manifest)
-        await self.service.activate(manifest.version)
 
 
 @contextlib.asynccontextmanager
@@ -65,51 +63,39 @@ async def open_parts(
     until they are trained on, unless named. `owner`: see open_run_backend. Raises ResourceError if sandboxes
     cannot be made here.
     """
+    renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(routes)
+    limits, backend = EpisodeLimits.from_config(config), open_run_backend(config.sandbox, owner)
+    async with (
+        open_environment(config, backend, tokenizer, limits, blobs.put) as environment,
+        open_service(config, tokenizer, model, snapshots, deterministic=deterministic) as (weights, service),
+    ):
+        yield Parts(renderer, blobs, weights, service, environment)
+
+
+@contextlib.asynccontextmanager
+async def open_service(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: AnyModel,
+    snapshots: Path | None = None,
+    *,
+    deterministic: bool = True,
+) -> AsyncIterator[tuple[WeightPublisher, LocalService]]:
+    """Engine of a run, and what publishes to it; stopped on the way out. Arguments: see `open_parts`."""
     if isinstance(model, LanguageModel):  # a run that began with a checkpoint need not describe it
         config = config.model_copy(update={"model": model.config})
-    backend = open_run_backend(config.sandbox, owner)
-    renderer = open_renderer(tokenizer, config.agent)
-    blobs = open_blobs(routes)
-    limits = EpisodeLimits.from_config(config)
-    if config.engine.backend == "vllm":
-        opening = _open_vllm(config, tokenizer, model, snapshots)
-    else:
-        opening = _open_engine(config, tokenizer, deterministic)
-    try:
-        async with (
-            open_environment(config, backend, tokenizer, limits, blobs.put) as environment,
-            opening as (weights, service),
-        ):
-            yield Parts(renderer, blobs, weights, service, environment)
-    finally:
-        await backend.close()
-
-
-@contextlib.asynccontextmanager
-async def _open_engine(
-    config: RunConfig, tokenizer: Tokenizer, deterministic: bool
-) -> AsyncIterator[tuple[WeightPublisher, Service]]:
-    engine = make_engine(config, tokenizer, SampledModel.configured(config, tokenizer))
     is_foreign = bool(config.agent.harness.command)  # nobody can say when it asks again
     delay = config.engine.tool_delay_steps if deterministic and not is_foreign else None
-    with open_weights(config.weights, in_parts=config.parallel.ranks > 1) as (weights, fetch):
-        async with EngineService(engine, fetch, delay) as service:
-            yield weights, service
-
-
-@contextlib.asynccontextmanager
-async def _open_vllm(
-    config: RunConfig, tokenizer: Tokenizer, model: AnyModel, snapshots: Path | None
-) -> AsyncIterator[tuple[WeightPublisher, Service]]:
-    sampled = SampledModel.of(model)
+    has_clusters = snapshots is not None and config.clusters.listen  # it is a run, and others sample for it
     with contextlib.ExitStack() as stack:
-        if snapshots is not None and config.clusters.listen:  # it is a run, and others sample for it
-            in_parts = config.parallel.ranks > 1
-            weights, fetch = stack.enter_context(open_weights(config.weights, in_parts=in_parts))
-        else:
+        fetch: WeightFetcher | None = None
+        if config.engine.backend == "vllm" and not has_clusters:
             if snapshots is None:
                 temporary = tempfile.TemporaryDirectory(prefix="etude-snapshots-")
                 snapshots = Path(stack.enter_context(temporary))
-            weights, fetch = make_snapshots(snapshots, tokenizer, model, served_adapter(config)), None
-        async with make_vllm(config, tokenizer, sampled, fetch) as sampler:
-            yield weights, sampler
+            weights: WeightPublisher = make_snapshots(snapshots, tokenizer, model, served_adapter(config))
+        else:
+            in_parts = config.parallel.ranks > 1
+            weights, fetch = stack.enter_context(open_weights(config.weights, in_parts=in_parts))
+        async with make_local_service(config, tokenizer, SampledModel.of(model), fetch, delay) as service:
+            yield weights, service

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from etude.agent import open_renderer
 from etude.config import FeedbackConfig, RunConfig, WeightsConfig
 from etude.controller.compute import choose_device, use_numerics, use_sampling_threads
+from etude.controller.engines import serve_model
 from etude.controller.families import TaskFamily
 from etude.controller.forecast import Speeds
 from etude.controller.parts import Parts, open_parts
@@ -135,7 +136,7 @@ class _SessionProbe:
         use_sampling_threads(self.config)
         async with open_parts(self.config, self.tokenizer, self.model) as parts:
             began = self.clock()
-            await parts.serve(self.model, _NAME)
+            await serve_model(parts.weights, parts.service, self.model, _NAME)
             publish_s = self.clock() - began
             began = self.clock()
             await self._sample(parts, self.plays[:1])

@@ -17,14 +17,15 @@ from etude.controller.agent.models import (
     people_tool_limits,
 )
 from etude.controller.compute import choose_kernels
+from etude.controller.engines import serve_model
 from etude.controller.evaluate import load_own, load_policy
-from etude.controller.parts import open_parts
+from etude.controller.parts import open_service
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import ConfigError
 from etude.inference import Engine, EngineService
 from etude.observe import RunDirectory
 from etude.observe.machine import available_cores
-from etude.records import PolicyVersion, SamplingParams
+from etude.records import SamplingParams
 from etude.tokens import Piece, Renderer
 from etude.weights import MemoryWeights
 
@@ -53,13 +54,14 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
         if one_shot
         else replace(limits.session, max_turns=max(limits.session.max_turns, _TURNS))
     )
-    async with open_parts(config, tokenizer, model, deterministic=False) as parts:
-        await parts.serve(model, config.name)
+    renderer = open_renderer(tokenizer, config.agent)
+    async with open_service(config, tokenizer, model, deterministic=False) as (weights, service):
+        await serve_model(weights, service, model, config.name)
         yield Policy(
             label=f"run {run.path.name}",
-            sampler=parts.service,
-            renderer=parts.renderer,
-            registry=registry_of(parts.renderer.grammar.tools, config.agent.mcp),
+            sampler=service,
+            renderer=renderer,
+            registry=registry_of(renderer.grammar.tools, config.agent.mcp),
             index=choice.index or ("grep" if config.agent.index == "none" else config.agent.index),
             servers=config.agent.mcp,
             limits=session,
@@ -97,9 +99,7 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
         available_cores(),
     )
     async with EngineService(engine, weights.fetch, None) as service:
-        manifest = weights.publish(PolicyVersion(name, 0), dict(model.named_parameters()))
-        await service.stage(manifest)
-        await service.activate(manifest.version)
+        await serve_model(weights, service, model, name)
         yield Policy(
             label=f"model {name}",
             sampler=service,

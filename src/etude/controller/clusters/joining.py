@@ -16,15 +16,14 @@ from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLost
 from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
 from etude.controller.clusters.wire import API, Makings
 from etude.controller.compute import settle_numerics, use_sampling_threads
-from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
+from etude.controller.engines import SampledModel, make_local_service
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ConfigError, InfrastructureError, SamplerError
-from etude.inference import EngineService
 from etude.kit.retry import retry_async
 from etude.observe import Observer
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.tokenizer import Tokenizer
-from etude.weights import Subscriber, make_subscriber
+from etude.weights import make_subscriber
 from etude.weights.ending import EndMark
 from etude.weights.folders import UnavailableError, open_folder
 from etude.weights.opening import check_reading, open_reading
@@ -165,7 +164,7 @@ async def open_site(
         environment = Environment.of_run(config, tokenizer, backend, limits, blobs.put)
         stack.push_async_callback(environment.close)
         subscriber = make_subscriber(config.weights)
-        async with _make_service(config, tokenizer, model, subscriber) as service:
+        async with make_local_service(config, tokenizer, model, subscriber.fetch, None) as service:
 
             def check() -> None:
                 if service.failure is not None:
@@ -183,11 +182,3 @@ async def open_site(
                 subscriber,
                 config.weights.read_url or config.weights.url,
             )
-
-
-def _make_service(
-    config: RunConfig, tokenizer: Tokenizer, model: SampledModel, subscriber: Subscriber
-) -> LocalService:
-    if config.engine.backend == "vllm":
-        return make_vllm(config, tokenizer, model, subscriber.fetch)
-    return EngineService(make_engine(config, tokenizer, model), subscriber.fetch, None)

@@ -154,18 +154,10 @@ class _Here:
 
     def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AbstractAsyncContextManager[TimedPlayer]:
         """Workers, or an environment in this process."""
-        return self.workers(fleet, blobs) if self.config.cluster.workers else self.environment(blobs)
-
-    @contextlib.asynccontextmanager
-    async def environment(self, blobs: Blobs) -> AsyncIterator[TimedPlayer]:
-        """Sessions and sandboxes in this process."""
-        config = self.config
-        backend = open_run_backend(config.sandbox, sandbox_owner(self.place))
-        try:
-            async with open_environment(config, backend, self.tokenizer, self.limits, blobs.put) as runner:
-                yield runner
-        finally:
-            await backend.close()
+        if self.config.cluster.workers:
+            return self.workers(fleet, blobs)
+        backend = open_run_backend(self.config.sandbox, sandbox_owner(self.place))
+        return open_environment(self.config, backend, self.tokenizer, self.limits, blobs.put)
 
     @contextlib.asynccontextmanager
     async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedPlayer]:

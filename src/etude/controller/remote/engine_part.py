@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from etude.config import RunConfig
 from etude.controller.compute import use_sampling_threads
-from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
+from etude.controller.engines import LocalService, SampledModel, make_local_service
 from etude.controller.remote.engines import Usage
 from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import SamplerError
-from etude.inference import EngineService
 from etude.inference.exchange import Build, Command, Event, Exchange
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, Scores, WeightManifest
@@ -42,7 +41,7 @@ class EnginePart:
         `service`: an engine instead of the one that is configured."""
         self._config = config
         self._build = Build.here(config.model)
-        self._service = service or make_service(config, tokenizer, weights, delay_steps, model)
+        self._service = service or _make_service(config, tokenizer, weights, delay_steps, model)
         self._exchanges: dict[str, Exchange] = {}
         """By client."""
 
@@ -90,17 +89,16 @@ class EnginePart:
         return self._exchanges[client]
 
 
-def make_service(
+def _make_service(
     config: RunConfig,
     tokenizer: Tokenizer,
     weights: Path,
     delay_steps: int | None,
-    model: SampledModel | None = None,
+    model: SampledModel | None,
 ) -> LocalService:
     """An engine that fetches what the trainer's process publishes. Arguments: see EnginePart."""
-    stored = make_subscriber(config.weights).fetch if config.weights.url else None
+    fetch = make_subscriber(config.weights).fetch if config.weights.url else None
+    if fetch is None and config.engine.backend != "vllm":
+        fetch = DirectoryWeights(weights).fetch
     model = model or SampledModel.configured(config, tokenizer)
-    if config.engine.backend == "vllm":
-        return make_vllm(config, tokenizer, model, stored, is_supervised=True)
-    fetch = stored or DirectoryWeights(weights).fetch
-    return EngineService(make_engine(config, tokenizer, model), fetch, delay_steps)
+    return make_local_service(config, tokenizer, model, fetch, delay_steps, is_supervised=True)
