@@ -17,6 +17,7 @@ from etude.controller.agent.events import (
     MessageEnded,
     Noted,
     Said,
+    event_document,
 )
 from etude.records import Status, ToolCall, ToolResult
 from tests.cli.commands import option_names
@@ -44,8 +45,9 @@ def test_the_modes_and_events_on_the_page_are_those_there_are() -> None:
     )  # fmt: skip
     table = PAGE[PAGE.index("| `event` |") : PAGE.index("| exit code |")]
     for event in made:
-        assert f"`{event.to_dict()['event']}`" in table
-        for key in event.to_dict().keys() - {"event"}:
+        document = event_document(event)
+        assert f"`{document['event']}`" in table
+        for key in document.keys() - {"event"}:
             assert f"`{key}`" in table
 
 

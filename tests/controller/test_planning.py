@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from etude.cli.app import app
 from etude.config import AdapterConfig, ModelConfig, RunConfig, load_config, parse_config
 from etude.controller.compute import Place
-from etude.controller.planning import check_fits, check_machine, make_plan, measure_sizes
+from etude.controller.planning import check_fits, check_machine, make_plan
 from etude.controller.planning.memory import plan_memory
-from etude.controller.planning.sizes import _KeptAttention
+from etude.controller.planning.sizes import _KeptAttention, measure_sizes
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ResourceError
 from etude.model import build_model

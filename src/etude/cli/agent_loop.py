@@ -24,7 +24,7 @@ from etude.controller.agent.conversation import (
     Outcome,
     open_conversation,
 )
-from etude.controller.agent.events import AgentEvent
+from etude.controller.agent.events import AgentEvent, event_document
 from etude.controller.agent.folders import SessionFolder, SessionMeta, sessions_directory
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.surroundings import SandboxChoice, open_surroundings
@@ -185,7 +185,7 @@ class _Program:
 
     def _emit(self, event: AgentEvent) -> None:
         if self._asked.as_json:
-            self._output.print_line(event.to_dict())
+            self._output.print_line(event_document(event))
         else:
             self._terminal.emit(event)
 

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.config import ModelConfig, NextTokenConfig, RunConfig
 from etude.controller.ranks import ModelPlan, OnlyHere, Rank, Ranked, open_team
@@ -40,50 +40,18 @@ class _Plan:
     asynchronous: bool
 
 
-class _HandedOn:
-    """The documents that the first rank has drawn for a step. Implements Batches: on the first rank all but
-    drawing is its mixture's, on others there is nothing else."""
-
-    def __init__(self, source: Batches | None) -> None:
-        self._source = source
-        self.documents: list[Document] = []
-
-    @property
-    def exhausted(self) -> bool:
-        return self._source is not None and self._source.exhausted
-
-    def draw(self) -> list[Document]:
-        return self.documents
-
-    def figures(self) -> Mapping[str, float]:
-        return self._source.figures() if self._source is not None else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._source.state_dict() if self._source is not None else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._source is not None:
-            self._source.load_state_dict(state)
-
-
 class NextTokenRank(Rank[NextTokenTrainer]):
-    """With the documents of the step at hand."""
+    """Trains on what the first rank draws, who alone has `batches`."""
 
     def __init__(
         self, ranks: MeshRanks, plan: _Plan, model: OnlyHere[LanguageModel], batches: OnlyHere[Batches]
     ) -> None:
         """`model` and `batches`: the first rank's."""
         own = plan.model.place(model, ranks)
-        self._batches = _HandedOn(batches.value)
         keep = plan.config.optimizer.keep_offending
         offending = OffendingBatches(plan.offending, keep, ranks.peers.rank)
-        trainer = NextTokenTrainer(own, self._batches, plan.config, plan.drafts, ranks, offending)
+        trainer = NextTokenTrainer(own, batches.value, plan.config, plan.drafts, ranks, offending)
         super().__init__(trainer, asynchronous=plan.asynchronous)
-
-    def step(self, documents: list[Document]) -> Mapping[str, float]:
-        """See NextTokenTrainer.step; on these documents."""
-        self._batches.documents = documents
-        return self.trainer.step()
 
 
 class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
@@ -119,7 +87,7 @@ class RankedNextTokenTrainer(Ranked[NextTokenTrainer, NextTokenRank]):
         return self.trainer.finished
 
     def step(self) -> Mapping[str, float]:
-        return self._team.call(NextTokenRank.step, self._batches.draw())
+        return self._do(NextTokenTrainer.step, self._batches.draw())
 
     def evaluate(self, documents: Sequence[Document]) -> float:
         return self._do(NextTokenTrainer.evaluate, documents)

@@ -21,18 +21,10 @@ class Said:
     kind: str = "text"
     """text, reasoning or summary."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"event": self.kind, "text": self.text}
-
 
 @dataclass(frozen=True, slots=True)
 class MessageEnded:
     """The agent's message is whole."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"event": "message_end"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +40,6 @@ class CallsMade:
         """One of the calls' arguments as JSON values; what is not of its kind stays text."""
         return call_arguments(call, self.tools)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        calls = [call_document(call) | {"arguments": self.arguments(call)} for call in self.calls]
-        return {"event": "calls", "turn": self.turn, "calls": calls}
-
 
 @dataclass(frozen=True, slots=True)
 class CallRuns:
@@ -61,10 +48,6 @@ class CallRuns:
     turn: int
     position: int
     call: ToolCall
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"event": "call_started", "turn": self.turn, "position": self.position, "name": self.call.name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +58,6 @@ class CallDone:
     position: int
     call: ToolCall
     result: ToolResult
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        place = {"turn": self.turn, "position": self.position, "name": self.call.name}
-        return {"event": "call_ended", **place, "result": result_document(self.result)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +71,6 @@ class FilesChanged:
     kept_back: Mapping[str, str]
     """Paths that were not written, and why."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        files = [{"path": file.path, "diff": file.diff()} for file in self.files]
-        kept = dict(self.kept_back)
-        return {
-            "event": "changed",
-            "turn": self.turn,
-            "written": self.written,
-            "files": files,
-            "kept_back": kept,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Noted:
@@ -114,10 +80,6 @@ class Noted:
     kind: str = "note"
     """note, retry or context."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"event": self.kind, "text": self.text}
-
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -126,11 +88,33 @@ class Ended:
     status: Status
     cause: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"event": "ended", "status": self.status.value, "cause": self.cause}
-
 
 AgentEvent = Said | MessageEnded | CallsMade | CallRuns | CallDone | FilesChanged | Noted | Ended
 OnAgentEvent = Callable[[AgentEvent], None]
 """Told in the event loop: must neither block nor raise."""
+
+
+def event_document(event: AgentEvent) -> dict[str, Any]:
+    """An event as plain JSON values."""
+    match event:
+        case Said() | Noted():
+            return {"event": event.kind, "text": event.text}
+        case MessageEnded():
+            return {"event": "message_end"}
+        case CallsMade():
+            calls = [call_document(call) | {"arguments": event.arguments(call)} for call in event.calls]
+            return {"event": "calls", "turn": event.turn, "calls": calls}
+        case CallRuns():
+            return {"event": "call_started", **_place(event)}
+        case CallDone():
+            return {"event": "call_ended", **_place(event), "result": result_document(event.result)}
+        case FilesChanged():
+            files = [{"path": file.path, "diff": file.diff()} for file in event.files]
+            told = {"turn": event.turn, "written": event.written, "files": files}
+            return {"event": "changed", **told, "kept_back": dict(event.kept_back)}
+        case Ended():
+            return {"event": "ended", "status": event.status.value, "cause": event.cause}
+
+
+def _place(event: CallRuns | CallDone) -> dict[str, Any]:
+    return {"turn": event.turn, "position": event.position, "name": event.call.name}

@@ -31,12 +31,10 @@ class ModelSizes:
     """That Muon updates, if it is named."""
     packed_parameters: int
     """Of the matrices that native kernels keep once more, packed."""
-    largest_parameter: int
     head_parameters: int
     """Of the matrix that gives logits."""
-    adapted_parameters: int
-    """Of the weights that adapters stand beside; 0 without any."""
     adapter_parameters: int
+    """0 without any."""
     attention_width: int
     """Over all layers, query heads times (key width + value width): products per position seen."""
     saved_bytes: int
@@ -83,9 +81,7 @@ def measure_sizes(
         expert_parameters=experts,
         matrix_parameters=sum(size for name, size in sizes.items() if is_matrix(name, shapes[name])),
         packed_parameters=sum(size for name, size in sizes.items() if len(shapes[name]) > 1) - embedding,
-        largest_parameter=max(sizes.values()),
         head_parameters=head,
-        adapted_parameters=sum(sizes[name] for name in adapted),
         adapter_parameters=sum(_factor_size(shapes[name], adapter) for name in adapted) if adapter else 0,
         attention_width=config.num_layers * config.num_heads * (config.key_dim + config.value_dim),
         saved_bytes=saved,

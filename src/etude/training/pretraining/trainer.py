@@ -46,14 +46,15 @@ class NextTokenTrainer:
     def __init__(
         self,
         model: LanguageModel,
-        batches: Batches,
+        batches: Batches | None,
         config: NextTokenConfig,
         drafts: DraftTraining | None = None,
         ranks: Ranks | None = None,
         offending: OffendingBatches | None = None,
     ) -> None:
-        """`drafts`: draft layers to be trained. `ranks`: who trains the model along with this process.
-        `offending`: where batches go whose gradient is not finite."""
+        """`batches`: None where another process draws. `drafts`: draft layers to be trained. `ranks`: who
+        trains the model along with this process. `offending`: where batches go whose gradient is not
+        finite."""
         self.model = model
         self.batches = batches
         self.drafts = drafts
@@ -73,19 +74,21 @@ class NextTokenTrainer:
     @property
     def finished(self) -> bool:
         """Whether all steps are taken, or nothing is left to train on."""
-        return self.num_steps_taken >= self._config.num_steps or self.batches.exhausted
+        exhausted = self.batches is not None and self.batches.exhausted
+        return exhausted or self.num_steps_taken >= self._config.num_steps
 
-    def step(self) -> Mapping[str, float]:
-        """One optimiser step; returns metrics (losses in nats per token).
+    def step(self, documents: Sequence[Document] | None = None) -> Mapping[str, float]:
+        """One optimiser step; returns metrics (losses in nats per token). `documents`: what is drawn for it
+        already.
 
         Losses are weighted means over the whole step, so micro-batches change rounding and nothing else.
         """
         with share_threads(cut=self._is_cut) as num_threads:
-            return self._step(num_threads)
+            return self._step(documents, num_threads)
 
-    def _step(self, num_threads: int) -> Mapping[str, float]:
+    def _step(self, given: Sequence[Document] | None, num_threads: int) -> Mapping[str, float]:
         began = time.perf_counter()
-        documents = self.batches.draw()
+        documents = self._draw() if given is None else given
         lengths = [len(document.tokens) for document in documents]
         plan = self._pack(documents)
         totals = [_total_weight([documents[i] for i in batch]) for share in plan for batch in share if batch]
@@ -113,7 +116,7 @@ class NextTokenTrainer:
             "grad_norm": norm,
             "skipped": float(self._optimizer.num_skipped),
             "tokens": num_tokens,
-            **self.batches.figures(),
+            **({} if self.batches is None else self.batches.figures()),
         }
         for depth, value in enumerate(self._ranks.all_reduce_(draft_sums).tolist(), start=1):
             figures[f"draft_loss_{depth}"] = value
@@ -164,12 +167,18 @@ class NextTokenTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on exactly; the weights are not part of it."""
-        return {"optimizer": self._optimizer.state_dict(), "batches": self.batches.state_dict()}
+        batches = {} if self.batches is None else self.batches.state_dict()
+        return {"optimizer": self._optimizer.state_dict(), "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the state was taken. Raises CheckpointError where it is another training's."""
-        self.batches.load_state_dict(state["batches"])
+        if self.batches is not None:
+            self.batches.load_state_dict(state["batches"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+    def _draw(self) -> Sequence[Document]:
+        assert self.batches is not None, "else each step is given its documents"
+        return self.batches.draw()
 
     def _pack(self, documents: Sequence[Document]) -> Packing:
         lengths = [len(document.tokens) for document in documents]
