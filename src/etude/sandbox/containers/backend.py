@@ -181,7 +181,7 @@ class ContainerBackend(MachineBackend):
             await asyncio.to_thread(_part, source, Path(directory))
             info = await super().import_snapshot(Path(directory, _EXPORT[0]))
             try:
-                await self.engine.run("load", "--input", f"{directory}/{_EXPORT[1]}", deadline_s=TRANSFER_S)
+                await self.engine.load_image(Path(directory, _EXPORT[1]))
             except BaseException:
                 await asyncio.to_thread(self.snapshots.delete, info.id)
                 raise

@@ -9,6 +9,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from etude.errors import SandboxError
@@ -90,6 +91,10 @@ class Engine:
         except EngineError as error:
             if not error.says(_GONE):
                 raise
+
+    async def load_image(self, source: Path) -> None:
+        """Takes an image from an archive, under the name that it has there."""
+        await self.run("load", "--input", str(source), deadline_s=TRANSFER_S)
 
     async def labels(self, label: str, wanted: str) -> dict[str, str]:
         """Of all containers that bear `label` (`key=value`): id -> value of the label `wanted`.

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from etude.errors import ToolArgumentError
 from etude.tokens.grammar.interface import Parameter
@@ -78,7 +79,7 @@ def _read_json(parameter: Parameter, text: str) -> object:
     return value
 
 
-def _find_fault(value: object, schema: Mapping[str, object]) -> tuple[str, str] | None:
+def _find_fault(value: Any, schema: Mapping[str, object]) -> tuple[str, str] | None:
     """The first place that breaks the schema, and how.
 
     A schema may be another program's: one that is none, or that refers to others, says nothing.
