@@ -286,7 +286,7 @@ def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
             ["--endpoint", "http://127.0.0.1:9/v1", "--model-name", "m", "--key-variable", "NOT_SET_HERE"],
             "not set",
         ),
-        (["--model", "."], "no config.json"),
+        (["--model", "."], "neither config.json"),
         (["--run", "."], "not a run directory"),
         ([], "no model is named"),
         (["--model", "x", "--run", "y"], "more than one model"),
