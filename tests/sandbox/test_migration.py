@@ -135,7 +135,6 @@ def test_clearing_spares_what_is_durable_and_what_lives(tmp_path: Path) -> None:
 def test_a_copy_that_nobody_fetched_goes_when_its_time_is_over_or_the_backend_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.sandbox.snapshot_keeper.TRANSIT_S", 0.3)
     file = tmp_path / "file"
 
     async def send(backend: ForkServerBackend) -> None:
@@ -149,10 +148,13 @@ def test_a_copy_that_nobody_fetched_goes_when_its_time_is_over_or_the_backend_cl
         await there.import_snapshot(file)
         assert entries(tmp_path / "there") != []
         assert await there.list_snapshots() == []
-        assert await becomes_true(lambda: entries(tmp_path / "there") == [])
-        await there.import_snapshot(file)
         await there.close()
         assert entries(tmp_path / "there") == []
+        monkeypatch.setattr("etude.sandbox.snapshot_keeper.TRANSIT_S", 0.3)
+        there = open_local(tmp_path / "there")
+        await there.import_snapshot(file)
+        assert await becomes_true(lambda: entries(tmp_path / "there") == [])
+        await there.close()
 
     on_backend(tmp_path / "here", send)
     asyncio.run(receive())

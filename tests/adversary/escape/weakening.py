@@ -29,6 +29,7 @@ from etude.sandbox.inside import (
     kernel,
     layers,
     namespaces,
+    packing,
     running,
     seccomp,
     server,
@@ -339,7 +340,7 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "filter's machine check": lambda: _wrap(
         seccomp, "build_filter", lambda original, *a, **k: _without_machine_check(original(*a, **k))
     ),
-    "layers unpacked by our own code": lambda: setattr(layers, "unpack_tree", _extract_all),
+    "layers unpacked by our own code": lambda: setattr(packing, "unpack_tree", _extract_all),
 }
 
 
