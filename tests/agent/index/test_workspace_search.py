@@ -12,6 +12,8 @@ from etude.agent.index.opening import new_indexes, run_indexes
 from etude.agent.index.semantic import store
 from etude.agent.index.templates import TemplateIndexes, lay_out
 from etude.agent.index.workspace import WorkspaceSearch
+from etude.agent.tools.grep import find
+from etude.agent.tools.interface import ToolContext
 from etude.agent.tools.ports import GrepRequest
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError
@@ -46,6 +48,11 @@ def with_search(tmp_path: Path, use, embedder=None):
 
 def found(matches):
     return [(match.path, match.line_number) for match in matches]
+
+
+async def grep(sandbox, search, request):
+    """As the tool finds them, with the search or without it."""
+    return found(await find(request, ToolContext(sandbox, {}, search=search)))
 
 
 @pytest.mark.parametrize("told", ["tool", "command"])
@@ -136,8 +143,8 @@ def test_too_many_changes_leave_the_search_to_the_sandbox(tmp_path):
         sandbox.diff = too_large
         await sandbox.files.write("lib/more.py", "import tally\n")
         search.changed_somewhere()
-        matches = await search.grep(GrepRequest("tally", limit=10))
-        assert ("lib/more.py", 1) in found(matches)
+        assert await search.grep(GrepRequest("tally")) is None
+        assert ("lib/more.py", 1) in await grep(sandbox, search, GrepRequest("tally", limit=10))
         assert not (await search.semantic("tally", 3)).complete
 
     with_search(tmp_path, use)
@@ -147,9 +154,21 @@ def test_without_an_index_the_sandbox_searches_and_meaning_is_refused():
     async def use():
         sandbox = await MemoryBackend().create(Template(FILES))
         search = WorkspaceSearch(sandbox, lambda: None, lambda: None)
-        assert found(await search.grep(GrepRequest("TAGS", ignore_case=True))) == [("lib/tags.py", 1)]
+        assert await grep(sandbox, search, GrepRequest("TAGS", ignore_case=True)) == [("lib/tags.py", 1)]
         with pytest.raises(ToolArgumentError, match="use grep"):
             await search.semantic("tags", 3)
+
+    asyncio.run(use())
+
+
+def test_without_an_index_a_pattern_of_files_is_no_reason_for_fewer_matches():
+    async def use():
+        sandbox = await MemoryBackend().create(
+            Template({**{f"a{n}.txt": "tally\n" for n in range(9)}, **FILES})
+        )
+        search = WorkspaceSearch(sandbox, lambda: None, lambda: None)
+        request = GrepRequest("tally", globs=("*.py",), limit=2)
+        assert await grep(sandbox, search, request) == [("lib/tally.py", 1)]
 
     asyncio.run(use())
 
@@ -164,7 +183,7 @@ def test_an_index_that_comes_later_knows_what_was_edited_before(tmp_path):
         search = indexes.search(template, sandbox)
         await sandbox.files.write("lib/tally.py", "import tally\n")
         search.changed("lib/tally.py")
-        early = found(await search.grep(GrepRequest("tally")))
+        early = await grep(sandbox, search, GrepRequest("tally"))
         await until_built(indexes, template)
         late = found(await search.grep(GrepRequest("tally")))
         hits = await search.semantic("import", 1)

@@ -3,7 +3,7 @@
 Nothing is scanned. Tools say which files they changed. Once a command has run, nobody knows what it touched
 and what it left behind still touches: from then on each search asks the sandbox for what differs from the
 template, which it knows from its file system. Until an index is built, and where the changes are too many for
-a diff, the sandbox searches by itself: the matches are the same.
+a diff, a search by expression is left to the sandbox: the matches are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_BYTES = 8 << 20
 class WorkspaceSearch:
     """Implements `CodeSearch`. Of one session; the indexes under it are shared by many.
 
-    Without an index of words yet, the sandbox greps by itself; without one of meaning there is no semantic
+    Without an index of words yet, grep is left to the sandbox; without one of meaning there is no semantic
     search.
     """
 
@@ -61,11 +61,10 @@ class WorkspaceSearch:
     def changed_somewhere(self) -> None:
         self._commands_ran = True
 
-    async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
+    async def grep(self, request: GrepRequest) -> Sequence[GrepMatch] | None:
         self._attach()
         if self._matching is None or not await self._refresh():
-            pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
-            return await self._sandbox.files.grep(pattern, request.path, request.limit)
+            return None
         query = grep.GrepQuery(
             request.pattern,
             ignore_case=request.ignore_case,

@@ -107,8 +107,9 @@ async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:
     """
     counts = _filter(request)
     if context.search is not None and not _is_hidden(request.path):
-        found = await context.search.grep(request)
-        return [match for match in found if counts(match.path)][: request.limit]
+        served = await context.search.grep(request)
+        if served is not None:
+            return [match for match in served if counts(match.path)][: request.limit]
     pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
     asked = request.limit
     while True:

@@ -58,8 +58,9 @@ class CodeSearch(Protocol):
     after a command, of which nobody knows what it touched.
     """
 
-    async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
-        """Matches sorted by path and line. Raises ToolArgumentError for a pattern that is none."""
+    async def grep(self, request: GrepRequest) -> Sequence[GrepMatch] | None:
+        """Matches sorted by path and line; None where the sandbox itself has to search. Raises
+        ToolArgumentError for a pattern that is none."""
         ...
 
     async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
