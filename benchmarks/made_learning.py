@@ -10,6 +10,7 @@ it was stopped.
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from etude.tasks.harbor import find_directories, read_harbor
 SAMPLES = 8
 ENOUGH = 0.2
 """pass@8 at which RL begins."""
-ROUND_STEPS = 40
+ROUND_STEPS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class MadeLearning(Demonstration):
     """Most tasks that RL is given; it meets each in one or two of its steps."""
     tasks: Path = field(kw_only=True)
     """Directory of made tasks."""
-    most_rounds: int = field(default=4, kw_only=True)
+    most_rounds: int = field(default=3, kw_only=True)
     """Of SFT: after them RL begins, or not, with what there is."""
 
     def measure(self) -> Figures:
@@ -90,11 +91,11 @@ class MadeLearning(Demonstration):
         return self.directory / "easiest"
 
     def _choose(self) -> list[Path]:
-        """The easiest tasks of modules whose sessions no SFT sees, of all projects."""
+        """The easy tasks of modules whose sessions no SFT sees that the fewest changed lines solve."""
         found = [(path, read_harbor(path).metadata) for path in find_directories(self.tasks, "--learn")]
         easy = [(path, known["split"]) for path, known in found if known["difficulty"] == "easy"]
-        easiest = [path for path, split in easy if split != "train"]
-        return sorted(easiest, key=lambda path: path.name.rpartition("-")[2])[: self.num_tasks]
+        others = [path for path, split in easy if split != "train"]
+        return sorted(others, key=lambda path: (count_changed_lines(path), path.name))[: self.num_tasks]
 
     def _fine_tune(self, base: Path) -> list[tuple[RunDirectory, EvaluationResult]]:
         """Rounds of SFT, each with what the model then solves of RL's tasks."""
@@ -106,6 +107,18 @@ class MadeLearning(Demonstration):
             found.append((run, self.judge(run, str(self._suite), self.num_tasks, SAMPLES)))
             print(f"SFT round {len(found)}: pass@{SAMPLES} {solved_share(found[-1][1]):.1%}", flush=True)
         return found
+
+
+def count_changed_lines(task: Path) -> int:
+    """Lines of a made task's workspace that its solution takes away or adds."""
+    files, workspace = task / "solution" / "files", task / "environment" / "workspace"
+    total = 0
+    for path in (path for path in files.rglob("*") if path.is_file()):
+        old = workspace / path.relative_to(files)
+        before = old.read_text().splitlines() if old.exists() else []
+        changes = difflib.ndiff(before, path.read_text().splitlines())
+        total += sum(line[0] in "+-" for line in changes)
+    return total
 
 
 def solved_share(result: EvaluationResult) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from demonstration import find_best, well_formed_share
-from made_learning import solved_share
+from made_learning import count_changed_lines, solved_share
 from published_gpu import summarize_rows
 
 from etude.evaluation import EvaluationResult, ModeResult
@@ -53,3 +53,13 @@ def test_a_task_counts_by_pass_at_8_once_it_has_so_many_sessions() -> None:
     )
     result = EvaluationResult({}, "easiest", 0, {"sampled": ModeResult(1.0, {}, rows)}, {})
     assert solved_share(result) == 0.5
+
+
+def test_the_size_of_a_change_counts_what_its_solution_adds_and_takes_away(tmp_path):
+    workspace, files = tmp_path / "environment" / "workspace", tmp_path / "solution" / "files"
+    for directory in (workspace, files / "lib"):
+        directory.mkdir(parents=True)
+    (workspace / "a.py").write_text("x = 1\nreturn x\n")
+    (files / "a.py").write_text("return 1\n")
+    (files / "lib" / "new.py").write_text("y = 2\n")
+    assert count_changed_lines(tmp_path) == 4
