@@ -96,6 +96,20 @@ def test_more_threads_give_the_same_bits() -> None:
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
+def test_results_that_nobody_takes_change_no_bit_of_the_others() -> None:
+    shape = _Shape([90, 90, 41, 7, 1], 4, 2, 16, 16)
+    starts, unused = np.cumsum([0, *shape.lengths]), np.array([0, 61, 24, 6, 0])
+    used = torch.cat(
+        [torch.arange(a + n, a + m) for a, n, m in zip(starts[:-1], unused, shape.lengths, strict=True)]
+    )
+    found: list[list[Tensor]] = []
+    for skipped in (None, unused):
+        inputs = _inputs(shape)
+        out = flash.attend(*inputs, starts, skipped)[used]
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_large_scores_stay_finite() -> None:
     shape = _Shape([80], 1, 1, 16, 16)
     inputs = [(x.detach() * 200).requires_grad_() for x in _inputs(shape)]

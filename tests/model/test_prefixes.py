@@ -98,8 +98,16 @@ def test_a_model_that_routes_computes_every_row() -> None:
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_every_row_is_one_of_the_same_tokens_and_none_is_there_twice(drawn: list[list[int]]) -> None:
     sequences = sorted((np.array(tokens, np.int32) for tokens in drawn), key=len, reverse=True)
-    source, first = find_shared_rows(sequences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "LEAST_SAVED", 0.0)
+        shared = find_shared_rows(sequences)
+    assert shared is not None
+    source, first = shared.source, shared.first
     beginnings = [tuple(tokens[: place + 1]) for tokens in sequences for place in range(len(tokens))]
     assert len(first) == len(set(beginnings))
     assert [beginnings[first[row]] for row in source] == beginnings
     assert list(source[first]) == list(range(len(first)))
+    starts = np.cumsum([0, *map(len, sequences)])
+    for start, tokens, repeated in zip(starts[:-1], sequences, shared.repeated, strict=True):
+        own = np.arange(start, start + len(tokens))
+        assert list(np.isin(own, first)) == [place >= repeated for place in range(len(tokens))]

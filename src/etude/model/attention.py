@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.model import flash
@@ -39,15 +40,22 @@ class PackedAttention:
     """
 
     def __init__(
-        self, lengths: Sequence[int], waste: float = 0.15, device: torch.device | str | None = None
+        self,
+        lengths: Sequence[int],
+        waste: float = 0.15,
+        device: torch.device | str | None = None,
+        unused: NDArray[np.int64] | None = None,
     ) -> None:
         """`lengths`: tokens of each sequence, falling. `waste`: padding share at which a bucket is closed.
-        `device`: of the rows that will attend, by default the CPU."""
+        `device`: of the rows that will attend, by default the CPU. `unused` [sequences]: how many rows each
+        begins with of whose results the caller takes none."""
         assert all(a >= b for a, b in itertools.pairwise(lengths)), "lengths must fall"
         self.lengths = tuple(lengths)
         """Tokens of each sequence."""
         self._waste, self._device = waste, device
         self._starts = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        self.unused = unused
+        """As given: these results may be anything."""
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
@@ -57,7 +65,7 @@ class PackedAttention:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
         value_dim], where value_dim <= dim."""
         if training.computes(query, key, value):
-            return flash.attend(query, key, value, self._starts)
+            return flash.attend(query, key, value, self._starts, self.unused)
         return self.attend_padded(query, key, value)
 
     def attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -24,20 +24,21 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         starts: NDArray[np.int64],
+        unused: NDArray[np.int64] | None,
         pages: PackedPages | None,
     ) -> Tensor:
         if pages is None:
-            out, log_sums = training.attend(query, key, value, starts)
+            out, log_sums = training.attend(query, key, value, starts, unused)
         else:
             out, log_sums = pages.attend(query, key, value)
-        ctx.starts = starts
+        ctx.starts, ctx.unused = starts, unused
         ctx.save_for_backward(query, key, value, out, log_sums)
         return out
 
     @staticmethod
-    def _backward(ctx: Any, to_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, log_sums = ctx.saved_tensors
-        return *training.attend_backward(to_out, query, key, value, out, log_sums, ctx.starts), None, None
+    def _backward(ctx: Any, to_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = training.attend_backward(to_out, *ctx.saved_tensors, ctx.starts, ctx.unused)
+        return *gradients, None, None, None
 
     backward: Any = staticmethod(once_differentiable(_backward))
 
@@ -47,12 +48,13 @@ def attend(
     key: Tensor,
     value: Tensor,
     starts: NDArray[np.int64],
+    unused: NDArray[np.int64] | None = None,
     pages: PackedPages | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of a packed batch; float32 on a CPU, see `training.computes`.
 
     query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim], starts [sequences + 1] ->
-    [T, heads, value_dim]. `pages` of the same sequences: with the bits of the engine's pass, see
-    `PackedPages.attend`.
+    [T, heads, value_dim]. `unused` [sequences]: how many rows each begins with of whose results the caller
+    takes none. `pages` of the same sequences: with the bits of the engine's pass, see `PackedPages.attend`.
     """
-    return cast(Tensor, _Attention.apply(query, key, value, starts, pages))
+    return cast(Tensor, _Attention.apply(query, key, value, starts, unused, pages))

@@ -6,8 +6,8 @@
 
 A row of a causal model depends on the tokens up to it alone, so rows of the same tokens have the same values,
 and the gradient of one that several sequences share is the sum of theirs. Sessions of an agent begin with the
-same words on how to work and the same tools, and those of a group with the same task: all but attention,
-projections and feed-forward parts, is computed for the rows of this tree of prefixes only.
+same words on how to work and the same tools, and those of a group with the same task: all is computed for the
+rows of this tree of prefixes only. Attention alone holds their keys and values once for each sequence.
 """
 
 from __future__ import annotations
@@ -44,17 +44,25 @@ class SharedAttention:
         return self.packed.attend(layer, query, key, value).index_select(0, self.first)
 
 
-def share_prefixes(rows: PackedRows, sequences: Sequence[NDArray[np.int32]]) -> PackedRows:
-    """The same predictions from fewer rows; `rows` as they are where hardly any could be saved.
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Which of T packed rows follow the same tokens."""
 
-    `sequences`: the tokens of `rows`, in packed order. Not for models that route: shared rows may have been
-    routed otherwise in each sequence.
+    source: NDArray[np.int64]
+    """[T] which of the M rows that differ each is."""
+    first: NDArray[np.int64]
+    """[M] where each of the M is found first."""
+    repeated: NDArray[np.int64]
+    """[sequences] how many rows each begins with that are found in another one first."""
+
+
+def share_prefixes(rows: PackedRows, shared: SharedRows) -> PackedRows:
+    """The same predictions from fewer rows.
+
+    Not for models that route: shared rows may have been routed otherwise in each sequence.
     """
-    source, first = find_shared_rows(sequences)
-    if len(first) > (1.0 - LEAST_SAVED) * len(source):
-        return rows
     device = rows.tokens.device
-    to_source, to_first = (torch.from_numpy(found).to(device) for found in (source, first))
+    to_source, to_first = (torch.from_numpy(found).to(device) for found in (shared.source, shared.first))
     return replace(
         rows,
         tokens=rows.tokens[to_first],
@@ -64,22 +72,25 @@ def share_prefixes(rows: PackedRows, sequences: Sequence[NDArray[np.int32]]) -> 
     )
 
 
-def find_shared_rows(sequences: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of T packed rows, M of which follow different tokens: which of the M each is, [T]; and where each of
-    the M is found first, [M]. Sequences in order of their tokens share most with their neighbours."""
+def find_shared_rows(sequences: Sequence[NDArray[np.int32]]) -> SharedRows | None:
+    """None where hardly any are shared. `sequences`: the tokens of the rows, in packed order. In order of
+    their tokens, sequences share most with their neighbours."""
     starts = np.cumsum([0, *map(len, sequences)])
     source = np.empty(starts[-1], np.int64)
     first: list[NDArray[np.int64]] = []
+    repeated = np.zeros(len(sequences), np.int64)
     count, before, places = 0, sequences[0][:0], source[:0]
     for index in sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()):
         tokens, own = sequences[index], source[starts[index] : starts[index + 1]]
-        shared = _count_equal(before, tokens)
+        repeated[index] = shared = _count_equal(before, tokens)
         own[:shared] = places[:shared]
         own[shared:] = np.arange(count, count + len(tokens) - shared)
         first.append(np.arange(starts[index] + shared, starts[index + 1]))
         count += len(tokens) - shared
         before, places = tokens, own
-    return source, np.concatenate(first)
+    if count > (1.0 - LEAST_SAVED) * len(source):
+        return None
+    return SharedRows(source, np.concatenate(first), repeated)
 
 
 def count_shared_tokens(sequences: Sequence[NDArray[np.int32]]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from etude.model.attention import PackedAttention
 from etude.model.feed_forward import RouterStatistics
 from etude.model.language_model import LanguageModel
-from etude.model.prefixes import count_shared_tokens, share_prefixes
+from etude.model.prefixes import count_shared_tokens, find_shared_rows, share_prefixes
 from etude.model.routes import ReplayedRoutes
 from etude.model.rows import PackedRows
 from etude.protocols import Routes
@@ -90,11 +90,14 @@ def packed_logprobs(
     """
     wanted = targets - 1
     replay = ReplayedRoutes(routes, wanted) if isinstance(routes, Tensor) else routes
-    attention = model.ops.packed_attention(batch.attention)
-    following = batch.tokens[targets]
+    packed, following = batch.attention, batch.tokens[targets]
+    shared = find_shared_rows(batch.sequences) if _shares_prefixes(model) else None
+    if shared is not None:
+        packed = PackedAttention(packed.lengths, device=batch.tokens.device, unused=shared.repeated)
+    attention = model.ops.packed_attention(packed)
     rows = PackedRows(batch.tokens, batch.positions, attention, wanted, following, replay, statistics)
-    if _shares_prefixes(model):
-        rows = share_prefixes(rows, batch.sequences)
+    if shared is not None:
+        rows = share_prefixes(rows, shared)
     return model.ops.split_rows(
         rows, batch.attention.lengths, lambda own: _row_logprobs(model, own, temperature)
     )

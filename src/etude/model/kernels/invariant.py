@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -90,15 +91,15 @@ class InvariantOps(Ops):
         return head_logprobs(hidden, head, tokens, temperature, as_engine=True)
 
     def packed_attention(self, attention: PackedAttention) -> InvariantPackedAttention:
-        return InvariantPackedAttention(attention.lengths)
+        return InvariantPackedAttention(attention.lengths, attention.unused)
 
 
 class InvariantPackedAttention:
     """Causal attention within each sequence of a packed batch, page by page as the engine does it."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths`: tokens of each sequence."""
-        self._lengths = list(lengths)
+    def __init__(self, lengths: Sequence[int], unused: NDArray[np.int64] | None = None) -> None:
+        """`lengths`: tokens of each sequence. `unused`: see PackedAttention."""
+        self._lengths, self._unused = list(lengths), unused
         self._starts = np.concatenate(([0], np.cumsum(self._lengths, dtype=np.int64)))
 
     @cached_property
@@ -116,7 +117,7 @@ class InvariantPackedAttention:
                 fix="use the default operations",
             )
         _check(query, key, value)
-        return flash.attend(query, key, value, self._starts, self._pages)
+        return flash.attend(query, key, value, self._starts, self._unused, self._pages)
 
 
 def _begins(key: Tensor, value: Tensor) -> bool:

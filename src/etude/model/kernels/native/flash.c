@@ -15,6 +15,7 @@
 typedef struct {
     int64_t sequences, heads, kv_heads, dim, value_dim;
     const int64_t *starts;      /* [sequences + 1] */
+    const int64_t *unused;      /* [sequences]: rows that each begins with, of whose results nobody takes any */
     float scale;
     const float *queries, *keys, *values;       /* row t begins at t * its stride; heads lie side by side */
     int64_t query_row, key_row, value_row;
@@ -25,15 +26,16 @@ typedef struct {
     atomic_long counter;
 } Flash;
 
-/* A sequence and a key head. */
+/* A sequence and a key head; queries are computed from `query` on. */
 typedef struct {
-    int64_t first, length, kv_head;
+    int64_t first, length, kv_head, query;
 } Part;
 
 static Part find_part(const Flash *f, int64_t number)
 {
     int64_t sequence = number / f->kv_heads;
-    return (Part){f->starts[sequence], f->starts[sequence + 1] - f->starts[sequence], number % f->kv_heads};
+    return (Part){f->starts[sequence], f->starts[sequence + 1] - f->starts[sequence], number % f->kv_heads,
+                  f->unused[sequence] / QUERIES * QUERIES};
 }
 
 /* Blocks [length / KEYS][dim][KEYS] of rows that lie `row` apart, with zeros behind the last. */
@@ -158,7 +160,7 @@ static void attend_part(const Flash *f, Part part)
     copy_rows(part.length, f->value_dim, f->values + part.first * f->value_row + part.kv_head * f->value_dim,
               f->value_row, values);
     for (int64_t g = 0; g < group; g++)
-        for (int64_t query = 0; query < part.length; query += QUERIES) {
+        for (int64_t query = part.query; query < part.length; query += QUERIES) {
             int64_t rows = part.length - query < QUERIES ? part.length - query : QUERIES;
             attend_block(f, part, part.kv_head * group + g, query, rows, turned, values, scratch);
         }
@@ -265,8 +267,11 @@ static void differentiate_part(const Flash *f, Part part)
     turn_rows(part.length, f->dim, keys, f->key_row, g.turned_keys);
     turn_rows(part.length, f->value_dim, values, f->value_row, g.turned_values);
     copy_rows(part.length, f->dim, keys, f->key_row, g.keys);
+    for (int64_t t = 0; t < part.query; t++)
+        memset(f->to_queries + ((part.first + t) * f->heads + part.kv_head * group) * f->dim, 0,
+               (size_t)(group * f->dim) * sizeof(float));
     for (int64_t h = 0; h < group; h++)
-        for (int64_t query = 0; query < part.length; query += QUERIES) {
+        for (int64_t query = part.query; query < part.length; query += QUERIES) {
             int64_t rows = part.length - query < QUERIES ? part.length - query : QUERIES;
             differentiate_block(f, part, part.kv_head * group + h, query, rows, &g);
         }

@@ -40,7 +40,7 @@ class _Flash(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "dim", "value_dim")),
-        ("starts", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("starts", "unused")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_int64) for name in ("query_row", "key_row", "value_row")),
@@ -104,16 +104,24 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, as_engine:
     return out
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, starts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: NDArray[np.int64],
+    unused: NDArray[np.int64] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Causal attention within sequences, of which `starts` [sequences + 1] has the first rows and the end.
 
     query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> out [T, heads, value_dim]
-    and the log-sum [T, heads] of each row's scores.
+    and the log-sum [T, heads] of each row's scores. `unused` [sequences]: how many rows each begins with
+    whose results may be anything.
     """
     query, key, value = (side_by_side(x) for x in (query, key, value))
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     log_sums = query.new_empty(query.shape[:2])
-    flash = _describe(query, key, value, starts)
+    unused = np.zeros(len(starts) - 1, np.int64) if unused is None else unused
+    flash = _describe(query, key, value, starts, unused)
     flash.out, flash.log_sums = out.data_ptr(), log_sums.data_ptr()
     load_library().etude_flash(ctypes.byref(flash), ctypes.c_int64(torch.get_num_threads()))
     return out, log_sums
@@ -127,12 +135,15 @@ def attend_backward(
     out: Tensor,
     log_sums: Tensor,
     starts: NDArray[np.int64],
+    unused: NDArray[np.int64] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from that of `out`; see `attend`."""
+    """Gradients of query, key and value from that of `out`, which is 0 for rows that are `unused`; see
+    `attend`."""
     query, key, value = (side_by_side(x) for x in (query, key, value))
     to_out = to_out.contiguous()
     gradients = tuple(x.new_empty(x.shape) for x in (query, key, value))
-    flash = _describe(query, key, value, starts)
+    unused = np.zeros(len(starts) - 1, np.int64) if unused is None else unused
+    flash = _describe(query, key, value, starts, unused)
     flash.out, flash.log_sums, flash.to_out = out.data_ptr(), log_sums.data_ptr(), to_out.data_ptr()
     flash.to_queries, flash.to_keys, flash.to_values = (x.data_ptr() for x in gradients)
     load_library().etude_flash_gradients(ctypes.byref(flash), ctypes.c_int64(torch.get_num_threads()))
@@ -145,8 +156,11 @@ def side_by_side(x: Tensor) -> Tensor:
     return x if packed else x.contiguous()
 
 
-def _describe(query: Tensor, key: Tensor, value: Tensor, starts: NDArray[np.int64]) -> _Flash:
+def _describe(
+    query: Tensor, key: Tensor, value: Tensor, starts: NDArray[np.int64], unused: NDArray[np.int64]
+) -> _Flash:
     assert len(query) == len(key) == len(value) == starts[-1], "rows of these sequences"
+    assert len(unused) == len(starts) - 1, "of each sequence"
     assert query.shape[2] == key.shape[2] and key.shape[1] == value.shape[1], "they fit"
     return _Flash(
         len(starts) - 1,
@@ -155,6 +169,7 @@ def _describe(query: Tensor, key: Tensor, value: Tensor, starts: NDArray[np.int6
         query.shape[2],
         value.shape[2],
         starts.ctypes.data,
+        unused.ctypes.data,
         query.shape[2] ** -0.5,
         *(x.data_ptr() for x in (query, key, value)),
         *(x.stride(0) for x in (query, key, value)),
