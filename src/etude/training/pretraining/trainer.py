@@ -5,11 +5,12 @@ batches.draw() -> micro-batches, balanced over ranks -> loss -> backward; optimi
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class NextTokenTrainer:
 
         Losses are weighted means over the whole step, so micro-batches change rounding and nothing else.
         """
-        with share_threads(cut=self._is_cut) as num_threads:
+        with share_threads(cut=self._is_cut) as num_threads, _multiply_in(self._config.products):
             return self._step(documents, num_threads)
 
     def _step(self, given: Sequence[Document] | None, num_threads: int) -> Mapping[str, float]:
@@ -220,6 +221,17 @@ class NextTokenTrainer:
         counts = (agent_losses.sum(), len(agent_losses), float(balance.detach()), len(packed.tokens))
         found = torch.tensor([float(loss.detach()), *map(float, counts)], dtype=torch.float64)
         return objective, found, drafted.detach().double().cpu()
+
+
+@contextlib.contextmanager
+def _multiply_in(number_format: Literal["float32", "bfloat16"]) -> Iterator[None]:
+    """While it lasts, factors of float32 products are rounded to this."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if number_format == "bfloat16" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def evaluate_loss(
