@@ -30,6 +30,18 @@ def test_the_loss_is_the_weighted_mean_and_the_agents_is_reported_by_itself() ->
     assert metrics["agent_loss"] == pytest.approx(-agent.mean(), abs=1e-5)
 
 
+def test_factors_are_rounded_in_a_step_that_is_to_multiply_in_bfloat16_and_not_afterwards() -> None:
+    model, found = small_model(0), list[str]()
+    model.register_forward_pre_hook(lambda *_: found.append(torch.get_float32_matmul_precision()))
+    losses = [
+        next_token_trainer(model, midtrain_documents(), midtrain_config(products=products), 0).step()["loss"]
+        for products in ("float32", "bfloat16")
+    ]
+    assert set(found) == {"highest", "medium"}
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
 def test_a_document_without_an_agent_reports_no_agent_loss() -> None:
     tokens = random_tokens(64)
     document = Document(tokens, np.ones(64, dtype=np.float32), np.zeros(64, dtype=np.bool_))
