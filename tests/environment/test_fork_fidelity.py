@@ -28,11 +28,11 @@ START = ToolCall("run_command", {"command": COUNT, "background": "true"})
 KILL = ToolCall("run_command", {"id": "1", "kill": "true"})
 
 
-def with_terminal(persistent: bool = False) -> Registry:
+def with_terminal() -> Registry:
     """The core's tools with the whole terminal in place of the small one."""
     core = core_registry()
     tools = [tool for name, tool in core.items() if name != "run_command"]
-    return Registry([*tools, Terminal(persistent)])
+    return Registry([*tools, Terminal()])
 
 
 async def turn(session: EnvironmentSession, *calls: ToolCall) -> Sequence[ToolResult]:
@@ -45,10 +45,9 @@ def _ignore(*event: object) -> None:
     pass
 
 
-def session_on(backend: SandboxBackend, persistent: bool = False, every: int = 0) -> EnvironmentSession:
-    tools = with_terminal(persistent)
+def session_on(backend: SandboxBackend, every: int = 0) -> EnvironmentSession:
     return EnvironmentSession.begin(
-        Site(backend, Grader(backend), tools, ToolLimits(), snapshot_every=every), TASK
+        Site(backend, Grader(backend), with_terminal(), ToolLimits(), snapshot_every=every), TASK
     )
 
 
@@ -81,20 +80,6 @@ def test_copies_of_files_alone_are_refused_while_a_background_command_runs(name:
             assert b"return sum(xs)\n" in await copy.sandbox.files.read("lib/tally.py")
             assert not await beats(copy, 20)
             await copy.close()
-        finally:
-            await session.close()
-
-    with_backend(name, scenario)
-
-
-@pytest.mark.parametrize("name", FILES_ONLY)
-def test_a_kept_shell_is_a_process_that_such_a_copy_would_lack(name: str) -> None:
-    async def scenario(backend: SandboxBackend) -> None:
-        session = session_on(backend, persistent=True)
-        try:
-            await turn(session, ToolCall("run_command", {"command": "cd lib; x=1"}))
-            with pytest.raises(LiveProcessesError, match="the kept shell"):
-                await session.fork()
         finally:
             await session.close()
 
@@ -155,16 +140,13 @@ def test_no_snapshot_of_files_alone_is_taken_while_processes_live(name: str) -> 
 @pytest.mark.parametrize("name", FULL)
 def test_full_copies_hold_the_processes_which_go_their_own_ways(name: str) -> None:
     async def scenario(backend: SandboxBackend) -> None:
-        session = session_on(backend, persistent=True)
+        session = session_on(backend)
         try:
             await turn(session, START)
-            await turn(session, ToolCall("run_command", {"command": "cd lib; x=1"}))
             assert await fidelity_of(session) == "full"
             copies: list[Any] = await session.fork(2)
             one, two = copies
             assert await beats(one) and await beats(two)
-            (shown,) = await turn(one, ToolCall("run_command", {"command": "pwd; echo x=$x"}))
-            assert "/lib\nx=1" in shown.output, "the kept shell is where it was"
             await turn(one, KILL)
             assert not await beats(one, 20)
             assert await beats(two) and await beats(session)

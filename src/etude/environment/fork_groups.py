@@ -34,7 +34,7 @@ class Refused(StrEnum):
     NO_EDIT = "no_edit"
     """No message after its first changed a file."""
     LIVE_PROCESSES = "live_processes"
-    """Background commands or a kept shell lived, and the sandbox's forks copy files alone."""
+    """Background commands lived, and the sandbox's forks copy files alone."""
     DIFFERENT = "different"
     """Calls that were made again were answered otherwise: the state could not be made again."""
     UNSUPPORTED = "unsupported"

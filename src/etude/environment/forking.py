@@ -97,12 +97,10 @@ class Snapshots:
 
 
 async def live_processes(context: ToolContext) -> list[str]:
-    """What of the agent's lives in its sandbox now: background commands that run, and the kept shell with its
-    directory and variables. Raises as `Commands.list`."""
-    shell = [] if context.state.shell is None else ["the kept shell"]
+    """The background commands of the agent that run in its sandbox now. Raises as `Commands.list`."""
     if not context.state.commands:
-        return shell
-    return [*(one.cmd for one in await context.sandbox.commands.list() if one.running), *shell]
+        return []
+    return [one.cmd for one in await context.sandbox.commands.list() if one.running]
 
 
 def hold(kept: Sequence[Kept]) -> None:

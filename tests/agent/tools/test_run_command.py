@@ -73,8 +73,8 @@ def test_output_of_any_length_is_bounded():
     assert "... cut" in result.output and len(result.output) < 4200 and result.error is None
 
 
-def terminal(scenario, persistent=False, **settings):
-    return in_local([Terminal(persistent)], scenario, **settings)
+def terminal(scenario):
+    return in_local([Terminal()], scenario)
 
 
 async def look_until(call, text, shown=""):
@@ -162,22 +162,6 @@ def test_commands_that_a_restored_sandbox_lost_are_said_to_be_gone():
 
     result = terminal(scenario)
     assert "command 1 is gone" in result.output and result.error == ToolErrorClass.UNEXPECTED_ENVIRONMENT
-
-
-def test_a_kept_shell_keeps_its_directory_and_variables():
-    async def scenario(call, context):
-        await call(command="mkdir -p deep; cd deep; X=7; f() { echo f$1; }")
-        shown = await call(command="pwd; echo $X; f 2")
-        await call(command="pwd > ../where", background="true")
-        await call(id="1", wait_s="60")
-        where = await call(command="cat ../where")
-        left = await call(command="exit 3")
-        new = await call(command="pwd")
-        return [r.output for r in (shown, where, left, new)]
-
-    shown, where, left, new = terminal(scenario, persistent=True)
-    assert shown == "/workspace/deep\n7\nf2" and where == "/workspace/deep"
-    assert (left, new) == ("exit 3", "(a new shell: the last one had ended)\n/workspace")
 
 
 def test_the_agent_chooses_how_long_a_command_may_take():

@@ -9,7 +9,6 @@ What is remembered of a command are a few integers in `ToolState.commands`.
 from __future__ import annotations
 
 import codecs
-import shlex
 from dataclasses import dataclass
 
 from etude.agent.tools.interface import ToolContext, failure
@@ -64,8 +63,8 @@ def find_command(state: ToolState, command_id: str) -> BackgroundCommand:
     raise ToolArgumentError(message, field="id", received=command_id[:20])
 
 
-async def start_command(line: str, context: ToolContext, directory: str | None = None) -> BackgroundCommand:
-    """Starts `line` in the background, in `directory` (absolute, inside) or the workspace.
+async def start_command(line: str, context: ToolContext) -> BackgroundCommand:
+    """Starts `line` in the background, in the workspace.
 
     Raises ToolArgumentError where too many run already, and as `Commands.start`.
     """
@@ -77,9 +76,8 @@ async def start_command(line: str, context: ToolContext, directory: str | None =
             raise ToolArgumentError(f"{NUM_RUNNING} commands run already: kill one", field="background")
     command = BackgroundCommand(str(len(commands) + 1), 0)
     await write_harness_file(command.output_path, b"", context)
-    change = "" if directory is None else f"cd {shlex.quote(directory)} || exit\n"
     # Redirected by the shell itself: what the command prints never waits for anyone to read it.
-    script = f"exec >>{command.output_path} 2>&1\n{change}{line}"
+    script = f"exec >>{command.output_path} 2>&1\n{line}"
     command.pid = (await context.sandbox.commands.start(script)).pid
     command.save(state)
     return command

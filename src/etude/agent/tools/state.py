@@ -44,8 +44,6 @@ class ToolState:
     todos: list[Todo] = field(default_factory=list[Todo])
     commands: dict[str, BackgroundState] = field(default_factory=dict[str, BackgroundState])
     """Background commands by the id that the agent knows, oldest first."""
-    shell: str | None = None
-    """The kept shell's session, as the sandbox calls it."""
     num_outputs: int = 0
     """Long outputs written to files so far; the next one's number."""
     num_questions: int = 0

@@ -1,8 +1,6 @@
-"""The tool `run_command` in full: foreground and background, time limits, input, a shell that is kept."""
+"""The tool `run_command` in full: foreground and background, time limits, input."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from etude.agent.tools.background import (
     find_command,
@@ -17,7 +15,6 @@ from etude.agent.tools.run_command import COMMAND, command_of, result_of
 from etude.agent.tools.values import flag
 from etude.errors import ToolArgumentError
 from etude.records import ToolResult
-from etude.sandbox.errors import SessionClosedError
 from etude.tokens.grammar import Parameter, ToolSchema
 
 _RUNS = Access(writes=frozenset({".", "command:"}))
@@ -38,9 +35,7 @@ class Terminal:
       up to `wait_s` seconds for its end;
     - `id`, `stdin`: writes a line to its standard input, then looks as above;
     - `id`, `kill` = true: ends it and what it started.
-    Each command runs in a fresh shell that starts in the workspace. With `Terminal(persistent=True)` the
-    foreground commands of a session share one shell, which keeps directory, variables and functions (after
-    `exit` the next command gets a new one, and is told); background commands start in that shell's directory.
+    Each command runs in a fresh shell that starts in the workspace.
     Limits: `command_timeout_s` unless `timeout_s` says otherwise, up to 600; `wait_s` likewise; 16
     background commands at once; `output_characters`: of more, head and tail are shown, and up to 10 MiB are
     kept in `.etude/outputs/N.txt`. All output of background command 1 is in `.etude/outputs/command-1.txt`.
@@ -63,10 +58,6 @@ class Terminal:
         ),
     )
 
-    def __init__(self, persistent: bool = False) -> None:
-        """`persistent`: one shell for all foreground commands."""
-        self._persistent = persistent
-
     def access(self, arguments: Arguments) -> Access:
         # As `run` reads them: a blank id is none, and an empty line of input is one.
         looks = arguments.get("id", "").strip() and "stdin" not in arguments and not arguments.get("kill")
@@ -80,13 +71,10 @@ class Terminal:
         timeout_s = self._seconds(arguments, "timeout_s", context.limits.command_timeout_s)
         try:
             if flag(arguments, "background"):
-                directory = await self._directory(context)
-                started = await start_command(command, context, directory)
+                started = await start_command(command, context)
                 return ToolResult(
                     f"started command {started.id}", facts={"kind": "command", "background": True}
                 )
-            if self._persistent:
-                return await self._run_in_shell(command, timeout_s, context)
             result = await context.sandbox.commands.run(command, timeout_s, limit_bytes=OUTPUT_BYTES)
         finally:
             context.changed_somewhere()
@@ -103,36 +91,6 @@ class Terminal:
                 return refused
         return await poll_command(command, context, wait_s)
 
-    async def _run_in_shell(self, command: str, timeout_s: float, context: ToolContext) -> ToolResult:
-        shell = context.state.shell
-        if shell is None:
-            return await self._run_in_new_shell(command, timeout_s, context)
-        try:
-            result = await context.sandbox.run_in_session(shell, command, timeout_s, OUTPUT_BYTES)
-        except SessionClosedError:
-            # A command that ends its shell is answered with its exit code: this one was not begun.
-            context.state.shell = None
-            shown = await self._run_in_new_shell(command, timeout_s, context)
-            return replace(shown, output=f"(a new shell: the last one had ended)\n{shown.output}")
-        return await result_of(result, context)
-
-    async def _run_in_new_shell(self, command: str, timeout_s: float, context: ToolContext) -> ToolResult:
-        shell = await context.sandbox.create_session()
-        context.state.shell = shell
-        result = await context.sandbox.run_in_session(shell, command, timeout_s, OUTPUT_BYTES)
-        return await result_of(result, context)
-
-    async def _directory(self, context: ToolContext) -> str | None:
-        """Where the kept shell stands; None if there is none."""
-        shell = context.state.shell if self._persistent else None
-        if shell is None:
-            return None
-        try:
-            answer = await context.sandbox.run_in_session(shell, "pwd", _PWD_S)
-        except SessionClosedError:
-            return None
-        return answer.stdout.removesuffix("\n") or None
-
     def _seconds(self, arguments: Arguments, name: str, default: float) -> float:
         if not arguments.get(name, "").strip():
             return default
@@ -142,7 +100,6 @@ class Terminal:
         return float(seconds)
 
 
-_PWD_S = 5.0
 _OF_COMMAND = frozenset({"command", "timeout_s", "background"})
 _OF_ID = frozenset({"id", "wait_s", "stdin", "kill"})
 
