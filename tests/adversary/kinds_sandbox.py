@@ -111,7 +111,6 @@ sandbox("an environment of numbers", [400], CALL, json={"op": "command", "cmd": 
 sandbox("a command of a process that there is not", [400, 404, 422], CALL, json={"op": "lookup", "pid": 99999999})
 sandbox("a process id of 5,000 digits", [400, 404, 422], CALL, body=b'{"op":"lookup","pid":' + b"9" * 5000 + b"}")
 sandbox("a process id below zero", [200], CALL, json={"op": "kill", "pid": -1})
-sandbox("a session that there is not", [400, 404, 422], CALL, json={"op": "shell.run", "session": "none", "cmd": "true"})
 sandbox("tests that are no list", [400], CALL, json={"op": "tests", "paths": "x"})
 sandbox("tests that leave the workspace", [200, 400, 422], CALL, json={"op": "tests", "paths": ["../../x"]})
 sandbox("a pause of a kind that there is not", [400], f"POST {BOX}/pause", json={"mode": "deep"})

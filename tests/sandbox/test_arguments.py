@@ -27,7 +27,6 @@ NO_TIMES = (-1, -1.0, 0, 0.0, math.nan, -math.inf, math.inf, 1e300)
 CALLS: dict[str, Callable[[Sandbox, float], Awaitable[object]]] = {
     "run": lambda s, timeout_s: s.commands.run("true", timeout_s),
     "start": lambda s, timeout_s: s.commands.start("true", timeout_s),
-    "session": lambda s, timeout_s: s.run_in_session("session-1", "true", timeout_s),
     "tests": lambda s, timeout_s: s.run_tests(["test_x.py"], timeout_s),
     "probes": lambda s, timeout_s: s.run_probes(["test_x.py"], timeout_s),
 }

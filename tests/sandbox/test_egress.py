@@ -139,8 +139,8 @@ def test_what_the_list_names_is_reached_and_logged(tmp_path: Path) -> None:
         assert len(server.requests) == 1
         shown = await s.commands.run("env | grep -ci proxy; cat /proc/net/tcp | grep -c ':0C38 00000000'")
         assert shown.stdout == "8\n1\n"
-        session = await s.create_session()
-        assert (await s.run_in_session(session, "echo $http_proxy")).stdout == "http://127.0.0.1:3128\n"
+        behind = await s.commands.start("echo $http_proxy")
+        assert (await behind.wait()).stdout == "http://127.0.0.1:3128\n"
         assert await becomes_true(lambda: bool(log_of(tmp_path)))
         (row,) = log_of(tmp_path)
         assert (row["host"], row["port"], row["decision"], row["sandbox"]) == (

@@ -65,7 +65,6 @@ class MemorySandbox(Sandbox):
             "probes": self._run,
             "processes": lambda header, payload: ({"processes": []}, b""),
             "kill": lambda header, payload: ({"killed": False}, b""),
-            "shell.close": lambda header, payload: ({}, b""),
         }
         self._backend = backend
         self._timer: asyncio.TimerHandle | None = None

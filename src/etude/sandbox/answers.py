@@ -3,8 +3,8 @@
 A frame is looked at once as a whole when it comes (`frame_problem`), and each field where it is used. What
 these readers refuse no program of ours ever says: the one inside was taken over, and there nobody but the
 agent is. So it is a `SandboxKilledByAgentError`; what an agent can make an *honest* program say passes
-(names with lone surrogates, an exit code of its own making). The bytes beside the fields of a test run come
-from the process in which the agent's code ran: what is no report is a run that ended early.
+(names with lone surrogates). The bytes beside the fields of a test run come from the process in which the
+agent's code ran: what is no report is a run that ended early.
 """
 
 from __future__ import annotations
@@ -78,15 +78,11 @@ def integer(header: Header, name: str, sandbox: str, least: int = -MAX_INTEGER) 
 
 
 def exit_code(header: Header, sandbox: str) -> int:
-    """How a command ended: an integer of any size, as one from -255 to 255. Raises SandboxKilledByAgentError.
-
-    In a shell session the agent's code may write a number of its own where the shell tells its status: what
-    is beyond is its doing, and counts as 255.
-    """
-    value = header.get("exit_code")
-    if type(value) is not int:
-        raise nonsense(sandbox, "exit_code", value, "an integer")
-    return value if -MAX_EXIT_CODE <= value <= MAX_EXIT_CODE else MAX_EXIT_CODE
+    """How a command ended: its code, or minus a signal's number. Raises SandboxKilledByAgentError."""
+    value = integer(header, "exit_code", sandbox, least=-MAX_EXIT_CODE)
+    if value > MAX_EXIT_CODE:
+        raise nonsense(sandbox, "exit_code", value, f"at most {MAX_EXIT_CODE}")
+    return value
 
 
 def duration_s(header: Header, name: str, sandbox: str) -> float:

@@ -44,21 +44,16 @@ def agents_fault(fault: Any, header: Header) -> AgentError:
     kind, message = fault
     if kind == "argument" and "pattern" in header:
         field = "pattern"
-    elif kind == "session":
-        field = "session"
     elif "pid" in header:
         field = "pid"
     else:
-        # A shell that was given a bad environment, or found no process, began in no wrong directory.
-        path = None if (kind, header["op"]) == ("argument", "shell.open") else _path_of(header)
+        path = _path_of(header)
         return fault_error((kind, message), None if path is None else "path", path)
     return fault_error((kind, message), field, header.get(field))
 
 
 def _path_of(header: Header) -> str | None:
     """The one path that a call is about."""
-    if header["op"] == "shell.open":
-        return header["cwd"]
     if header["op"] == "write":
         return header["files"][0][0] if len(header["files"]) == 1 else None
     return None if "more" in header else header.get("path")

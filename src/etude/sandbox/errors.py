@@ -4,7 +4,6 @@
     ├── PathMissingError, PathKindError, PathOutsideError   (ToolArgumentErrors)
     ├── DiskFullError               the sandbox's disk or its inodes are used up
     ├── DiffTooLargeError           more changes than a diff carries
-    ├── SessionClosedError          a shell session that has ended: by `exit`, a kill or a timeout
     └── SandboxKilledByAgentError   the agent ended its sandbox's first process
     InfrastructureError
     └── SandboxError                ours: never a reward
@@ -46,10 +45,6 @@ class DiskFullError(AgentError):
 
 class DiffTooLargeError(AgentError):
     """The changes of a sandbox exceed what a diff carries."""
-
-
-class SessionClosedError(AgentError):
-    """The shell session has ended: the agent left it, killed it, or let it run into its timeout."""
 
 
 class SandboxKilledByAgentError(AgentError):
@@ -103,7 +98,6 @@ _FAULTS: dict[str, type[AgentError]] = {
     "argument": ToolArgumentError,
     "disk": DiskFullError,
     "diff": DiffTooLargeError,
-    "session": SessionClosedError,
 }
 
 

@@ -1,9 +1,9 @@
 """The sandbox as everything above sees it: what a session may do to its files and processes.
 
-    Sandbox ── files, commands, sessions, test runs, diffs ──> call(header, payload, on_output)
-       │                                                          │
-       └── lifecycle: pause, copy, move, end              a machine's channel, HTTP, or another sandbox
-           (each kind of sandbox its own)                 that it stands around
+    Sandbox ── files, commands, test runs, diffs ──> call(header, payload, on_output)
+       │                                                │
+       └── lifecycle: pause, copy, move, end    a machine's channel, HTTP, or another sandbox
+           (each kind of sandbox its own)       that it stands around
 
 All backends keep the same contract, which `tests/sandbox/test_contract.py` runs on each; what one cannot do
 it says in `capabilities()` and refuses with `Unsupported`.
@@ -25,14 +25,13 @@ from typing import Protocol
 from etude.errors import SandboxError
 from etude.sandbox.answers import changes, file_kinds, probes_report, root_changes, tests_report, text
 from etude.sandbox.calls import Answer
-from etude.sandbox.commands import Command, Commands, command_result
+from etude.sandbox.commands import Command, Commands
 from etude.sandbox.files import Files
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.refusals import check_timeout
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     Capabilities,
-    CommandResult,
     Network,
     OnOutput,
     ProbeReport,
@@ -70,33 +69,6 @@ class Sandbox(ABC):
         `on_output`: hears what the command prints; that of one in the background also after the answer.
         Raises AgentError for the agent's doing, else SandboxError.
         """
-
-    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
-        """Starts a shell that keeps directory, variables, functions and jobs between calls: its id."""
-        answer, _ = await self.call({"op": "shell.open", "cwd": cwd, "env": dict(env or {})})
-        return text(answer, "session", self.id)
-
-    async def run_in_session(
-        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
-    ) -> CommandResult:
-        """Runs `cmd` in a session's shell. At the timeout what it started is killed; the shell survives
-        unless it is itself what hangs. Commands of one session queue.
-
-        Raises SessionClosedError if the session has ended, ConfigError for a timeout that is no time.
-        """
-        check_timeout(timeout_s)
-        header: Header = {
-            "op": "shell.run",
-            "session": session,
-            "cmd": cmd,
-            "timeout_s": timeout_s,
-            "limit_bytes": limit_bytes,
-        }
-        return command_result(*await self.call(header), self.id)
-
-    async def close_session(self, session: str) -> None:
-        """Ends a session's shell and all that runs in it. Idempotent."""
-        await self.call({"op": "shell.close", "session": session})
 
     async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
         """Runs the `test_*` functions of the named files in a fresh fork of the warm interpreter.

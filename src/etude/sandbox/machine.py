@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from etude.errors import SandboxError
 from etude.sandbox.calls import Answer, agents_fault, prepared, too_large
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself ends it after 20 s."""
-_LASTING = frozenset({"command", "tests", "probes", "shell.run", "wait"})
+_LASTING = frozenset({"command", "tests", "probes", "wait"})
 """Operations that are answered when what they are about has ended."""
 
 
@@ -147,8 +146,6 @@ class MachineSandbox(Sandbox):
         """Of every command, beside the server's own."""
         self.lifecycle = asyncio.Lock()
         """Held by whoever pauses, resumes, copies or moves the sandbox."""
-        self._sessions = WeakValueDictionary[str, asyncio.Lock]()
-        """Held by the command that runs in a shell session, and kept by those that wait for it."""
         self._owner = owner
         self._channel: Channel | None = None
         self._outputs = Outputs()
@@ -267,13 +264,9 @@ class MachineSandbox(Sandbox):
             raise await self._owner.blame(self, error) from error
 
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        operation, ready = header["op"], prepared(header, self.workspace, self.environment)
-        if operation == "shell.run":
-            # Here, not inside: no command's time runs while it waits for another one of its session.
-            async with self._sessions.setdefault(header["session"], asyncio.Lock()):
-                return await self.job(ready, payload, asked=header)
+        ready = prepared(header, self.workspace, self.environment)
         answer, data = await self.job(ready, payload, on_output, header)
-        if operation == "wait":
+        if header["op"] == "wait":
             self._outputs.ended(header["pid"])
         return answer, data
 

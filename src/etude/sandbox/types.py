@@ -54,7 +54,7 @@ class Capabilities:
     backend: str
     isolation: Literal["none", "namespaces", "gvisor", "container", "vm"]
     commands: bool
-    """Commands, sessions and background processes."""
+    """Commands, in the background too."""
     network: bool
     """Allow-list mode."""
     images: bool

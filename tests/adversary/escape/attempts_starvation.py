@@ -53,9 +53,6 @@ for _ in range(1500):
     os.mkdir("d")
     os.chdir("d")
 """
-_FORGED = """for descriptor in /proc/$$/fd/*; do
-  [ -p $descriptor ] && (head -c 5000 /dev/zero | tr '\\0' 9; echo) > $descriptor
-done; sleep 0.3"""
 
 
 async def _hold(field: Field, body: str) -> str:
@@ -160,13 +157,6 @@ def _files_bytes(field: Field) -> int:
     return (status.f_blocks - status.f_bfree) * status.f_bsize
 
 
-async def forge_a_shells_status(field: Field) -> str:
-    """A number of five thousand digits where a session's server expects an exit status."""
-    session = await field.sandbox.create_session()
-    result = await field.sandbox.run_in_session(session, _FORGED, UNDECIDED_S)
-    return f"refused: exit code {result.exit_code}"
-
-
 async def end_the_server_by_its_limits(field: Field) -> str:
     """Processor time, descriptors and memory of pid 1, lowered by a process of the same user."""
     body = """
@@ -245,12 +235,6 @@ STARVATION = [
         scenario=inflate_a_copy,
         reach="shared kernel",
         users=("root",),
-    ),
-    Attempt(
-        "forge a shell's status",
-        "what a shell's status pipe says is checked",
-        ("status of shells checked",),
-        scenario=forge_a_shells_status,
     ),
     Attempt(
         "end the server by its limits",

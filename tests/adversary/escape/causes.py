@@ -98,7 +98,6 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "the server can be scheduled from inside": ("slow the first process down",),
     "the server's limits can be lowered from inside": ("end the server by its limits",),
     "a test run keeps the server's descriptors": ("climb out through a leaked descriptor",),
-    "a status of a shell is believed whatever its form": ("forge a shell's status",),
     "an alarm is believed whoever sends it": ("cut operations short by alarms",),
     "orphans are nobody's": ("bury the server in orphans",),
     "the runner of tests imports from the workspace": ("shadow the library of the test runner",),

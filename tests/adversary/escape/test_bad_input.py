@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import AgentError, SandboxError, ToolArgumentError
-from etude.sandbox.errors import DiskFullError, PathOutsideError, SessionClosedError
+from etude.sandbox.errors import DiskFullError, PathOutsideError
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -102,7 +102,6 @@ REFUSED: dict[str, tuple[Call, type[AgentError]]] = {
     "a test file elsewhere": (lambda s: s.run_tests(["../x.py"]), PathOutsideError),
     "a command that is none": (lambda s: s.commands.connect(1), ToolArgumentError),
     "input for pid 1": (lambda s: s.commands.send_stdin(1, "x"), ToolArgumentError),
-    "a session that is none": (lambda s: s.run_in_session("none", "true"), SessionClosedError),
     "a file larger than the disk": (lambda s: s.files.write("x", bytes(20 << 20)), DiskFullError),
 }
 
@@ -218,9 +217,7 @@ def test_unreadable_directories_are_the_agents_business(tmp_path: Path) -> None:
         )
         said += await outcomes([s.diff(), s.fork(1), s.create_snapshot(), s.final_diff()])
         await s.commands.run("chmod 0 /workspace /tmp")
-        said += await outcomes(
-            [s.commands.run("true"), s.files.write("a", "b"), s.create_session(), s.run_tests(["t.py"])]
-        )
+        said += await outcomes([s.commands.run("true"), s.files.write("a", "b"), s.run_tests(["t.py"])])
         return said + await outcomes([s.final_diff(), s.fork(1), s.pause("filesystem"), s.resume()])
 
     said = in_sandbox(scenario)

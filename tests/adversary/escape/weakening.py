@@ -33,7 +33,6 @@ from etude.sandbox.inside import (
     running,
     seccomp,
     server,
-    shells,
     zygote,
 )
 from etude.sandbox.inside.rights import NOBODY
@@ -272,18 +271,6 @@ def _remove_by_recursion(path: str) -> None:
         os._exit(1)
 
 
-def _trust_shells() -> None:
-    """Whatever number comes first is an exit status."""
-
-    def told(self: shells.Shell) -> int | None:
-        *lines, self._status = self._status.split(b"\n")
-        numbers = [line.partition(b" ")[0] for line in lines]
-        return next((int(number) for number in numbers if number.isdigit()), None)
-
-    shells._STATUS_BYTES = 1 << 30
-    shells.Shell._told_status = told
-
-
 def _keep_all_output(output: jobs.Output) -> None:
     output.truncated = False
 
@@ -328,7 +315,6 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "overlay over the template": lambda: _wrap(namespaces, "_overlay", _work_on_the_template),
     "holes kept": _set(layers, "_copy_data", _copy_holes_too),
     "removal without recursion": _set(layers, "remove_tree", _remove_by_recursion),
-    "status of shells checked": _trust_shells,
     "blocks of 4096 ids": _set(ids, "BLOCK", 8),
     "user of its own": lambda: _wrap(ids, "take", lambda original, words, images: original([], images)),
     "counts of watches": namespaces.WATCHES.clear,

@@ -13,7 +13,6 @@ from etude.sandbox.errors import (
     PathMissingError,
     PathOutsideError,
     SandboxStateError,
-    SessionClosedError,
 )
 from etude.sandbox.interface import Sandbox
 
@@ -72,16 +71,6 @@ async def agents_can_change_what_the_tools_wrote(s: Sandbox) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     await s.files.remove("made.txt")
     await s.files.remove("folder")
-
-
-async def sessions_behave(s: Sandbox) -> None:
-    """A shell keeps its state until it is closed."""
-    session = await s.create_session()
-    await s.run_in_session(session, "cd lib; X=7")
-    assert (await s.run_in_session(session, "echo $X; basename $PWD")).stdout == "7\nlib\n"
-    await s.close_session(session)
-    with pytest.raises(SessionClosedError):
-        await s.run_in_session(session, "true")
 
 
 async def tests_run(s: Sandbox) -> None:

@@ -206,8 +206,8 @@ def test_a_killed_server_loses_its_sandboxes_at_once_and_starts_clean(hosts: Net
         boxes = await make(fleet)
         gone = on(boxes, host)
         in_flight = [asyncio.ensure_future(loss(box.commands.run("sleep 60", 90.0))) for box in gone[:1]]
-        session = await gone[1].create_session()
-        in_flight.append(asyncio.ensure_future(loss(gone[1].run_in_session(session, "sleep 60", 90.0))))
+        command = await gone[1].commands.start("sleep 60")
+        in_flight.append(asyncio.ensure_future(loss(command.wait())))
         await asyncio.sleep(1.0)
         host.kill()
         await asyncio.gather(*in_flight)

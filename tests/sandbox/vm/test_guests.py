@@ -40,8 +40,7 @@ def test_a_new_sandbox_runs_commands_with_the_templates_files(vm_state: Path) ->
 def test_two_sleeps_keep_memory_connection_and_files(vm_state: Path) -> None:
     async def scenario(backend: VmBackend) -> None:
         sandbox = await backend.create(Template(), SMALL)
-        session = await sandbox.create_session()
-        await sandbox.run_in_session(session, "word=kept; cd /tmp", 60)
+        waiting = await sandbox.commands.start("word=kept; cd /tmp; read line; echo $word $line $PWD")
         await start_program(sandbox)
         before = await alive(sandbox)
         for cycle in range(2):
@@ -59,8 +58,8 @@ def test_two_sleeps_keep_memory_connection_and_files(vm_state: Path) -> None:
                 assert await sandbox.files.read(f"disk/cycle-{kept}") == f"cycle-{kept}".encode() * 1000
                 shown = await sandbox.commands.run(f"cat /tmp/cycle-{kept}", timeout_s=60)
                 assert shown.stdout == f"cycle-{kept}\n"
-        shell = await sandbox.run_in_session(session, "echo $word $PWD", 60)
-        assert shell.stdout == "kept /tmp\n"
+        await waiting.send_stdin("on\n")
+        assert (await waiting.wait(60)).stdout == "kept on /tmp\n"
         before_s = time.time()
         clock = await sandbox.commands.run("date +%s", timeout_s=60)
         assert before_s - 10 < int(clock.stdout) < time.time() + 10

@@ -52,8 +52,7 @@ def test_a_sandbox_moves_with_its_processes_connections_and_files(vm_state: Path
         sandbox = await source.create(Template({"a": "1"}), SMALL, timeout_s=3600)
         await start_program(sandbox)
         await sandbox.files.write("b", "x" * 5_000_000)
-        session = await sandbox.create_session()
-        await sandbox.run_in_session(session, "word=kept", 60)
+        waiting = await sandbox.commands.start("word=kept; read line; echo $word $line")
         before = await alive(sandbox)
         moved = await sandbox.migrate(target)
         assert isinstance(moved, MachineSandbox)
@@ -62,7 +61,9 @@ def test_a_sandbox_moves_with_its_processes_connections_and_files(vm_state: Path
         after = await alive(moved)
         assert after[:2] == before[:2]
         assert await moved.files.read("b", 6_000_000) == b"x" * 5_000_000
-        assert (await moved.run_in_session(session, "echo $word", 60)).stdout == "kept\n"
+        there = await moved.commands.connect(waiting.pid)
+        await there.send_stdin("on\n")
+        assert (await there.wait(60)).stdout == "kept on\n"
         assert sorted(await moved.diff()) == ["b", "log", "program.py"]
         info = await moved.get_info()
         assert info.expires_s is not None

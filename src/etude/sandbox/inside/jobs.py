@@ -57,7 +57,7 @@ class Output:
     def __init__(self, descriptor: int, limit_bytes: int) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
         self.ended = False
         self.truncated = False
         self._data = bytearray()
@@ -80,7 +80,7 @@ class Output:
         One call takes little more than the limit: a writer without end cannot hold the server.
         """
         taken = bytearray()
-        while len(taken) <= self.limit_bytes:
+        while len(taken) <= self._limit_bytes:
             try:
                 data = os.read(self.descriptor, _CHUNK)
             except BlockingIOError:
@@ -93,20 +93,20 @@ class Output:
             if len(data) < _CHUNK:
                 break
         self._data += taken
-        if len(self._data) > 2 * self.limit_bytes + _CHUNK:
+        if len(self._data) > 2 * self._limit_bytes + _CHUNK:
             self.trim()
         return bytes(taken)
 
     def trim(self) -> None:
         """Cuts the middle out of what exceeds the limit."""
-        if len(self._data) > self.limit_bytes:
+        if len(self._data) > self._limit_bytes:
             self.truncated = True
-            head = self.limit_bytes // 2
-            tail = self.limit_bytes - head
+            head = self._limit_bytes // 2
+            tail = self._limit_bytes - head
             del self._data[head : len(self._data) - tail]
 
     def take(self) -> bytes:
-        """All that was kept; begins anew."""
+        """All that was kept, which is kept here no longer."""
         self.trim()
         data, self._data = bytes(self._data), bytearray()
         return data
@@ -200,7 +200,7 @@ def start_job(
     timeout_s: float | None,
     spare: set[int],
     keep_background: bool,
-    with_input: bool = False,
+    with_input: bool,
 ) -> Job:
     """Starts `child`, which gets the reading end of its input (if any) and `num_pipes` writing ends.
 
@@ -240,8 +240,8 @@ def _close_all(pairs: Sequence[tuple[int, int]]) -> None:
             os.close(descriptor)
 
 
-def program_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
-    """A child that becomes a program. Gets [stdout, stderr], or [stdin, stdout, stderr, ...]."""
+def _forked_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
+    """A child that becomes a program. Gets [stdout, stderr], or [stdin, stdout, stderr]."""
 
     def become(pipes: list[int]) -> NoReturn:
         _detach(pipes if len(pipes) > 2 else [os.open("/dev/null", os.O_RDONLY), *pipes])
@@ -263,14 +263,14 @@ def program_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildL
 
 
 def shell_child(cmd: str, env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
-    """A child that runs a shell command; as `program_child`.
+    """A child that runs a shell command. Gets [stdout, stderr], or [stdin, stdout, stderr].
 
     Without a user to become it is spawned, which copies nothing of this process and so takes half the time
     of a fork. Its memory is bounded by this process's own limit (see `limit_own_memory`); its other limits
     the shell sets itself, before it reads the command.
     """
     limited = limits.in_shell() + cmd
-    forked = program_child(["/bin/sh", "-c", cmd], env, cwd, limits)
+    forked = _forked_child(["/bin/sh", "-c", cmd], env, cwd, limits)
 
     def launch(pipes: list[int]) -> int:
         if limits.uid is None:

@@ -7,7 +7,6 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from etude.sandbox.inside.ended import EndedCommands
 from etude.sandbox.inside.faults import Fault
@@ -32,7 +31,6 @@ from etude.sandbox.inside.processes import (
     resume_all,
     stop_all,
 )
-from etude.sandbox.inside.sessions import Sessions
 from etude.sandbox.inside.settings import Settings, check_texts
 from etude.sandbox.inside.wire import Wire
 
@@ -44,7 +42,6 @@ _DEATH_S = 2.0
 """How long the end of killed processes is waited for."""
 
 Answer = tuple[Header, bytes]
-Started = TypeVar("Started")
 
 
 class Running:
@@ -64,7 +61,6 @@ class Running:
         self._jobs: dict[int, Job] = {}
         self._by_descriptor: dict[int, Job] = {}
         self._ended = EndedCommands()
-        self._sessions = Sessions(wire, poll, processes, settings, self._limits, root, self)
         self.has_children = False
         """Whether anything runs, or has ended uncollected."""
         self._memory = MemoryWatch(processes, settings)
@@ -83,7 +79,6 @@ class Running:
             "kill": self._kill,
             "processes": self._list,
             "lookup": self._lookup,
-            **self._sessions.operations,
             "cancel": self._cancel,
             "freeze": self._freeze,
             "thaw": self._thaw,
@@ -97,7 +92,6 @@ class Running:
             return None
         deadlines = [self._memory.next_s] if self._settings.watch_memory else []
         deadlines += [job.deadline_s for job in self._jobs.values()]
-        deadlines += self._sessions.deadlines_s()
         until_s = min(deadlines, default=float("inf"))
         if until_s == float("inf"):
             return None
@@ -108,8 +102,6 @@ class Running:
         job = self._by_descriptor.get(descriptor)
         if job is not None:
             self._read_output(job, descriptor)
-        else:
-            self._sessions.on_ready(descriptor)
 
     def look_after_children(self) -> None:
         """Reaps, enforces deadlines and memory, answers what has ended."""
@@ -129,7 +121,6 @@ class Running:
                 job.timed_out = True
                 self._kill_family(job)
                 self._finish(job, -signal.SIGKILL)
-        self._sessions.look_after(ended, now_s)
 
     def _goes_on(self, job: Job, now_s: float) -> bool:
         """Whether a job at its deadline gets more time."""
@@ -147,7 +138,6 @@ class Running:
         for job in list(self._jobs.values()):
             job.keep_background = True
             self._finish(job, -signal.SIGKILL)
-        self._sessions.end_all()
 
     def _await_ends(self) -> None:
         """Until what was killed is gone: it holds memory, leases and half-written files while it dies."""
@@ -197,18 +187,19 @@ class Running:
         with_input: bool,
     ) -> Job:
         spare = set(self._processes.table()) if self.has_children else set[int]()
-        job = self.insist(
+        job = self._insist(
             lambda: start_job(child, num_pipes, limit_bytes, timeout_s, spare, keep_background, with_input)
         )
         self._jobs[job.pid] = job
-        self.note_child(job.start_s)
+        self.has_children = True
+        self._memory.put_off(job.start_s)
         self._poll.register(job.watch, select.POLLIN)
         for output in job.outputs:
             self._by_descriptor[output.descriptor] = job
             output.listen(self._poll)
         return job
 
-    def insist(self, start: Callable[[], Started]) -> Started:
+    def _insist(self, start: Callable[[], Job]) -> Job:
         """Starts a child. If the agent's processes have used up the sandbox's limit, they go.
 
         Raises OSError.
@@ -223,11 +214,6 @@ class Running:
                 self._processes.kill_all()
                 self._reap()
                 time.sleep(_INSIST_PAUSE_S)
-
-    def note_child(self, now_s: float) -> None:
-        """There is a child to look after."""
-        self.has_children = True
-        self._memory.put_off(now_s)
 
     def _read_output(self, job: Job, descriptor: int) -> None:
         if job.input is not None and descriptor == job.input.descriptor:
@@ -308,15 +294,10 @@ class Running:
                 self._muted.remove(output)
             output.close()
 
-    def job_pids(self) -> list[int]:
-        """The commands and test runs that are under way."""
-        return [job.pid for job in self._jobs.values()]
-
     # Killing: what belongs to one job, and to no other
 
     def _kill_family(self, job: Job) -> None:
         others = [other.pid for other in self._jobs.values() if other is not job]
-        others += self._sessions.pids()
         if not others and not job.spare:
             self._processes.kill_all()
         else:
@@ -326,7 +307,7 @@ class Running:
     def _watch_memory(self) -> None:
         if self._memory.is_exceeded():
             self._processes.kill_all()
-            for job in [*self._jobs.values(), *self._sessions.shell_jobs()]:
+            for job in self._jobs.values():
                 job.memory_exceeded = True
 
     # Background commands
@@ -377,7 +358,6 @@ class Running:
             elif target in job.waiting:
                 job.waiting.remove(target)
         self._ended.forget_request(target)
-        self._sessions.cancel(target, time.monotonic())
 
     # Standing still, for a copy
 
@@ -394,7 +374,6 @@ class Running:
             now_s = time.monotonic()
             for job in self._jobs.values():
                 job.put_off(since_s, now_s)
-            self._sessions.put_off(since_s, now_s)
         resume_all(self._stopped)
         self._stopped = set()
         return {}, b""

@@ -1,9 +1,9 @@
 """The server of one sandbox: pid 1 inside (or its child in a guest), and the warm interpreter of test runs.
 
 One thread, one poll loop over the owner's line, the pipes and pidfds of what runs, and forwarded
-connections. File operations are answered at once; commands, test runs and shells go on beside them. It
-waits for nothing without a deadline. It ends when the owner's line ends, and in a pid namespace the
-kernel ends everything else with it; where the line comes back (a guest that was restored), it goes on.
+connections. File operations are answered at once; commands and test runs go on beside them. It waits for
+nothing without a deadline. It ends when the owner's line ends, and in a pid namespace the kernel ends
+everything else with it; where the line comes back (a guest that was restored), it goes on.
 
 Every request has an id and one answer: a result, `fault` (what the agent did wrong) or `failure`
 (what we did wrong). Events (`output`, `net.*`) come unasked.

@@ -38,7 +38,7 @@ from etude.serving.client import Transport
 _OWNER = "owner"
 """Key of a sandbox's metadata: the client that it belongs to."""
 _READING = frozenset(
-    {"read", "list", "grep", "diff", "changed", "kinds", "pack", "processes", "lookup", "wait", "shell.close"}
+    {"read", "list", "grep", "diff", "changed", "kinds", "pack", "processes", "lookup", "wait"}
 )
 """Operations that do the same when they are done twice."""
 

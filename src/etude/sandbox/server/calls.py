@@ -54,14 +54,6 @@ CALLS: Mapping[str, Fields] = {
     "lookup": _PID,
     "wait": _PID,
     "processes": {},
-    "shell.open": {"cwd": (str, _NONE), "env": (dict, _NONE)},
-    "shell.run": {
-        "session": (str,),
-        "cmd": (str,),
-        "timeout_s": (float, _NONE),
-        "limit_bytes": (int, _NONE),
-    },
-    "shell.close": {"session": (str,)},
     "tests": _RUN,
     "probes": _RUN,
 }
@@ -131,8 +123,8 @@ _BODY = {"content": {JSON: {"schema": {"oneOf": _SCHEMAS}}, FRAMES: {"schema": B
 
 @router.post("/call", responses=answering(JSON, FRAMES), openapi_extra={"requestBody": _BODY})
 async def call(request: Request, held: Box, state: State) -> Response:
-    """One call of the program inside: files, commands, sessions, test runs, diffs; as JSON alone, with the
-    `payload` as text, if the client accepts no frames.
+    """One call of the program inside: files, commands, test runs, diffs; as JSON alone, with the `payload` as
+    text, if the client accepts no frames.
 
     Who leaves, ends the command or test run. One in the background goes on; with `stream` its output comes
     until somebody has waited for it.
