@@ -37,7 +37,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, to_out: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = training.attend_backward(to_out, *ctx.saved_tensors, ctx.starts, ctx.unused)
+        query, key, value, out, log_sums = ctx.saved_tensors
+        gradients = training.attend_backward(to_out, query, key, value, out, log_sums, ctx.starts, ctx.unused)
         return *gradients, None, None, None
 
     backward: Any = staticmethod(once_differentiable(_backward))
