@@ -28,7 +28,7 @@ Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_KEPT_BYTES = 1 << 25  # more is refused by some versions
 _KEPT_BYTES = 1 << 30
 
@@ -237,11 +237,13 @@ def set_threads(configured: int, device: Device = "cpu") -> int:
 
 def keep_freed_memory() -> None:
     """Has the C library keep what is freed for what comes next, where it is GNU's: it would return large
-    tensors to the kernel, which clears their pages again at the next step."""
+    tensors to the kernel, which clears their pages again at the next step. All threads share it: of the 64 MB
+    pieces that each would have to itself, large tensors leave much unused."""
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        library.mallopt(_M_ARENA_MAX, 1)
 
 
 def use_sampling_threads(config: RunConfig) -> None:
