@@ -31,12 +31,12 @@ def test_the_loss_is_the_weighted_mean_and_the_agents_is_reported_by_itself() ->
 
 
 def test_factors_are_rounded_in_a_step_that_is_to_multiply_in_bfloat16_and_not_afterwards() -> None:
-    model, found = small_model(0), list[str]()
-    model.register_forward_pre_hook(lambda *_: found.append(torch.get_float32_matmul_precision()))
-    losses = [
-        next_token_trainer(model, midtrain_documents(), midtrain_config(products=products), 0).step()["loss"]
-        for products in ("float32", "bfloat16")
-    ]
+    found, losses = list[str](), list[float]()
+    for products in ("float32", "bfloat16"):
+        model = small_model(0)
+        model.register_forward_pre_hook(lambda *_: found.append(torch.get_float32_matmul_precision()))
+        trainer = next_token_trainer(model, midtrain_documents(), midtrain_config(products=products), 0)
+        losses.append(trainer.step()["loss"])
     assert set(found) == {"highest", "medium"}
     assert torch.get_float32_matmul_precision() == "highest"
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
