@@ -27,7 +27,7 @@ class NextTokenConfig(Section):
     of about 768 tokens for threads to share."""
     products: Literal["float32", "bfloat16"] = "float32"
     """Number format in which float32 numbers are multiplied. `bfloat16`: factors are rounded, sums are not,
-    where the processor has instructions for it (AMX, AVX-512 with bfloat16; a GPU takes TF32)."""
+    where the processor has instructions for it (tried with AMX)."""
     balance_weight: float = Field(default=0.01, ge=0)
     """Weight of the router's load-balancing loss."""
     optimizer: OptimizerConfig = OptimizerConfig()
