@@ -179,6 +179,19 @@ INLINE void share(int64_t count, int thread, int threads, int64_t *first, int64_
     *end = count * (thread + 1) / threads;
 }
 
+/* Pieces 0..count of a job that threads of a team do between two meetings (`wait_for_all`), each piece by one thread. */
+typedef struct {
+    Team *team;
+    int64_t count, own;         /* own: pieces taken, without a team that takes them from each other */
+    int thread, asked, parity;
+} Job;
+
+/* `team`: NULL for a thread by itself. */
+Job begin_job(Team *team, int thread, int64_t count);
+/* A piece that nobody has, below 0 when there are no more. A thread does the pieces of its own part, one after the
+ * other, and then those that are left of the others': cores are not always equally fast. */
+int64_t take_piece(Job *job);
+
 /* ---- matrices --------------------------------------------------------------------------------- */
 
 /* A matrix [inputs, outputs], packed: panels of PANEL columns (the last one padded with zeros to whole vectors of
@@ -189,8 +202,9 @@ typedef struct {
     const void *panels;
 } Matrix;
 
-/* c[rows, outputs] (+)= a[rows, inputs] matrix, the part of it that belongs to `thread` of `threads`. */
-void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, int thread, int threads);
+/* c[rows, outputs] (+)= a[rows, inputs] matrix, with the team (NULL: this thread alone). Its threads meet before and
+ * after. */
+void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, Team *team, int thread);
 
 /* Rows of values that lie `stride` apart, some of which are `step` further for each head. */
 typedef struct {
@@ -198,10 +212,9 @@ typedef struct {
     int64_t stride, step;
 } Strided;
 
-/* to = from matrices[head], head by head, the part of it that belongs to `thread` of `threads`; the same bits as
- * those of `multiply`. */
-void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int thread,
-                    int threads);
+/* to (+)= from matrices[head], head by head, all of one size; as `multiply`, whose bits it has. */
+void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int add, Team *team,
+                    int thread);
 
 /* What low-rank adapters add to a weight, or to each of `count` weights. */
 typedef struct {

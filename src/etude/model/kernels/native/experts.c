@@ -31,13 +31,13 @@ static void run_chunk(const Experts *experts, int64_t expert, int64_t count, con
         adapters[i] = experts->adapters[order[i] / experts->top_k];
     for (int64_t i = 0; i < count; i++)
         memcpy(gathered + i * width, x + order[i] / experts->top_k * width, (size_t)width * sizeof(float));
-    multiply(experts->gate_up + expert, count, gathered, gate_up, 0, 0, 1);
+    multiply(experts->gate_up + expert, count, gathered, gate_up, 0, NULL, 0);
     if (experts->adapters)
         adapt(experts->gate_up_factors, expert, adapters, 0, count, (Strided){gathered, width, 0},
               (Strided){gate_up, 2 * inner, 0}, experts->lowered);
     for (int64_t i = 0; i < count; i++)
         swiglu(inner, gate_up + i * 2 * inner, gate_up + i * 2 * inner + inner, gathered + i * inner);
-    multiply(experts->down + expert, count, gathered, out, 0, 0, 1);
+    multiply(experts->down + expert, count, gathered, out, 0, NULL, 0);
     if (experts->adapters)
         adapt(experts->down_factors, expert, adapters, 0, count, (Strided){gathered, inner, 0},
               (Strided){out, width, 0}, experts->lowered);

@@ -113,7 +113,7 @@ static void project(Team *team, int thread, const Pass *pass, const Layer *layer
 {
     int64_t rows = pass->step->rows, first, end;
     int threads = team_size(team);
-    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
+    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, team, thread);
     wait_for_all(team);
     add_factors(pass, layer, QKV, 0, thread, threads, (Strided){pass->normed, pass->model->width, 0},
                 (Strided){pass->qkv, projected_width(pass->model), 0});
@@ -145,7 +145,7 @@ static void attend(Team *team, int thread, const Pass *pass, int64_t index)
         wait_for_all(team);
     }
     float *attended = m->latent ? pass->headed : pass->attended;
-    multiply(&layer->out, rows, attended, pass->step->hidden, 1, thread, threads);
+    multiply(&layer->out, rows, attended, pass->step->hidden, 1, team, thread);
     wait_for_all(team);
     add_factors(pass, layer, OUT, 0, thread, threads, (Strided){attended, layer->out.inputs, 0},
                 (Strided){pass->step->hidden, m->width, 0});
@@ -159,7 +159,7 @@ static void open_up(Team *team, int thread, const Pass *pass, const Layer *layer
 {
     int64_t rows = pass->step->rows, first, end;
     int threads = team_size(team);
-    multiply(is_shared ? layer->shared_gate_up : layer->gate_up, rows, pass->normed, pass->wide, 0, thread, threads);
+    multiply(is_shared ? layer->shared_gate_up : layer->gate_up, rows, pass->normed, pass->wide, 0, team, thread);
     wait_for_all(team);
     add_factors(pass, layer, is_shared ? SHARED_GATE_UP : GATE_UP, 0, thread, threads,
                 (Strided){pass->normed, pass->model->width, 0}, (Strided){pass->wide, 2 * inner, 0});
@@ -179,7 +179,7 @@ static void feed(Team *team, int thread, const Pass *pass, const Layer *layer)
     wait_for_all(team);
     open_up(team, thread, pass, layer, m->inner, 0);
     wait_for_all(team);
-    multiply(layer->down, rows, pass->narrow, pass->normed, 0, thread, threads);
+    multiply(layer->down, rows, pass->narrow, pass->normed, 0, team, thread);
     wait_for_all(team);
     add_factors(pass, layer, DOWN, 0, thread, threads, (Strided){pass->narrow, m->inner, 0},
                 (Strided){pass->normed, m->width, 0});
@@ -215,7 +215,7 @@ static void consult(Team *team, int thread, const Pass *pass, const Layer *layer
             pass->normed + t * m->width);
     if (m->shared_inner) {
         wait_for_all(team);
-        multiply(layer->shared_down, rows, pass->narrow, pass->mixed, 0, thread, threads);
+        multiply(layer->shared_down, rows, pass->narrow, pass->mixed, 0, team, thread);
         wait_for_all(team);
         add_factors(pass, layer, SHARED_DOWN, 0, thread, threads, (Strided){pass->narrow, m->shared_inner, 0},
                     (Strided){pass->mixed, m->width, 0});
@@ -292,7 +292,7 @@ static void run_draft_layer(Team *team, int thread, void *argument)
         rms_norm(width, step->hidden + t * width, entrance->hidden_norm, m->eps, joined + width);
     }
     wait_for_all(team);
-    multiply(&entrance->projection, step->rows, pass->joined, step->hidden, 0, thread, threads);
+    multiply(&entrance->projection, step->rows, pass->joined, step->hidden, 0, team, thread);
     wait_for_all(team);
     run_layer(team, thread, pass, drafting->index);
     for (int64_t t = first; t < end; t++)

@@ -54,7 +54,7 @@ void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, 
     int threads = team_size(team);
     Strided heads = {pass->qkv, projected_width(m), head_dim};
     Strided queries = {pass->queries, m->heads * m->dim, m->dim};
-    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
+    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, team, thread);
     wait_for_all(team);
     Strided normed = {pass->normed, m->width, 0};
     add_factors(pass, layer, QKV, 0, thread, threads, normed, heads);
@@ -67,13 +67,13 @@ void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, 
         Strided compressed = {pass->qkv, heads.stride, 0};
         heads = (Strided){pass->raised, m->heads * head_dim, head_dim};
         wait_for_all(team);
-        multiply_heads(1, &layer->query_up, rows, compressed, heads, thread, threads);
+        multiply_heads(1, &layer->query_up, rows, compressed, heads, 0, team, thread);
         wait_for_all(team);
         add_factors(pass, layer, QUERY_UP, 0, thread, threads, compressed, heads);
     }
     if (pass->adapters)
         wait_for_all(team);
-    multiply_heads(m->heads, layer->key_up, rows, heads, queries, thread, threads);
+    multiply_heads(m->heads, layer->key_up, rows, heads, queries, 0, team, thread);
     wait_for_all(team);
     adapt_heads(pass, layer, KEY_UP, thread, threads, heads, queries);
     for (int64_t t = first; t < end; t++)
@@ -85,7 +85,7 @@ void leave_latent(Team *team, int thread, const Pass *pass, const Layer *layer)
     const Model *m = pass->model;
     Strided attended = {pass->attended, m->heads * m->value_dim, m->value_dim};
     Strided headed = {pass->headed, m->heads * m->head_value_dim, m->head_value_dim};
-    multiply_heads(m->heads, layer->value_up, pass->step->rows, attended, headed, thread, team_size(team));
+    multiply_heads(m->heads, layer->value_up, pass->step->rows, attended, headed, 0, team, thread);
     if (pass->adapters)
         wait_for_all(team);
     adapt_heads(pass, layer, VALUE_UP, thread, team_size(team), attended, headed);

@@ -134,22 +134,25 @@ static BLOCK void half_product(const Matrix *matrix, int64_t panel, int64_t rows
     panel_product(1, matrix, panel, rows, a, lda, c, ldc, add);
 }
 
-static void multiply_strided(const Matrix *matrix, int64_t rows, const float *a, int64_t lda, float *c, int64_t ldc,
-                             int add, int thread, int threads)
+void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int add, Team *team,
+                    int thread)
 {
-    int64_t panels = (matrix->outputs + PANEL - 1) / PANEL, bands = (rows + BAND - 1) / BAND, first, end;
-    share(panels * bands, thread, threads, &first, &end);
-    for (int64_t piece = first; piece < end; piece++) {
-        int64_t start = piece / panels * BAND, count = rows - start < BAND ? rows - start : BAND;
-        const float *from = a + start * lda;
-        float *to = c + start * ldc;
-        (matrix->half ? half_product : float_product)(matrix, piece % panels, count, from, lda, to, ldc, add);
+    int64_t panels = (matrices->outputs + PANEL - 1) / PANEL, bands = (rows + BAND - 1) / BAND;
+    Job job = begin_job(team, thread, heads * bands * panels);
+    for (int64_t piece; (piece = take_piece(&job)) >= 0;) {
+        int64_t head = piece / (bands * panels), start = piece / panels % bands * BAND;
+        int64_t count = rows - start < BAND ? rows - start : BAND;
+        const Matrix *matrix = matrices + head;
+        const float *a = from.values + head * from.step + start * from.stride;
+        float *c = to.values + head * to.step + start * to.stride;
+        (matrix->half ? half_product : float_product)(matrix, piece % panels, count, a, from.stride, c, to.stride, add);
     }
 }
 
-void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, int thread, int threads)
+void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, Team *team, int thread)
 {
-    multiply_strided(matrix, rows, a, matrix->inputs, c, matrix->outputs, add, thread, threads);
+    Strided from = {(float *)a, matrix->inputs, 0}, to = {c, matrix->outputs, 0};
+    multiply_heads(1, matrix, rows, from, to, add, team, thread);
 }
 
 void adapt(const Factors *factors, int64_t index, const int64_t *adapters, int64_t first, int64_t end, Strided from,
@@ -162,20 +165,9 @@ void adapt(const Factors *factors, int64_t index, const int64_t *adapters, int64
         if (adapters[t] < 0 || !factors->down[place].inputs)
             continue;
         const Matrix *down = factors->down + place;
-        multiply_strided(down, count, from.values + t * from.stride, from.stride, lowered, down->outputs, 0, 0, 1);
-        multiply_strided(factors->up + place, count, lowered, down->outputs, to.values + t * to.stride, to.stride, 1,
-                         0, 1);
+        Strided low = {lowered, down->outputs, 0};
+        Strided here = {from.values + t * from.stride, from.stride, 0}, there = {to.values + t * to.stride, to.stride, 0};
+        multiply_heads(1, down, count, here, low, 0, NULL, 0);
+        multiply_heads(1, factors->up + place, count, low, there, 1, NULL, 0);
     }
-}
-
-void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int thread,
-                    int threads)
-{
-    int64_t first = 0, end = heads;
-    int whole = heads >= threads;       /* each head is one thread's, else all threads share each */
-    if (whole)
-        share(heads, thread, threads, &first, &end);
-    for (int64_t h = first; h < end; h++)
-        multiply_strided(matrices + h, rows, from.values + h * from.step, from.stride, to.values + h * to.step,
-                         to.stride, 0, whole ? 0 : thread, whole ? 1 : threads);
 }

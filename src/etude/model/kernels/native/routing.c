@@ -50,7 +50,7 @@ void route_row(const Pass *pass, const Layer *layer, int64_t t, float *scratch)
     const Step *step = pass->step;
     int64_t *chosen = pass->chosen + t * m->top_k, place = (t * step->route_layers + layer->route_layer) * m->top_k;
     float *gates = pass->gates + t * m->top_k, *scores = scratch, sum = 0;
-    multiply(&layer->router, 1, pass->normed + t * m->width, scores, 0, 0, 1);
+    multiply(&layer->router, 1, pass->normed + t * m->width, scores, 0, NULL, 0);
     (m->sigmoid ? sigmoid : softmax)(m->experts, scores);
     float *ranked = rank_experts(m, layer, scores, scratch + m->experts);
     for (int64_t k = 0; k < m->top_k; k++) {

@@ -128,7 +128,7 @@ static void run_sampling(Team *team, int thread, void *argument)
     const Sampling *sampling = argument;
     const Draw *draw = sampling->draw;
     int64_t first, end;
-    multiply(sampling->head, draw->rows, draw->hidden, draw->logits, 0, thread, team_size(team));
+    multiply(sampling->head, draw->rows, draw->hidden, draw->logits, 0, team, thread);
     wait_for_all(team);
     share(draw->rows, thread, team_size(team), &first, &end);
     for (int64_t t = first; t < end; t++)

@@ -16,10 +16,17 @@
 #define PAUSE() ((void)0)
 #endif
 
+/* A thread's part of the job that the team does, and of the one before or after it, by turns. */
+typedef struct {
+    _Alignas(64) atomic_long taken[2];  /* its pieces that some thread has */
+    int jobs;                           /* that it has begun */
+} Part;
+
 struct Team {
     int threads;
     atomic_int arrived;
     atomic_int round;
+    Part *parts;                        /* of each thread; NULL where threads do not meet */
 };
 
 static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;   /* held for as long as a team works */
@@ -30,7 +37,8 @@ static atomic_int busy;         /* helpers that have not finished it */
 static int helpers;             /* threads that exist beside the caller */
 static int born[MAX_THREADS]; /* `call` when each was made */
 static pid_t home;              /* the process in which they do: a fork takes none along */
-static Team team;
+static Part parts[MAX_THREADS];
+static Team team = {.parts = parts};
 static Work work;
 static void *argument;
 
@@ -51,6 +59,34 @@ void wait_for_all(Team *t)
             PAUSE();
         else
             sched_yield();
+}
+
+Job begin_job(Team *t, int thread, int64_t count)
+{
+    Job job = {.team = t, .count = count, .thread = thread};
+    if (t && t->parts) {
+        Part *own = t->parts + thread;
+        job.parity = own->jobs++ & 1;
+        atomic_store_explicit(&own->taken[!job.parity], 0, memory_order_relaxed);   /* read after the next meeting */
+    }
+    return job;
+}
+
+int64_t take_piece(Job *job)
+{
+    Team *t = job->team;
+    int threads = t ? t->threads : 1, shared = t && t->parts;
+    for (; job->asked < threads; job->asked++) {
+        int owner = (job->thread + job->asked) % threads;
+        int64_t first, end;
+        share(job->count, owner, threads, &first, &end);
+        first += shared ? take_next(&t->parts[owner].taken[job->parity]) : job->own++;
+        if (first < end)
+            return first;
+        if (!shared)
+            break;
+    }
+    return -1;
 }
 
 static void *help(void *number)
@@ -117,6 +153,11 @@ void run_team(int threads, Work wanted, void *given)
     }
     threads = gather(threads);
     team.threads = threads;
+    for (int i = 0; i < threads; i++) {
+        parts[i].jobs = 0;
+        atomic_store(&parts[i].taken[0], 0);
+        atomic_store(&parts[i].taken[1], 0);
+    }
     work = wanted;
     argument = given;
     atomic_store(&busy, helpers);

@@ -31,7 +31,7 @@ static void run_rows(Team *team, int thread, void *argument)
     const Rows *rows = argument;
     int64_t first, end;
     if (rows->kind == LINEAR) {
-        multiply(rows->matrix, rows->rows, rows->x, rows->out, 0, thread, team_size(team));
+        multiply(rows->matrix, rows->rows, rows->x, rows->out, 0, team, thread);
         return;
     }
     share(rows->rows, thread, team_size(team), &first, &end);
