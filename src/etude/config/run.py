@@ -135,7 +135,7 @@ class TasksConfig(Section):
     `difficulty = "easy"`."""
     observed_share: float = Field(default=0.0, ge=0, le=1)
     """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test
-    run tells. Above 0 the run is also evaluated on them. See docs/tasks.md."""
+    run tells. Above 0 the run is also evaluated on them. See docs/bug-fixes.md."""
     composed_share: float = Field(default=0.0, ge=0, le=1)
     """The same for `composed` tasks: two bugs at once, each in a file of its own, of pairs of kinds that
     evaluation does not have."""

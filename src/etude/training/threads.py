@@ -20,7 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from etude.kit.memory import return_free_memory
 from etude.model import LanguageModel
+from etude.observe.machine import available_memory_bytes, total_memory_bytes
 from etude.training.parallel.ranks import Ranks
 
 ItemT = TypeVar("ItemT")
@@ -29,6 +31,8 @@ ResultT = TypeVar("ResultT")
 _LEAST_TOKENS = 768
 """Of a micro-batch that is cut for threads alone: in smaller ones, what each costs by itself counts."""
 _MOST_BATCHES = 16
+_SCARCE = 0.25
+"""Share of the machine's memory: where less is left, what a step leaves free is given back."""
 
 
 def count_batches(num_sequences: int, num_tokens: int, shared_tokens: int = 0) -> int:
@@ -54,16 +58,18 @@ def is_cut(model: nn.Module, ranks: Ranks) -> bool:
 @contextmanager
 def share_threads(*, cut: bool) -> Iterator[int]:
     """Yields how many threads share the micro-batches: the compute threads that are set. While it lasts, an
-    operation has one. Without `cut`, operations keep them all."""
+    operation has one. Without `cut`, operations keep them all. Afterwards, where memory is scarce, what was
+    freed goes back to the system: between tensors of unlike sizes more of it stays from step to step."""
     num_threads = torch.get_num_threads()
-    if not cut or num_threads == 1:
-        yield 1
-        return
-    torch.set_num_threads(1)
+    shared = cut and num_threads > 1
+    if shared:
+        torch.set_num_threads(1)
     try:
-        yield num_threads
+        yield num_threads if shared else 1
     finally:
         torch.set_num_threads(num_threads)
+        if available_memory_bytes() < _SCARCE * total_memory_bytes():
+            return_free_memory()
 
 
 def map_in_order(
