@@ -63,7 +63,7 @@ async def idle_deadline(upstream: UpstreamStream, idle_s: float) -> AsyncIterato
         try:
             yield
         finally:
-            upstream.on_progress = None
+            upstream.on_progress = lambda: None
 
 
 class Tunnel:

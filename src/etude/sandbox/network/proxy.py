@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from etude.errors import SandboxError
+from etude.sandbox.inside.forward import PORT
 from etude.sandbox.network.addresses import forbidden_reason, parse_private
 from etude.sandbox.network.exchange import CutError, Forwarding, Tunnel
 from etude.sandbox.network.log import RequestLog, RequestRecord
@@ -39,9 +40,7 @@ from etude.sandbox.network.rules import (
 )
 from etude.sandbox.network.streams import CHUNK_BYTES, AsyncioStream, BufferedStream, Stream, UpstreamStream
 
-PROXY_PORT = 3128
-"""Port of the proxy on the sandbox's own loopback."""
-OWN_URL = f"http://127.0.0.1:{PROXY_PORT}"
+OWN_URL = f"http://127.0.0.1:{PORT}"
 """Where programs inside reach the server of the process that made the sandbox, if they may."""
 _NO_PROXY = "localhost,127.0.0.1,::1"
 _ANSWER_S = 5.0
@@ -200,9 +199,8 @@ class EgressProxy:
         self._log = log
         self._sandbox_id = sandbox_id
         self._limits = limits or ProxyLimits()
-        own = parse_private([own_server] if own_server else ())
-        self._own = next((Target(host, port) for host, port in own), None)
-        private = parse_private(allow_private) | own
+        self._own = parse_private([own_server] if own_server else ())
+        private = parse_private(allow_private) | self._own
         self._dialer = Dialer(resolve, connect, private, self._limits.connect_s, self._limits.num_lookups)
         self._num_open = 0
         self._num_requests = 0
@@ -250,6 +248,8 @@ class EgressProxy:
             record.reason, record.status = refusal.reason, refusal.status
         except CutError as cut:
             record.reason = cut.reason
+            if cut.reason.startswith("tls_"):
+                record.decision = "refused"
         except OSError:
             record.reason = "client_failed"
         except asyncio.CancelledError:
@@ -287,26 +287,14 @@ class EgressProxy:
         async with self._connected(request, record) as upstream:
             if request.method == "CONNECT":
                 record.status = 200
-                await self._run_tunnel(Tunnel(client, upstream, target.host, self._limits.head_s), record)
+                await Tunnel(client, upstream, target.host, self._limits.head_s).run(self._limits.idle_s)
                 return False
+            is_own = (target.host, target.port) in self._own
             forwarding = Forwarding(client, upstream, request)
             try:
-                return await forwarding.run(self._idle_s(target))
+                return await forwarding.run(self._limits.own_idle_s if is_own else self._limits.idle_s)
             finally:
                 record.status = forwarding.status
-
-    def _idle_s(self, target: Target) -> float:
-        own = self._own
-        is_own = own is not None and (own.host, own.port) == (target.host, target.port)
-        return self._limits.own_idle_s if is_own else self._limits.idle_s
-
-    async def _run_tunnel(self, tunnel: Tunnel, record: RequestRecord) -> None:
-        try:
-            await tunnel.run(self._limits.idle_s)
-        except CutError as cut:
-            if cut.reason.startswith("tls_"):
-                record.decision = "refused"
-            raise
 
     async def _read_request(self, client: BufferedStream) -> RequestHead:
         try:
@@ -318,26 +306,23 @@ class EgressProxy:
             raise Refusal(400, "incomplete", "the connection ended within the request's head") from error
         if data is None:
             raise Refusal(431, "head_too_large", "a head of more than 32 KiB")
-        return parse_request_head(data, self._own)
+        return parse_request_head(data, next((Target(*place) for place in self._own), None))
 
     @asynccontextmanager
     async def _connected(self, request: RequestHead, record: RequestRecord) -> AsyncIterator[UpstreamStream]:
-        """An open connection to the request's target; sets the record's decision and address."""
-
-        def count(sent: int, received: int) -> None:
-            record.bytes_up += sent
-            record.bytes_down += received
-
+        """An open connection to the request's target; sets the record's decision, address and bytes."""
         try:
             record.address, stream = await self._dialer.dial(request.target)
         except Refusal as refusal:
             record.decision = "refused" if refusal.status == 403 else "allowed"
             raise
         record.decision = "allowed"
+        upstream = UpstreamStream(stream)
         try:
-            yield UpstreamStream(stream, count)
+            yield upstream
         finally:
-            stream.close()
+            record.bytes_up, record.bytes_down = upstream.num_sent_bytes, upstream.num_received_bytes
+            upstream.close()
 
     async def _refuse_connection(self, client: BufferedStream) -> None:
         limit = self._limits.num_connections
@@ -371,7 +356,7 @@ class EgressProxy:
             raise
 
 
-def proxy_environment(port: int = PROXY_PORT) -> dict[str, str]:
+def proxy_environment(port: int = PORT) -> dict[str, str]:
     """Environment variables for commands inside; both cases, because programs disagree on which they read."""
     url = f"http://127.0.0.1:{port}"
     names = {"http_proxy": url, "https_proxy": url, "all_proxy": url, "no_proxy": _NO_PROXY}

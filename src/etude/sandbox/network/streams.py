@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 CHUNK_BYTES = 64 << 10
@@ -135,40 +136,39 @@ class UpstreamError(Exception):
 class UpstreamStream(Stream):
     """`Stream` to a server: counts bytes, reports progress, and raises UpstreamError instead of OSError."""
 
-    def __init__(self, stream: Stream, counted: Callable[[int, int], None]) -> None:
-        """`counted` is called with the bytes (sent, received) of every write and read."""
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._counted = counted
-        self.on_progress: Callable[[], None] | None = None
+        self.num_sent_bytes = self.num_received_bytes = 0
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called after each write and read."""
 
     async def read(self, num_bytes: int) -> bytes:
         """See Stream.read. Raises UpstreamError."""
-        try:
+        with _upstream_errors():
             data = await self._stream.read(num_bytes)
-        except OSError as error:
-            raise UpstreamError(str(error)) from error
-        self._moved(0, len(data))
+        self.num_received_bytes += len(data)
+        self.on_progress()
         return data
 
     async def write(self, data: bytes) -> None:
         """See Stream.write. Raises UpstreamError."""
-        try:
+        with _upstream_errors():
             await self._stream.write(data)
-        except OSError as error:
-            raise UpstreamError(str(error)) from error
-        self._moved(len(data), 0)
+        self.num_sent_bytes += len(data)
+        self.on_progress()
 
     async def write_eof(self) -> None:
         """See Stream.write_eof. Raises UpstreamError."""
-        try:
+        with _upstream_errors():
             await self._stream.write_eof()
-        except OSError as error:
-            raise UpstreamError(str(error)) from error
 
     def close(self) -> None:
         self._stream.close()
 
-    def _moved(self, sent: int, received: int) -> None:
-        self._counted(sent, received)
-        if self.on_progress is not None:
-            self.on_progress()
+
+@contextlib.contextmanager
+def _upstream_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UpstreamError(str(error)) from error
