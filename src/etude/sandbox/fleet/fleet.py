@@ -77,20 +77,15 @@ class Fleet(SandboxBackend):
         A snapshot is restored on the host that holds it. Raises CapacityError if none has room in time.
         """
         await self.start()
-        holder, snapshot_id = (None, None) if snapshot is None else self.registry.locate_snapshot(snapshot)
-        request = Request(resources or Resources(), only=holder)
+        holder, inner_id = (None, None) if snapshot is None else self.registry.locate_snapshot(snapshot)
+        # Resources are the snapshot's where there is one.
+        request = Request(resources or Resources(), only=None if holder is None else holder.name)
         while True:
             placement = await self.registry.place(request)
             host = self.registry.placed(placement)
-            # Resources are the snapshot's where there is one.
-            asked: dict[str, object] = {
-                "resources": resources,
-                "network": network,
-                "timeout_s": timeout_s,
-                "metadata": metadata,
-            }
+            making = host.backend.create(template, resources, network, timeout_s, inner_id, metadata)
             try:
-                return await self._create_on(host, placement, template, snapshot_id, asked)
+                return await self._make_on(host, placement, making)
             except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
                 self.registry.suspect(host, error)
                 request = dataclasses.replace(request, exclude=request.exclude | {host.name})
@@ -108,7 +103,7 @@ class Fleet(SandboxBackend):
         if known is not None:
             known.inner = await known.attempt(lambda s: known.host.backend.connect(s.id))
             return known
-        host, inner_id = self.registry.locate(sandbox_id)
+        host, inner_id = self.registry.locate_sandbox(sandbox_id)
         inner = await host.call(host.backend.connect(inner_id))
         info = await host.call(inner.get_info())
         self.registry.scheduler.adopt(host.name, sandbox_id, info.resources, self.registry.clock())
@@ -128,15 +123,13 @@ class Fleet(SandboxBackend):
     async def delete_snapshot(self, snapshot: str) -> None:
         """As SandboxBackend.delete_snapshot."""
         await self.start()
-        name, inner_id = self.registry.locate_snapshot(snapshot)
-        host = self.registry.hosts[name]
+        host, inner_id = self.registry.locate_snapshot(snapshot)
         await host.call(host.backend.delete_snapshot(inner_id))
 
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
         """As SandboxBackend.export_snapshot."""
         await self.start()
-        name, inner_id = self.registry.locate_snapshot(snapshot)
-        host = self.registry.hosts[name]
+        host, inner_id = self.registry.locate_snapshot(snapshot)
         await host.call(host.backend.export_snapshot(inner_id, target))
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
@@ -226,21 +219,12 @@ class Fleet(SandboxBackend):
         rows = await asyncio.gather(*(host.call(ask(host.backend)) for host in living))
         return [(host, info) for host, infos in zip(living, rows, strict=True) for info in infos]
 
-    async def _create_on(
-        self,
-        host: FleetHost,
-        placement: Placement,
-        template: Template | None,
-        snapshot: str | None,
-        asked: dict[str, object],
+    async def _make_on(
+        self, host: FleetHost, placement: Placement, making: Coroutine[Any, Any, Sandbox]
     ) -> FleetSandbox:
         """One attempt on one host; the reservation is confirmed or given back."""
         try:
-            inner = await host.call(
-                host.backend.create(template, snapshot=snapshot, **asked),  # type: ignore[arg-type]
-                kill,
-                self.config.create_timeout_s,
-            )
+            inner = await host.call(making, kill, self.config.create_timeout_s)
         except BaseException:
             self.registry.scheduler.cancel(placement.ticket)
             self.registry.queue.serve()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 
 from etude.errors import InfrastructureError
+from etude.kit.tasks import end_tasks
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.fleet.host import FleetHost
 from etude.sandbox.fleet.hosts import Pressure
@@ -45,16 +46,12 @@ class Heartbeats:
         """Looks at a host no more. Does nothing for one that is not watched."""
         watcher = self._watchers.pop(name, None)
         if watcher is not None:
-            watcher.cancel()
-            await asyncio.wait([watcher])
+            await end_tasks(watcher)
 
     async def stop(self) -> None:
         """Ends the watching. Idempotent."""
-        watchers, self._watchers = list(self._watchers.values()), {}
-        for watcher in watchers:
-            watcher.cancel()
-        if watchers:
-            await asyncio.wait(watchers)
+        watchers, self._watchers = self._watchers, {}
+        await end_tasks(*watchers.values())
 
     async def beat(self, host: FleetHost, adopt: bool = False) -> None:
         """One heartbeat: pressure, and what runs there. A miss is counted, not raised."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, SandboxError
 from etude.sandbox.errors import CapacityError, SandboxLostError, SandboxMissingError, SnapshotMissingError
 from etude.sandbox.fleet.host import FleetHost, HostSpec
 from etude.sandbox.fleet.hosts import Placement, Policy, Request
@@ -138,24 +138,25 @@ class Registry:
             raise ConfigError("no such host", field="host", received=name, fix=f"one of {list(self.hosts)}")
         return host
 
-    def locate(self, sandbox_id: str) -> tuple[FleetHost, str]:
+    def locate_sandbox(self, sandbox_id: str) -> tuple[FleetHost, str]:
         """(host, id there) of a sandbox. Raises SandboxMissingError, SandboxLostError."""
-        name, _, inner_id = sandbox_id.partition(":")
-        host = self.hosts.get(name)
-        if host is None or not inner_id:
-            raise SandboxMissingError("no such sandbox", field="sandbox", received=sandbox_id)
+        host, inner_id = self._split(sandbox_id, "sandbox", SandboxMissingError)
         if host.is_dead:
             raise host.lost(sandbox_id)
         return host, inner_id
 
-    def locate_snapshot(self, snapshot: str) -> tuple[str, str]:
+    def locate_snapshot(self, snapshot: str) -> tuple[FleetHost, str]:
         """(host, id there) of a snapshot. Raises SnapshotMissingError, SandboxLostError."""
-        name, _, inner_id = snapshot.partition(":")
-        host = self.hosts.get(name)
-        if host is None or not inner_id:
-            raise SnapshotMissingError("no such snapshot", field="snapshot", received=snapshot)
+        host, inner_id = self._split(snapshot, "snapshot", SnapshotMissingError)
         if host.is_dead:
             raise SandboxLostError(
                 "the host that holds the snapshot is dead", field="snapshot", received=snapshot
             )
-        return name, inner_id
+        return host, inner_id
+
+    def _split(self, whole_id: str, what: str, missing: type[SandboxError]) -> tuple[FleetHost, str]:
+        name, _, inner_id = whole_id.partition(":")
+        host = self.hosts.get(name)
+        if host is None or not inner_id:
+            raise missing(f"no such {what}", field=what, received=whole_id)
+        return host, inner_id

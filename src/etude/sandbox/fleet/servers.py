@@ -20,8 +20,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from etude.errors import SandboxError
+from etude.kit.tasks import end_tasks
 from etude.sandbox.fleet.fleet import Fleet
-from etude.sandbox.fleet.host import AskCapacity, HostSpec
+from etude.sandbox.fleet.host import HostSpec
 from etude.sandbox.fleet.hosts import Capacity, Pressure
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.remote import RemoteBackend
@@ -101,8 +102,7 @@ class ServerFleet(Fleet):
 
     async def close(self) -> None:
         if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait([self._following])
+            await end_tasks(self._following)
         try:
             await super().close()
         finally:
@@ -120,7 +120,8 @@ class ServerFleet(Fleet):
                 await self._forget(name)
                 continue
             if spec.capacity != known.capacity:
-                self.registry.host(name).ask_capacity = _asking(self._clients[name], spec)
+                probe = RemoteProbe(self._clients[name], spec.capacity)
+                self.registry.host(name).ask_capacity = probe.capacity
             if spec.draining:
                 self.retire(name)
             elif self.registry.scheduler.hosts[name].retiring:
@@ -152,30 +153,25 @@ class ServerFleet(Fleet):
     def _host(self, name: str, spec: ServerSpec) -> HostSpec:
         client = RemoteBackend(spec.url, spec.token, self._backend, owner=self._owner)
         self._clients[name] = client
-        return HostSpec(client, _asking(client, spec), RemoteProbe(client), client.owns)
-
-
-def _asking(client: RemoteBackend, spec: ServerSpec) -> AskCapacity:
-    """How to learn what a server's host has to give."""
-
-    async def ask() -> Capacity:
-        return replace(await RemoteProbe(client).capacity(), **spec.capacity)
-
-    return ask
+        probe = RemoteProbe(client, spec.capacity)
+        return HostSpec(client, probe.capacity, probe, client.owns)
 
 
 class RemoteProbe:
     """`HostProbe` of the host behind a `RemoteBackend`. That the server answers is the heartbeat."""
 
-    def __init__(self, backend: RemoteBackend) -> None:
+    def __init__(self, backend: RemoteBackend, given: Mapping[str, Any] | None = None) -> None:
+        """`given`: fields of the Capacity that are other than what the machine has."""
         self._backend = backend
+        self._given = given or {}
 
     async def capacity(self) -> Capacity:
         """What the server's machine has. First of all it greets the server, which ends what an earlier client
         of the same name has left there. Raises as `pressure`."""
         await self._backend.hello()
         line = self._backend.line
-        return line.decoded(CAPACITY.validate_python, await line.call("GET", "capacity"))
+        found = line.decoded(CAPACITY.validate_python, await line.call("GET", "capacity"))
+        return replace(found, **self._given)
 
     async def pressure(self) -> Pressure | None:
         """The pressure as the server measures it; None if it measures nothing.
