@@ -78,9 +78,10 @@ class FaultySandbox(WrappedSandbox):
             name = "write_many"
         return await self.perform(name, lambda s: s.call(header, payload, on_output))
 
-    def wrap(self, copy: Sandbox) -> Sandbox:
-        """The copies fail as this one does."""
-        return FaultySandbox(self._backend, copy)
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork. The copies fail as this one does."""
+        copies = await super().fork(count)
+        return [one if isinstance(one, SandboxError) else FaultySandbox(self._backend, one) for one in copies]
 
     async def kill(self) -> None:
         """See Sandbox.kill. Counted once, and never made to fail."""

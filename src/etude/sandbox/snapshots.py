@@ -20,7 +20,7 @@ import secrets
 import shutil
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -251,14 +251,8 @@ class SnapshotStore:
     async def export(self, snapshot: str, target: Path) -> None:
         """Writes one as an uncompressed tar file. Raises SnapshotError."""
         directory = self._directory(snapshot)
-
-        def write() -> None:
-            with whole_file(target, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
-                for path in sorted(directory.iterdir()):
-                    archive.add(path, arcname=path.name, recursive=False)
-
         try:
-            await asyncio.to_thread(write)
+            await asyncio.to_thread(pack_files, sorted(directory.iterdir()), target)
         except OSError as error:
             raise _error(snapshot, f"cannot be exported: {error}", "choose another file") from error
 
@@ -302,7 +296,7 @@ class SnapshotStore:
 def _take_in(source: Path, directory: Path) -> dict[str, Any]:
     """The manifest of an exported snapshot, unpacked and checked. Raises SnapshotRefusedError."""
     try:
-        _unpack(source, directory)
+        unpack_files(source, directory)
         manifest = _read_manifest(directory, source.name)
         _check_files(directory, manifest)
     except SnapshotError as error:
@@ -398,8 +392,15 @@ def _listed(directory: Path) -> SnapshotInfo:
         return dataclasses.replace(info, damaged=error.message)
 
 
-def _unpack(source: Path, directory: Path) -> None:
-    """Regular files with plain names; anything else in the archive is refused."""
+def pack_files(files: Iterable[Path], target: Path) -> None:
+    """Writes an uncompressed tar file of plain files, whole or not at all. Raises OSError."""
+    with whole_file(target, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
+        for path in files:
+            archive.add(path, arcname=path.name, recursive=False)
+
+
+def unpack_files(source: Path, directory: Path) -> None:
+    """The reverse. Raises SnapshotError for an archive with anything but regular files with plain names."""
     try:
         with tarfile.open(source, "r:") as archive:
             for member in archive:

@@ -31,10 +31,6 @@ class WrappedSandbox(Sandbox):
         """Carries out an operation on the inner sandbox; `name` as for `reach`."""
         return await operation(await self.reach(name))
 
-    def wrap(self, copy: Sandbox) -> Sandbox:
-        """What a copy of the inner sandbox is handed out as."""
-        return copy
-
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
         return await self.perform(header["op"], lambda s: s.call(header, payload, on_output))
 
@@ -56,8 +52,7 @@ class WrappedSandbox(Sandbox):
         return await self.perform("create_snapshot", lambda s: s.create_snapshot(kind, name))
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
-        copies = await self.perform("fork", lambda s: s.fork(count))
-        return [copy if isinstance(copy, SandboxError) else self.wrap(copy) for copy in copies]
+        return await self.perform("fork", lambda s: s.fork(count))
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         return await self.perform("migrate", lambda s: s.migrate(target))

@@ -13,14 +13,12 @@ import asyncio
 import shutil
 import socket
 import subprocess
-import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from etude.errors import SandboxError
-from etude.kit.durable import whole_file
 from etude.kit.leftovers import boot_id, is_owner_alive, owner_tag
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.containers.arguments import (
@@ -36,7 +34,7 @@ from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, greeting
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.snapshots import Snapshot, SnapshotDraft, Spec
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, Spec, pack_files, unpack_files
 from etude.sandbox.template import Image
 from etude.sandbox.types import Capabilities, SnapshotInfo, SnapshotKind
 
@@ -174,7 +172,7 @@ class ContainerBackend(MachineBackend):
             await super().export_snapshot(snapshot, parts[0])
             image = f"{REPOSITORY}:{snapshot}"
             await self.engine.run("save", "--output", str(parts[1]), image, deadline_s=TRANSFER_S)
-            await asyncio.to_thread(_join, parts, target)
+            await asyncio.to_thread(pack_files, parts, target)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         with tempfile.TemporaryDirectory(prefix="etude-import-", dir=source.parent) as directory:
@@ -293,25 +291,13 @@ def _variables(rows: list[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in (row.partition("=") for row in rows or ())}
 
 
-def _join(parts: list[Path], target: Path) -> None:
-    with whole_file(target, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
-        for part in parts:
-            archive.add(part, arcname=part.name, recursive=False)
-
-
 def _part(source: Path, directory: Path) -> None:
-    """Unpacks exactly the two parts of an export. Raises SnapshotError."""
-    try:
-        with tarfile.open(source, "r:") as archive:
-            members = archive.getmembers()
-            if [member.name for member in members] != list(_EXPORT) or not all(m.isreg() for m in members):
-                raise tarfile.TarError("it holds something else")
-            for member in members:
-                archive.extract(member, directory, set_attrs=False, filter="data")
-    except (OSError, tarfile.TarError, EOFError) as error:
+    """Unpacks the two parts of an export. Raises SnapshotError."""
+    unpack_files(source, directory)
+    if {path.name for path in directory.iterdir()} != set(_EXPORT):
         raise SnapshotError(
-            f"this is no exported snapshot of containers: {error}",
+            "this is no exported snapshot of containers",
             field="snapshot",
             received=source.name,
             fix="export it again",
-        ) from error
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import posixpath
 import re
 import shutil
@@ -125,15 +124,8 @@ def read_document(blobs: Blobs, name: str, digest: str | None = None) -> bytes:
     """A small part, whole. Raises TemplateError if it is too large, or not what `digest` says."""
     with blobs.open(name) as stream:
         reader = DigestReader(stream, name, MAX_DOCUMENT_BYTES)
-        parts: list[bytes] = []
-        while part := reader.read():
-            parts.append(part)
-    data = b"".join(parts)
-    if digest is not None and f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
-        raise TemplateError(
-            "the content is not what its digest says", field=name, received=digest,
-            fix="make or download the image again",
-        )  # fmt: skip
+        data = b"".join(iter(reader.read, b""))
+    reader.check(digest)
     return data
 
 

@@ -86,11 +86,7 @@ class LayerStore:
             with open_archive(reader, name) as archive:
                 Extractor(files, self.owner, max_entries, name).run(archive)
             reader.drain()
-            if expected is not None and reader.digest != expected:
-                raise TemplateError(
-                    f"the layer's digest is {reader.digest}", field=name, received=expected,
-                    fix="make or download the image again",
-                )  # fmt: skip
+            reader.check(expected)
             if not self.has(reader.digest):
                 self._publish(folder / "layer", reader.digest)
         return reader.digest

@@ -172,11 +172,7 @@ def _import_layer(blobs: Blobs, store: ImageStore, part: str, digest: str | None
         packed = DigestReader(stream, part, MAX_LAYER_BYTES)
         store.layers.add_tar(packed, diff_id, name=part)
         packed.drain()
-    if digest is not None and packed.digest != digest:
-        raise TemplateError(
-            "the content is not what its digest says", field=part, received=digest,
-            fix="make or download the image again",
-        )  # fmt: skip
+    packed.check(digest)
     return diff_id
 
 

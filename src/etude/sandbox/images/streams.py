@@ -54,6 +54,14 @@ class DigestReader:
         """`sha256:...` of what was read so far."""
         return f"sha256:{self._state.hexdigest()}"
 
+    def check(self, expected: str | None) -> None:
+        """Raises TemplateError if what was read so far has another digest; None: it may have any."""
+        if expected is not None and self.digest != expected:
+            raise TemplateError(
+                f"the content is not what its digest says: it has {self.digest}", field=self._name,
+                received=expected, fix="make or download the image again",
+            )  # fmt: skip
+
 
 class _Rewound:
     """A stream whose first bytes have been looked at."""

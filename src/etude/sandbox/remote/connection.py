@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from etude.errors import EtudeError, SandboxError
 from etude.kit.retry import Backoff, retry_async
+from etude.kit.tasks import end_tasks
 from etude.sandbox.calls import too_large
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
@@ -229,8 +230,7 @@ class OutputStream:
 
     async def stop(self) -> None:
         """Reads no more."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await end_tasks(self._task)
 
     def take(self, frame: Header, payload: bytes) -> None:
         """One frame that is no output."""

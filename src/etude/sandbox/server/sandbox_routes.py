@@ -74,15 +74,12 @@ async def create(request: Request, state: State) -> Response:
 
 async def _make(state: ServerState, named: dict[str, Any]) -> str:
     name, backend = state.backend(named.get("backend"))
-    timeout_s, most_s = named.get("timeout_s"), state.limits.max_timeout_s
-    if most_s is not None:
-        timeout_s = most_s if timeout_s is None else min(timeout_s, most_s)
     try:
         sandbox = await backend.create(
             _template(state, named.get("template")),
             resources_of(named.get("resources")),
             network_of(named.get("network")),
-            timeout_s,
+            state.limits.bound_life(named.get("timeout_s")),
             named.get("snapshot"),
             named.get("metadata"),
         )
@@ -192,10 +189,7 @@ async def kill(sandbox_id: str, request: Request, state: State) -> Response:
 async def set_timeout(request: Request, held: Box, state: State) -> Response:
     """Sets the time to live; null: none."""
     named = await fields_of(request, state, requests.TIMEOUT)
-    timeout_s, most_s = named.get("timeout_s"), state.limits.max_timeout_s
-    if most_s is not None:
-        timeout_s = most_s if timeout_s is None else min(timeout_s, most_s)
-    await held.sandbox.set_timeout(timeout_s)
+    await held.sandbox.set_timeout(state.limits.bound_life(named.get("timeout_s")))
     return Response(status_code=204)
 
 

@@ -52,6 +52,11 @@ class Limits:
     unclaimed_s: float = 60.0
     """How long a sandbox lives whose creator left before it was ready and did not ask again."""
 
+    def bound_life(self, timeout_s: float | None) -> float | None:
+        """The time to live of a sandbox whose client asks for `timeout_s`."""
+        given = [one for one in (timeout_s, self.max_timeout_s) if one is not None]
+        return min(given, default=None)
+
 
 class TemplateShelf:
     """Templates by their key, so that a thousand creations send one only once."""
