@@ -103,14 +103,13 @@ async def import_snapshot(request: Request, named: Named, state: State) -> Respo
     file = Path(spool.name, "snapshot")
     try:
         await receive_upload(request, state, file)
-    except SandboxError as error:
+    except BaseException as error:
         await asyncio.to_thread(spool.cleanup)
+        if not isinstance(error, SandboxError):
+            raise
         raise SnapshotRefusedError(
             "the snapshot was cut off on its way", field="body", received=error.received, fix="send it again"
         ) from error
-    except BaseException:
-        await asyncio.to_thread(spool.cleanup)
-        raise
 
     async def work() -> Encoded:
         return encode(await backend.import_snapshot(file)), b""
