@@ -231,38 +231,34 @@ def tests_report(answer: Header, data: bytes, sandbox: str) -> TestReport:
     """The report of a test run. Raises SandboxError for an answer that makes no sense."""
     taken_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
     run, error = _test_run(answer, data, sandbox, "failed", _is_failure)
-    if run is None:
-        return TestReport((), (), error, timed_out, taken_s)
-    return TestReport(
-        tuple(run["passed"]), tuple(TestFailure(*row) for row in run["failed"]), error, False, taken_s
-    )
+    failed = tuple(TestFailure(*row) for row in run["failed"])
+    return TestReport(tuple(run["passed"]), failed, error, timed_out, taken_s)
 
 
 def probes_report(answer: Header, data: bytes, sandbox: str) -> ProbeReport:
     """The report of a probe run. Raises SandboxError for an answer that makes no sense."""
     taken_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
     run, error = _test_run(answer, data, sandbox, "results", _is_probe)
-    if run is None:
-        return ProbeReport((), error, timed_out, taken_s)
     results = (
         ProbeResult(path, name, tuple(values), failure) for path, name, values, failure in run["results"]
     )
-    return ProbeReport(tuple(results), error, False, taken_s)
+    return ProbeReport(tuple(results), error, timed_out, taken_s)
 
 
 def _test_run(
     answer: Header, data: bytes, sandbox: str, key: str, is_row: Callable[[object], bool]
-) -> tuple[dict[str, Any] | None, str | None]:
-    """(what the runner said, if it said it all; error)."""
+) -> tuple[dict[str, Any], str | None]:
+    """(what the runner said, nothing unless it said it all; error)."""
+    nothing: dict[str, Any] = {"passed": [], key: []}
     if answer["timed_out"]:
-        return None, "timeout"
+        return nothing, "timeout"
     run = _parsed_run(data, key, is_row)
     if run is not None:
         return run, run.get("error")
     code = exit_code(answer, sandbox)
     used_up = flag(answer, "memory_exceeded", sandbox)
     reason = "memory limit exceeded" if used_up else f"exit code {code}"
-    return None, f"the test run ended early: {reason}"
+    return nothing, f"the test run ended early: {reason}"
 
 
 def _parsed_run(data: bytes, key: str, is_row: Callable[[object], bool]) -> dict[str, Any] | None:

@@ -57,10 +57,6 @@ def _local(state: Path | None) -> SandboxBackend:
     return LocalBackend(state, images if (images / "layers").is_dir() else None)
 
 
-def _unisolated(state: Path | None) -> SandboxBackend:
-    return UnisolatedBackend(state)
-
-
 def _gvisor(state: Path | None) -> SandboxBackend:
     from etude.sandbox.gvisor.backend import GvisorBackend
 
@@ -77,6 +73,6 @@ BACKENDS: dict[str, Callable[[Path | None], SandboxBackend]] = {
     "local": _local,
     "gvisor": _gvisor,
     "vm": _vm,
-    "unisolated": _unisolated,
+    "unisolated": UnisolatedBackend,
 }
 """`unisolated` is for code that you trust, and only by name."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,6 @@ def default_state_directory() -> Path:
     return Path(base) / "etude"
 
 
-@asynccontextmanager
-async def transit_directory(state: Path) -> AsyncIterator[Path]:
-    """A directory of this process for what passes through; those of dead processes are removed."""
-    work = await asyncio.to_thread(work_directory, state / MOVING)
-    try:
-        yield work.path
-    finally:
-        await asyncio.shield(asyncio.to_thread(work.close))
-
-
 async def transfer(
     export: Callable[[Path], Awaitable[None]],
     state: Path,
@@ -51,10 +40,13 @@ async def transfer(
 
     `shares_store`: the target is the source, and has the very snapshot that is exported: it stays.
     """
-    async with transit_directory(state) as directory:
-        file = directory / "snapshot.tar"
+    work = await asyncio.to_thread(work_directory, state / MOVING)
+    try:
+        file = work.path / "snapshot.tar"
         await export(file)
         imported = await target.import_snapshot(file)
+    finally:
+        await asyncio.shield(asyncio.to_thread(work.close))
 
     async def clear() -> None:
         if not shares_store:
