@@ -15,11 +15,13 @@ from etude.kit.durable import (
     DRAFTS,
     make_directory,
     old_of,
+    read_record,
     recover_directory,
     remove_directory,
     whole_directory,
     whole_file,
     write_bytes,
+    write_json,
     write_text,
 )
 from etude.kit.leftovers import sweep
@@ -182,3 +184,13 @@ def test_what_a_killed_process_drafted_is_swept(tmp_path: Path) -> None:
         process.wait()
     sweep(tmp_path, DRAFTS)
     assert names_in(tmp_path) == []
+
+
+def test_a_record_is_read_whole_or_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    assert read_record(path) == {}
+    write_json(path, {"a": [1]})
+    assert read_record(path) == {"a": [1]}
+    for damaged in (path.read_bytes()[:-4], b"[1]", b"\xff", b"[" * 100_000):
+        path.write_bytes(damaged)
+        assert read_record(path) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -68,19 +67,18 @@ def in_sandbox(
 
 def find_server(server: str | None, token_file: Path | None, state: Path | None) -> tuple[str, str | None]:
     """(address, token). Raises UserError if no server is named and none runs here, and as `read_secret`."""
+    from etude.kit.durable import read_record
     from etude.sandbox.machine_backend import default_state_directory
 
     if server is None:
-        note = (state or default_state_directory()) / NOTE
-        try:
-            row = json.loads(note.read_text())
-        except (OSError, ValueError):
+        row = read_record((state or default_state_directory()) / NOTE)
+        if not row:
             raise UserError(
                 "no sandbox server runs here",
                 field="--server",
                 received=server,
                 fix="start one with `etude sandbox serve`, or name another with --server",
-            ) from None
+            )
         server, token_file = row["url"], token_file or Path(row["token_file"])
     return str(server), read_secret_file(token_file, "--token-file")
 

@@ -127,12 +127,10 @@ def serve_command(
 
 def _refuse_second(note: Path) -> None:
     """Raises UserError while another server lives on the same state directory."""
+    from etude.kit.durable import read_record
     from etude.kit.leftovers import is_owner_alive
 
-    try:
-        row = json.loads(note.read_text())
-    except (OSError, ValueError):
-        return
+    row = read_record(note)
     if is_owner_alive(str(row.get("owner", ""))):
         raise UserError(
             "a server already runs on this state directory",

@@ -75,6 +75,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty where there is none that is whole: of what can be made again."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 @contextlib.contextmanager
 def warn_if_full(what: str) -> Iterator[None]:
     """In the block a full disk is a warning: for what the next write holds again."""

@@ -6,13 +6,12 @@ run reads it while it goes on, and forgets it when it ends or begins again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import RunDirectoryError
-from etude.kit.durable import write_json
+from etude.kit.durable import read_record, write_json
 from etude.observe.run_directory import RunDirectory
 
 WantedWorkers = int | Literal["auto"]
@@ -41,10 +40,7 @@ class WorkerFiles:
 
     def wanted(self) -> WantedWorkers:
         """What is asked for; a file that cannot be read asks for nothing."""
-        try:
-            found = json.loads(self._wanted.read_text(encoding="utf-8"))["wanted"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return "auto"
+        found = read_record(self._wanted).get("wanted")
         return found if type(found) is int and found >= 1 else "auto"
 
     def ask(self, wanted: WantedWorkers) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from etude.kit.durable import write_json
+from etude.kit.durable import read_record, write_json
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import BaseFile, find_in_store, full_name
 from etude.sandbox.images.buildah import Buildah, OnLine, open_buildah
@@ -188,7 +187,7 @@ class _Build:
                     on_line(line)
 
             status, output = await self.buildah.run(*words, on_line=read)
-            lacks = find_missing(starts, output, await asyncio.to_thread(self._noted)) - given
+            lacks = find_missing(starts, output, await asyncio.to_thread(read_record, self._names)) - given
             if not lacks and status:
                 raise explain_failure(self.dockerfile, output, status)
             if not lacks:
@@ -236,19 +235,13 @@ class _Build:
 
     async def _forget_changed(self) -> None:
         """Takes away the names of bases that are not what they were when buildah was given them."""
-        for name, mark in (await asyncio.to_thread(self._noted)).items():
+        for name, mark in (await asyncio.to_thread(read_record, self._names)).items():
             if await asyncio.to_thread(find_mark, name, self.options.bases, self.store) != mark:
                 await self.buildah.run("rmi", "--force", full_name(name))
                 await asyncio.to_thread(self._note, {name: None})
 
-    def _noted(self) -> dict[str, str]:
-        try:
-            return json.loads(self._names.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return {}
-
     def _note(self, changes: Mapping[str, str | None]) -> None:
-        marks = {**self._noted(), **changes}
+        marks = {**read_record(self._names), **changes}
         write_json(self._names, {name: mark for name, mark in marks.items() if mark is not None})
 
     async def _ask(self, *words: str, base: str | None = None) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.kit.durable import write_json
+from etude.kit.durable import read_record, write_json
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.layers import LayerStore
 from etude.sandbox.template import Image, decode_image
@@ -81,11 +81,7 @@ class ImageStore:
     def recall(self, key: str) -> dict[str, Any] | None:
         """What `note` kept under `key` (64 hex digits); None if nothing, or if it does not parse."""
         assert _KEY.match(key), key
-        try:
-            record = json.loads((self._cache / f"{key}.json").read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None  # a torn note costs a rebuild, nothing else
-        return record if isinstance(record, dict) else None
+        return read_record(self._cache / f"{key}.json") or None  # a torn note costs a rebuild, nothing else
 
     def note(self, key: str, record: Mapping[str, Any]) -> None:
         """Keeps what became of the image that buildah made, or of an exported layer, under its digest."""

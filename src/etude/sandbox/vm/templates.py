@@ -23,7 +23,7 @@ from typing import Any
 from blake3 import blake3
 
 from etude.errors import SandboxError
-from etude.kit.durable import DRAFTS, publish_directory, write_json
+from etude.kit.durable import DRAFTS, publish_directory, read_record, write_json
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.snapshots import this_machine
@@ -192,9 +192,9 @@ async def choose_accelerator(
     if not os.access(device, os.R_OK | os.W_OK):
         return "tcg"
     here = {**this_machine(), "qemu": qemu_version(), "image": image.digest}
-    known = _recall(state / _FILE)
-    if known is not None and known.get("here") == here and known.get("accelerator") in ("kvm", "tcg"):
-        return str(known["accelerator"])
+    known = read_record(state / _FILE)
+    if known.get("here") == here and known.get("accelerator") in ("kvm", "tcg"):
+        return known["accelerator"]
     accelerator = "kvm" if await _boots_under_kvm(state, image, deadline_s) else "tcg"
     write_json(state / _FILE, {"here": here, "accelerator": accelerator})
     return accelerator
@@ -212,11 +212,3 @@ async def _boots_under_kvm(state: Path, image: VmImage, deadline_s: float) -> bo
         channel.close("the probe is over")
         await qemu.kill()
         return True
-
-
-def _recall(path: Path) -> dict[str, object] | None:
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return known if isinstance(known, dict) else None
