@@ -254,7 +254,7 @@ def test_reasoning_is_thinking() -> None:
     from etude.agent import core_registry
     from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
     from etude.tokens.grammar import XmlGrammar
-    from etude.tokens.grammar.message_parser import THINK_MARKS
+    from etude.tokens.grammar.channels import THINK_MARKS
 
     grammar = XmlGrammar(core_registry().schemas)
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens(), *THINK_MARKS]

@@ -144,7 +144,7 @@ def test_tags_out_of_place_say_so():
     ) == [ToolCall("finish")]
 
 
-def test_depth_is_bounded_and_nothing_recurses():
+def test_depth_is_bounded():
     deep = '{"name": "plan", "arguments": {"todos": ' + "[" * 62 + "]" * 62 + "}}"
     assert call_of(deep).error is None
     for depth in (63, 100_000):

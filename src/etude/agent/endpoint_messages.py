@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from etude.errors import SamplerError
 from etude.tokens.grammar import HermesGrammar
-from etude.tokens.grammar.hermes_reader import CALL_CLOSE, CALL_OPEN
-from etude.tokens.grammar.message_parser import THINK_MARKS
+from etude.tokens.grammar.channels import THINK_MARKS
+from etude.tokens.grammar.hermes import CALL_CLOSE, CALL_OPEN
 from etude.tokens.pieces import Control, Piece
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import ETUDE_TEMPLATE

@@ -21,8 +21,7 @@ from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
 from etude.tokens.grammar import Grammar, HermesGrammar, Parameter, ToolSchema
-from etude.tokens.grammar.channels import CHANNEL
-from etude.tokens.grammar.message_parser import THINK_OPEN
+from etude.tokens.grammar.channels import CHANNEL, THINK_OPEN
 from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.pieces import Control, Piece, join_text, spell
 from etude.tokens.renderer import Renderer

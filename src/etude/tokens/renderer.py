@@ -20,15 +20,10 @@ from numpy.typing import NDArray
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.chat_template import open_with_tools
-from etude.tokens.grammar.channels import ChannelParser
+from etude.tokens.grammar.channels import THINK_CLOSE, THINK_MARKS
 from etude.tokens.grammar.events import ParsedMessage, ParseEvent, collect
-from etude.tokens.grammar.interface import (
-    CallParser,
-    ReasoningMarks,
-    ToolSchema,
-    parse_events,
-)
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS, Grammar
+from etude.tokens.grammar.interface import ToolSchema
+from etude.tokens.grammar.message_parser import Grammar, MessageParser, ReasoningMarks, parse_events
 from etude.tokens.pieces import Control, Piece, join_text
 from etude.tokens.template import ETUDE_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
@@ -179,10 +174,10 @@ class Renderer:
         template = self.template
         return [*(() if template.thinking else template.reasoning_open), reasoning, *template.reasoning_close]
 
-    def parser(self) -> CallParser:
+    def parser(self) -> MessageParser:
         """A parser for one message, given as pieces. See `MessageStream` for tokens as they are sampled."""
-        parser = self.grammar.parser(self.text_mode, self.reasoning, bool(self.template.thinking))
-        return ChannelParser(parser) if self.template.has_channels else parser
+        begun, has_channels = bool(self.template.thinking), self.template.has_channels
+        return self.grammar.parser(self.text_mode, self.reasoning, begun, has_channels)
 
     def parse(self, message: Tokens) -> list[ToolCall]:
         """The calls of one sampled message, with or without its end token. Never raises."""

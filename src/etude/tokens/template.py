@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from etude.tokens.grammar.channels import CHANNEL, PART_END, REASONING_HEADER
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
+from etude.tokens.grammar.channels import CHANNEL, PART_END, REASONING_HEADER, THINK_CLOSE, THINK_OPEN
 from etude.tokens.pieces import Control, Piece
 
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from etude.records import ToolCall
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Message, Opening, Results, SystemWords, UserWords
-from etude.tokens.grammar.channels import ChannelMarks
+from etude.tokens.grammar.channels import THINK_CLOSE, THINK_OPEN, ChannelMarks
 from etude.tokens.grammar.interface import ToolSchema
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.grammar.native import NativeGrammar
 from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer

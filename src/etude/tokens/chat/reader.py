@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from etude.records import SampleChunk, ToolCall
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.chat.messages import Answer, Call
+from etude.tokens.grammar.channels import THINK_CLOSE, THINK_MARKS
 from etude.tokens.grammar.events import (
     ArgumentDelta,
     CallStarted,
@@ -38,7 +39,6 @@ from etude.tokens.grammar.events import (
     ReasoningDelta,
     TextDelta,
 )
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_MARKS
 from etude.tokens.renderer import Renderer
 from etude.tokens.stream import MessageStream
 from etude.tokens.tokenizer import Tokenizer

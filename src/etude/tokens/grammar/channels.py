@@ -1,4 +1,5 @@
-"""Messages in channels, as gpt-oss writes them: each part says in a header what it is.
+"""The marks of reasoning, and messages in channels, as gpt-oss writes them: the header of each part says what
+it is.
 
     <|channel|>analysis<|message|>It fails. <|end|><|start|>assistant<|channel|>final<|message|>I look.
     └─ header ───────────────────┘reasoning└─ header ───────────────────────────────────────┘words
@@ -8,10 +9,11 @@ The grammar's own parser reads what stands behind the headers, and reasoning bet
 
 from __future__ import annotations
 
-from etude.tokens.grammar.events import ParseEvent
-from etude.tokens.grammar.interface import CallParser
-from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.pieces import Control, Piece
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+THINK_MARKS = (THINK_OPEN, THINK_CLOSE)
 
 CHANNEL = Control("<|channel|>")
 MESSAGE = Control("<|message|>")
@@ -48,22 +50,3 @@ class ChannelMarks:
             return []
         self._thinking = thinking
         return [Control(THINK_OPEN if thinking else THINK_CLOSE)]
-
-
-class ChannelParser:
-    """Parses one message. See `CallParser`."""
-
-    def __init__(self, parser: CallParser) -> None:
-        """`parser` recognises marks of reasoning at least as control tokens."""
-        self._parser = parser
-        self._marks = ChannelMarks()
-
-    def feed_events(self, piece: Piece) -> list[ParseEvent]:
-        """What this piece adds; the words of a header add nothing."""
-        return [event for one in self._marks.translate(piece) for event in self._parser.feed_events(one)]
-
-    def finish_events(self) -> list[ParseEvent]:
-        """What was held back, a header that did not end included, and the calls left unclosed."""
-        begun = "".join(self._marks.header or ())
-        events = self._parser.feed_events(begun) if begun else []
-        return events + self._parser.finish_events()

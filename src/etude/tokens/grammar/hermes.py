@@ -13,6 +13,9 @@ value may hold their characters.
 
 **Text mode**: tags are recognised in text wherever they stand, strings included: a value that contains one
 is written with its `<` escaped (`\\u003c`). `render_call` does so in both modes.
+
+Anything that is not one well-formed call of a known tool becomes a ToolCall with `error`, in a few words for
+the agent. Arguments that were read before the fault are kept.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from etude.records import ToolCall
-from etude.tokens.grammar.hermes_reader import CALL_CLOSE, CALL_OPEN, CALL_TAGS, HermesReader
-from etude.tokens.grammar.interface import Kind, ToolSchema, check_names
-from etude.tokens.grammar.json_reader import check_json
-from etude.tokens.grammar.message_parser import CallReader, Grammar, ParserMode, TagSet
+from etude.tokens.grammar.events import ArgumentDelta, CallStarted, ParseEvent, TextDelta
+from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Kind, ToolSchema, ToolTable, check_names
+from etude.tokens.grammar.json_reader import JsonFault, JsonReader, JsonSink, check_json, printable
+from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, TagSet
 from etude.tokens.pieces import Control, Piece, join_text
 
+CALL_OPEN = "<tool_call>"
+CALL_CLOSE = "</tool_call>"
+CALL_TAGS = (CALL_OPEN, CALL_CLOSE)
 BEFORE_TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -93,3 +99,143 @@ def _render_value(text: str, kind: Kind) -> str:
         if error is None and (found == kind or (found, kind) == ("integer", "number")):
             return stripped
     return json.dumps(text, ensure_ascii=False)
+
+
+class _CallSink(JsonSink):
+    """Takes a call's JSON down as it is read."""
+
+    def __init__(self) -> None:
+        self.call = OpenCall("")
+        self.out: list[ParseEvent] = []
+        """Where events go; set anew for each piece."""
+        self.is_named = False
+        self.kinds: dict[str, str] = {}
+        """Of the arguments."""
+        self._member = self._argument = ""
+        self._name: list[str] = []
+
+    def key(self, depth: int, key: str) -> None:
+        """Which member of the call, or which argument, comes next."""
+        if depth == 2:
+            self._argument = key
+            return
+        self._member = key
+        if key not in ("name", "arguments"):
+            raise JsonFault(f"unknown key {printable(key)}")
+
+    def begin(self, depth: int, kind: str) -> None:
+        """A member's or an argument's value begins."""
+        if depth == 2:
+            self.kinds[self._argument] = kind
+            self.call.open_body(self._argument, padded=False)
+        elif depth == 0 and kind != "object":
+            raise JsonFault("not a JSON object")
+        elif self._member == "name" and kind != "string":
+            raise JsonFault("name is not a string")
+        elif self._member == "arguments" and kind != "object":
+            raise JsonFault("arguments are not an object")
+
+    def text(self, depth: int, text: str) -> None:
+        """More of the name or of an argument."""
+        if depth == 2:
+            self.call.add_text(text, self.out if self.is_named else [])
+        else:
+            self._name.append(text)
+
+    def end(self, depth: int) -> None:
+        """An argument is whole, or the name."""
+        if depth == 2:
+            self.call.close_body()
+        elif depth == 1 and self._member == "name":
+            name = "".join(self._name)
+            if len(name) > MAX_NAME_CHARACTERS:
+                raise JsonFault("name too long")
+            self.call.name, self.is_named = name, True
+            self.start()
+
+    def start(self) -> None:
+        """Tells that the call has begun, and the arguments that came before its name."""
+        self.out.append(CallStarted(self.call.name))
+        told = self.call.arguments.items()
+        self.out.extend(ArgumentDelta(name, text) for name, text in told if text)
+
+
+class HermesReader(CallReader):
+    """Reads the calls of one message."""
+
+    def __init__(self, tools: ToolTable, outside: TagSet | None, in_call: TagSet | None) -> None:
+        """`outside`, `in_call`: what is recognised in characters there."""
+        self._tools = tools
+        self._outside, self._in_call = outside, in_call
+        self._sink = _CallSink()
+        self._json = JsonReader(self._sink)
+
+    def tags(self) -> TagSet | None:
+        """In text mode the two tags count everywhere: a value that holds one must escape its `<`."""
+        return self._outside if self._call is None else self._in_call
+
+    def take_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Part of a call's JSON, or free text."""
+        if self._call is None:
+            out.append(TextDelta(text))
+        elif self._call.error is None:
+            self._sink.out = out
+            try:
+                self._json.feed(text)
+            except JsonFault as fault:
+                self._call.fail(str(fault))
+
+    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Takes one of the two tags."""
+        if name not in CALL_TAGS:
+            return False
+        if name == CALL_OPEN:
+            self.end(out)
+            self._sink = _CallSink()
+            self._json = JsonReader(self._sink)
+            self._call = self._sink.call
+        elif self._call:
+            self._finish(out)
+        else:
+            self._start(OpenCall("", error="stray /tool_call"), out)
+            super()._finish(out)
+        return True
+
+    def end(self, out: list[ParseEvent]) -> None:
+        """What the end of the message, or another call, finds open is a malformed call."""
+        if self._call:
+            self._call.fail("unclosed tool_call")
+            self._finish(out)
+
+    def _finish(self, out: list[ParseEvent]) -> None:
+        """The call as far as it came, with the first thing that is wrong about it."""
+        call = self._sink.call
+        self._sink.out = out
+        try:
+            if call.error is None:
+                self._json.end()
+        except JsonFault as fault:
+            call.fail(str(fault))
+        self._check(call)
+        if not self._sink.is_named:
+            self._sink.start()
+        super()._finish(out)
+
+    def _check(self, call: OpenCall) -> None:
+        parameters = self._tools.get(call.name)
+        if not self._sink.is_named or parameters is None:
+            call.fail(f"unknown tool {printable(call.name)}" if self._sink.is_named else "missing name")
+            return
+        for name in call.arguments:
+            if name not in parameters:
+                call.fail(f"unknown parameter {printable(name)}")
+        for name, parameter in parameters.items():
+            kind = self._sink.kinds.get(name)
+            if kind is None:
+                if parameter.required:
+                    call.fail(f"missing {printable(name)}")
+            elif kind == "null":
+                call.fail(f"{printable(name)} is null" + ("" if parameter.required else ": leave it out"))
+            elif kind != parameter.kind and (kind, parameter.kind) != ("integer", "number"):
+                article = "an" if parameter.kind in ("integer", "array", "object") else "a"
+                call.fail(f"{printable(name)} is not {article} {parameter.kind}")

@@ -1,21 +1,15 @@
-"""What a tool looks like to a grammar, and what parses the calls of a message as they come."""
+"""What a tool looks like to a grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from etude.errors import ConfigError
-from etude.records import ToolCall
-from etude.tokens.grammar.events import ParseEvent, collect
-from etude.tokens.pieces import Piece
 
 Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
 """The types of JSON Schema that an argument may have."""
-
-ReasoningMarks = Literal["control", "text", "off"]
-"""How `<think>` and `</think>` are recognised: as control tokens, in characters too, or not at all."""
 
 MAX_NAME_CHARACTERS = 64
 """Of a tool's or a parameter's name."""
@@ -103,22 +97,6 @@ ToolTable = Mapping[str, Mapping[str, Parameter]]
 """The parameters of each tool, all by name."""
 
 
-class CallParser(Protocol):
-    """Takes one message of the agent piece by piece and tells what it says as soon as that is decided.
-
-    At the end `finish_events` is called, once. Takes time linear in the message, however it is cut. Never
-    raises, whatever the pieces are.
-    """
-
-    def feed_events(self, piece: Piece) -> list[ParseEvent]:
-        """What this piece adds. Of text only a beginning that may become a tag is held back."""
-        ...
-
-    def finish_events(self) -> list[ParseEvent]:
-        """What was held back, and the calls left unclosed. Ends the parser's life."""
-        ...
-
-
 def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
     """Raises ConfigError for names that are empty, too long, unprintable, given twice, hold a mark, or have
     blanks at an end, which are no part of a name where calls are read."""
@@ -141,16 +119,3 @@ def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
 def _can_be_named(name: str, marks: Sequence[str]) -> bool:
     is_clean = name.isprintable() and name == name.strip()
     return is_clean and 0 < len(name) <= MAX_NAME_CHARACTERS and not any(one in name for one in marks)
-
-
-def parse_calls(parser: CallParser, pieces: Sequence[Piece]) -> list[ToolCall]:
-    """All calls of one whole message."""
-    return list(collect(parse_events(parser, pieces)).calls)
-
-
-def parse_events(parser: CallParser, pieces: Sequence[Piece]) -> list[ParseEvent]:
-    """All events of one whole message."""
-    events: list[ParseEvent] = []
-    for piece in pieces:
-        events += parser.feed_events(piece)
-    return events + parser.finish_events()

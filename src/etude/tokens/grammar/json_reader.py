@@ -10,25 +10,44 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Generator
+from functools import partial
 
 MAX_DEPTH = 64
 MAX_SCALAR_CHARACTERS = 400
 MAX_KEY_CHARACTERS = 256
 REPORTED_DEPTH = 2
 
-_BLANKS = re.compile(r"[ \t\n\r]*")
-_STRING_RUN = re.compile('[^"\\\\\x00-\x1f\ud800-\udfff]+')
+_BLANKS = " \t\n\r"
+_NO_BLANK = re.compile(f"[^{_BLANKS}]")
+_HEX, _HIGH, _LOW = "[0-9a-fA-F]", "[dD][89abAB][0-9a-fA-F]{2}", "[dD][c-fC-F][0-9a-fA-F]{2}"
+_PLAIN = re.compile('[^"\\\\\x00-\x1f\ud800-\udfff]+')
+_STRING_PART = re.compile(
+    rf'(?:{_PLAIN.pattern}|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]){_HEX}{{4}}|u{_HIGH}\\u{_LOW}))++'
+)
+"""Whole characters and escapes; pairs of surrogates count as one escape."""
+_BEGUN_ESCAPE = re.compile(
+    rf"(?:\\(?:u(?:{_HEX}{{0,3}}|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?)?))?)?\Z"
+)
+_STRING_FAULTS = (
+    (re.compile("[\x00-\x1f]"), "control character in a string"),
+    (re.compile(rf"[\ud800-\udfff]|\\u(?:{_HIGH}|{_LOW})"), "half a surrogate pair"),
+)
 _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z_]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?\Z", re.ASCII)
-_BEGUN_ESCAPE = re.compile(r"(?:\\u?|\\u[0-9a-fA-F]{1,4})?\Z")
-_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _LITERALS = {"true": "boolean", "false": "boolean", "null": "null"}
+_CLOSINGS = {"{": "}", "[": "]"}
 
-_VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END, _DONE = range(7)
+
+class JsonFault(Exception):
+    """What is wrong with the text, in few words."""
 
 
 class JsonSink:
-    """Is told of values within `REPORTED_DEPTH`. `depth`: how many containers are open around the value."""
+    """Is told of values within `REPORTED_DEPTH`. `depth`: how many containers are open around the value.
+
+    May raise JsonFault for what it does not want.
+    """
 
     def key(self, depth: int, key: str) -> None:
         """The next value is a member of an object, of this name."""
@@ -43,247 +62,175 @@ class JsonSink:
         """The value is whole."""
 
 
+_DEAF = JsonSink()
+
+
 class JsonReader:
-    """Reads one value. `error` says in few words what is wrong; then the rest is ignored. Never raises."""
+    """Reads one value.
+
+    An ordinary recursive reader, but that its methods are generators: where the text ends they wait for the
+    next piece, and go on from there.
+    """
 
     def __init__(self, sink: JsonSink) -> None:
-        self.error: str | None = None
         self.kind = ""
         """Of the value, once it has begun."""
-        self._begun = False
         self._sink = sink
-        self._state = _VALUE
-        self._keys: list[set[str] | None] = []
-        """Of each open container: the keys seen; None for an array."""
-        self._held = ""
-        self._in_string = False
-        self._is_key = False
-        self._key = ""
-        self._raw = False
-        """Whether consumed text is told as it is written: in a container at `REPORTED_DEPTH`."""
-        self._raw_start = 0
-        self._scalar = ""
-
-    def fail(self, message: str) -> None:
-        """Only the first thing wrong is kept."""
-        self.error = self.error or message
+        self._text, self._at = "", 0
+        """The last piece, with what was left of those before it, and how far it is read."""
+        self._ended = False
+        self._raw_start: int | None = None
+        """In a container at `REPORTED_DEPTH`: where text begins that was read and not told."""
+        self._open_string: Callable[[str], object] | None = None
+        """What gets the parts of the string that is being read, where nothing else does."""
+        self._steps = self._document()
 
     def feed(self, text: str) -> None:
-        """Takes more text; what may be half an escape is held back."""
-        if self.error is not None:
+        """Takes more text. Raises JsonFault for what is wrong; then no more is to come."""
+        if self._open_string and self._at == len(self._text) and _PLAIN.fullmatch(text):
+            self._open_string(text)  # most pieces are part of a string: no step is needed for them
             return
-        if self._held:
-            text, self._held = self._held + text, ""
-        position, size = 0, len(text)
-        self._raw_start = 0
-        while position < size and self.error is None:
-            if self._in_string:
-                after = self._read_string(text, position)
-            elif self._scalar:
-                after = self._read_scalar(text, position)
-            else:
-                after = self._read_between(text, position)
-            if after < 0:
-                self._held = text[position:]
-                break
-            position = after
-        if self._raw:
-            self._tell_raw(text, position)
+        self._text, self._at = self._text[self._at :] + text, 0
+        if self._raw_start is not None:
+            self._raw_start = 0
+        try:
+            next(self._steps)
+        finally:
+            if self._raw_start is not None:
+                self._tell_raw(self._raw_start)
 
     def end(self) -> None:
-        """No more text comes."""
-        if self._scalar and self.error is None:
-            self._end_scalar()
-        if self._state != _DONE:
-            self.fail("the JSON is cut off" if self._begun else "no JSON")
+        """No more text comes. Raises JsonFault where the value is not whole."""
+        self._ended = True
+        self.feed("")
 
-    def _tell_raw(self, text: str, end: int) -> None:
-        if end > self._raw_start:
-            self._sink.text(REPORTED_DEPTH, text[self._raw_start : end])
-        self._raw_start = end
+    def _expect_more(self) -> None:
+        if self._ended:
+            raise JsonFault("the JSON is cut off" if self.kind else "no JSON")
 
-    def _read_between(self, text: str, position: int) -> int:
-        """Blanks, punctuation and where values begin."""
-        blanks = _BLANKS.match(text, position)
-        if blanks is not None and blanks.end() > position:
-            return blanks.end()
-        character, state = text[position], self._state
-        if state in (_VALUE, _VALUE_OR_END) and character != "]":
-            return self._begin_value(text, position)
-        if state in (_KEY, _KEY_OR_END) and character == '"':
-            self._in_string, self._is_key, self._key = True, True, ""
-        elif state == _COLON and character == ":":
-            self._state = _VALUE
-        elif state == _COMMA_OR_END and character == ",":
-            self._state = _VALUE if self._keys[-1] is None else _KEY
-        elif character in "]}" and state in (_VALUE_OR_END, _KEY_OR_END, _COMMA_OR_END):
-            self._close_container(text, position)
+    def _next(self) -> Generator[None, None, str]:
+        """The next character that is no blank; it is not taken."""
+        while (found := _NO_BLANK.search(self._text, self._at)) is None:
+            self._at = len(self._text)
+            self._expect_more()
+            yield
+        self._at = found.start()
+        return found[0]
+
+    def _unexpected(self) -> JsonFault:
+        character = self._text[self._at]
+        shown = character if character.isprintable() else f"U+{ord(character):04X}"
+        return JsonFault(f"unexpected {shown} in the JSON")
+
+    def _tell_raw(self, start: int) -> None:
+        if self._at > start:
+            self._sink.text(REPORTED_DEPTH, self._text[start : self._at])
+
+    def _document(self) -> Generator[None]:
+        yield from self._value(0)
+        while not self._text[self._at :].lstrip(_BLANKS):
+            self._at = len(self._text)
+            yield
+        raise JsonFault("text after the JSON")
+
+    def _value(self, depth: int) -> Generator[None]:
+        opening = yield from self._next()
+        sink = self._sink if depth <= REPORTED_DEPTH else _DEAF
+        if opening == '"':
+            self._begin(sink, depth, "string")
+            yield from self._string(partial(sink.text, depth))
+        elif opening not in _CLOSINGS:
+            yield from self._scalar(sink, depth)
+        elif depth >= MAX_DEPTH:
+            raise JsonFault(f"nested deeper than {MAX_DEPTH}")
         else:
-            self._unexpected(character)
-            return position
-        return position + 1
+            self._begin(sink, depth, "object" if opening == "{" else "array")
+            if depth == REPORTED_DEPTH:
+                self._raw_start = self._at
+            yield from self._container(depth, _CLOSINGS[opening])
+            if depth == REPORTED_DEPTH:
+                self._tell_raw(self._raw_start)
+                self._raw_start = None
+        sink.end(depth)
 
-    def _unexpected(self, character: str) -> None:
-        if self._state == _DONE:
-            self.fail("text after the JSON")
-        else:
-            shown = character if character.isprintable() else f"U+{ord(character):04X}"
-            self.fail(f"unexpected {shown} in the JSON")
-
-    def _begin_value(self, text: str, position: int) -> int:
-        self._begun = True
-        character = text[position]
-        if character == '"':
-            self._report_begin("string")
-            self._in_string, self._is_key = True, False
-        elif character in "{[":
-            self._open_container(character, position)
-        elif _SCALAR_RUN.match(character):
-            return self._read_scalar(text, position)
-        else:
-            self._unexpected(character)
-            return position
-        return position if self.error else position + 1
-
-    def _report_begin(self, kind: str) -> None:
+    def _begin(self, sink: JsonSink, depth: int, kind: str) -> None:
         self.kind = self.kind or kind
-        if len(self._keys) <= REPORTED_DEPTH:
-            self._sink.begin(len(self._keys), kind)
+        sink.begin(depth, kind)
 
-    def _open_container(self, character: str, position: int) -> None:
-        depth = len(self._keys)
-        if depth >= MAX_DEPTH:
-            self.fail(f"nested deeper than {MAX_DEPTH}")
-            return
-        self._report_begin("object" if character == "{" else "array")
-        if depth == REPORTED_DEPTH and self.error is None:
-            self._raw, self._raw_start = True, position
-        self._keys.append(set() if character == "{" else None)
-        self._state = _KEY_OR_END if character == "{" else _VALUE_OR_END
+    def _container(self, depth: int, closing: str) -> Generator[None]:
+        keys: set[str] = set()
+        self._at += 1
+        goes_on = (yield from self._next()) != closing
+        while goes_on:
+            if closing == "}":
+                yield from self._key(depth + 1, keys)
+            yield from self._value(depth + 1)
+            after = yield from self._next()
+            goes_on = after == ","
+            if goes_on:
+                self._at += 1
+            elif after != closing:
+                raise self._unexpected()
+        self._at += 1
 
-    def _close_container(self, text: str, position: int) -> None:
-        if (self._keys[-1] is None) is not (text[position] == "]"):
-            self._unexpected(text[position])
-            return
-        self._keys.pop()
-        if self._raw and len(self._keys) == REPORTED_DEPTH:
-            self._tell_raw(text, position + 1)
-            self._raw = False
-        self._end_value()
-
-    def _end_value(self) -> None:
-        depth = len(self._keys)
-        self._state = _COMMA_OR_END if depth else _DONE
-        if depth <= REPORTED_DEPTH:
-            self._sink.end(depth)
-
-    def _read_scalar(self, text: str, position: int) -> int:
-        """A number or a literal: buffered until a character ends it."""
-        run = _SCALAR_RUN.match(text, position)
-        end = position if run is None else run.end()
-        self._scalar += text[position : min(end, position + MAX_SCALAR_CHARACTERS + 1)]
-        if len(self._scalar) > MAX_SCALAR_CHARACTERS:
-            self.fail("number too long")
-        elif end < len(text):
-            self._end_scalar()
-        return end
-
-    def _end_scalar(self) -> None:
-        scalar, self._scalar = self._scalar, ""
-        number = _NUMBER.match(scalar)
-        if number:
-            kind = "number" if number[1] or number[2] else "integer"
-        else:
-            kind = _LITERALS.get(scalar)
-        if kind is None:
-            self.fail(f"{scalar[:20]} is not JSON")
-            return
-        if kind == "number" and math.isinf(float(scalar)):
-            self.fail("number too large")
-            return
-        depth = len(self._keys)
-        self._report_begin(kind)
-        if depth <= REPORTED_DEPTH and self.error is None:
-            self._sink.text(depth, scalar)
-        self._end_value()
-
-    def _read_string(self, text: str, position: int) -> int:
-        """A string's next run of plain characters, its next escape, or its end."""
-        run = _STRING_RUN.match(text, position)
-        if run is not None:
-            self._add_to_string(run.group())
-            return run.end()
-        character = text[position]
-        if character == '"':
-            self._end_string()
-            return position + 1
-        if character == "\\":
-            return self._read_escape(text, position)
-        self.fail("control character in a string" if character < " " else "half a surrogate pair")
-        return position
-
-    def _add_to_string(self, text: str) -> None:
-        if self._is_key:
-            self._key += text
-            if len(self._key) > MAX_KEY_CHARACTERS:
-                self.fail("key too long")
-        elif len(self._keys) <= REPORTED_DEPTH:
-            self._sink.text(len(self._keys), text)
-
-    def _end_string(self) -> None:
-        self._in_string = False
-        if not self._is_key:
-            self._end_value()
-            return
-        key, keys = self._key, self._keys[-1]
-        assert keys is not None
+    def _key(self, depth: int, keys: set[str]) -> Generator[None]:
+        """A member's name and the colon behind it. `keys`: those that the object has already."""
+        if (yield from self._next()) != '"':
+            raise self._unexpected()
+        parts: list[str] = []
+        yield from self._string(parts.append)
+        key = "".join(parts)
+        if len(key) > MAX_KEY_CHARACTERS:
+            raise JsonFault("key too long")
         if key in keys:
-            self.fail(f"repeated {printable(key)}")
-            return
+            raise JsonFault(f"repeated {printable(key)}")
         keys.add(key)
-        self._state = _COLON
-        if len(self._keys) <= REPORTED_DEPTH:
-            self._sink.key(len(self._keys), key)
+        if depth <= REPORTED_DEPTH:
+            self._sink.key(depth, key)
+        if (yield from self._next()) != ":":
+            raise self._unexpected()
+        self._at += 1
 
-    def _read_escape(self, text: str, position: int) -> int:
-        """One escape, or -1 while it may be unfinished: pairs of surrogates count as one."""
-        left = len(text) - position
-        if left < 2:
-            return -1
-        plain = _ESCAPES.get(text[position + 1])
-        if plain is not None:
-            self._add_to_string(plain)
-            return position + 2
-        if text[position + 1] != "u":
-            self.fail("unknown escape in a string")
-            return position
-        return self._read_code_unit(text, position, left)
+    def _scalar(self, sink: JsonSink, depth: int) -> Generator[None]:
+        """A number or a literal, which only the character behind it ends."""
+        scalar = ""
+        while True:
+            most = self._at + MAX_SCALAR_CHARACTERS + 1 - len(scalar)
+            if run := _SCALAR_RUN.match(self._text, self._at, most):
+                scalar, self._at = scalar + run[0], run.end()
+            if len(scalar) > MAX_SCALAR_CHARACTERS:
+                raise JsonFault("number too long")
+            if self._at < len(self._text) or self._ended:
+                break
+            yield
+        if not scalar:
+            raise self._unexpected()
+        number = _NUMBER.match(scalar)
+        kind = _LITERALS.get(scalar) if number is None else "number" if number[1] or number[2] else "integer"
+        if kind is None:
+            raise JsonFault(f"{scalar[:20]} is not JSON")
+        if kind == "number" and math.isinf(float(scalar)):
+            raise JsonFault("number too large")
+        self._begin(sink, depth, kind)
+        sink.text(depth, scalar)
 
-    def _read_code_unit(self, text: str, position: int, left: int) -> int:
-        """The same for an escape by number. What decides is the first character that cannot be part of it."""
-        if not _is_begun(text, position):
-            self.fail("unknown escape in a string")
-            return position
-        if left < 6:
-            return -1
-        unit = int(text[position + 2 : position + 6], 16)
-        if not 0xD800 <= unit < 0xE000:
-            self._add_to_string(chr(unit))
-            return position + 6
-        if unit < 0xDC00 and _is_begun(text, position + 6):
-            if left < 12:
-                return -1
-            low = int(text[position + 8 : position + 12], 16)
-            if 0xDC00 <= low < 0xE000:
-                self._add_to_string(chr(0x10000 + ((unit - 0xD800) << 10) + low - 0xDC00))
-                return position + 12
-        self.fail("half a surrogate pair")
-        return position
-
-
-def _is_begun(text: str, position: int) -> bool:
-    """Whether what stands at `position` is an escape by number, as far as it is there."""
-    return _BEGUN_ESCAPE.match(text[position : position + 6]) is not None
+    def _string(self, tell: Callable[[str], object]) -> Generator[None]:
+        """A string, of which `tell` gets each part as it is meant. Half an escape is waited for."""
+        self._at += 1
+        while True:
+            if part := _STRING_PART.match(self._text, self._at):
+                self._at = part.end()
+                tell(json.loads(f'"{part[0]}"') if "\\" in part[0] else part[0])
+            if self._text.startswith('"', self._at):
+                self._at += 1
+                return
+            if self._at < len(self._text) and not _BEGUN_ESCAPE.match(self._text, self._at):
+                found = (fault for wrong, fault in _STRING_FAULTS if wrong.match(self._text, self._at))
+                raise JsonFault(next(found, "unknown escape in a string"))
+            self._expect_more()
+            self._open_string = tell if self._raw_start is None else None
+            yield
+            self._open_string = None
 
 
 def printable(name: str) -> str:
@@ -293,10 +240,13 @@ def printable(name: str) -> str:
 
 def check_json(text: str) -> tuple[str, str | None]:
     """Kind of the JSON value that `text` is, and what is wrong with it (None if it is well)."""
-    reader = JsonReader(JsonSink())
-    reader.feed(text)
-    reader.end()
-    return reader.kind, reader.error
+    reader = JsonReader(_DEAF)
+    try:
+        reader.feed(text)
+        reader.end()
+    except JsonFault as fault:
+        return reader.kind, str(fault)
+    return reader.kind, None
 
 
 def load_json(text: str) -> tuple[object, str | None]:

@@ -1,7 +1,7 @@
 """What all grammars share. The streaming parser finds tags, keeps reasoning apart and lets a reader judge.
 
-    pieces --> [ tags or text? ] --> reasoning                       --> ReasoningDelta
-                                 --> the grammar's CallReader        --> every other event
+    pieces --> [ channels' headers ] --> [ tags or text? ] --> reasoning                --> ReasoningDelta
+                                                           --> the grammar's CallReader --> all other events
 
 A call written inside reasoning is no call. Every character is searched once in each state that it is seen
 in, and a state never looks back, so parsing takes linear time.
@@ -9,19 +9,27 @@ in, and a state never looks back, so parsing takes linear time.
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from etude.records import ToolCall
-from etude.tokens.grammar.events import ParseEvent, ReasoningDelta
-from etude.tokens.grammar.interface import CallParser, ReasoningMarks, ToolSchema, ToolTable
+from etude.tokens.grammar.channels import THINK_CLOSE, THINK_MARKS, THINK_OPEN, ChannelMarks
+from etude.tokens.grammar.events import (
+    ArgumentDelta,
+    CallFinished,
+    CallStarted,
+    ParseEvent,
+    ReasoningDelta,
+    collect,
+)
+from etude.tokens.grammar.interface import Parameter, ToolSchema, ToolTable
 from etude.tokens.pieces import Control, Piece, join_text
 
-THINK_OPEN = "<think>"
-THINK_CLOSE = "</think>"
-THINK_MARKS = (THINK_OPEN, THINK_CLOSE)
+ReasoningMarks = Literal["control", "text", "off"]
+"""How `<think>` and `</think>` are recognised: as control tokens, in characters too, or not at all."""
 
 _ANY_CLOSING = r"</[a-z_][a-z0-9_]{0,31}>"
 _BEGUN_CLOSING = re.compile(r"</?(?:[a-z_][a-z0-9_]{0,31})?")
@@ -62,36 +70,111 @@ class TagSet:
         return len(text) - next((size for size in sizes if text.endswith(self._other[:size])), 0)
 
 
-class CallReader(Protocol):
+@dataclass(slots=True)
+class OpenCall:
+    """One call being read, with values as raw text."""
+
+    name: str
+    known: bool = True
+    error: str | None = None
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+    parameter: str | None = None
+    body: io.StringIO | None = None
+    padded: bool = True
+    """Whether one newline at each end of the body is layout."""
+    fresh: bool = True
+    """Nothing of a padded body has come: a newline now is layout."""
+    newline: bool = False
+    """The body so far ends with a newline, which is layout if the body ends here."""
+    kept: bool = True
+    """Whether the body will be an argument."""
+
+    def fail(self, message: str) -> None:
+        """Only the first thing wrong is told: what follows is mostly its consequence."""
+        self.error = self.error or message
+
+    def open_body(self, parameter: str, padded: bool = True) -> None:
+        """The text from now on is the value of `parameter`; a second value of one parameter is not kept."""
+        self.parameter = parameter
+        self.body = io.StringIO()
+        self.padded = self.fresh = padded
+        self.newline = False
+        self.kept = parameter not in self.arguments
+
+    def add_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Appends to the body; of a padded one without a newline at each end."""
+        if self.fresh:
+            self.fresh = False
+            text = text.removeprefix("\n")
+        if not text or not self.kept:
+            return
+        if self.newline:
+            text = "\n" + text
+        self.newline = self.padded and text.endswith("\n")
+        if self.newline:
+            text = text[:-1]
+        if text:
+            assert self.parameter is not None and self.body is not None
+            self.body.write(text)
+            out.append(ArgumentDelta(self.parameter, text))
+
+    def close_body(self) -> None:
+        """The value is whole."""
+        assert self.parameter is not None and self.body is not None
+        if self.kept:
+            self.arguments[self.parameter] = self.body.getvalue()
+        self.parameter = None
+
+    def check_complete(self, parameters: Mapping[str, Parameter]) -> None:
+        """A call that lacks one of these that it needs is malformed."""
+        for name, parameter in parameters.items():
+            if parameter.required and name not in self.arguments:
+                self.fail(f"missing {name}")
+
+
+class CallReader:
     """What differs between grammars: the state of calls, told tag by tag. Appends events to `out`."""
+
+    _call: OpenCall | None = None
 
     @property
     def in_call(self) -> bool:
         """Whether marks of reasoning are part of a call here, and so mean nothing."""
-        ...
+        return self._call is not None
 
     def tags(self) -> TagSet | None:
         """The tags that are recognised in characters in the present state."""
-        ...
+        raise NotImplementedError
 
     def take_text(self, text: str, out: list[ParseEvent]) -> None:
         """Takes text without tags, outside of reasoning; never empty."""
-        ...
+        raise NotImplementedError
 
     def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
         """Takes a tag; False if it is none here."""
-        ...
+        raise NotImplementedError
 
     def take_foreign(self, out: list[ParseEvent]) -> None:
-        """Takes a control token that is no tag."""
-        ...
+        """Takes a control token that is no tag. Outside of calls it is as harmless as text."""
+        if self._call:
+            self._call.fail("control token in a call")
 
     def take_mark(self, out: list[ParseEvent]) -> None:
         """Reasoning begins or ends here, outside of any call: most readers have nothing open there."""
 
     def end(self, out: list[ParseEvent]) -> None:
-        """The message is over."""
-        ...
+        """The message is over: what it leaves open is a malformed call."""
+        raise NotImplementedError
+
+    def _start(self, call: OpenCall, out: list[ParseEvent]) -> OpenCall:
+        self._call = call
+        out.append(CallStarted(call.name))
+        return call
+
+    def _finish(self, out: list[ParseEvent]) -> None:
+        assert self._call is not None
+        out.append(CallFinished(ToolCall(self._call.name, self._call.arguments, self._call.error)))
+        self._call = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +194,36 @@ _CLOSING_MARK = TagSet([THINK_CLOSE])
 
 
 class MessageParser:
-    """Parses one message. See `CallParser`."""
+    """Takes one message of the agent piece by piece and tells what it says as soon as that is decided.
 
-    def __init__(self, reader: CallReader, reasoning: ReasoningMarks, begun: bool) -> None:
+    At the end `finish_events` is called, once. Takes time linear in the message, however it is cut. Never
+    raises, whatever the pieces are.
+    """
+
+    def __init__(self, reader: CallReader, reasoning: ReasoningMarks, begun: bool, channels: bool) -> None:
         self._reader = reader
         self._reasoning = reasoning
         self._thinking = begun and reasoning != "off"
+        self._channels = ChannelMarks() if channels else None
         self._held = ""
 
     def feed_events(self, piece: Piece) -> list[ParseEvent]:
-        """What this piece adds."""
+        """What this piece adds. Of text only a beginning that may become a tag is held back."""
         out: list[ParseEvent] = []
-        if isinstance(piece, str):
-            self._take_text(piece, out)
-        else:
-            self._release(out)
-            if not self._take_tag(piece.name, out):
-                self._reader.take_foreign(out)
+        for one in (piece,) if self._channels is None else self._channels.translate(piece):
+            if isinstance(one, str):
+                self._take_text(one, out)
+            else:
+                self._release(out)
+                if not self._take_tag(one.name, out):
+                    self._reader.take_foreign(out)
         return out
 
     def finish_events(self) -> list[ParseEvent]:
-        """What was held back, and the calls that the message leaves open, as malformed calls."""
+        """What was held back, and the calls left unclosed, as malformed calls. Ends the parser's life."""
         out: list[ParseEvent] = []
+        if self._channels is not None:
+            self._take_text("".join(self._channels.header or ()), out)
         self._release(out)
         self._reader.end(out)
         return out
@@ -222,18 +313,35 @@ class Grammar:
         return join_text(Control(part) if place % 2 else part for place, part in enumerate(parts))
 
     def parser(
-        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
-    ) -> CallParser:
+        self,
+        text_mode: bool,
+        reasoning: ReasoningMarks | None = None,
+        begun: bool = False,
+        channels: bool = False,
+    ) -> MessageParser:
         """A fresh parser for one message. In text mode tags are recognised in ordinary characters.
 
         `reasoning`: how its marks are recognised; by default like the tags. `begun`: the prompt ended with
-        `<think>`, so the message begins with reasoning.
+        `<think>`, so the message begins with reasoning. `channels`: it comes in parts with headers.
         """
         mode = ParserMode(text_mode, reasoning or ("text" if text_mode else "control"))
         if mode not in self._readers:
             self._readers[mode] = self._reader(mode)
-        return MessageParser(self._readers[mode](), mode.reasoning, begun)
+        return MessageParser(self._readers[mode](), mode.reasoning, begun, channels)
 
     def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
         """What gives a reader of calls for each message."""
         raise NotImplementedError
+
+
+def parse_calls(parser: MessageParser, pieces: Sequence[Piece]) -> list[ToolCall]:
+    """All calls of one whole message."""
+    return list(collect(parse_events(parser, pieces)).calls)
+
+
+def parse_events(parser: MessageParser, pieces: Sequence[Piece]) -> list[ParseEvent]:
+    """All events of one whole message."""
+    events: list[ParseEvent] = []
+    for piece in pieces:
+        events += parser.feed_events(piece)
+    return events + parser.finish_events()

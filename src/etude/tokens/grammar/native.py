@@ -5,22 +5,33 @@ tools check. The model's own chat template announces the tools (`Renderer.descri
 
 Words of the form that are tokens are only recognised as tokens, so a value may hold their characters. The
 others are recognised in characters, in values the one that closes them: a value that contains it ends there.
+
+Reading goes from state to state:
+
+    outside -> section -> name -> in a call -> key -> value
+                  ^------- call ends --|  ^--- value ends --|
+
+Anything else is a malformed call: it becomes a ToolCall with `error`, in a few words for the agent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 
 from etude.records import ToolCall
 from etude.tokens.grammar.call_forms import CALL_FORMS, CallForm
+from etude.tokens.grammar.events import ParseEvent, TextDelta
 from etude.tokens.grammar.hermes import HermesGrammar
-from etude.tokens.grammar.interface import ToolSchema, check_names
-from etude.tokens.grammar.message_parser import CallReader, Grammar, ParserMode
-from etude.tokens.grammar.native_reader import FormTags, NativeReader
+from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Parameter, ToolSchema, ToolTable, check_names
+from etude.tokens.grammar.json_reader import printable
+from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, TagSet
 from etude.tokens.pieces import Piece, join_text
 
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
+_NULLS = ("null", "None")
+"""Values by which an optional parameter that is no string is left out."""
 
 
 class NativeGrammar(Grammar):
@@ -65,3 +76,221 @@ TOLD_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
     "hermes_told": partial(HermesGrammar, told_by_template=True),
 }
 """Those whose tools the model's own chat template announces, by name."""
+
+
+class _Place(Enum):
+    OUTSIDE = auto()
+    SECTION = auto()
+    NAME = auto()
+    CALL = auto()
+    KEY = auto()
+    VALUE = auto()
+
+
+class FormTags:
+    """The words of a form without the newlines around them, and where they are recognised in characters."""
+
+    def __init__(self, form: CallForm, mode: ParserMode) -> None:
+        self.form = form
+        self.section, self.section_end = (word.strip("\n") for word in form.section)
+        self.call, self.call_end = (word.strip("\n") for word in form.call)
+        self.key, self.key_end = (word.strip("\n") for word in form.key)
+        self.value_end = form.value[1].strip("\n")
+        self.name_end = form.name_end.strip("\n")
+        self.padded = form.value[0].endswith("\n") and form.value[1].startswith("\n")
+        """Whether a newline at each end of a value is layout."""
+        every = (self.section, self.section_end, self.call, self.call_end, self.key, self.value_end)
+        self.all = frozenset([*every, self.name_end, self.key_end])
+        spelled = [word for word in every if mode.text_mode or word not in form.tags]
+        self.outside = mode.outside(form.tags)
+        self.in_call = TagSet(spelled)
+        self.in_name = TagSet(spelled, other=self.name_end)
+        self.in_key = TagSet(spelled, other=self.key_end)
+        self.in_value = TagSet([self.value_end])
+
+
+class NativeReader(CallReader):
+    """Reads the calls of one message."""
+
+    def __init__(self, tools: ToolTable, tags: FormTags) -> None:
+        self._tools = tools
+        self._tags = tags
+        self._place = _Place.OUTSIDE
+        self._name = ""
+        """Of the call or the parameter, as far as it has come, and one character more than it may have."""
+        self._fault: str | None = None
+        """The first thing wrong with a call whose name has not ended."""
+        self._num_calls = 0
+        """In the open section."""
+        self._word = ""
+        """A boolean's text, of which the first letter may be a capital."""
+
+    @property
+    def in_call(self) -> bool:
+        """Marks of reasoning inside are text."""
+        return self._place is not _Place.OUTSIDE
+
+    def tags(self) -> TagSet | None:
+        """In a value only what closes it is one."""
+        match self._place:
+            case _Place.OUTSIDE:
+                return self._tags.outside
+            case _Place.NAME:
+                return self._tags.in_name
+            case _Place.KEY:
+                return self._tags.in_key
+            case _Place.VALUE:
+                return self._tags.in_value
+            case _:
+                return self._tags.in_call
+
+    def take_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Part of a name or a value, blanks between them, or free text."""
+        match self._place:
+            case _Place.OUTSIDE:
+                out.append(TextDelta(text))
+            case _Place.NAME | _Place.KEY:
+                self._name += text[: MAX_NAME_CHARACTERS + 1 - len(self._name)]
+            case _Place.VALUE if self._is_boolean():
+                self._word += text[: MAX_NAME_CHARACTERS - len(self._word)]
+            case _Place.VALUE:
+                assert self._call is not None
+                self._call.add_text(text, out)
+            case _:
+                if not text.isspace():
+                    self._fail("text outside of parameters", out)
+
+    def take_foreign(self, out: list[ParseEvent]) -> None:
+        """A control token that is no tag. Outside of calls it is as harmless as text."""
+        if self._place is not _Place.OUTSIDE:
+            self._fail("control token in a call", out)
+
+    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Takes one of the form's words."""
+        tags, place = self._tags, self._place
+        if name not in tags.all:
+            return False
+        if place is _Place.NAME and name == tags.name_end:
+            self._end_name(out)
+        elif place is _Place.VALUE and name == tags.value_end:
+            self._end_value(out)
+        elif place is _Place.KEY and name == tags.key_end:
+            self._end_key()
+        elif place is _Place.OUTSIDE:
+            self._begin(name, out)
+        else:
+            self._end_unfinished(out)
+            self._take_structure(name, out)
+        return True
+
+    def end(self, out: list[ParseEvent]) -> None:
+        """What the end of the message leaves open is a malformed call."""
+        if self._place is not _Place.OUTSIDE:
+            self._end_unfinished(out)
+            self._end_section(f"unclosed {_shown(self._tags.section)}", out)
+
+    def _begin(self, name: str, out: list[ParseEvent]) -> None:
+        """A word of the form outside of any call."""
+        if name == self._tags.section:
+            self._place, self._num_calls = _Place.SECTION, 0
+        else:
+            self._end_section(f"stray {_shown(name)}", out)
+
+    def _take_structure(self, name: str, out: list[ParseEvent]) -> None:
+        """A word of the form in a section or a call, but for what ends a name or a value."""
+        tags, call = self._tags, self._call
+        if name == tags.section:
+            self._end_section(f"unclosed {_shown(name)}", out)
+            self._begin(name, out)
+        elif name == tags.call:
+            if call is not None:
+                self._fail(f"unclosed {printable(call.name) or _shown(name)}", out)
+                self._finish(out)
+            self._place, self._fault, self._name = _Place.NAME, None, ""
+        elif name == tags.section_end:
+            error = "" if self._num_calls else "no call"
+            self._end_section(f"unclosed {printable(call.name)}" if call is not None else error, out)
+        elif name == tags.call_end and call is not None:
+            call.check_complete(self._tools.get(call.name, {}))
+            self._finish(out)
+            self._place = _Place.SECTION
+        elif name == tags.key and call is not None:
+            self._place = _Place.KEY
+            self._name = ""
+        else:
+            self._fail(f"stray {_shown(name)}", out)
+
+    def _end_name(self, out: list[ParseEvent]) -> None:
+        call = self._start(OpenCall(self._name.strip(), error=self._fault), out)
+        self._place = _Place.CALL
+        if call.name not in self._tools:
+            call.fail(f"unknown tool {printable(call.name)}" if call.name else "missing name")
+
+    def _end_key(self) -> None:
+        call, name = self._call, self._name.strip()
+        assert call is not None
+        if call.name in self._tools and name not in self._tools[call.name]:
+            call.fail(f"unknown parameter {printable(name)}")
+        elif name in call.arguments:
+            call.fail(f"repeated {printable(name)}")
+        call.open_body(name, self._tags.padded)
+        self._word = ""
+        self._place = _Place.VALUE
+
+    def _is_boolean(self) -> bool:
+        """Whether the open value is a boolean with a capital."""
+        parameter = self._parameter()
+        return self._tags.form.python_words and parameter is not None and parameter.kind == "boolean"
+
+    def _end_value(self, out: list[ParseEvent]) -> None:
+        call, parameter = self._call, self._parameter()
+        assert call is not None
+        if self._is_boolean():
+            word = self._word.strip()
+            call.add_text(word.lower() if word in ("True", "False") else word, out)
+        call.close_body()
+        self._place = _Place.CALL
+        if parameter is None or parameter.required or parameter.kind == "string":
+            return
+        if call.arguments.get(parameter.name, "").strip() in _NULLS:
+            del call.arguments[parameter.name]
+
+    def _parameter(self) -> Parameter | None:
+        """What the tool says of the parameter whose value is open."""
+        assert self._call is not None
+        return self._tools.get(self._call.name, {}).get(self._call.parameter or "")
+
+    def _end_unfinished(self, out: list[ParseEvent]) -> None:
+        """Ends what another word, or the message's end, cut short: a name or a parameter."""
+        if self._place is _Place.NAME:
+            self._fail(f"unclosed {_shown(self._tags.call)}", out)
+            self._end_name(out)
+        elif self._place in (_Place.KEY, _Place.VALUE):
+            assert self._call is not None
+            self._call.fail(f"unclosed {printable(self._call.parameter or self._name.strip())}")
+            self._call.parameter = None
+            self._place = _Place.CALL
+
+    def _fail(self, message: str, out: list[ParseEvent]) -> None:
+        """Only the first thing wrong with a call is kept; what stands where no call is becomes one."""
+        if self._place is _Place.NAME:
+            self._fault = self._fault or message
+            return
+        call = self._call or self._start(OpenCall(""), out)
+        call.fail(message)
+
+    def _end_section(self, error: str, out: list[ParseEvent]) -> None:
+        if error:
+            self._fail(error, out)
+        if self._call is not None:
+            self._finish(out)
+        self._place = _Place.OUTSIDE
+
+    def _finish(self, out: list[ParseEvent]) -> None:
+        super()._finish(out)
+        self._num_calls += 1
+
+
+def _shown(tag: str) -> str:
+    """A word of the form as errors name it."""
+    return tag.strip('<>=" ').removesuffix(" name")
