@@ -127,8 +127,7 @@ def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tupl
                 fix="put the chat_template.jinja of the model beside its tokenizer.json; or "
                 'agent.template = "plain", which the model learns by fine-tuning',
             )
-        derived = derive_template(tokenizer, in_any_form)
-        return derived.template, tokenizer.with_chat_template(derived.exported), derived.grammar
+        return derive_template(tokenizer, in_any_form)
     if name == "plain":
         template = _plain(tokenizer)
         return template, tokenizer.with_chat_template(write_chat_template(template)), "hermes"

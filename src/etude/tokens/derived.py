@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
-from etude.tokens.grammar import Grammar, HermesGrammar, Parameter, ToolSchema
+from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
 from etude.tokens.grammar.channels import CHANNEL, THINK_OPEN
 from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.pieces import Control, Piece, join_text, spell
@@ -42,6 +42,7 @@ _TOOLS = (
     ),
     ToolSchema("end", "Ends it."),
 )
+_BARE = Template("derived", (), (), (), (), (), (), Control(""))
 _ID = "call0000"
 """Calls have one digit more, and so nine characters, as Mistral's templates demand."""
 _ARGUMENTS = {"key": "a ß", "most": 3, "deep": True, "rows": [1, 2]}
@@ -55,25 +56,16 @@ _TEXTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """What a chat template comes to."""
-
-    template: Template
-    exported: str
-    """A Jinja template that renders tools, calls and results as our sessions have them: the model's own where
-    it does so, else one that is written for this frame."""
-    grammar: str
-    """Of the calls that it writes: `hermes`, or one of those whose tools it announces in its own words."""
-
-
-def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> Derived:
+def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> tuple[Template, Tokenizer, str]:
     """The frame of a tokenizer's chat template, which may write calls `in_any_form` or else as Hermes does.
+
+    With the tokenizer, whose chat template then renders tools, calls and results as our sessions have them:
+    the model's own where it does so, else one that is written for this frame. And the grammar of the calls
+    that it writes: `hermes`, or one of those whose tools it announces in its own words.
 
     Raises ConfigError for one that no frame describes, or whose control tokens the tokenizer lacks.
     """
-    source = tokenizer.chat_template
-    jinja = ChatTemplate(source, tokenizer.template_variables, read=tokenizer.swallow_blanks)
+    jinja = ChatTemplate(tokenizer.chat_template, tokenizer.template_variables, read=tokenizer.swallow_blanks)
     reader = _Reader(jinja, tokenizer)
     template = reader.frame()
     with_results = reader.results(template)
@@ -84,19 +76,20 @@ def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> Derived:
         result_close=("\n</tool_response>",),
         result_between=("\n<tool_response>\n",),
     )
+    written = ChatTemplate(write_chat_template(template), {})
     for messages in _probes():
         # Some put the system's words into the user's last message: here they stay in the first.
         if not (template.joins_system and messages[0]["role"] == "system" and len(messages) > 2):
-            _check_alike(jinja, template, messages)
+            _check_alike(jinja, written, messages)
     known = (one for one in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(one) == _layout(template))
     template = next(known, template)
     if with_results is not None and not jinja.names_a_day:
         others = TOLD_GRAMMARS.values() if in_any_form else ()
         for grammar in (HermesGrammar(_TOOLS), *(make(_TOOLS) for make in others)):
             renderer = Renderer(tokenizer, grammar, template)
-            if _writes_calls(jinja, template, grammar) and _tells_tools(jinja, renderer, reader.pieces):
-                return Derived(template, source, grammar.name)
-    return Derived(template, write_chat_template(template), "hermes")
+            if _writes_calls(jinja, written, renderer) and _tells_tools(jinja, renderer, reader.pieces):
+                return template, tokenizer, grammar.name
+    return template, tokenizer.with_chat_template(write_chat_template(template)), "hermes"
 
 
 class _Reader:
@@ -185,14 +178,11 @@ class _Reader:
             begin = () if has_default else self.pieces(before)
             system = system[len(begin) :]
         default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
-        return Template(
-            "derived",
-            system,
-            user_pieces,
-            answer_pieces,
-            tool=(),
-            result_open=(),
-            result_close=(),
+        return replace(
+            _BARE,
+            system=system,
+            user=user_pieces,
+            assistant=answer_pieces,
             end=end,
             after_end=after_end,
             begin=begin,
@@ -202,14 +192,10 @@ class _Reader:
     def _unended(self, opened: str, user: str, answer: str, ended: str) -> Template:
         """The frame where answers end with a token, and other messages where the next one begins."""
         (end, *_) = self._ended(ended)
-        return Template(
-            "derived",
-            system=(),
+        return replace(
+            _BARE,
             user=self._ended(user),
             assistant=self._ended(answer),
-            tool=(),
-            result_open=(),
-            result_close=(),
             end=end,
             begin=self.pieces(opened),
             only_answers_end=True,
@@ -311,33 +297,15 @@ def _probes() -> Iterator[list[Message]]:
                 yield [*system, _said("user", text), *turns]
 
 
-def _check_alike(jinja: ChatTemplate, template: Template, messages: Sequence[Message]) -> None:
+def _check_alike(jinja: ChatTemplate, written: ChatTemplate, messages: Sequence[Message]) -> None:
     """Raises ConfigError where the template renders a conversation otherwise than the frame does."""
-    rendered, framed = jinja.render(messages), _framed(template, messages)
+    rendered, framed = jinja.render(messages), written.render(messages)
     if rendered == framed:
         return
     place = next((n for n, (a, b) in enumerate(zip(rendered, framed, strict=False)) if a != b), len(framed))
     raise _unstable(
         f"{rendered[place - 20 : place + 40]!r} stands where {framed[place - 20 : place + 40]!r} is expected"
     )
-
-
-def _framed(template: Template, messages: Sequence[Message]) -> str:
-    """The conversation in this frame."""
-    end = spell((template.shown_end or template.end, *template.after_end))
-    closed = spell((*template.closing, *template.after_end))
-    answer = (*template.assistant, *template.shown)
-    frames = {"user": template.user, "assistant": answer, "system": template.system}
-    if messages[0]["role"] != "system" and template.default_system is not None:
-        messages = [_said("system", template.default_system), *messages]
-    closes = {"user": closed, "assistant": end}
-    closes["system"] = spell(template.system_close) + closed * (not template.joins_system)
-    if template.joins_system and messages[0]["role"] == "system":
-        words, first, *messages = messages
-        joined = words["content"] + closes["system"] + first["content"]
-        messages = [_said("user", joined), *messages]
-    texts = [spell(frames[one["role"]]) + one["content"] + closes[one["role"]] for one in messages]
-    return "".join([spell(template.begin), *texts, spell(template.prompt)])
 
 
 def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], tuple[Piece, ...]]) -> bool:
@@ -363,8 +331,9 @@ def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str],
     return True
 
 
-def _writes_calls(jinja: ChatTemplate, template: Template, grammar: Grammar) -> bool:
+def _writes_calls(jinja: ChatTemplate, frame: ChatTemplate, renderer: Renderer) -> bool:
     """Whether the template shows calls, with and without words before them, as the grammar writes them."""
+    template, grammar = renderer.template, renderer.grammar
     for words, count in itertools.product(("", _ANSWER), (1, 2)):
         asked = [_said("user", _USER)]
         answer = {**_said("assistant", words), "tool_calls": _calls(count)}
@@ -376,7 +345,7 @@ def _writes_calls(jinja: ChatTemplate, template: Template, grammar: Grammar) -> 
             rendered = jinja.render([*asked, answer, *_results([_FIRST] * count)])
         except ConfigError:
             return False
-        before = _framed(template, asked).removesuffix(spell(template.thinking)) + spell(begun)
+        before = frame.render(asked).removesuffix(spell(template.thinking)) + spell(begun)
         written = words + spell(grammar.render_calls([_CALL] * count, bool(words)))
         if not rendered.startswith(before + written + (template.shown_end or template.end).name):
             return False

@@ -59,11 +59,6 @@ class Renderer:
         self._is_told_by_template = grammar.announce(()) is None
 
     @property
-    def control_tokens(self) -> list[str]:
-        """What a new tokenizer must hold: the template's control tokens, then the grammar's."""
-        return [*self.template.control_tokens, *self.grammar.control_tokens()]
-
-    @property
     def template_digest(self) -> str:
         """BLAKE3 hex digest of template, grammar and mode, and of the chat template where that announces the
         tools: equal digests render equal tokens."""

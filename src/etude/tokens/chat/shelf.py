@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from blake3 import blake3
 
 from etude.errors import ConfigError
 from etude.tokens.chat.errors import BadRequestError
-from etude.tokens.chat.messages import Opening, canonical
+from etude.tokens.chat.messages import Opening
 from etude.tokens.grammar import Grammar, Parameter, ToolSchema
 from etude.tokens.renderer import Renderer, announcing_template
 from etude.tokens.template import Template
@@ -31,7 +31,7 @@ class RendererShelf:
         self.tokenizer = tokenizer
         self._make_grammar = make_grammar
         self._template = template
-        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
+        self._renderer = lru_cache(_MAX_RENDERERS)(self._make_renderer)
 
     @property
     def digest(self) -> str:
@@ -46,21 +46,15 @@ class RendererShelf:
 
         Raises BadRequestError for tools that the grammar refuses.
         """
-        key = canonical([tool.raw for tool in opening.tools])
-        renderer = self._renderers.get(key)
-        if renderer is None:
-            try:
-                tools = self._callable(opening.tools)
-                renderer = Renderer(self.tokenizer, self._make_grammar(tools), self._template)
-            except ConfigError as error:
-                raise BadRequestError(
-                    error.message, field="tools", received=error.received, fix=error.fix
-                ) from error
-            if len(self._renderers) >= _MAX_RENDERERS:
-                self._renderers.popitem(last=False)
-            self._renderers[key] = renderer
-        self._renderers.move_to_end(key)
-        return renderer
+        try:
+            return self._renderer(opening.tools)
+        except ConfigError as error:
+            raise BadRequestError(
+                error.message, field="tools", received=error.received, fix=error.fix
+            ) from error
+
+    def _make_renderer(self, tools: tuple[ToolSchema, ...]) -> Renderer:
+        return Renderer(self.tokenizer, self._make_grammar(self._callable(tools)), self._template)
 
     def _callable(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
         """The tools of which the tokenizer has the tags, if it has a tag of any, each with the parameters of

@@ -81,8 +81,8 @@ TOLD_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
 class _Place(Enum):
     OUTSIDE = auto()
     SECTION = auto()
+    """Between two calls, or in one between its parts."""
     NAME = auto()
-    CALL = auto()
     KEY = auto()
     VALUE = auto()
 
@@ -102,11 +102,13 @@ class FormTags:
         every = (self.section, self.section_end, self.call, self.call_end, self.key, self.value_end)
         self.all = frozenset([*every, self.name_end, self.key_end])
         spelled = [word for word in every if mode.text_mode or word not in form.tags]
-        self.outside = mode.outside(form.tags)
-        self.in_call = TagSet(spelled)
-        self.in_name = TagSet(spelled, other=self.name_end)
-        self.in_key = TagSet(spelled, other=self.key_end)
-        self.in_value = TagSet([self.value_end])
+        self.spelled = {
+            _Place.OUTSIDE: mode.outside(form.tags),
+            _Place.SECTION: TagSet(spelled),
+            _Place.NAME: TagSet(spelled, other=self.name_end),
+            _Place.KEY: TagSet(spelled, other=self.key_end),
+            _Place.VALUE: TagSet([self.value_end]),
+        }
 
 
 class NativeReader(CallReader):
@@ -118,8 +120,6 @@ class NativeReader(CallReader):
         self._place = _Place.OUTSIDE
         self._name = ""
         """Of the call or the parameter, as far as it has come, and one character more than it may have."""
-        self._fault: str | None = None
-        """The first thing wrong with a call whose name has not ended."""
         self._num_calls = 0
         """In the open section."""
         self._word = ""
@@ -132,17 +132,7 @@ class NativeReader(CallReader):
 
     def tags(self) -> TagSet | None:
         """In a value only what closes it is one."""
-        match self._place:
-            case _Place.OUTSIDE:
-                return self._tags.outside
-            case _Place.NAME:
-                return self._tags.in_name
-            case _Place.KEY:
-                return self._tags.in_key
-            case _Place.VALUE:
-                return self._tags.in_value
-            case _:
-                return self._tags.in_call
+        return self._tags.spelled[self._place]
 
     def take_text(self, text: str, out: list[ParseEvent]) -> None:
         """Part of a name or a value, blanks between them, or free text."""
@@ -206,7 +196,7 @@ class NativeReader(CallReader):
             if call is not None:
                 self._fail(f"unclosed {printable(call.name) or _shown(name)}", out)
                 self._finish(out)
-            self._place, self._fault, self._name = _Place.NAME, None, ""
+            self._place, self._name, self._call = _Place.NAME, "", OpenCall("")
         elif name == tags.section_end:
             error = "" if self._num_calls else "no call"
             self._end_section(f"unclosed {printable(call.name)}" if call is not None else error, out)
@@ -221,8 +211,10 @@ class NativeReader(CallReader):
             self._fail(f"stray {_shown(name)}", out)
 
     def _end_name(self, out: list[ParseEvent]) -> None:
-        call = self._start(OpenCall(self._name.strip(), error=self._fault), out)
-        self._place = _Place.CALL
+        assert self._call is not None
+        self._call.name = self._name.strip()
+        call = self._start(self._call, out)
+        self._place = _Place.SECTION
         if call.name not in self._tools:
             call.fail(f"unknown tool {printable(call.name)}" if call.name else "missing name")
 
@@ -249,7 +241,7 @@ class NativeReader(CallReader):
             word = self._word.strip()
             call.add_text(word.lower() if word in ("True", "False") else word, out)
         call.close_body()
-        self._place = _Place.CALL
+        self._place = _Place.SECTION
         if parameter is None or parameter.required or parameter.kind == "string":
             return
         if call.arguments.get(parameter.name, "").strip() in _NULLS:
@@ -269,13 +261,10 @@ class NativeReader(CallReader):
             assert self._call is not None
             self._call.fail(f"unclosed {printable(self._call.parameter or self._name.strip())}")
             self._call.parameter = None
-            self._place = _Place.CALL
+            self._place = _Place.SECTION
 
     def _fail(self, message: str, out: list[ParseEvent]) -> None:
         """Only the first thing wrong with a call is kept; what stands where no call is becomes one."""
-        if self._place is _Place.NAME:
-            self._fault = self._fault or message
-            return
         call = self._call or self._start(OpenCall(""), out)
         call.fail(message)
 
