@@ -32,7 +32,7 @@ from etude.records import PolicyVersion, SampleChunk, ToolCall, ToolResult, Traj
 from etude.tokens import Renderer, Tokenizer, spell, train_tokenizer
 from etude.tokens.chat.histories import ChatFrames
 from etude.tokens.chat.messages import Opening
-from etude.tokens.chat.openai_messages import read_messages
+from etude.tokens.chat.openai_chat import read_messages
 from etude.tokens.chat_format import ChatFormat, choose_format
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.grammar import Parameter, ToolSchema

@@ -43,8 +43,7 @@ from etude.observe import commit, describe_machine, versions
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import QWEN3_TEMPLATE, Tokenizer, train_tokenizer
 from etude.tokens.chat.messages import Opening
-from etude.tokens.chat.openai_chat import read_chat
-from etude.tokens.chat.openai_messages import read_tools
+from etude.tokens.chat.openai_chat import read_chat, read_tools
 from etude.tokens.grammar import HermesGrammar
 
 TOKEN = "benchmark"

@@ -51,7 +51,7 @@ from etude.tokens import (
 )
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Opening
-from etude.tokens.chat.openai_messages import read_messages, read_tools
+from etude.tokens.chat.openai_chat import read_messages, read_tools
 from etude.tokens.chat_format import choose_format
 from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template

@@ -29,7 +29,7 @@ from etude.records import ToolCall
 from etude.tokens import Control, MessageStream, Tokenizer
 from etude.tokens.chat.histories import ChatFrames
 from etude.tokens.chat.messages import Opening
-from etude.tokens.chat.openai_messages import read_messages
+from etude.tokens.chat.openai_chat import read_messages
 from etude.tokens.chat_format import choose_format
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.grammar import collect

@@ -24,7 +24,7 @@ from etude.store.trajectories import find_log
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Opening
-from etude.tokens.chat.openai_messages import read_messages, read_tools
+from etude.tokens.chat.openai_chat import read_messages, read_tools
 from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document

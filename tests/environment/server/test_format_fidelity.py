@@ -41,7 +41,7 @@ from etude.records import SamplingParams, Segment, Status, ToolCall, TrajectoryI
 from etude.tokens import Tokenizer
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening, UserWords
-from etude.tokens.chat.openai_messages import read_tools
+from etude.tokens.chat.openai_chat import read_tools
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, READ, TASK, TEST
 from tests.environment.server.serving import new_host, remote

@@ -21,7 +21,7 @@ from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening
-from etude.tokens.chat.openai_messages import read_tools
+from etude.tokens.chat.openai_chat import read_tools
 from etude.tokens.chat.reader import (
     AnswerReader,
     CallHead,
@@ -29,10 +29,9 @@ from etude.tokens.chat.reader import (
     Part,
     Reader,
     ReadingRules,
-    TextPart,
     TextReader,
 )
-from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
+from etude.tokens.grammar import HermesGrammar, Parameter, TextDelta, ToolSchema
 from tests.environment.recording.recording_builders import READ, qwen_tokenizer
 from tests.inference.server.serving import xml_model
 
@@ -123,7 +122,7 @@ def test_no_tokens_break_a_reader_and_no_cut_changes_what_is_served(
     whole = read(new_reader(renderer, stops=("ab",)), [tokens])
     pieces = read(new_reader(renderer, stops=("ab",)), cut(tokens, sizes))
     assert told_calls(whole) == told_calls(pieces)
-    texts = ["".join(p.text for p in parts if isinstance(p, TextPart)) for parts in (whole, pieces)]
+    texts = ["".join(p.text for p in parts if isinstance(p, TextDelta)) for parts in (whole, pieces)]
     assert texts[0] == texts[1] and "ab" not in texts[0]
 
 
@@ -137,7 +136,7 @@ def test_a_completion_ends_before_its_first_stop_string(
 ) -> None:
     tokens = qwen_tokenizer().encode(text)
     reader = TextReader(qwen_tokenizer(), stops)
-    shown = "".join(part.text for part in read(reader, cut(tokens, sizes)) if isinstance(part, TextPart))
+    shown = "".join(part.text for part in read(reader, cut(tokens, sizes)) if isinstance(part, TextDelta))
     ends = [text.find(stop) for stop in stops if stop in text]
     # Where two stop strings are complete with the same token, the one that begins first counts.
     whole = next((n for n in range(len(text) + 1) if any(stop in text[:n] for stop in stops)), None)
@@ -156,7 +155,7 @@ def test_tags_of_tools_that_are_not_offered_are_text() -> None:
     for rules in (ReadingRules(), ReadingRules(calls=False), ReadingRules(whole_calls=True)):
         reader = AnswerReader(model.shelf.find(Opening()), rules)
         parts = [*reader.feed(tokens)[0], *reader.finish()]
-        text = "".join(part.text for part in parts if isinstance(part, TextPart))
+        text = "".join(part.text for part in parts if isinstance(part, TextDelta))
         assert text == "I read. <read_file><path>a.py</path></read_file>"
         assert reader.answer.calls == ()
 

@@ -15,7 +15,7 @@ from etude.inference.server.chat import ServedAnswer, ServedModel, room_for
 from etude.tokens.chat.answers import AnswerWriter, Choice, Document, Ended
 from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import integer, stop_strings, wrong
-from etude.tokens.chat.reader import Part, ReadingRules, TextPart, TextReader
+from etude.tokens.chat.reader import Part, ReadingRules, TextReader
 from etude.tokens.chat.requests import (
     MAX_SAMPLES,
     MAX_TOP_LOGPROBS,
@@ -26,6 +26,7 @@ from etude.tokens.chat.requests import (
     read_sampling,
     read_stream,
 )
+from etude.tokens.grammar import TextDelta
 from etude.tokens.tokenizer import Tokenizer
 
 _FIELDS = SHARED_FIELDS | {"prompt", "max_tokens", "logprobs", "raw_logprobs"}
@@ -133,10 +134,10 @@ class CompletionWriter(AnswerWriter):
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
         logprobs = _legacy(rows, choice.num_characters) if rows else None
         choice.num_characters += sum(len(row["token"]) for row in rows)
-        return [self._document([_row(choice, part.text if isinstance(part, TextPart) else "", logprobs)])]
+        return [self._document([_row(choice, part.text if isinstance(part, TextDelta) else "", logprobs)])]
 
     def _write_rows(self, choice: Choice, rows: list[Document]) -> list[Document]:
-        return self._write(choice, TextPart(""), False, rows)
+        return self._write(choice, TextDelta(""), False, rows)
 
     def _finish(self, choice: Choice, ended: Ended) -> list[Document]:
         return [self._document([_row(choice, "", None)])]

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from etude.records import SampleChunk
-from etude.tokens.chat.reader import CallHead, CallMore, Part, ReasoningPart, TextPart
+from etude.tokens.chat.reader import CallHead, CallMore, Part
 from etude.tokens.chat.requests import ChatRequest
+from etude.tokens.grammar import ReasoningDelta, TextDelta
 from etude.tokens.tokenizer import Tokenizer
 
 Ending = Literal["stop", "length", "calls", "abort"]
@@ -102,7 +103,7 @@ class Block:
     name: str = ""
 
 
-_KINDS: dict[type[Part], BlockKind] = {TextPart: "text", ReasoningPart: "reasoning", CallMore: "call"}
+_KINDS: dict[type[Part], BlockKind] = {TextDelta: "text", ReasoningDelta: "reasoning", CallMore: "call"}
 
 
 @dataclass(slots=True, eq=False)

@@ -7,15 +7,15 @@ when they have ended: the official client runs what it can read of half a call.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.serving.errors import ErrorAnswer
 from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, ended_choice
-from etude.tokens.chat.client_tools import ClientTool, client_tool, tool_entries
+from etude.tokens.chat.client_tools import ClientTool, client_tool, read_entries
 from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import integer, objects, stop_strings, text, unsupported, words, wrong
-from etude.tokens.chat.messages import Answer, Call, Message, Opening, UserWords, ordered_results
+from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
 from etude.tokens.chat.reader import Part, ReadingRules
 from etude.tokens.chat.requests import (
     DRAWING_FIELDS,
@@ -44,7 +44,7 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     """Reads a request. `agent`: the name that the client gave its agent. Raises BadRequestError."""
     check_fields(body, _FIELDS, {**_NEUTRAL, **(_NEUTRAL_STRICT if strict else {})}, strict)
     check_options(body, "output_config", ("format",), strict)
-    tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
+    tools = read_entries(body.get("tools"), _tool)
     max_tokens = integer(body, "max_tokens", 1)
     if max_tokens is None:
         raise wrong("max_tokens", None, "a whole number from 1 on")
@@ -70,49 +70,44 @@ def _calls_wanted(choice: object, tools: bool) -> tuple[bool, bool]:
     return calls_wanted(choice.get("type") or "", tools), choice.get("disable_parallel_tool_use") is True
 
 
-def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
+def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
     if entry.get("type") not in _TOOL_TYPES:
-        raise unsupported(f"tools[{place}].type", entry.get("type"), "tools of the server's are not here")
-    schema, field_name = entry.get("input_schema"), f"tools[{place}]"
-    return client_tool(entry.get("name"), entry.get("description"), schema, field_name)
+        raise unsupported(f"{field}.type", entry.get("type"), "tools of the server's are not here")
+    return client_tool(entry.get("name"), entry.get("description"), entry.get("input_schema"), field)
 
 
 def _messages(entries: Sequence[Mapping[str, Any]]) -> list[Message]:
-    messages: list[Message] = []
-    calls: tuple[Call, ...] = ()
+    talk = Conversation()
     for place, entry in enumerate(entries):
         role, where = entry.get("role"), f"messages[{place}].content"
         if role == "user":
-            messages += _user(entry.get("content"), where, calls)
+            _add_user(talk, entry.get("content"), where)
         elif role == "assistant":
-            answer = _answer(entry.get("content"), where)
-            calls = answer.calls
-            messages.append(answer)
+            talk.add_answer(_answer(entry.get("content"), where))
         else:
             raise wrong(f"messages[{place}].role", role, "user or assistant")
-    return messages
+    return talk.messages()
 
 
-def _user(content: object, where: str, calls: Sequence[Call]) -> Iterator[Message]:
+def _add_user(talk: Conversation, content: object, where: str) -> None:
     """The results of calls, then words: so they are shown to the model."""
     if isinstance(content, str):
-        yield UserWords(content)
+        talk.add_words(content, by_user=True)
         return
-    results: list[tuple[str, str]] = []
     said: list[str] = []
-    for place, block in enumerate(objects(content, where)):
+    blocks = objects(content, where)
+    for place, block in enumerate(blocks):
         kind, here = block.get("type"), f"{where}[{place}]"
         if kind == "tool_result":
             output = words(block.get("content") or "", f"{here}.content", "\n")
-            results.append((text(block.get("tool_use_id"), f"{here}.tool_use_id"), output))
+            talk.add_result(text(block.get("tool_use_id"), f"{here}.tool_use_id"), output)
         elif kind == "text":
             said.append(text(block.get("text"), f"{here}.text"))
         else:
             raise unsupported(f"{here}.type", kind, "only text and tool results can be sent to this model")
-    if results:
-        yield ordered_results(results, calls)
-    if said or not results:
-        yield UserWords(_USER_JOINT.join(said))
+    talk.end_results()
+    if said or not blocks:
+        talk.add_words(_USER_JOINT.join(said), by_user=True)
 
 
 def _answer(content: object, where: str) -> Answer:

@@ -6,7 +6,7 @@ type counts, of any other union the first type that we know, and what has no typ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -33,12 +33,14 @@ class ClientTool(ToolSchema):
         return dict(self.raw)
 
 
-def tool_entries(value: object) -> list[dict[str, Any]]:
-    """The tools of a request, as they came. Raises BadRequestError."""
+def read_entries(
+    value: object, read_tool: Callable[[Mapping[str, Any], str], ClientTool]
+) -> tuple[ClientTool, ...]:
+    """The tools of a request; `read_tool` takes an entry and its field. Raises BadRequestError."""
     entries = objects(value or [], "tools")
     if len(entries) > MAX_TOOLS:
         raise wrong("tools", len(entries), f"at most {MAX_TOOLS} tools")
-    return entries
+    return tuple(read_tool(entry, f"tools[{place}]") for place, entry in enumerate(entries))
 
 
 def client_tool(name: object, description: object, schema: object, field_name: str) -> ClientTool:

@@ -137,9 +137,54 @@ def _plain_numbers(value: Any) -> Any:
     return value
 
 
-def ordered_results(rows: Sequence[tuple[str, str]], before: Sequence[Call]) -> Results:
-    """The results (call id, output) in the order of the calls that they answer; else as they came."""
-    places = {call.id: place for place, call in enumerate(before)}
-    if len(places) == len(before) and all(call_id in places for call_id, _ in rows):
-        rows = sorted(rows, key=lambda row: places[row[0]])
-    return Results(tuple(output for _, output in rows))
+class Conversation:
+    """A conversation while it is read, entry by entry.
+
+    Words of the system's before all else are the opening's. The results that follow an answer are one
+    message, in the order of the calls that they answer, or else as they came.
+    """
+
+    def __init__(self) -> None:
+        self.system: list[str] = []
+        self._messages: list[Message] = []
+        self._calls: tuple[Call, ...] = ()
+        """Of the last answer."""
+        self._results: list[tuple[str, str]] = []
+        """Call ids and outputs, while more may come."""
+
+    def add_words(self, text: str, by_user: bool) -> None:
+        """What the user says, or else the system."""
+        self.end_results()
+        if by_user or self._messages:
+            self._messages.append(UserWords(text) if by_user else SystemWords(text))
+        else:
+            self.system.append(text)
+
+    def add_answer(self, answer: Answer, goes_on: bool = False) -> None:
+        """`goes_on`: it is more of the last answer, if nothing has come since."""
+        self.end_results()
+        last = self._messages[-1] if goes_on and self._messages else None
+        if isinstance(last, Answer):
+            self._messages.pop()
+            calls, reasoning = last.calls + answer.calls, last.reasoning + answer.reasoning
+            answer = Answer(last.text + answer.text, calls, reasoning)
+        self._calls = answer.calls
+        self._messages.append(answer)
+
+    def add_result(self, call_id: str, output: str) -> None:
+        """The result of a call."""
+        self._results.append((call_id, output))
+
+    def end_results(self) -> None:
+        """What follows is no more of these results."""
+        rows, self._results = self._results, []
+        places = {call.id: place for place, call in enumerate(self._calls)}
+        if len(places) == len(self._calls) and all(call_id in places for call_id, _ in rows):
+            rows.sort(key=lambda row: places[row[0]])
+        if rows:
+            self._messages.append(Results(tuple(output for _, output in rows)))
+
+    def messages(self) -> list[Message]:
+        """All of them, the opening left out."""
+        self.end_results()
+        return self._messages

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etude.serving.json_bodies import is_too_deep
 from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, Event, ended_choice
-from etude.tokens.chat.fields import flag, integer, objects, stop_strings, unsupported, wrong
-from etude.tokens.chat.messages import Message, Opening
-from etude.tokens.chat.openai_messages import read_messages, read_tools
-from etude.tokens.chat.reader import CallHead, CallMore, Part, ReadingRules, ReasoningPart
+from etude.tokens.chat.client_tools import ClientTool, client_tool, read_entries
+from etude.tokens.chat.fields import flag, integer, objects, stop_strings, text, unsupported, words, wrong
+from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
+from etude.tokens.chat.reader import CallHead, CallMore, Part, ReadingRules
 from etude.tokens.chat.requests import (
     MAX_TOP_LOGPROBS,
     SHARED_FIELDS,
@@ -20,6 +22,7 @@ from etude.tokens.chat.requests import (
     read_sampling,
     read_stream,
 )
+from etude.tokens.grammar import ReasoningDelta
 
 _FIELDS = SHARED_FIELDS | {
     "messages",
@@ -72,6 +75,71 @@ def read_conversation(body: Mapping[str, Any], agent: str = "") -> tuple[tuple[M
         received = "system messages alone" if listed else "none"
         raise wrong("messages", received, "a list with at least one user message")
     return (Opening(system, tools, agent), *messages), bool(tools)
+
+
+def read_tools(value: object) -> tuple[ClientTool, ...]:
+    """The tools that a request brings. Raises BadRequestError."""
+    return read_entries(value, _tool)
+
+
+def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
+    function = entry.get("function")
+    if entry.get("type", "function") != "function" or not isinstance(function, dict):
+        raise wrong(field, entry.get("type"), 'of type "function"')
+    name, description, schema = (function.get(one) for one in ("name", "description", "parameters"))
+    return client_tool(name, description, schema, f"{field}.function")
+
+
+def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Message]]:
+    """The system's words at the start, and what follows. Raises BadRequestError."""
+    talk = Conversation()
+    for place, entry in enumerate(entries):
+        role, field = entry.get("role"), f"messages[{place}]"
+        if role == "assistant":
+            talk.add_answer(_answer(entry, field))
+        elif role not in ("system", "developer", "user", "tool"):
+            raise wrong(f"{field}.role", role, "system, developer, user, assistant or tool")
+        else:
+            said = _content(entry.get("content"), f"{field}.content")
+            if role == "tool":
+                talk.add_result(text(entry.get("tool_call_id"), f"{field}.tool_call_id"), said)
+            else:
+                talk.add_words(said, role == "user")
+    return "\n\n".join(talk.system), talk.messages()
+
+
+def _content(content: object, field: str, joint: str = "\n") -> str:
+    return words(content, field, joint, ("text", "refusal"))
+
+
+def _answer(entry: Mapping[str, Any], field: str) -> Answer:
+    content = entry.get("content")
+    said = "" if content is None else _content(content, f"{field}.content", "")
+    calls: list[Call] = []
+    for place, call in enumerate(objects(entry.get("tool_calls") or [], f"{field}.tool_calls")):
+        where = f"{field}.tool_calls[{place}].function"
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise wrong(where, function, "an object")
+        arguments = function.get("arguments")
+        name = text(function.get("name"), f"{where}.name")
+        calls.append(Call(str(call.get("id") or ""), name, read_arguments(arguments)))
+    reasoning = entry.get("reasoning_content") or entry.get("reasoning") or ""
+    return Answer(said, tuple(calls), reasoning if isinstance(reasoning, str) else "")
+
+
+def read_arguments(value: object) -> Any:
+    """Arguments come as JSON text; some clients send the object itself, or nothing for no arguments."""
+    if not isinstance(value, str):
+        return {} if value is None else value
+    try:
+        parsed = json.loads(value) if value.strip() else {}
+    except (ValueError, RecursionError):
+        return value
+    return value if is_too_deep(parsed) else parsed
+
+
+# ---- answers ------------------------------------------------------------------------------------
 
 
 class ChatWriter(AnswerWriter):
@@ -133,7 +201,7 @@ def _delta(part: Part, place: int) -> Document:
         return {"tool_calls": [{"index": place, **_call(Block("call", "", part.id, part.name))}]}
     if isinstance(part, CallMore):
         return {"tool_calls": [{"index": place, "function": {"arguments": part.text}}]}
-    return {"reasoning_content" if isinstance(part, ReasoningPart) else "content": part.text}
+    return {"reasoning_content" if isinstance(part, ReasoningDelta) else "content": part.text}
 
 
 def _call(block: Block) -> Document:

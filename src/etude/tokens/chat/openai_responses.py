@@ -7,14 +7,13 @@ what the user says and the results of tools are one answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended
-from etude.tokens.chat.client_tools import ClientTool, client_tool, tool_entries
+from etude.tokens.chat.client_tools import ClientTool, client_tool, read_entries
 from etude.tokens.chat.fields import flag, integer, objects, text, unsupported, words, wrong
-from etude.tokens.chat.messages import Answer, Call, Message, Opening, SystemWords, UserWords, ordered_results
-from etude.tokens.chat.openai_messages import read_arguments
+from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
+from etude.tokens.chat.openai_chat import read_arguments
 from etude.tokens.chat.reader import Part, ReadingRules
 from etude.tokens.chat.requests import (
     DRAWING_FIELDS,
@@ -57,7 +56,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     check_fields(body, _FIELDS, _NEUTRAL, strict)
     check_options(body, "text", ("format",), strict)
     check_options(body, "reasoning", (), strict)
-    tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
+    tools = read_entries(body.get("tools"), _tool)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     system, messages = _read_items(items)
@@ -78,8 +77,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     )
 
 
-def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
-    field = f"tools[{place}]"
+def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
     if entry.get("type") != "function":
         raise unsupported(f"{field}.type", entry.get("type"), "only function tools are supported here")
     return client_tool(entry.get("name"), entry.get("description"), entry.get("parameters"), field)
@@ -87,50 +85,32 @@ def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
 
 def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Message]]:
     """The system's words at the start, and the messages that follow."""
-    system: list[str] = []
-    messages: list[Message] = []
-    results: list[tuple[str, str]] = []
+    talk = Conversation()
     for place, item in enumerate(items):
         kind, role, field = item.get("type", "message"), item.get("role"), f"input[{place}]"
-        if results and kind != "function_call_output":
-            messages.append(ordered_results(results, _last_calls(messages)))
-            results = []
         if kind == "function_call_output":
             output = words(item.get("output"), f"{field}.output", "\n", _WORDS)
-            results.append((text(item.get("call_id"), f"{field}.call_id"), output))
+            talk.add_result(text(item.get("call_id"), f"{field}.call_id"), output)
         elif kind in ("function_call", "reasoning") or (kind == "message" and role == "assistant"):
-            _add_to_answer(messages, item, kind, field)
+            talk.add_answer(_part_of_answer(item, kind, field), goes_on=True)
         elif kind != "message":
             raise unsupported(f"{field}.type", kind, "no such item can be sent to this model")
         elif role not in ("user", "system", "developer"):
             raise wrong(f"{field}.role", role, "user, assistant, system or developer")
         else:
             said = words(item.get("content"), f"{field}.content", "\n", _WORDS)
-            if role != "user" and not messages:
-                system.append(said)
-            else:
-                messages.append(UserWords(said) if role == "user" else SystemWords(said))
-    if results:
-        messages.append(ordered_results(results, _last_calls(messages)))
-    return system, messages
+            talk.add_words(said, role == "user")
+    return talk.system, talk.messages()
 
 
-def _last_calls(messages: Sequence[Message]) -> tuple[Call, ...]:
-    return messages[-1].calls if messages and isinstance(messages[-1], Answer) else ()
-
-
-def _add_to_answer(messages: list[Message], item: Mapping[str, Any], kind: str, field: str) -> None:
-    last = messages.pop() if messages and isinstance(messages[-1], Answer) else Answer()
-    assert isinstance(last, Answer)
+def _part_of_answer(item: Mapping[str, Any], kind: str, field: str) -> Answer:
     if kind == "function_call":
         name, call_id = text(item.get("name"), f"{field}.name"), str(item.get("call_id") or "")
-        last = replace(last, calls=(*last.calls, Call(call_id, name, read_arguments(item.get("arguments")))))
-    elif kind == "reasoning":
+        return Answer(calls=(Call(call_id, name, read_arguments(item.get("arguments"))),))
+    if kind == "reasoning":
         said = item.get("content") or item.get("summary") or []
-        last = replace(last, reasoning=last.reasoning + words(said, f"{field}.content", "", _WORDS))
-    else:
-        last = replace(last, text=last.text + words(item.get("content"), f"{field}.content", "", _WORDS))
-    messages.append(last)
+        return Answer(reasoning=words(said, f"{field}.content", "", _WORDS))
+    return Answer(words(item.get("content"), f"{field}.content", "", _WORDS))
 
 
 # ---- answers ------------------------------------------------------------------------------------

@@ -45,20 +45,6 @@ from etude.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
-    """More text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningPart:
-    """More reasoning."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class CallHead:
     """A call begins."""
 
@@ -73,7 +59,7 @@ class CallMore:
     text: str
 
 
-Part = TextPart | ReasoningPart | CallHead | CallMore
+Part = TextDelta | ReasoningDelta | CallHead | CallMore
 _TAG = re.compile(r"</?[a-z][a-z0-9_]*>")
 
 
@@ -178,7 +164,7 @@ class TextReader(Reader):
 
     def _serve_text(self, text: str) -> None:
         if text:
-            self._out.append(TextPart(text))
+            self._out.append(TextDelta(text))
 
 
 class AnswerReader(Reader):
@@ -232,7 +218,7 @@ class AnswerReader(Reader):
             elif isinstance(event, ReasoningDelta):
                 self._delivered.append(event.text)
                 self._reasoning.append(event.text)
-                self._out.append(ReasoningPart(event.text))
+                self._out.append(ReasoningDelta(event.text))
             elif isinstance(event, CallStarted):
                 self._name, self._open = event.name, None
             elif isinstance(event, ArgumentDelta):
@@ -296,7 +282,7 @@ class AnswerReader(Reader):
         if kept:
             self._begun = True
             self._text.append(kept)
-            self._out.append(TextPart(kept))
+            self._out.append(TextDelta(kept))
 
 
 class _OpenCall:

@@ -184,7 +184,7 @@ class ParserMode:
     text_mode: bool
     reasoning: ReasoningMarks
 
-    def outside(self, tags: Sequence[str]) -> TagSet | None:
+    def outside(self, tags: Iterable[str]) -> TagSet | None:
         """What is recognised outside of calls: these tags, the marks of reasoning, or nothing."""
         found = [*(tags if self.text_mode else ()), *(THINK_MARKS if self.reasoning == "text" else ())]
         return TagSet(found) if found else None
@@ -287,7 +287,7 @@ class Grammar:
         """`tags`: what `control_tokens` gives."""
         self.name = name
         self.tools = tuple(tools)
-        self._tags = tuple(tags)
+        self._tags = dict.fromkeys(tags)
         self._table: ToolTable = {tool.name: {one.name: one for one in tool.parameters} for tool in tools}
         self._tag_pattern = re.compile(f"({'|'.join(map(re.escape, [*tags, *THINK_MARKS]))})")
         self._readers: dict[ParserMode, Callable[[], CallReader]] = {}

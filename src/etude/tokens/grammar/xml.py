@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from etude.errors import ConfigError
@@ -62,8 +61,8 @@ class XmlGrammar(Grammar):
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
         _check_names([tool.name for tool in tools], [p.name for tool in tools for p in tool.parameters])
-        self._infos = tag_infos(tools)
-        super().__init__("xml", tools, [*self._infos])
+        names = [*(tool.name for tool in tools), *(p.name for tool in tools for p in tool.parameters)]
+        super().__init__("xml", tools, [tag for name in names for tag in (f"<{name}>", f"</{name}>")])
 
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
         """How to call each tool, by example."""
@@ -81,11 +80,11 @@ class XmlGrammar(Grammar):
         return join_text([*pieces, self._tag(f"</{call.name}>")])
 
     def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
-        return partial(XmlReader, self._table, self._infos, TagSets(self._infos, mode))
+        return partial(XmlReader, self._table, self._tags, TagSets(self._tags, self._table, mode))
 
     def _tag(self, tag: str) -> Piece:
         """A tag of these tools; any other name may come from outside, and is text."""
-        return Control(tag) if tag in self._infos else tag
+        return Control(tag) if tag in self._tags else tag
 
     def _describe(self, schema: ToolSchema) -> str:
         example = {parameter.name: f"{{{parameter.name}}}" for parameter in schema.parameters}
@@ -124,48 +123,24 @@ def _check_names(tools: Sequence[str], parameters: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TagInfo:
-    """One tag: whose it is, and whether it opens or closes."""
-
-    name: str
-    closing: bool
-    of_tool: bool
-
-
-TagInfos = Mapping[str, TagInfo]
-"""By the tag as it is written."""
-
-
-def tag_infos(tools: Sequence[ToolSchema]) -> TagInfos:
-    """Opening and closing tag of every tool, then of every parameter."""
-    names = [(tool.name, True) for tool in tools]
-    names += [(parameter.name, False) for tool in tools for parameter in tool.parameters]
-    return {
-        f"<{slash}{name}>": TagInfo(name, closing=bool(slash), of_tool=of_tool)
-        for name, of_tool in names
-        for slash in ("", "/")
-    }
-
-
 class TagSets:
     """Which tags are recognised in characters, by the state that a message is in."""
 
-    def __init__(self, infos: TagInfos, mode: ParserMode) -> None:
-        spelled = infos if mode.text_mode else {}
-        self.outside = mode.outside(list(infos))
+    def __init__(self, tags: Collection[str], tools: ToolTable, mode: ParserMode) -> None:
+        spelled = tags if mode.text_mode else ()
+        self.outside = mode.outside(tags)
         self.in_call = TagSet(spelled) if spelled else None
         self.in_unknown_call = TagSet(spelled, any_closing=True)
-        closings = {info.name: tag for tag, info in spelled.items() if info.closing and not info.of_tool}
-        self.in_body = {name: TagSet([tag]) for name, tag in closings.items()}
+        names = {name for parameters in tools.values() for name in parameters} if spelled else ()
+        self.in_body = {name: TagSet([f"</{name}>"]) for name in names}
 
 
 class XmlReader(CallReader):
     """Reads the calls of one message."""
 
-    def __init__(self, tools: ToolTable, infos: TagInfos, sets: TagSets) -> None:
+    def __init__(self, tools: ToolTable, tags: Collection[str], sets: TagSets) -> None:
         self._tools = tools
-        self._infos = infos
+        self._tags = tags
         self._sets = sets
         self._tail = ""
         """The end of the text since the last tag, outside of any call."""
@@ -207,23 +182,21 @@ class XmlReader(CallReader):
     def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
         """Takes a tag of the tools, or what closes the call of an unknown tool."""
         call = self._call
-        tag = self._infos.get(name)
-        if tag is None:
+        if name not in self._tags:
             if call and not call.known and call.name and name == f"</{call.name}>" and not call.parameter:
                 self._finish(out)
                 self._tail = ""
                 return True
             return False
+        named, closing = name.strip("</>"), name.startswith("</")
         if call and call.parameter is not None:
-            if tag.closing and tag.name == call.parameter:
+            if closing and named == call.parameter:
                 call.close_body()
                 return True
             call.fail(f"unclosed {call.parameter}")
             call.parameter = None
-        if tag.of_tool:
-            self._take_tool_tag(tag, out)
-        else:
-            self._take_parameter_tag(tag, out)
+        take = self._take_tool_tag if named in self._tools else self._take_parameter_tag
+        take(named, closing, out)
         self._tail = ""
         return True
 
@@ -233,42 +206,42 @@ class XmlReader(CallReader):
             self._call.fail(f"unclosed {self._call.parameter or self._call.name}")
             self._finish(out)
 
-    def _take_tool_tag(self, tag: TagInfo, out: list[ParseEvent]) -> None:
+    def _take_tool_tag(self, tool: str, closing: bool, out: list[ParseEvent]) -> None:
         call = self._call
-        if not tag.closing:
+        if not closing:
             if call:
                 call.fail(f"unclosed {call.name}")
                 self._finish(out)
-            self._start(OpenCall(tag.name), out)
+            self._start(OpenCall(tool), out)
         elif call is None:
-            self._start(OpenCall(tag.name, error=f"stray /{tag.name}"), out)
+            self._start(OpenCall(tool, error=f"stray /{tool}"), out)
             self._finish(out)
         else:
-            if call.name == tag.name:
+            if call.name == tool:
                 call.check_complete(self._tools[call.name])
             else:
-                call.fail(f"{call.name} closed by /{tag.name}")
+                call.fail(f"{call.name} closed by /{tool}")
             self._finish(out)
 
-    def _take_parameter_tag(self, tag: TagInfo, out: list[ParseEvent]) -> None:
+    def _take_parameter_tag(self, parameter: str, closing: bool, out: list[ParseEvent]) -> None:
         call = self._call
         if call is None:
-            call = self._start(_stray(tag, self._tail), out)
-        elif tag.closing:
-            call.fail(f"stray /{tag.name}")
-        elif call.known and tag.name not in self._tools[call.name]:
-            call.fail(f"unknown parameter {tag.name}")
-        elif tag.name in call.arguments:
-            call.fail(f"repeated {tag.name}")
-        if not tag.closing:
-            call.open_body(tag.name)
+            call = self._start(_stray(parameter, closing, self._tail), out)
+        elif closing:
+            call.fail(f"stray /{parameter}")
+        elif call.known and parameter not in self._tools[call.name]:
+            call.fail(f"unknown parameter {parameter}")
+        elif parameter in call.arguments:
+            call.fail(f"repeated {parameter}")
+        if not closing:
+            call.open_body(parameter)
 
 
-def _stray(tag: TagInfo, before: str) -> OpenCall:
+def _stray(parameter: str, closing: bool, before: str) -> OpenCall:
     """A parameter's tag outside of any call: the call of an unknown tool, or of none."""
     opening = _OPENING_AT_END.search(before)
-    if opening and not tag.closing:
+    if opening and not closing:
         name = opening[1]
         return OpenCall(name, known=False, error=f"unknown tool {name}")
-    slash = "/" if tag.closing else ""
-    return OpenCall("", known=False, error=f"stray {slash}{tag.name}")
+    slash = "/" if closing else ""
+    return OpenCall("", known=False, error=f"stray {slash}{parameter}")
