@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from blake3 import blake3
-
 from etude.config import GrammarName, TemplateName
 from etude.errors import ConfigError
 from etude.tokens.chat.shelf import RendererShelf
@@ -21,7 +19,7 @@ from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
 from etude.tokens.grammar.native import TOLD_GRAMMARS
-from etude.tokens.renderer import Renderer, announcing_template
+from etude.tokens.renderer import Renderer, digest_format
 from etude.tokens.template import (
     CHATML_TEMPLATE,
     ETUDE_TEMPLATE,
@@ -66,8 +64,7 @@ class ChatFormat:
     def digest(self) -> str:
         """BLAKE3 hex digest: formats with equal digests render equal tokens."""
         described = (self.tokenizer.digest, self.template, self.grammar, self.tools, self.system)
-        native = announcing_template(self.tokenizer, _GRAMMARS[self.grammar](()))
-        return blake3(repr((*described, *native)).encode()).hexdigest()
+        return digest_format(self.tokenizer, _GRAMMARS[self.grammar](()), *described)
 
     def renderer(self) -> Renderer:
         """The renderer of the agent's sessions. Raises ConfigError for tools that the grammar refuses, or of

@@ -63,8 +63,7 @@ class Renderer:
         """BLAKE3 hex digest of template, grammar and mode, and of the chat template where that announces the
         tools: equal digests render equal tokens."""
         described = (self.template, self.grammar.name, self.grammar.control_tokens(), self.text_mode)
-        native = announcing_template(self.tokenizer, self.grammar)
-        return blake3(repr((*described, *native)).encode()).hexdigest()
+        return digest_format(self.tokenizer, self.grammar, *described)
 
     def encode(self, pieces: Iterable[Piece], after: Piece | None = "") -> Tokens:
         """Token ids of pieces that follow `after`, a control token or text, or nothing (None). A tag that the
@@ -193,9 +192,11 @@ class Renderer:
         return self.tokenizer.pieces(message, self.tags, self.template.prompt[-1])
 
 
-def announcing_template(tokenizer: Tokenizer, grammar: Grammar) -> tuple[str, ...]:
-    """For digests: the model's own chat template where it announces the tools, else nothing."""
-    return (tokenizer.chat_template,) if grammar.announce(()) is None else ()
+def digest_format(tokenizer: Tokenizer, grammar: Grammar, *described: object) -> str:
+    """BLAKE3 hex digest of what is described, and of the model's own chat template where that announces the
+    tools."""
+    native = (tokenizer.chat_template,) if grammar.announce(()) is None else ()
+    return blake3(repr((*described, *native)).encode()).hexdigest()
 
 
 def _has_words(pieces: Sequence[Piece]) -> bool:

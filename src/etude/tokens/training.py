@@ -79,12 +79,9 @@ def _plain_parts(texts: Iterable[str], control_tokens: Sequence[str]) -> Iterato
 
 
 def _config(control_tokens: Sequence[str]) -> dict[str, object]:
-    config: dict[str, object] = {
+    roles = {"eos_token": END_TOKEN, "pad_token": PAD_TOKEN}
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
+        **{role: name for role, name in roles.items() if name in control_tokens},
     }
-    if END_TOKEN in control_tokens:
-        config["eos_token"] = END_TOKEN
-    if PAD_TOKEN in control_tokens:
-        config["pad_token"] = PAD_TOKEN
-    return config

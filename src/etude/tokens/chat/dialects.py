@@ -25,10 +25,6 @@ class Read(Protocol):
         ...
 
 
-def _as_it_is(error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
-    return answer
-
-
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One API."""
@@ -38,7 +34,7 @@ class Dialect:
     path: str
     read: Read
     writer: type[AnswerWriter]
-    respell: Callable[[BaseException, ErrorAnswer], ErrorAnswer] = _as_it_is
+    respell: Callable[[BaseException, ErrorAnswer], ErrorAnswer] = lambda error, answer: answer
     """Puts an error's answer in OpenAI's form into its own."""
 
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from blake3 import blake3
-
 from etude.errors import ConfigError
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Opening
 from etude.tokens.grammar import Grammar, Parameter, ToolSchema
-from etude.tokens.renderer import Renderer, announcing_template
+from etude.tokens.renderer import Renderer, digest_format
 from etude.tokens.template import Template
 from etude.tokens.tokenizer import Tokenizer
 
@@ -37,9 +35,8 @@ class RendererShelf:
     def digest(self) -> str:
         """Names tokenizer, grammar and template: tokens of another digest mean something else."""
         grammar = self._make_grammar(())
-        native = announcing_template(self.tokenizer, grammar)
-        described = (self.tokenizer.digest, grammar.name, self._template, *native)
-        return blake3(repr(described).encode()).hexdigest()
+        described = (self.tokenizer.digest, grammar.name, self._template)
+        return digest_format(self.tokenizer, grammar, *described)
 
     def find(self, opening: Opening) -> Renderer:
         """The renderer for an opening's tools, without those that a model with tags of its own cannot call.

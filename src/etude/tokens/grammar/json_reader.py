@@ -148,7 +148,7 @@ class JsonReader:
             if depth == REPORTED_DEPTH:
                 self._raw_start = self._at
             yield from self._container(depth, _CLOSINGS[opening])
-            if depth == REPORTED_DEPTH:
+            if depth == REPORTED_DEPTH and self._raw_start is not None:
                 self._tell_raw(self._raw_start)
                 self._raw_start = None
         sink.end(depth)

@@ -16,18 +16,14 @@ _INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,100})?(?:[eE][-+]?[0-9]{1,4})?\Z", re.ASCII)
 _SHOWN = 60
 _FAULT_CHARACTERS = 200
-_FAULTS = {
-    "integer": "is not an integer",
-    "number": "is not a number",
-    "boolean": "is neither true nor false",
+_WANTED = {
+    "integer": ("is not an integer", "write digits, without quotes"),
+    "number": ("is not a number", "write a number such as 0.5"),
+    "boolean": ("is neither true nor false", "write true or false"),
+    "array": ("is not an array", "write a JSON array"),
+    "object": ("is not an object", "write a JSON object"),
 }
-_FIXES = {
-    "integer": "write digits, without quotes",
-    "number": "write a number such as 0.5",
-    "boolean": "write true or false",
-    "array": "write a JSON array",
-    "object": "write a JSON object",
-}
+"""Of each kind but text: what is said of another value, and how to write one."""
 
 
 def read_value(parameter: Parameter, text: str) -> object:
@@ -41,18 +37,23 @@ def read_value(parameter: Parameter, text: str) -> object:
     value = text if parameter.kind == "string" else _read(parameter, text.strip())
     if parameter.enum and value not in parameter.enum:
         allowed = ", ".join(v if isinstance(v, str) else json.dumps(v) for v in parameter.enum)
-        raise _wrong(parameter, f"{parameter.name} is none of its values", text, f"use one of: {allowed}")
+        raise _wrong(parameter, " is none of its values", text, f"use one of: {allowed}")
     if parameter.schema:
         found = _find_fault(value, {"type": parameter.kind, **parameter.schema})
         if found:
             where, what = found
-            raise _wrong(parameter, f"{parameter.name}{where} {what}", text, "write what the schema asks for")
+            raise _wrong(parameter, f"{where} {what}", text, "write what the schema asks for")
     return value
 
 
-def _wrong(parameter: Parameter, message: str, text: str, fix: str | None = None) -> ToolArgumentError:
+def _wrong(parameter: Parameter, fault: str, text: str, fix: str | None = None) -> ToolArgumentError:
     shown = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-    return ToolArgumentError(message, field=parameter.name, received=shown, fix=fix or _FIXES[parameter.kind])
+    return ToolArgumentError(
+        f"{parameter.name}{fault}",
+        field=parameter.name,
+        received=shown,
+        fix=fix or _WANTED[parameter.kind][1],
+    )
 
 
 def _read(parameter: Parameter, text: str) -> object:
@@ -64,19 +65,15 @@ def _read(parameter: Parameter, text: str) -> object:
             return float(text)
         case "boolean" if text in ("true", "false"):
             return text == "true"
-        case "array" | "object":
-            return _read_json(parameter, text)
-        case kind:
-            raise _wrong(parameter, f"{parameter.name} {_FAULTS[kind]}", text)
-
-
-def _read_json(parameter: Parameter, text: str) -> object:
-    value, error = load_json(text)
-    if error:
-        raise _wrong(parameter, f"{parameter.name} is not JSON: {error}", text)
-    if not isinstance(value, list if parameter.kind == "array" else dict):
-        raise _wrong(parameter, f"{parameter.name} is not an {parameter.kind}", text)
-    return value
+        case "array" | "object" as kind:
+            value, error = load_json(text)
+            if error:
+                raise _wrong(parameter, f" is not JSON: {error}", text)
+            if isinstance(value, list if kind == "array" else dict):
+                return value
+        case _:
+            pass
+    raise _wrong(parameter, f" {_WANTED[parameter.kind][0]}", text)
 
 
 def _find_fault(value: Any, schema: Mapping[str, object]) -> tuple[str, str] | None:
