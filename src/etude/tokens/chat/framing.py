@@ -51,9 +51,10 @@ class Framing:
             case Opening():
                 return self._opening()
             case SystemWords(text):
-                return self._framed(template.system or template.user, (text, *template.system_close), first)
+                words = (*(template.system or template.user), text, *template.system_close)
+                return self._follow((*words, *template.closing), first)
             case UserWords(text):
-                return self._framed(template.user, (text,), first)
+                return self._follow((*template.user, text, *template.closing), first)
             case Results(outputs):
                 if first:
                     raise BadRequestError(
@@ -63,9 +64,9 @@ class Framing:
             case Answer():
                 shown = not self.has_reasoning(message)
                 before = (*template.assistant, *template.shown) if shown else template.prompt
-                words = renderer.encode(self._answer_pieces(message), before[-1])
+                said = renderer.encode(self._answer_pieces(message), before[-1])
                 frame, end = self.answer_frame(first, shown=shown), self.shown_end if shown else self.end
-                return np.concatenate([frame, words, end])
+                return np.concatenate([frame, said, end])
 
     def sampled(self, answer: Answer, first: bool) -> Tokens:
         """An answer as a session has it that sampled it: reasoning that its prompt opens is closed."""
@@ -115,10 +116,6 @@ class Framing:
         if kept and isinstance(kept[0], str):
             kept[0] = kept[0].lstrip("\n")
         return renderer.encode(kept, self.template.prompt[-1])
-
-    def _framed(self, frame: Sequence[Piece], words: Sequence[Piece], first: bool) -> Tokens:
-        """One message of somebody else's words."""
-        return self._follow((*frame, *words, *self.template.closing), first)
 
     def _follow(self, pieces: Sequence[Piece], first: bool) -> Tokens:
         """What follows the message before, or `first` the opening that every conversation has."""

@@ -247,9 +247,3 @@ def check_json(text: str) -> tuple[str, str | None]:
     except JsonFault as fault:
         return reader.kind, str(fault)
     return reader.kind, None
-
-
-def load_json(text: str) -> tuple[object, str | None]:
-    """The value that `text` holds, and what is wrong with it (None if it is well)."""
-    _, error = check_json(text)
-    return (None, error) if error else (json.loads(text), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from etude.errors import ToolArgumentError
 from etude.tokens.grammar.interface import Parameter
-from etude.tokens.grammar.json_reader import load_json
+from etude.tokens.grammar.json_reader import check_json
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}\Z", re.ASCII)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,100})?(?:[eE][-+]?[0-9]{1,4})?\Z", re.ASCII)
@@ -66,11 +66,11 @@ def _read(parameter: Parameter, text: str) -> object:
         case "boolean" if text in ("true", "false"):
             return text == "true"
         case "array" | "object" as kind:
-            value, error = load_json(text)
+            found, error = check_json(text)
             if error:
                 raise _wrong(parameter, f" is not JSON: {error}", text)
-            if isinstance(value, list if kind == "array" else dict):
-                return value
+            if found == kind:
+                return json.loads(text)
         case _:
             pass
     raise _wrong(parameter, f" {_WANTED[parameter.kind][0]}", text)
