@@ -81,11 +81,12 @@ def serve_command(
     """Serve a model to any agent, and store its sessions as trajectories that can be trained on."""
     # Heavy: torch and FastAPI come with them.
     from etude.environment.recording import MapLimits, RecordingLimits
-    from etude.environment.recording.server.process import SERVER, check_address
-    from etude.serving.listening import open_listeners
+    from etude.environment.recording.server.app import SERVER
+    from etude.serving.listening import check_host, open_listeners
     from etude.serving.token_files import read_or_make_tenants
 
-    check_address(host, certificate)
+    in_the_clear = "keys would cross the network in the clear"
+    check_host(host, certificate is not None, in_the_clear, "give --certificate and --key")
     store.mkdir(parents=True, exist_ok=True)
     tenants = read_or_make_tenants(token_file or store / "tokens", SERVER)
     # Before the weights, which take long: a port that is taken is said at once.

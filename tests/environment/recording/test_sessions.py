@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
+from etude.cli.record import serve_command
 from etude.environment.recording import RecordingLimits, Recordings
 from etude.environment.recording.errors import SessionEndedError
-from etude.environment.recording.server.process import check_address
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
 from etude.kit.ports import free_port
@@ -487,10 +487,8 @@ def test_token_files_are_made_for_their_owner_alone_and_refused_if_others_read_t
 
 
 def test_other_hosts_are_served_with_tls_alone(tmp_path: Path) -> None:
-    check_address("127.0.0.1", None)
     with pytest.raises(ConfigError, match="in the clear"):
-        check_address("0.0.0.0", None)
-    check_address("0.0.0.0", tmp_path / "certificate.pem")
+        serve_command(tmp_path, tmp_path / "store", host="0.0.0.0")
 
 
 SERVER = """

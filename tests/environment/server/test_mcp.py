@@ -14,9 +14,10 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.server import Server
 from mcp.shared.exceptions import MCPError
 
+from etude.agent.mcp.server import mcp_server
 from etude.environment.running import unwatched
-from etude.environment.server.mcp_endpoint import session_server
 from etude.environment.sessions import EnvironmentSession
+from etude.records import ToolCall, ToolResult
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.server.serving import TOKEN, begin, httpx, new_host, new_site, remote
 from tests.fakes.faulty_sandbox import FaultyBackend
@@ -25,7 +26,11 @@ EDIT = {"path": "lib/tally.py", "start": 2, "text": "    return sum(xs)"}
 
 
 def server_of(session: EnvironmentSession) -> Server[Any]:
-    return session_server(session, lambda calls: session.run_calls(calls, {}, unwatched, unwatched))
+    async def run(call: ToolCall) -> ToolResult:
+        (result,) = await session.run_calls([call], {}, unwatched, unwatched)
+        return result
+
+    return mcp_server(session.context, "etude", run)
 
 
 def test_calls_over_mcp_are_turns_of_the_session() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,7 +21,10 @@ _BODY_BYTES = 8 << 20
 
 
 class McpAnswer(Response):
-    """Has the session answer the request, whose body was read already."""
+    """Has the session answer the request, whose body was read already, each call as one turn of it.
+
+    Nothing is kept for the next: what matters is in our session, so a client may come back at any time.
+    """
 
     def __init__(self, host: SessionHost, held: Held, body: bytes) -> None:
         super().__init__()
@@ -36,12 +39,16 @@ class McpAnswer(Response):
             body, self._body = self._body, None
             return await receive() if body is None else {"type": "http.request", "body": body}
 
-        async def run_turn(calls: Sequence[ToolCall]) -> list[ToolResult]:
-            return await self._host.run(self._held, calls)
+        async def run(call: ToolCall) -> ToolResult:
+            (result,) = await self._host.run(self._held, [call])
+            return result
 
-        answer = await asyncio.to_thread(_load_endpoint)
-        async with self._host.using(self._held):
-            await answer(self._held.session, run_turn, scope, receive_again, send)
+        make_server, manager_of = await asyncio.to_thread(_load_package)
+        async with self._host.using(self._held) as session:
+            server = make_server(session.context, f"etude {session.id}", run)
+            manager = manager_of(server, json_response=True, stateless=True)
+            async with manager.run():
+                await manager.handle_request(scope, receive_again, send)
 
 
 @router.post("/sessions/{session_id}/mcp", include_in_schema=False)
@@ -53,8 +60,10 @@ async def mcp(request: Request, held: Box, host: Host) -> Response:
     return McpAnswer(host, held, body)
 
 
-def _load_endpoint() -> Any:
+def _load_package() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What answers. Its package takes its time: the server does without until somebody asks."""
-    from etude.environment.server.mcp_endpoint import answer_mcp
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
-    return answer_mcp
+    from etude.agent.mcp.server import mcp_server
+
+    return mcp_server, StreamableHTTPSessionManager

@@ -1,38 +1,58 @@
-"""An environment as OpenEnv sees it: `reset`, `step`, `state`.
+"""An environment as OpenEnv sees it: `reset`, `step`, `state`; an episode for each WebSocket, as its clients
+want it, and the same by HTTP with an episode's id.
 
 An action is one turn: `{"calls": [{"name", "arguments"}]}`, or `{"message": text}` with calls in our grammar.
 The observation holds what the tools answered; when the agent has finished, or has used up its turns, the
 episode is graded, and the last observation carries the reward. Failures of the infrastructure are errors of
-the protocol, never a reward.
+the protocol, never a reward. OpenEnv's client can send no headers, so a token may stand in the path:
+`ws://host/openenv/TOKEN/ws`.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Any
+
+from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
+from fastapi.responses import Response
 
 from etude.agent.admission import admit
 from etude.agent.tools.text_file import off_loop
 from etude.environment.server.creating import create_session
 from etude.environment.server.host import Held, SessionHost
+from etude.environment.server.requests import Host, Tenant, fields_of, host_of, tenant_of
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
-from etude.errors import AgentError, UserError
+from etude.errors import AgentError, EtudeError, UserError
 from etude.records import Status, ToolCall, ToolResult
-from etude.serving.describing import object_schema
+from etude.sandbox.errors import CapacityError
+from etude.serving.application import Json
+from etude.serving.describing import described, object_schema
+from etude.serving.errors import shorten
+from etude.serving.json_bodies import off_the_loop, parse_json
 from etude.serving.messages import Fields, checked
-from etude.tokens.grammar import XmlGrammar, parse_calls
+from etude.tokens.grammar import ToolSchema, XmlGrammar, parse_calls
+
+router = APIRouter()
 
 MAX_TURNS = 50
 MAX_CALLS = 16
 MAX_MESSAGE_CHARACTERS = 16 << 20
+_HTTP_EPISODES = 1024
 _NONE = type(None)
 RESET: Fields = {
     "seed": (int, _NONE),
     "episode_id": (str, _NONE),
     "task": (str, dict, _NONE),
     "max_turns": (int, _NONE),
+}
+_STEP: Fields = {
+    "action": (dict,),
+    "episode_id": (str,),
+    "timeout_s": (float, _NONE),
+    "request_id": (str, _NONE),
 }
 _ACTION: Fields = {"calls": (list, _NONE), "message": (str, _NONE), "metadata": (dict, _NONE)}
 _OBSERVATION: Fields = {
@@ -53,7 +73,6 @@ class Episode:
         """`tenant`: whose the sessions are."""
         self._host, self._tenant = host, tenant
         self._held: Held | None = None
-        self._grammar: XmlGrammar | None = None
         self._max_turns = MAX_TURNS
         self._done = False
         self._reward: float | None = None
@@ -67,7 +86,6 @@ class Episode:
         task = named["task"] if "task" in named else self._choose_task(named.get("seed", 0))
         self._held = await create_session(self._host, self._tenant, {"task": task})
         session, self._done, self._reward = self._held.session, False, None
-        self._grammar = XmlGrammar(session.site.tools.schemas)
         self.episode_id = named.get("episode_id") or secrets.token_hex(8)
         tools = [schema.function_schema() for schema in session.site.tools.schemas]
         return self._answer({"instruction": session.instruction, "tools": tools, "results": [], "text": ""})
@@ -77,7 +95,7 @@ class Episode:
         session = self._running()
         message = action.get("message") if isinstance(action, dict) else None
         size = len(message) if isinstance(message, str) else 0
-        calls = await off_loop(size, self._calls, action)
+        calls = await off_loop(size, _calls, action, session.site.tools.schemas)
         try:
             results = await self._host.run(self._host.find(self._tenant, session.id), calls)
         except AgentError as error:
@@ -133,29 +151,6 @@ class Episode:
             )
         return self._held.session
 
-    def _calls(self, action: object) -> Sequence[ToolCall]:
-        """The turn's calls, those that may not run marked with why, as in every session of ours."""
-        named = checked(action, _ACTION)
-        message, calls = named.get("message"), named.get("calls")
-        if (message is None) == (calls is None):
-            raise UserError(
-                "an action is either calls or a message",
-                field="action",
-                received=sorted(named),
-                fix="give one",
-            )
-        if calls is not None:
-            return admit(calls_of(calls), MAX_CALLS)
-        assert self._grammar is not None, "it comes with the session"
-        if len(str(message)) > MAX_MESSAGE_CHARACTERS:
-            raise UserError(
-                "is too long",
-                field="action.message",
-                received=len(str(message)),
-                fix=f"send {MAX_MESSAGE_CHARACTERS} characters at most",
-            )
-        return admit(parse_calls(self._grammar.parser(text_mode=True), [str(message)]), MAX_CALLS)
-
 
 def schemas() -> dict[str, Any]:
     """JSON Schemas of action, observation and state."""
@@ -169,6 +164,29 @@ def schemas() -> dict[str, Any]:
     }
 
 
+def _calls(action: object, tools: tuple[ToolSchema, ...]) -> Sequence[ToolCall]:
+    """The turn's calls, those that may not run marked with why, as in every session of ours."""
+    named = checked(action, _ACTION)
+    message, calls = named.get("message"), named.get("calls")
+    if (message is None) == (calls is None):
+        raise UserError(
+            "an action is either calls or a message",
+            field="action",
+            received=sorted(named),
+            fix="give one",
+        )
+    if calls is not None:
+        return admit(calls_of(calls), MAX_CALLS)
+    if len(str(message)) > MAX_MESSAGE_CHARACTERS:
+        raise UserError(
+            "is too long",
+            field="action.message",
+            received=len(str(message)),
+            fix=f"send {MAX_MESSAGE_CHARACTERS} characters at most",
+        )
+    return admit(parse_calls(XmlGrammar(tools).parser(text_mode=True), [str(message)]), MAX_CALLS)
+
+
 def _observed(results: Sequence[ToolResult]) -> dict[str, Any]:
     outputs = [result.output for result in results]
     return {
@@ -176,3 +194,131 @@ def _observed(results: Sequence[ToolResult]) -> dict[str, Any]:
         "errors": [result.error.value if result.error else None for result in results],
         "text": "".join(f"<result>{output}</result>" for output in outputs),
     }
+
+
+@router.websocket("/openenv/ws")
+@router.websocket("/openenv/{token}/ws")
+async def talk(socket: WebSocket) -> None:
+    """Messages `reset`, `step`, `state`, `close`; answers `observation`, `state`, `error`."""
+    await socket.accept()
+    host = host_of(socket)
+    try:
+        episode = Episode(host, tenant_of(socket))
+    except EtudeError as error:
+        await socket.send_text(json.dumps(_error(str(error), "SESSION_ERROR")))
+        await socket.close()
+        return
+    try:
+        while (message := await socket.receive())["type"] != "websocket.disconnect":
+            answer = await _answer(host, episode, message.get("text"))
+            if answer is None:
+                await socket.close()
+                return
+            await socket.send_text(json.dumps(answer))
+    except (WebSocketDisconnect, RuntimeError):
+        # The client has left; its episode ends with it.
+        return
+    finally:
+        await episode.close()
+
+
+async def _answer(host: SessionHost, episode: Episode, text: str | None) -> dict[str, Any] | None:
+    """The answer to one message; None to the last. `text` None: the message is no text."""
+    if text is None:
+        return _error("Invalid JSON: the message is binary, not text", "INVALID_JSON")
+    try:
+        data = text.encode()
+        message = await off_the_loop(lambda: parse_json(data), len(data))
+        kind, data = message.get("type"), message.get("data", {})
+    except (UserError, ValueError, AttributeError) as error:
+        return _error(f"Invalid JSON: {error}", "INVALID_JSON")
+    try:
+        match kind:
+            case "reset":
+                return {"type": "observation", "data": await episode.reset(data)}
+            case "step":
+                return {"type": "observation", "data": await episode.step(data)}
+            case "state":
+                return {"type": "state", "data": episode.state()}
+            case "close":
+                return None
+            case _:
+                return _error(f"Unknown message type: {shorten(str(kind))}", "UNKNOWN_TYPE")
+    except CapacityError as error:
+        return _error(str(error), "CAPACITY_REACHED")
+    except UserError as error:
+        return _error(str(error), "VALIDATION_ERROR")
+    except EtudeError as error:
+        host.note_error(error)
+        return _error(str(error), "EXECUTION_ERROR", type(error).__name__)
+
+
+def _error(message: str, code: str, kind: str | None = None) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code, "kind": kind}}
+
+
+@router.post("/openenv/reset", openapi_extra=described(RESET))
+async def reset(request: Request, host: Host, tenant: Tenant) -> Response:
+    """Begins an episode; `observation.episode_id` names it in further requests."""
+    named = await fields_of(request, RESET)
+    episodes = _episodes(request)
+    if len(episodes) >= _HTTP_EPISODES:
+        await _forget(host, episodes)
+    episode = episodes.pop((tenant, named.get("episode_id", "")), None) or Episode(host, tenant)
+    answer = await episode.reset(named)
+    assert episode.episode_id is not None, "it was just reset"
+    episodes[tenant, episode.episode_id] = episode
+    answer["observation"]["episode_id"] = episode.episode_id
+    return Json(answer)
+
+
+@router.post("/openenv/step", openapi_extra=described(_STEP))
+async def step(request: Request, tenant: Tenant) -> Response:
+    """One turn of an episode."""
+    named = await fields_of(request, _STEP)
+    return Json(await _find(request, tenant, named["episode_id"]).step(named["action"]))
+
+
+@router.get("/openenv/state")
+async def state(request: Request, tenant: Tenant, episode_id: str) -> Response:
+    """Where an episode stands."""
+    return Json(_find(request, tenant, episode_id).state())
+
+
+@router.get("/openenv/schema")
+async def schema() -> Response:
+    """JSON Schemas of action, observation and state."""
+    return Json(schemas())
+
+
+@router.get("/openenv/metadata")
+async def metadata() -> Response:
+    """What this environment is."""
+    return Json({"name": "etude", "description": "Software tasks in sandboxes, graded by hidden tests."})
+
+
+@router.get("/openenv/health")
+async def health() -> Response:
+    """Whether the process answers."""
+    return Json({"status": "healthy"})
+
+
+def _episodes(request: Request) -> dict[tuple[str, str], Episode]:
+    return request.app.state.episodes
+
+
+def _find(request: Request, tenant: str, episode_id: str) -> Episode:
+    episode = _episodes(request).get((tenant, episode_id))
+    if episode is None:
+        raise UserError("no such episode", field="episode_id", received=episode_id, fix="reset first")
+    return episode
+
+
+async def _forget(host: SessionHost, episodes: dict[tuple[str, str], Episode]) -> None:
+    """Forgets episodes whose sessions have ended. Raises CapacityError if all of them live."""
+    for (tenant, name), episode in list(episodes.items()):
+        live = {held.session.id for held in host.list(tenant)}
+        if episode.state().get("session") not in live:
+            del episodes[tenant, name]
+    if len(episodes) >= _HTTP_EPISODES:
+        raise CapacityError("too many episodes", field="episode_id", received=len(episodes), fix="end some")

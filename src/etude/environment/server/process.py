@@ -14,7 +14,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 
 from etude.environment.history import TurnConflictError
-from etude.environment.server import mcp_routes, openenv_routes, server_routes, session_routes
+from etude.environment.server import mcp_routes, openenv, server_routes, session_routes
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import tenant_of
 from etude.errors import ConfigError
@@ -65,7 +65,7 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
         server_routes.router,
         session_routes.router,
         session_routes.snapshot_router,
-        openenv_routes.router,
+        openenv.router,
         mcp_routes.router,
     ):
         app.include_router(router)

@@ -1,11 +1,20 @@
-"""The application: the routes of all APIs, the routes of whoever trains, errors, measurement."""
+"""The server as an application and as a process: the routes of agents and of whoever trains; its end.
+
+The first SIGTERM (or SIGINT) drains: no new sessions, `/health` says so, what lives may finish within
+`drain_s`. Then, or at a second signal, the process ends. A killed server has stored every session whose
+finish it has acknowledged; those that were live are live again at the next start, with every answer that was
+told as complete.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -19,10 +28,13 @@ from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
 from etude.serving.application import build_application
 from etude.serving.metrics import Metrics
+from etude.serving.process import Draining, run_server
 from etude.serving.sweeping import sweeping
 from etude.tokens.chat.dialects import respell_error
 
 _log = logging.getLogger("etude.recording.server")
+SERVER = "recording server"
+"""What it calls itself in what it says."""
 _SWEEP_S = 30.0
 
 
@@ -92,3 +104,32 @@ async def _figures(request: Request) -> str:
         found.count(f"etude_recording_{name}", value)
     gauges = {"sessions": len(sessions), "requests_running": sessions.num_requests}
     return found.text({f"etude_recording_{name}": value for name, value in gauges.items()})
+
+
+async def serve(
+    recordings: Recordings,
+    listeners: Sequence[socket.socket],
+    *,
+    drain_s: float = 60.0,
+    allowed_hosts: Sequence[str] = (),
+    certificate: Path | None = None,
+    key: Path | None = None,
+    note: str = "",
+) -> None:
+    """Serves until a signal ends it; says on stderr when and where it is ready, and `note`.
+
+    `listeners`: from `open_listeners`, closed at the end. Raises ConfigError.
+    """
+    recovered = await asyncio.to_thread(recordings.recover)
+    if recovered:
+        note = "; ".join(filter(None, (note, f"took up {recovered} live session{'s' * (recovered != 1)}")))
+    await run_server(
+        build_app(recordings),
+        SERVER,
+        Draining("sessions", drain_s, recordings, lambda: len(recordings) > 0),
+        listeners,
+        note=note,
+        allowed_hosts=allowed_hosts,
+        certificate=certificate,
+        key=key,
+    )
