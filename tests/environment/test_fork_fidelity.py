@@ -10,7 +10,7 @@ import pytest
 from etude.agent import ToolLimits, core_registry
 from etude.agent.tools.registry import Registry
 from etude.agent.tools.terminal import Terminal
-from etude.environment.fork_groups import ForkedWorlds, ForkPoint, Refused, fork_worlds
+from etude.environment.fork_groups import ForkedWorlds, Refused, fork_worlds
 from etude.environment.forking import fidelity_of
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
@@ -90,18 +90,17 @@ def test_copies_of_files_alone_are_refused_while_a_background_command_runs(name:
 def test_a_session_with_live_processes_is_not_forked_for_a_group_and_goes_on(name: str) -> None:
     """Replay makes the processes again, and copies of that would lack them."""
     told = run_episode(new_environment(), scripted([[READ], [READ], [READ], [FINISH]]))
-    point = ForkPoint(2, told.segments[0].id, told.turns[2].start)
 
     async def scenario(backend: SandboxBackend) -> None:
         session = session_on(backend)
         try:
             await turn(session, MEND)
             await turn(session, START)
-            assert await fork_worlds(session, told, point, 2) is Refused.LIVE_PROCESSES
+            assert await fork_worlds(session, told, 2, 2) is Refused.LIVE_PROCESSES
             await turn(session, KILL)
-            assert await fork_worlds(session, told, point, 2) is Refused.LIVE_PROCESSES
+            assert await fork_worlds(session, told, 2, 2) is Refused.LIVE_PROCESSES
             before = len(await backend.list())
-            forked = await fork_worlds(session, told, ForkPoint(1, point.segment_id, 1), 2)
+            forked = await fork_worlds(session, told, 1, 2)
             assert isinstance(forked, ForkedWorlds), "before the command began there was none"
             assert forked.origin.fidelity == "filesystem"
             for world in forked.made:

@@ -9,7 +9,7 @@ from benchmarks.simulation.rollout import SimulatedEnvironment, run_virtual
 
 from etude.agent import ScriptedSampler
 from etude.config import RlConfig
-from etude.environment.fork_groups import ForkedEpisode, ForkPoint, Refused, branch_of
+from etude.environment.fork_groups import ForkedEpisode, Refused, branch_of
 from etude.environment.runners import Order
 from etude.protocols import Sampler
 from etude.records import Group, GroupOrigin, Trajectory
@@ -41,7 +41,7 @@ class Forking:
         if len(forked.turns) < 2:
             return ForkedEpisode(forked, refused=Refused.TOO_SHORT)
         at = forked.turns[1]
-        point = ForkPoint(1, at.segment_id, at.start)
+        origin = GroupOrigin(at.segment_id, at.start, "")
         siblings = await asyncio.gather(
             *(
                 self._inner.run(order.task, one.identity, sampler, one.rng_key, order.params, True)
@@ -49,15 +49,15 @@ class Forking:
             )
         )
         facts = {"fork_prefix_tokens": at.start, "fork_cached_tokens": at.start - 1}
-        branches = tuple(_left(one, point, facts) for one in siblings)
-        return ForkedEpisode(forked, branches, GroupOrigin(at.segment_id, at.start, ""))
+        branches = tuple(_left(one, at.start, facts) for one in siblings)
+        return ForkedEpisode(forked, branches, origin)
 
 
-def _left(sibling: Trajectory, point: ForkPoint, facts: dict[str, Any]) -> Trajectory:
+def _left(sibling: Trajectory, start: int, facts: dict[str, Any]) -> Trajectory:
     """A sibling's records as they would be, had it been told the forked session's start."""
     (segment,) = sibling.segments
-    offset = min(point.offset, len(segment.tokens) - 1)
-    return branch_of(sibling, ForkPoint(1, segment.id, offset), sibling.id, facts)
+    offset = min(start, len(segment.tokens) - 1)
+    return branch_of(sibling, GroupOrigin(segment.id, offset, ""), sibling.id, facts)
 
 
 def played(path: Path, **options: Any) -> Played:

@@ -108,7 +108,7 @@ def expected_gradient(
         point = choose_turn(records[own], turn, (0,))
         if isinstance(point, Refused):
             continue
-        state = own[: point.turn]
+        state = own[:point]
         forked[state] = forked.get(state, 0.0) + chance
         for pair in itertools.product(ends(policy, state), repeat=2):
             members = [own, *(end for end, _ in pair)] if with_own else [end for end, _ in pair]
@@ -117,7 +117,7 @@ def expected_gradient(
             weight = chance * pair[0][1] * pair[1][1] / len(members)
             for end, advantage in zip(members, advantages, strict=True):
                 if advantage:
-                    total += weight * advantage * score(policy, end, point.turn)
+                    total += weight * advantage * score(policy, end, point)
     return total, forked
 
 

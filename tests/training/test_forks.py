@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from etude.config import RlConfig
-from etude.environment.fork_groups import ForkPoint, branch_of
+from etude.environment.fork_groups import branch_of
 from etude.model import LanguageModel
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.records import (
@@ -40,8 +40,8 @@ def forked_and_siblings(rollouts: Rollouts) -> tuple[Group, Group]:
             logprobs=np.where(sampled, scores, 0.0).astype(np.float32),
             routes=rollouts.blobs.put(fresh_routes(rollouts.model, tokens)),
         )
-        point = ForkPoint(1, sibling.segments[0].id, OFFSET)
-        siblings.append(branch_of(sibling, point, replace(forked.id, index=8 + index), {}))
+        origin = GroupOrigin(sibling.segments[0].id, OFFSET, "")
+        siblings.append(branch_of(sibling, origin, replace(forked.id, index=8 + index), {}))
     task = Group("g", "task", 3, (forked, *others))
     return task, Group("g+fork", "fork", 2, tuple(siblings), GroupOrigin(segment.id, OFFSET, ""))
 

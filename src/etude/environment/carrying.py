@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from etude.agent.tools.text_file import off_loop
 from etude.environment.grading import is_bytecode, matches_any
-from etude.environment.preparing import run_own
+from etude.environment.origins import run_own
 from etude.errors import AgentError, TaskError
 from etude.records import Artifact, Task
 from etude.sandbox.errors import SandboxKilledByAgentError

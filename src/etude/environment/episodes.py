@@ -252,7 +252,7 @@ class Environment(Player):
         """Goes on from the fork, to a grade of its own. A failure of ours ends it as such."""
         session = self._new_session(order)
         try:
-            await tell(told, session, Retelling(order.task), forked.point.turn)
+            await tell(told, session, Retelling(order.task), forked.turn)
             if isinstance(world, InfrastructureError):
                 raise world
             timings = await run_session(session, view, world, name, place.rng_key, next_words=world.next_step)
@@ -266,7 +266,7 @@ class Environment(Player):
             if isinstance(world, EnvironmentSession):
                 await asyncio.shield(world.close())
         facts = {"fork_cached_tokens": view.num_cached, **_fork_facts(told, forked)}
-        return branch_of(trajectory, forked.point, place.identity, facts)
+        return branch_of(trajectory, forked.origin, place.identity, facts)
 
     async def _graded(
         self, session: AgentSession, world: EnvironmentSession, timings: Timings, attempt: int
@@ -317,8 +317,8 @@ def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
 def _fork_facts(told: Trajectory, forked: ForkedWorlds) -> dict[str, Any]:
     return {
         "forked_from": str(told.id),
-        "forked_at": forked.point.turn,
-        "fork_prefix_tokens": forked.point.offset,
+        "forked_at": forked.turn,
+        "fork_prefix_tokens": forked.origin.offset,
         "fork_fidelity": forked.origin.fidelity,
     }
 

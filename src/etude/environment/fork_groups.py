@@ -76,21 +76,11 @@ class ForkedEpisode:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkPoint:
-    """A place in a trajectory: before one of its messages."""
+class ForkedWorlds:
+    """The sandboxes of the siblings, where the session was before one of its messages."""
 
     turn: int
     """Messages before it, of all contexts."""
-    segment_id: str
-    offset: int
-    """Tokens of the segment before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedWorlds:
-    """The sandboxes of the siblings, where the session was after so many of its turns."""
-
-    point: ForkPoint
     origin: GroupOrigin
     worlds: tuple[EnvironmentSession | InfrastructureError, ...]
     """One for each sibling, or what prevented it."""
@@ -101,34 +91,33 @@ class ForkedWorlds:
         return [one for one in self.worlds if isinstance(one, EnvironmentSession)]
 
 
-def choose_turn(trajectory: Trajectory, turn: ForkTurn, rng_key: Sequence[int]) -> ForkPoint | Refused:
-    """The message of a session that its siblings write anew. A function of its arguments."""
+def choose_turn(trajectory: Trajectory, turn: ForkTurn, rng_key: Sequence[int]) -> int | Refused:
+    """The number of the message that a session's siblings write anew. A function of its arguments."""
     numbers = [n for n, one in enumerate(trajectory.turns) if n > 0 and one.end > one.start]
     if not numbers:
         return Refused.TOO_SHORT
     match turn:
         case "random":
-            chosen = numbers[int(np.random.default_rng(rng_key).integers(len(numbers)))]
+            return numbers[int(np.random.default_rng(rng_key).integers(len(numbers)))]
         case "entropy":
             # The first of equals: max keeps it.
-            chosen = max(numbers, key=lambda number: _surprise(trajectory, number))
+            return max(numbers, key=lambda number: _surprise(trajectory, number))
         case "first_edit":
             edits = [number for number in numbers if _is_edit(trajectory, number)]
             if not edits or any(_is_edit(trajectory, n) for n in range(numbers[0])):
                 return Refused.NO_EDIT
-            chosen = edits[0]
-    at = trajectory.turns[chosen]
-    return ForkPoint(chosen, at.segment_id, at.start)
+            return edits[0]
 
 
 async def fork_worlds(
-    world: EnvironmentSession, trajectory: Trajectory, point: ForkPoint, count: int
+    world: EnvironmentSession, trajectory: Trajectory, turn: int, count: int
 ) -> ForkedWorlds | Refused:
-    """Copies of the session's sandbox as it was at the point, or why there are none. The caller closes them.
+    """Copies of the session's sandbox as it was before message `turn`, or why there are none. The caller
+    closes them.
 
     The session must not be submitted yet.
     """
-    done = sum(bool(turn.calls) for turn in trajectory.turns[: point.turn])
+    at, done = trajectory.turns[turn], sum(bool(one.calls) for one in trajectory.turns[:turn])
     passed = world.snapshots.until(done)
     snapshot = passed[-1].snapshot if passed else ""
     try:
@@ -142,8 +131,7 @@ async def fork_worlds(
         return Refused.SANDBOX_ENDED
     except InfrastructureError:
         return Refused.INFRASTRUCTURE
-    origin = GroupOrigin(point.segment_id, point.offset, snapshot, fidelity)
-    forked = ForkedWorlds(point, origin, tuple(worlds))
+    forked = ForkedWorlds(turn, GroupOrigin(at.segment_id, at.start, snapshot, fidelity), tuple(worlds))
     if not forked.made:
         return Refused.INFRASTRUCTURE
     if any(not causes_of(difference) for one in forked.made for difference in one.differences):
@@ -187,15 +175,15 @@ def renamed(trajectory: Trajectory, identity: TrajectoryId, facts: Mapping[str, 
 
 
 def branch_of(
-    trajectory: Trajectory, point: ForkPoint, identity: TrajectoryId, facts: Mapping[str, Any]
+    trajectory: Trajectory, origin: GroupOrigin, identity: TrajectoryId, facts: Mapping[str, Any]
 ) -> Trajectory:
-    """What came after the point, as a trajectory of its own that left the forked one there.
+    """What came after the origin, as a trajectory of its own that left the forked one there.
 
-    `trajectory`: the forked one, or one that was told the same up to the point under the same id. Its first
-    segment repeats the forked one's tokens up to the point as context: none of them is sampled, so none is
+    `trajectory`: the forked one, or one that was told the same up to there under the same id. Its first
+    segment repeats the forked one's tokens up to there as context: none of them is sampled, so none is
     trained. Segments and turns of earlier contexts are left out. Routes are kept: they cover every position.
     """
-    first = next(n for n, segment in enumerate(trajectory.segments) if segment.id == point.segment_id)
+    first = next(n for n, segment in enumerate(trajectory.segments) if segment.id == origin.segment_id)
     later = trajectory.segments[first:]
     ids = {segment.id for segment in later}
     kept = replace(
@@ -203,9 +191,9 @@ def branch_of(
     )
     branch = renamed(kept, identity, facts)
     left = replace(
-        context_until(branch.segments[0], point.offset),
+        context_until(branch.segments[0], origin.offset),
         relation=Relation.FORK,
-        parent=(point.segment_id, point.offset),
+        parent=(origin.segment_id, origin.offset),
     )
     branch = replace(branch, segments=(left, *branch.segments[1:]))
     return replace(branch, facts={**branch.facts, "sampled_tokens": branch.num_sampled_tokens})

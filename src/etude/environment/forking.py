@@ -19,8 +19,7 @@ from etude.agent.tools import Tool
 from etude.agent.tools.interface import is_path
 from etude.agent.tools.state import ToolState
 from etude.environment.history import Difference, History, differences
-from etude.environment.origins import user_of
-from etude.environment.preparing import begin_step
+from etude.environment.origins import begin_step, user_of
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
 from etude.records import Task, ToolCall
 from etude.sandbox.errors import LiveProcessesError, Unsupported

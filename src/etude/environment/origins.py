@@ -1,4 +1,5 @@
-"""Where an environment session begins: a task, files, a directory, a commit of a repository, a snapshot."""
+"""Where an environment session begins: a task, files, a directory, a commit of a repository, a snapshot; and
+what happens in its sandbox before the agent begins: health checks, and the files and setup of a step."""
 
 from __future__ import annotations
 
@@ -9,24 +10,33 @@ import os
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from etude.agent.simulated_user import SimulatedUser
-from etude.environment.preparing import begin_step, wait_until_healthy
-from etude.errors import ConfigError, ResourceError, SandboxError, TaskError
+from etude.errors import AgentError, ConfigError, ResourceError, SandboxError, TaskError
 from etude.kit.git import git_fault, run_git
 from etude.records import HealthCheck, Task, TaskStep
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Image, Template
-from etude.sandbox.types import Network, Resources
+from etude.sandbox.types import CommandResult, Network, Resources
 from etude.sandbox.wrapping import WrappedSandbox
 
 SOURCE_BYTES = 256 << 20
 """Files of one directory or repository, together."""
 _GIT_S = 60.0
+OWN_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    **dict.fromkeys(("LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV"), ""),
+}
+"""Of our own commands: those of an image may lead into the workspace, where the agent puts what it likes."""
+OWN_S = 60.0
+"""How long one of them may take."""
+_SETUP_S = 600.0
+_SAID_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,52 @@ def task_resources(task: Task, given: Resources) -> Resources:
         open_files=max(given.open_files, 1024),
         cpu_s=max(given.cpu_s, math.ceil(limit_s) * (os.cpu_count() or 1)),
     )
+
+
+async def run_own(sandbox: Sandbox, what: str, command: str, stdin: bytes = b"") -> CommandResult:
+    """Runs a command of ours, which does `what`. Raises SandboxError where it takes too long."""
+    result = await sandbox.commands.run(command, OWN_S, OWN_ENV, stdin=stdin)
+    if result.timed_out:
+        raise SandboxError(f"{what} took more than {OWN_S:g} s", field="sandbox", received=sandbox.id)
+    return result
+
+
+async def wait_until_healthy(sandbox: Sandbox, check: HealthCheck) -> str | None:
+    """Runs a health check until it succeeds: how it failed, or None. Raises SandboxError."""
+    began, num_failed = time.monotonic(), 0
+    while True:
+        is_starting = time.monotonic() - began < check.start_period_s
+        try:
+            result = await sandbox.commands.run(check.command, check.timeout_s)
+        except AgentError as error:
+            return f"ended the sandbox: {error}"
+        if result.exit_code == 0 and not result.timed_out:
+            return None
+        num_failed += not is_starting
+        if num_failed >= check.retries:
+            said = (result.stderr or result.stdout).strip()[-_SAID_CHARS:]
+            return f"failed {num_failed} times ({check.command}): {said}"
+        await asyncio.sleep(check.start_interval_s if is_starting else check.interval_s)
+
+
+async def begin_step(sandbox: Sandbox, step: TaskStep) -> str | None:
+    """Lays a step's files into the working directory, runs its setup and waits until it is healthy.
+
+    Why that failed, or None. Raises SandboxError if our own machinery failed.
+    """
+    try:
+        if step.files:
+            laid = await sandbox.commands.run("tar -x -o -f -", _SETUP_S, OWN_ENV, stdin=step.files)
+            if laid.exit_code != 0:
+                return f"the files of step {step.name} cannot be laid: {laid.stderr.strip()[-_SAID_CHARS:]}"
+        if step.has_setup:
+            ran = await sandbox.commands.run("bash ./setup.sh", _SETUP_S)
+            if ran.exit_code != 0:
+                return f"setup.sh of step {step.name} failed: {ran.stderr.strip()[-_SAID_CHARS:]}"
+        failure = step.health and await wait_until_healthy(sandbox, step.health)
+        return f"the health check of step {step.name} {failure}" if failure else None
+    except AgentError as error:
+        return error.message
 
 
 def directory_template(path: Path) -> Template:

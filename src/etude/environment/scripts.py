@@ -32,8 +32,7 @@ from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.agent.tools.text_file import off_loop
 from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, stays_inside
 from etude.environment.grading import Verdict, allowed_changes, lay_files
-from etude.environment.origins import task_origin, task_template, verifier_origin
-from etude.environment.preparing import OWN_ENV, OWN_S, run_own
+from etude.environment.origins import OWN_ENV, OWN_S, run_own, task_origin, task_template, verifier_origin
 from etude.errors import AgentError, TaskError
 from etude.records import Task, TestScript
 from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, Unsupported

@@ -26,8 +26,10 @@ from etude.agent.mcp import open_servers
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.forking import Kept, Snapshots, fork_at, fork_here
+from etude.environment.grading import Verdict
 from etude.environment.history import Difference, History, SessionTurn, StepEnded
 from etude.environment.origins import DeferredSandbox, Origin, task_origin, user_of
+from etude.environment.rewards import Evidence, compute_reward
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
@@ -367,14 +369,16 @@ class EnvironmentSession(TurnRunner):
     async def _grade(self, task: Task, status: Status, cause: str) -> Outcome:
         async with self._lock:
             began = time.perf_counter()
-            outcome = await self.site.judge(
-                task,
-                self.sandbox,
-                status,
-                cause or self.agent_error,
-                self.facts.to_dict(),
-                [ended.verdict for ended in self.history.steps],
-            )
+            # Of an agent that ended its own sandbox nothing is left to be graded.
+            is_dead = status is Status.AGENT_ERROR
+            dead = [Verdict(False, 0, 0, cause or self.agent_error, 0.0)] if is_dead else []
+            done = [ended.verdict for ended in self.history.steps]
+            if task.steps:
+                verdict = await StepRun(task, self.sandbox, self.site.grader, [*done, *dead]).end()
+            else:
+                verdict = dead[0] if dead else await self.site.grader.grade(task, self.sandbox)
+            evidence = Evidence(task, status, verdict, self.facts.to_dict())
+            outcome = Outcome(status, verdict, compute_reward(evidence, self.site.reward))
             self.grade_s += time.perf_counter() - began
         self.events.put("graded", passed=outcome.verdict.passed, reward=outcome.reward.total)
         return outcome

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etude.environment.grading import Verdict
-from etude.environment.preparing import begin_step
+from etude.environment.origins import begin_step
 from etude.environment.scripts import collect, verdict_on
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError

@@ -58,9 +58,8 @@ class RecordedSession:
     tenant: str
     spec: SessionSpec
     service: AnswerService
-    created_s: float
-    used_s: float
-    """Monotonic, as `created_s`."""
+    created_s: float = field(default_factory=time.monotonic)
+    used_s: float = field(default_factory=time.monotonic)
     num_requests: int = 0
     """Under way."""
     state: Literal["live", "finishing"] = "live"
@@ -165,7 +164,7 @@ class LiveSessions:
         """Begins a session of which nothing is kept: whoever opens it takes its trajectory. `rng_key`: of
         its noise, before the number of the segment."""
         service = AnswerService(self._map_of(spec), sampler, self._serving, rng_key=rng_key)
-        return self._hold(*new_names(), "local", spec, service)
+        return self._hold(RecordedSession(*new_names(), "local", spec, service))
 
     async def end(self, session: RecordedSession) -> None:
         """The session takes no more requests; those under way are aborted and have ended. Idempotent."""
@@ -194,18 +193,7 @@ class LiveSessions:
         name, limits = str(spec.trajectory_id), self.limits.session
         return SessionMap(name, self.renderers.find, limits, spec.keep_thinking)
 
-    def _hold(
-        self,
-        session_id: str,
-        key: str,
-        tenant: str,
-        spec: SessionSpec,
-        service: AnswerService,
-        age_s: float = 0.0,
-        reward: RewardBreakdown | None = None,
-    ) -> RecordedSession:
-        now = time.monotonic()
-        session = RecordedSession(session_id, key, tenant, spec, service, now - age_s, now, reward=reward)
+    def _hold(self, session: RecordedSession) -> RecordedSession:
         self._sessions[session.id] = self._by_key[session.key] = session
         return session
 

@@ -106,8 +106,10 @@ class Recordings(LiveSessions):
         len(self._log)  # reads what is stored, which takes long, and not while a session is being stored
         for found in find_sessions(self._live, self.renderers):
             service = AnswerService(found.map, self._sampler, self._serving, journal=found.journal)
-            facts, age_s = found.facts, max(time.time() - found.facts.created_unix_s, 0.0)
-            self._hold(facts.id, facts.key, facts.tenant, facts.spec, service, age_s, found.reward)
+            facts = found.facts
+            began_s = time.monotonic() - max(time.time() - facts.created_unix_s, 0.0)
+            names = facts.id, facts.key, facts.tenant
+            self._hold(RecordedSession(*names, facts.spec, service, began_s, reward=found.reward))
             self.counts["sessions_recovered"] += 1
         return self.counts["sessions_recovered"]
 
@@ -135,7 +137,7 @@ class Recordings(LiveSessions):
         journal = SessionJournal.create(self._live / f"{session_id}.jsonl", asdict(facts))
         service = AnswerService(self._map_of(spec), self._sampler, self._serving, journal=journal)
         self.counts["sessions_created"] += 1
-        return self._hold(session_id, key, tenant, spec, service)
+        return self._hold(RecordedSession(session_id, key, tenant, spec, service))
 
     async def set_reward(self, session: RecordedSession, reward: RewardBreakdown) -> None:
         """Sets the reward, durably; a later one replaces it. Raises StoreError and SessionEndedError."""

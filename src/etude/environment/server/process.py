@@ -1,4 +1,5 @@
-"""The server as an application and as a process: routes, who may ask, errors; its address, its end.
+"""The server as an application and as a process: who may ask, errors, routes about the server and the events
+of a session; its address, its end.
 
 The first SIGTERM (or SIGINT) drains: turns that run are finished, nothing new is begun, `/ready` says so.
 Then, after `drain_s` or at a second signal, every session is closed and the process ends.
@@ -8,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, WebSocket, WebSocketDisconnect
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from etude.environment.history import TurnConflictError
-from etude.environment.server import mcp_routes, openenv, server_routes, session_routes
+from etude.environment.server import mcp_routes, openenv, session_routes
 from etude.environment.server.host import SessionHost
-from etude.environment.server.requests import tenant_of
-from etude.errors import ConfigError
+from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
+from etude.environment.session_events import Event
+from etude.errors import ConfigError, EtudeError
 from etude.sandbox.server.state import KeyConflictError
 from etude.sandbox.wire_types import STATUSES, encode_error
-from etude.serving.application import build_application
+from etude.serving.application import STALL_S, Json, build_application, unless_gone
 from etude.serving.errors import OwnErrors
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
@@ -30,6 +34,9 @@ DEFAULT_PORT = 8652
 SERVER = "environment server"
 """What it calls itself in what it says."""
 _SWEEP_S = 1.0
+REFUSED, TOO_SLOW = 4401, 4408
+"""Close codes: no access or no such session; events were dropped for a slow client."""
+router = APIRouter()
 
 
 def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> FastAPI:
@@ -55,21 +62,80 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
         lifespan=lifespan,
         on_error=lambda connection, error, status: host.note_error(error),
         metrics=host.metrics,
-        ready=server_routes.ready,
+        ready=ready,
         figures=figures,
     )
     app.state.host = host
     app.state.tokens = dict(tokens or {})
     app.state.episodes = {}
-    for router in (
-        server_routes.router,
+    for routes in (
+        router,
         session_routes.router,
         session_routes.snapshot_router,
         openenv.router,
         mcp_routes.router,
     ):
-        app.include_router(router)
+        app.include_router(routes)
     return app
+
+
+async def ready(host: Host) -> Response:
+    """`ready` (200), or why nothing new is begun (503)."""
+    if host.draining:
+        return Json({"status": "draining"}, 503)
+    problems = await asyncio.to_thread(host.site.backend.doctor)
+    if problems:
+        return Json({"status": "unable", "problems": problems}, 503)
+    return Json({"status": "ready"})
+
+
+@router.get("/tools")
+async def tools(host: Host, tenant: Tenant) -> Response:
+    """The tools of this server's sessions: name, description and JSON Schema of each, and their digest."""
+    registry = host.site.tools
+    rows = [
+        {"name": s.name, "description": s.description, "input_schema": s.json_schema()}
+        for s in registry.schemas
+    ]
+    return Json({"digest": registry.digest, "tools": rows})
+
+
+@router.get("/tasks")
+async def tasks(host: Host, tenant: Tenant) -> Response:
+    """The tasks with which sessions of this server may begin."""
+    return Json([{"name": name, "instruction": task.instruction} for name, task in host.tasks.items()])
+
+
+@router.websocket("/sessions/{session_id}/events")
+async def events(socket: WebSocket, session_id: str) -> None:
+    """What happens in a session, as JSON texts: from event number `?after=` + 1 on, until its end.
+
+    Events that are no longer kept are told as one `gap`; who is too slow is told `dropped` and let go.
+    """
+    await socket.accept()
+    try:
+        held = host_of(socket).find(tenant_of(socket), session_id)
+        after = socket.query_params.get("after", "0")
+        is_number = after.isascii() and after.isdecimal() and len(after) < 19
+        stream = held.session.events.watch(int(after) if is_number else 0)
+    except EtudeError as error:
+        await socket.send_json({"event": "refused", "error": encode_error(error)})
+        await socket.close(REFUSED)
+        return
+    # Of a client that has left, or takes nothing; the session goes on.
+    with suppress(ClientDisconnect, WebSocketDisconnect, TimeoutError, RuntimeError):
+        await unless_gone(socket, _tell(socket, stream))
+
+
+async def _tell(socket: WebSocket, stream: AsyncIterator[Event]) -> None:
+    """Sends events until the session's end, or until some were dropped."""
+    async for event in stream:
+        async with asyncio.timeout(STALL_S):
+            await socket.send_json(event)
+        if event["event"] == "dropped":
+            await socket.close(TOO_SLOW)
+            return
+    await socket.close()
 
 
 def serve(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -28,6 +28,7 @@ from etude.serving.describing import answering, described
 from etude.serving.long_answers import OutputBuffer
 from etude.serving.messages import FRAMES, Encoded
 
+T = TypeVar("T")
 LONG = answering("application/json", FRAMES)
 router = APIRouter(prefix="/sessions")
 snapshot_router = APIRouter(prefix="/snapshots")
@@ -45,11 +46,7 @@ async def create(request: Request, host: Host, tenant: Tenant) -> Response:
     async def make() -> str:
         return (await create_session(host, tenant, named)).session.id
 
-    key = request.headers.get("idempotency-key")
-    if key is None:
-        making = host.in_background(make())
-    else:
-        making = host.creations.enter(f"{tenant}\0{key}", named, lambda: host.in_background(make())).task
+    making = _begin_once(request, host, tenant, named, make)
 
     async def work() -> Encoded:
         return describe(host.find(tenant, await asyncio.shield(making)).session), b""
@@ -240,24 +237,29 @@ async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Respo
             f"must be 1 to {host.limits.max_forks}", field="count", received=count, fix="change it"
         )
     host.check_accepting()
-    key = request.headers.get("idempotency-key")
 
-    async def make() -> str:
-        return json.dumps(await _fork(host, tenant, held.session, count, named.get("turn")))
+    async def make() -> list[dict[str, Any]]:
+        return await _fork(host, tenant, held.session, count, named.get("turn"))
 
-    if key is None:
-        making = host.in_background(make())
-    else:
-        body = {"session": held.session.id, **named}
-        making = host.creations.enter(f"{tenant}\0{key}", body, lambda: host.in_background(make())).task
+    making = _begin_once(request, host, tenant, {"session": held.session.id, **named}, make)
 
     async def work() -> Encoded:
-        rows = json.loads(await asyncio.shield(making))
+        rows: list[dict[str, Any]] = await asyncio.shield(making)
         return [
             row if "error" in row else describe(host.find(tenant, row["id"]).session) for row in rows
         ], b""
 
     return long(request, work())
+
+
+def _begin_once(
+    request: Request, host: SessionHost, tenant: str, body: object, make: Callable[[], Coroutine[Any, Any, T]]
+) -> asyncio.Task[T]:
+    """The work of a request, which goes on without its client; the same `Idempotency-Key` gives the same."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return host.in_background(make())
+    return host.creations.enter(f"{tenant}\0{key}", body, lambda: host.in_background(make())).task
 
 
 async def _fork(

@@ -94,8 +94,8 @@ class Creation:
     """One key's creation: who asks again with the key gets the same sandbox."""
 
     fingerprint: str
-    task: asyncio.Task[str]
-    """Makes the sandbox; its id."""
+    task: asyncio.Task[Any]
+    """Makes what was asked for, such as a sandbox; gives its id."""
     num_claims: int = 0
     """Requests that got the sandbox, or still wait for it."""
 
@@ -110,7 +110,7 @@ class Creations:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def enter(self, key: str, body: object, begin: Callable[[], asyncio.Task[str]]) -> Creation:
+    def enter(self, key: str, body: object, begin: Callable[[], asyncio.Task[Any]]) -> Creation:
         """The key's creation, begun now if it is new. Raises KeyConflictError for another body."""
         fingerprint = hashlib.blake2b(json.dumps(body, sort_keys=True).encode()).hexdigest()
         self._forget()
