@@ -175,20 +175,12 @@ async def fork_here(
 
     Raises LiveProcessesError where they would lack background commands that run.
     """
-    history = session.history
     await _check_processes(session)
-    copies = await session.sandbox.fork(count)
     return [
         one
         if isinstance(one, SandboxError)
-        else session.branch(
-            one,
-            history.until(session.num_turns),
-            session.context.state,
-            session.user,
-            session.snapshots.kept,
-        )
-        for one in copies
+        else session.branch(one, session.num_turns, session.context.state, session.user)
+        for one in await session.sandbox.fork(count)
     ]
 
 
@@ -242,7 +234,7 @@ async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSessio
         else:
             sandbox = await site.backend.create(timeout_s=site.life_s, snapshot=base.snapshot)
             state, user = base.tool_state, base.user
-        fork = session.branch(sandbox, session.history.until(turn), state, user, passed)
+        fork = session.branch(sandbox, turn, state, user)
         try:
             found = await replay(fork.context, fork.history, base.turn if base else 0, session.task)
         except BaseException:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.kit.tasks import closing
 from etude.protocols import BranchingSampler, Sampler, TokenTally
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
@@ -85,16 +86,12 @@ class MemberSampler(BranchingSampler, TokenTally):
             self._sampler.close(session_id)
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        chunks = self._sampler.stream(request)
-        try:
+        async with closing(self._sampler.stream(request)) as chunks:
             async for chunk in chunks:
                 if self._is_first:
                     self._is_first, self.num_cached = False, chunk.cached_tokens
                 self.num_tokens += len(chunk.tokens)
                 yield chunk
-        finally:
-            if isinstance(chunks, AsyncGenerator):
-                await chunks.aclose()
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         return await self._sampler.score(tokens, version)

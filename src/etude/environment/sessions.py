@@ -16,7 +16,7 @@ import asyncio
 import copy
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from etude.agent import SessionFacts, ToolContext
@@ -25,7 +25,7 @@ from etude.agent.inputs import call_document, result_document
 from etude.agent.mcp import open_servers
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
-from etude.environment.forking import Kept, Snapshots, fork_at, fork_here
+from etude.environment.forking import Snapshots, fork_at, fork_here
 from etude.environment.grading import Verdict
 from etude.environment.history import Difference, History, SessionTurn, StepEnded
 from etude.environment.origins import DeferredSandbox, Origin, task_origin, user_of
@@ -115,8 +115,6 @@ class EnvironmentSession(TurnRunner):
         self.snapshots = Snapshots(site.snapshot_every)
         self.user = user
         """Who answers the agent's questions."""
-        self.closed = asyncio.Event()
-        """Set once nothing of it is left."""
         self._lock = asyncio.Lock()
         self._grading: asyncio.Task[Outcome] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -340,15 +338,16 @@ class EnvironmentSession(TurnRunner):
     def branch(
         self,
         sandbox: Sandbox,
-        history: History,
+        turn: int,
         tool_state: ToolState,
         user: SimulatedUser | None,
-        kept: Sequence[Kept],
     ) -> EnvironmentSession:
-        """A session of its own on a copy of the sandbox, with copies of what tools and user remember.
+        """A session of its own on a copy of the sandbox as it was after `turn` turns, with copies of what
+        tools and user remembered then.
 
         For `forking`. Takes the sandbox over.
         """
+        history = self.history.until(turn)
         made = EnvironmentSession(
             self.site,
             self.origin,
@@ -360,10 +359,10 @@ class EnvironmentSession(TurnRunner):
             history=history,
             tool_state=copy.deepcopy(tool_state),
         )
-        made.parent, made.parent_turn = self.id, len(history.turns)
+        made.parent, made.parent_turn = self.id, turn
         if len(history.steps) == len(self.history.steps):
             made.tool_time.spent_s = self.tool_time.spent_s
-        made.snapshots.adopt(kept)
+        made.snapshots.adopt(self.snapshots.until(turn))
         return made
 
     async def _grade(self, task: Task, status: Status, cause: str) -> Outcome:
@@ -402,7 +401,6 @@ class EnvironmentSession(TurnRunner):
                 self._search.close()
             self.events.put("closed")
             self.events.close()
-            self.closed.set()
 
     @property
     def _ended(self) -> bool:

@@ -446,7 +446,6 @@ def test_a_session_whose_snapshots_cannot_be_deleted_is_closed_all_the_same() ->
         await turn(session, MEND)
         with pytest.raises(SandboxError, match="is dead"):
             await session.close()
-        assert session.closed.is_set()
         async with asyncio.timeout(60):
             assert [event["event"] async for event in session.events.watch()][-1] == "closed"
 

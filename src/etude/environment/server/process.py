@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
 from etude.environment.history import TurnConflictError
-from etude.environment.server import mcp_routes, openenv, session_routes
+from etude.environment.server import openenv, session_routes
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
 from etude.environment.session_events import Event
@@ -68,13 +68,7 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
     app.state.host = host
     app.state.tokens = dict(tokens or {})
     app.state.episodes = {}
-    for routes in (
-        router,
-        session_routes.router,
-        session_routes.snapshot_router,
-        openenv.router,
-        mcp_routes.router,
-    ):
+    for routes in (router, session_routes.router, openenv.router):
         app.include_router(routes)
     return app
 

@@ -1,4 +1,4 @@
-"""Routes of sessions: begin, turns, archive, diff, submit, pause, resume, fork, end."""
+"""Routes of sessions: begin, turns, archive, diff, submit, pause, resume, fork, end; their tools over MCP."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from etude.agent.inputs import result_document
 from etude.environment.names import template_of
 from etude.environment.server import requests
 from etude.environment.server.creating import create_session, no_such_snapshot
-from etude.environment.server.host import SessionHost
+from etude.environment.server.host import Held, SessionHost
 from etude.environment.server.requests import Box, Host, Tenant, fields_of, long, wants_frames
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of, known_of, outcome_document, status_of_text
@@ -23,18 +24,19 @@ from etude.records import ToolCall, ToolResult
 from etude.sandbox.answers import encode_changes
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.wire_types import encode_error
-from etude.serving.application import Json
+from etude.serving.application import Json, read_body
 from etude.serving.describing import answering, described
+from etude.serving.json_bodies import off_the_loop, parse_json
 from etude.serving.long_answers import OutputBuffer
 from etude.serving.messages import FRAMES, Encoded
 
 T = TypeVar("T")
 LONG = answering("application/json", FRAMES)
-router = APIRouter(prefix="/sessions")
-snapshot_router = APIRouter(prefix="/snapshots")
+router = APIRouter()
+_MCP_BYTES = 8 << 20
 
 
-@router.post("", responses=LONG, openapi_extra=described(requests.CREATE))
+@router.post("/sessions", responses=LONG, openapi_extra=described(requests.CREATE))
 async def create(request: Request, host: Host, tenant: Tenant) -> Response:
     """A new session from a task, files, a directory, a repository, a snapshot or a fork.
 
@@ -54,19 +56,19 @@ async def create(request: Request, host: Host, tenant: Tenant) -> Response:
     return long(request, work())
 
 
-@router.get("")
+@router.get("/sessions")
 async def list_sessions(host: Host, tenant: Tenant) -> Response:
     """The tenant's sessions, oldest first."""
     return Json([describe(held.session) for held in host.list(tenant)])
 
 
-@router.get("/{session_id}")
+@router.get("/sessions/{session_id}")
 async def get_session(held: Box) -> Response:
     """What is known of a session."""
     return Json(describe(held.session))
 
 
-@router.delete("/{session_id}", responses=LONG)
+@router.delete("/sessions/{session_id}", responses=LONG)
 async def close_session(request: Request, held: Box, host: Host) -> Response:
     """Ends a session and its sandbox."""
 
@@ -92,7 +94,7 @@ class TurnFrames(OutputBuffer):
         self.put_frame({"event": "call_ended", "position": position, "result": result_document(result)})
 
 
-@router.post("/{session_id}/turns", responses=LONG, openapi_extra=described(requests.TURN))
+@router.post("/sessions/{session_id}/turns", responses=LONG, openapi_extra=described(requests.TURN))
 async def run_turn(request: Request, held: Box, host: Host) -> Response:
     """Runs one turn's calls; their results in call order. It goes on if the client leaves.
 
@@ -119,7 +121,7 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
     return long(request, work(), frames if wants_frames(request) else None)
 
 
-@router.post("/{session_id}/archive", responses=LONG, openapi_extra=described(requests.ARCHIVE))
+@router.post("/sessions/{session_id}/archive", responses=LONG, openapi_extra=described(requests.ARCHIVE))
 async def archive(request: Request, held: Box, host: Host) -> Response:
     """Keeps a text as a file of the workspace; `error` says in words for the agent why it could not."""
     named = await fields_of(request, requests.ARCHIVE)
@@ -132,7 +134,7 @@ async def archive(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.get("/{session_id}/diff", responses=LONG)
+@router.get("/sessions/{session_id}/diff", responses=LONG)
 async def diff(request: Request, held: Box, host: Host) -> Response:
     """What differs from the beginning: frames with the contents, or JSON with texts."""
     frames = wants_frames(request)
@@ -150,7 +152,7 @@ async def diff(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.post("/{session_id}/submit", responses=LONG, openapi_extra=described(requests.SUBMIT))
+@router.post("/sessions/{session_id}/submit", responses=LONG, openapi_extra=described(requests.SUBMIT))
 async def submit(request: Request, held: Box, host: Host) -> Response:
     """Ends the session and grades it. Asked again, it gives the same outcome."""
     named = await fields_of(request, requests.SUBMIT)
@@ -168,7 +170,7 @@ async def submit(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.post("/{session_id}/pause", responses=LONG, openapi_extra=described(requests.NOTHING))
+@router.post("/sessions/{session_id}/pause", responses=LONG, openapi_extra=described(requests.NOTHING))
 async def pause(request: Request, held: Box, host: Host) -> Response:
     """Puts the sandbox to sleep; `kept` says what of it."""
 
@@ -179,7 +181,7 @@ async def pause(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.post("/{session_id}/resume", responses=LONG, openapi_extra=described(requests.NOTHING))
+@router.post("/sessions/{session_id}/resume", responses=LONG, openapi_extra=described(requests.NOTHING))
 async def resume(request: Request, held: Box, host: Host) -> Response:
     """Wakes the sandbox."""
 
@@ -191,7 +193,7 @@ async def resume(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.post("/{session_id}/snapshot", responses=LONG, openapi_extra=described(requests.NOTHING))
+@router.post("/sessions/{session_id}/snapshot", responses=LONG, openapi_extra=described(requests.NOTHING))
 async def snapshot(request: Request, held: Box, host: Host) -> Response:
     """A durable copy of the workspace, with which sessions of this tenant may begin."""
 
@@ -204,13 +206,13 @@ async def snapshot(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@snapshot_router.get("")
+@router.get("/snapshots")
 async def list_snapshots(host: Host, tenant: Tenant) -> Response:
     """The snapshots that this tenant asked for."""
     return Json([snapshot for snapshot, owner in host.snapshots.items() if owner == tenant])
 
 
-@snapshot_router.delete("/{snapshot_id}", responses=LONG)
+@router.delete("/snapshots/{snapshot_id}", responses=LONG)
 async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant: Tenant) -> Response:
     """Deletes one; sessions that began with it go on."""
 
@@ -224,7 +226,7 @@ async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant
     return long(request, work())
 
 
-@router.post("/{session_id}/fork", responses=LONG, openapi_extra=described(requests.FORK))
+@router.post("/sessions/{session_id}/fork", responses=LONG, openapi_extra=described(requests.FORK))
 async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Response:
     """Copies of the session, now or as it was after `turn` turns: for each its description, or its error.
 
@@ -276,6 +278,55 @@ async def _fork(
                 rows.append({"id": made.id})
     host.metrics.count("etude_environment_forks", len(rows), tenant=tenant)
     return rows
+
+
+class McpAnswer(Response):
+    """Has the session answer the request, whose body was read already, each call as one turn of it.
+
+    Nothing is kept for the next: what matters is in our session, so a client may come back at any time.
+    """
+
+    def __init__(self, host: SessionHost, held: Held, body: bytes) -> None:
+        super().__init__()
+        self._host = host
+        self._held = held
+        self._body: bytes | None = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The answer as ASGI sends it."""
+
+        async def receive_again() -> Message:
+            body, self._body = self._body, None
+            return await receive() if body is None else {"type": "http.request", "body": body}
+
+        async def run(call: ToolCall) -> ToolResult:
+            (result,) = await self._host.run(self._held, [call])
+            return result
+
+        make_server, manager_of = await asyncio.to_thread(_load_package)
+        async with self._host.using(self._held) as session:
+            server = make_server(session.context, f"etude {session.id}", run)
+            manager = manager_of(server, json_response=True, stateless=True)
+            async with manager.run():
+                await manager.handle_request(scope, receive_again, send)
+
+
+@router.post("/sessions/{session_id}/mcp", include_in_schema=False)
+async def mcp(request: Request, held: Box, host: Host) -> Response:
+    """One MCP request. The server sends nothing unasked, so there is no stream to GET."""
+    body = await read_body(request, min(host.limits.body_bytes, _MCP_BYTES))
+    if body:
+        await off_the_loop(lambda: parse_json(body), len(body))  # the package's own reading has no bounds
+    return McpAnswer(host, held, body)
+
+
+def _load_package() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What answers. Its package takes its time: the server does without until somebody asks."""
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+    from etude.agent.mcp.server import mcp_server
+
+    return mcp_server, StreamableHTTPSessionManager
 
 
 def describe(session: EnvironmentSession) -> dict[str, Any]:
