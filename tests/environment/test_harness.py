@@ -7,6 +7,7 @@ import shlex
 import textwrap
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +16,9 @@ import pytest
 
 from etude.config import RunConfig
 from etude.controller.harness import open_environment
-from etude.environment import harness
+from etude.environment import harness, recording
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.harness import HarnessEnvironment
-from etude.environment.recording import Serving, live
 from etude.records import (
     SampleChunk,
     SampleRequest,
@@ -176,7 +176,7 @@ class DeafSampler(TellingSampler):
 def test_a_session_that_ends_at_its_time_is_graded_though_its_last_answer_never_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "Serving", lambda: Serving(abort_s=0.2))
+    monkeypatch.setattr(recording, "RecordingLimits", partial(recording.RecordingLimits, abort_s=0.2))
     sampler = DeafSampler(replies([MEND, "done"]))
     trajectory, _ = play(tmp_path, [], timeout_s=3.0, sampler=sampler)
     assert (trajectory.status, trajectory.cause, trajectory.attempt) == (Status.LIMIT, "time", 0)

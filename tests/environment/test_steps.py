@@ -226,10 +226,7 @@ def test_the_time_of_a_step_is_taken_over_by_forks_in_the_same_step_only() -> No
         session.history.steps.append(StepEnded(1, given(reward=1)))
         session.tool_time.spent_s = 5.0
         made = [
-            session.branch(
-                await site.backend.create(), session.history.until(turn), session.context.state, None, []
-            )
-            for turn in (0, 1)
+            session.branch(await site.backend.create(), turn, session.context.state, None) for turn in (0, 1)
         ]
         await finish_all(one.close() for one in [session, *made])
         return [one.tool_time.spent_s for one in made]

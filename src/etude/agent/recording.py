@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import SamplerError
-from etude.records import PolicyVersion, SampleChunk, TurnSpan, VersionSpan
+from etude.records import (
+    BlobRef,
+    PolicyVersion,
+    Relation,
+    SampleChunk,
+    SamplingParams,
+    Segment,
+    ToolCall,
+    ToolResult,
+    Turn,
+    TurnSpan,
+    VersionSpan,
+)
+from etude.tokens.renderer import Renderer
+from etude.tokens.stream import malformed_spans
 
 Spans = list[tuple[int, int, PolicyVersion]]
 Routes = NDArray[Any]
 """[positions, layers, top_k] uint8, or uint16 where there are more than 255 experts."""
+KeepRoutes = Callable[[Routes], BlobRef]
+"""Takes the experts of a segment and says where they are kept."""
 
 
 class Recording:
@@ -69,6 +87,49 @@ class Recording:
         routes = np.full((self.length, *self._routes.shape[1:]), missing, dtype=dtype)
         routes[: self._routed] = self._routes[: self._routed]
         return routes
+
+    def segment(
+        self,
+        segment_id: str,
+        trajectory_id: str,
+        params: SamplingParams,
+        renderer: Renderer,
+        keep_routes: KeepRoutes | None,
+        **more: Any,
+    ) -> Segment:
+        """The segment as a record, with `more` of its fields; without `keep_routes` routes are left out."""
+        routes = self.routes() if keep_routes is not None else None
+        return Segment(
+            segment_id,
+            trajectory_id,
+            self.tokens,
+            self.sampled,
+            self.logprobs,
+            self.version_spans,
+            self.kv_oldest_spans,
+            tuple(self.turn_spans),
+            params,
+            renderer.tokenizer.digest,
+            renderer.template_digest,
+            keep_routes(routes) if keep_routes is not None and routes is not None else None,
+            **more,
+        )
+
+    def turn(
+        self,
+        segment_id: str,
+        start: int,
+        end: int,
+        renderer: Renderer,
+        calls: tuple[ToolCall, ...],
+        results: tuple[ToolResult, ...] = (),
+    ) -> Turn:
+        """The agent's message of tokens [start, end) as a record."""
+        message = self.tokens[start:end]
+        spans = malformed_spans(message, calls, renderer)
+        malformed = tuple((start + first, start + last) for first, last in spans)
+        text = renderer.tokenizer.decode(message)
+        return Turn(segment_id, start, end, text, calls, results, malformed)
 
     def give(self, tokens: NDArray[np.int32], role: str) -> None:
         """Appends a whole message that was not sampled."""
@@ -157,6 +218,18 @@ class Recording:
         self._sampled = _grown(self._sampled, capacity)
         if self._routes is not None:
             self._routes = _grown(self._routes, capacity)
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """What the policy sees at once: a segment while it grows, and how it came about."""
+
+    id: str
+    opening: str
+    """The words with which it began."""
+    recording: Recording = field(default_factory=Recording)
+    relation: Relation = Relation.ROOT
+    parent: tuple[str, int] | None = None
 
 
 def _extend(spans: Spans, start: int, end: int, version: PolicyVersion) -> None:

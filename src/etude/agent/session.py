@@ -13,7 +13,7 @@ history of full contexts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,15 +22,13 @@ from numpy.typing import NDArray
 
 from etude.agent.admission import admit
 from etude.agent.budget import Budget
-from etude.agent.contexts import Context
 from etude.agent.facts import SessionFacts
 from etude.agent.limits import Progress, SessionLimits, too_small
 from etude.agent.observing import observe
-from etude.agent.recording import Recording
+from etude.agent.recording import Context, KeepRoutes, Recording
 from etude.agent.summary import SummaryPolicy, fit_continuation, history_path, history_text
 from etude.protocols import Action, Archive, Finished, RunCalls, Sample
 from etude.records import (
-    BlobRef,
     Relation,
     RewardBreakdown,
     SampleChunk,
@@ -45,13 +43,9 @@ from etude.records import (
 )
 from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
-from etude.tokens.stream import malformed_spans
 
 STOPPED = "error: stopped"
 """What calls are answered with that a stop of the session left without results."""
-
-KeepRoutes = Callable[[NDArray[np.uint8]], BlobRef]
-"""Takes the experts [T, layers, top_k] of a segment and says where they are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -246,8 +240,16 @@ class AgentSession:
     def segments(self, keep_routes: KeepRoutes | None = None) -> tuple[Segment, ...]:
         """The contexts as records, in their order; without `keep_routes` routes are left out."""
         return tuple(
-            context.segment(self.trajectory_id, self.params, self.renderer, _kept(context, keep_routes))
-            for context in self.contexts
+            one.recording.segment(
+                one.id,
+                str(self.trajectory_id),
+                self.params,
+                self.renderer,
+                keep_routes,
+                relation=one.relation,
+                parent=one.parent,
+            )
+            for one in self.contexts
         )
 
     def trajectory(
@@ -384,11 +386,8 @@ class AgentSession:
 
     def _add_turn(self, message: NDArray[np.int32], calls: tuple[ToolCall, ...]) -> None:
         end = self.recording.length
-        start = end - len(message)
-        text = self.renderer.tokenizer.decode(message)
-        spans = malformed_spans(message, calls, self.renderer)
-        malformed = tuple((start + first, start + last) for first, last in spans)
-        self.turns.append(Turn(self.segment_id, start, end, text, calls, (), malformed))
+        turn = self.recording.turn(self.segment_id, end - len(message), end, self.renderer, calls)
+        self.turns.append(turn)
 
     def _go_on(self, outputs: Sequence[str], words: str | None = None) -> None:
         """Appends what the tools answered, then the user's words: see `observe`. The session ends where no
@@ -411,8 +410,3 @@ class AgentSession:
         self.progress.status = status
         self.progress.cause = cause
         self._action = None
-
-
-def _kept(context: Context, keep_routes: KeepRoutes | None) -> BlobRef | None:
-    routes = context.recording.routes()
-    return keep_routes(routes) if keep_routes is not None and routes is not None else None

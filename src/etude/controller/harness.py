@@ -9,8 +9,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from etude.agent import agent_format, open_renderer
+from etude.agent.recording import KeepRoutes
 from etude.config import HarnessConfig, RunConfig
-from etude.environment.episodes import Environment, EpisodeLimits, RouteKeeper
+from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.runners import TimedPlayer
 from etude.errors import ConfigError
 from etude.sandbox.interface import SandboxBackend
@@ -32,7 +33,7 @@ async def open_environment(
     backend: SandboxBackend,
     tokenizer: Tokenizer,
     limits: EpisodeLimits,
-    keep_routes: RouteKeeper,
+    keep_routes: KeepRoutes,
 ) -> AsyncIterator[TimedPlayer]:
     """What runs the episodes of a run in this process; it and the backend are closed on the way out. Raises
     ConfigError as `check_harness`."""
@@ -52,7 +53,7 @@ async def _open_harness(
     backend: SandboxBackend,
     tokenizer: Tokenizer,
     limits: EpisodeLimits,
-    keep_routes: RouteKeeper,
+    keep_routes: KeepRoutes,
 ) -> TimedPlayer:
     """A foreign agent's, with its endpoint, which `stack` closes."""
     # FastAPI comes with them, which other runs do without.

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from etude.agent import (
     AgentSession,
@@ -22,6 +18,7 @@ from etude.agent import (
     run_session,
 )
 from etude.agent.index.opening import run_indexes
+from etude.agent.recording import KeepRoutes
 from etude.agent.runner import Timings
 from etude.config import AgentConfig, RewardConfig, RunConfig
 from etude.environment.fork_groups import (
@@ -44,14 +41,12 @@ from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
 from etude.kit.tasks import end_tasks, finish_all
 from etude.protocols import Sampler
-from etude.records import BlobRef, Status, Trajectory
+from etude.records import Status, Trajectory
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
-
-RouteKeeper = Callable[[NDArray[np.uint8]], BlobRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,7 @@ class Environment(Player):
         renderer: Renderer,
         limits: EpisodeLimits,
         reward: RewardConfig,
-        keep_routes: RouteKeeper | None,
+        keep_routes: KeepRoutes | None,
         registry: Registry | None = None,
         system: str | tuple[Piece, ...] | None = None,
         patience: Patience | None = None,
@@ -127,7 +122,7 @@ class Environment(Player):
         tokenizer: Tokenizer,
         backend: SandboxBackend,
         limits: EpisodeLimits,
-        keep_routes: RouteKeeper | None,
+        keep_routes: KeepRoutes | None,
     ) -> Environment:
         """That of a run's sessions: renderer, tools, index and MCP servers as its section `agent` says.
 
@@ -265,7 +260,13 @@ class Environment(Player):
             view.end()
             if isinstance(world, EnvironmentSession):
                 await asyncio.shield(world.close())
-        facts = {"fork_cached_tokens": view.num_cached, **_fork_facts(told, forked)}
+        facts = {
+            "forked_from": str(told.id),
+            "forked_at": forked.turn,
+            "fork_prefix_tokens": forked.origin.offset,
+            "fork_cached_tokens": view.num_cached,
+            "fork_fidelity": forked.origin.fidelity,
+        }
         return branch_of(trajectory, forked.origin, place.identity, facts)
 
     async def _graded(
@@ -312,15 +313,6 @@ def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
         max_summaries=agent.max_summaries,
         request=agent.summary_request,
     )
-
-
-def _fork_facts(told: Trajectory, forked: ForkedWorlds) -> dict[str, Any]:
-    return {
-        "forked_from": str(told.id),
-        "forked_at": forked.turn,
-        "fork_prefix_tokens": forked.origin.offset,
-        "fork_fidelity": forked.origin.fidelity,
-    }
 
 
 async def _end(

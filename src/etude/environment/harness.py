@@ -16,11 +16,12 @@ import math
 import os
 import shlex
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from etude.agent import AgentSession
+from etude.agent.recording import KeepRoutes
 from etude.config import HarnessConfig, RewardConfig
-from etude.environment.episodes import Environment, EpisodeLimits, RouteKeeper
+from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.recording.live import LiveSessions, RecordedSession
 from etude.environment.recording.spec import SamplingDefaults, SessionSpec
@@ -30,23 +31,14 @@ from etude.errors import AgentError, SamplerError, SandboxError
 from etude.protocols import Sampler
 from etude.records import Status, Task, ToolResult, Trajectory
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.types import CommandResult
 from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.renderer import Renderer
 
 MODEL = "etude"
 _SAID_CHARS = 300
 """Of what a command said last, in the cause of its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """How an agent's session ended."""
-
-    status: Status
-    cause: str
-    is_own: bool
-    """Whether the agent itself ended it, without a failure."""
+_Ending = tuple[Status, str]
+"""How an agent's session ended, and why; without a cause the agent itself ended it."""
 
 
 class HarnessEnvironment(Environment):
@@ -58,7 +50,7 @@ class HarnessEnvironment(Environment):
         renderer: Renderer,
         limits: EpisodeLimits,
         reward: RewardConfig,
-        keep_routes: RouteKeeper | None,
+        keep_routes: KeepRoutes | None,
         harness: HarnessConfig,
         sessions: LiveSessions,
         url: str,
@@ -96,7 +88,7 @@ class HarnessEnvironment(Environment):
             finally:
                 await asyncio.shield(self._sessions.end(session))
             harness_s = time.perf_counter() - began
-            _check_sampled(session, ending)
+            _check_sampled(session, ending[1])
             return await self._grade(session, world, ending, number, harness_s)
         finally:
             await asyncio.shield(world.close())
@@ -106,13 +98,13 @@ class HarnessEnvironment(Environment):
 
         Raises SandboxError if our machinery failed.
         """
-        ending = await self._run_command(task.at_step(0), session, world)
+        status, cause = await self._run_command(task.at_step(0), session, world)
         for number in range(1, len(task.steps)):
-            if ending.status is not Status.DONE or await world.next_step() is None:
+            if status is not Status.DONE or await world.next_step() is None:
                 break
-            latest = await self._run_command(task.at_step(number), session, world)
-            ending = ending if latest.is_own else latest
-        return ending
+            latest, why = await self._run_command(task.at_step(number), session, world)
+            status, cause = latest, why or cause
+        return status, cause
 
     async def _run_command(self, task: Task, session: RecordedSession, world: EnvironmentSession) -> _Ending:
         command = self._harness.command.replace("{instruction}", shlex.quote(task.instruction))
@@ -120,11 +112,13 @@ class HarnessEnvironment(Environment):
         if task.machine is not None and task.machine.agent_s:
             limit_s = min(limit_s, task.machine.agent_s)
         try:
-            return _ending_of(
-                await world.sandbox.commands.run(command, limit_s, self._environment(task, session))
-            )
+            result = await world.sandbox.commands.run(command, limit_s, self._environment(task, session))
         except AgentError as error:
-            return _Ending(Status.AGENT_ERROR, error.message, is_own=False)
+            return Status.AGENT_ERROR, error.message
+        if result.timed_out:
+            return Status.LIMIT, "time"
+        said = (result.stderr.strip() or result.stdout.strip())[-_SAID_CHARS:]
+        return Status.DONE, f"exit {result.exit_code}: {said}" if result.exit_code else ""
 
     def _environment(self, task: Task, session: RecordedSession) -> dict[str, str]:
         """Of the command. Its home is the image's, or else not the workspace, where its settings would count
@@ -154,11 +148,12 @@ class HarnessEnvironment(Environment):
             # Malformed calls had no results of the agent's.
             results = [*turn.results, *(ToolResult("") for _ in turn.calls)][: len(turn.calls)]
             world.facts.on_turn(turn.calls, results)
-        world.facts.finished = ending.is_own
-        outcome = await world.submit(ending.status, ending.cause)
+        status, cause = ending
+        world.facts.finished = status is Status.DONE and not cause  # by itself, without a failure
+        outcome = await world.submit(status, cause)
         self.times.grade_s += world.grade_s
         session.reward = outcome.reward
-        trajectory = session.trajectory(ending.status, ending.cause, self._keep_routes)
+        trajectory = session.trajectory(status, cause, self._keep_routes)
         trajectory = replace(
             trajectory,
             attempt=number,
@@ -169,22 +164,13 @@ class HarnessEnvironment(Environment):
         return self._with_verdict(trajectory, outcome.verdict)
 
 
-def _ending_of(result: CommandResult) -> _Ending:
-    if result.timed_out:
-        return _Ending(Status.LIMIT, "time", is_own=False)
-    if result.exit_code == 0:
-        return _Ending(Status.DONE, "", is_own=True)
-    said = (result.stderr.strip() or result.stdout.strip())[-_SAID_CHARS:]
-    return _Ending(Status.DONE, f"exit {result.exit_code}: {said}", is_own=False)
-
-
-def _check_sampled(session: RecordedSession, ending: _Ending) -> None:
+def _check_sampled(session: RecordedSession, cause: str) -> None:
     """Raises SamplerError where an answer was asked for and never came, SandboxError where none was."""
     if session.map.counts.failed:
         raise SamplerError("the agent's requests were not answered", received=session.map.counts.failed)
     if session.map.num_sampled_tokens:
         return
-    received, refusal = ending.cause or "it ended by itself", session.refusal
+    received, refusal = cause or "it ended by itself", session.refusal
     fix = "run it in a sandbox by hand: it must ask the endpoint that OPENAI_BASE_URL names"
     if refusal is not None:
         received = f"{received}; its last request was refused: {refusal}"

@@ -111,8 +111,9 @@ async def judge_by_script(
     script, began = task.verifier, time.perf_counter()
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
-    if script.machine is not None and kinds.elsewhere is None:
-        kinds = await _untouched(task, backend, given)
+    if script.machine is not None and kinds.elsewhere is None:  # what an agent leaves that does nothing
+        async with task_origin(task, given).opened(backend) as sandbox:
+            kinds = (await find_left(task, sandbox))[1]
     run = partial(_run_script, task, changes, kinds, backend, given)
     try:
         if script.exams:
@@ -213,12 +214,6 @@ async def find_left(task: Task, sandbox: Sandbox) -> tuple[dict[str, bytes | Non
         env = {**template.image.env, **script.env}
         kinds = replace(kinds, elsewhere=await carry_root(task, sandbox, template.workspace, env))
     return changes, kinds
-
-
-async def _untouched(task: Task, backend: SandboxBackend, given: Resources) -> FileKinds:
-    """What an agent leaves behind that does nothing."""
-    async with task_origin(task, given).opened(backend) as sandbox:
-        return (await find_left(task, sandbox))[1]
 
 
 async def check_isolation(backend: SandboxBackend) -> None:

@@ -19,13 +19,14 @@ from etude.environment.making.images import ProjectImage
 from etude.environment.making.projects import read_project
 from etude.environment.making.suites import Coverage, Suite
 from etude.environment.making.twinning import find_project_twins
-from etude.environment.making.writing import MadeTask, write_made_task
+from etude.environment.making.writing import MadeTask, task_files
 from etude.environment.verdicts import Grader
 from etude.records import Task, TaskImage
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.template import Template
 from etude.tasks.exams import read_exams
+from etude.tasks.harbor import write_files
 from etude.tasks.making.changes import Change, Place, TestFailure, Verified
 from tests.environment.making.cheats import CHEATS
 from tests.environment.making.scene import read_made_task
@@ -134,7 +135,7 @@ async def make_task(folder: Path, backend: SandboxBackend) -> Task:
     verified = Verified(change, {"prices.py": PRICES}, failures, "total is wrong", passing=tuple(PASSING))
     image = ProjectImage(TaskImage("host"), "FROM host\n")
     made = MadeTask(project, image, verified, exams, 60.0)
-    write_made_task(made, folder / "task")
+    write_files(task_files(made), folder / "task")
     task = read_made_task(folder / "task", image.image)
     assert task.machine is not None and task.verifier is not None
     verifier = replace(task.verifier, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})

@@ -20,7 +20,6 @@ from etude.environment.recording import (
     Recordings,
     RendererShelf,
     SamplingDefaults,
-    Serving,
     SessionMap,
 )
 from etude.environment.recording.branches import Branch
@@ -157,9 +156,9 @@ class ChatClient:
         body = {"messages": messages, "tools": self.tools, **options}
         request = CHAT.read(body, options.get("agent", ""), strict=False)
         params, rules = SamplingDefaults().params(request.sampling), replace(request.rules, whole_calls=True)
-        started = self.service.start(Ask(request.messages, params, rules, request.sampling.seed))
-        writer = CHAT.writer(request, "0", started.prompt_tokens, qwen_tokenizer(), "m")
-        async for event in started.events:
+        num_tokens, events = self.service.start(Ask(request.messages, params, rules, request.sampling.seed))
+        writer = CHAT.writer(request, "0", num_tokens, qwen_tokenizer(), "m")
+        async for event in events:
             writer.take(event)
             assert not isinstance(event, Ended) or event.num_tokens == writer.usage.completion_tokens
         document = writer.whole()
@@ -171,7 +170,7 @@ def make_service(
     sampler: TellingSampler, keep_thinking: bool = True, limits: MapLimits | None = None
 ) -> AnswerService:
     session_map = SessionMap("run/t/e0/g0/0", shelf().find, limits or MapLimits(), keep_thinking)
-    return AnswerService(session_map, sampler, Serving(answer_s=60, abort_s=60))
+    return AnswerService(session_map, sampler, answer_s=60, abort_s=60)
 
 
 def make_recordings(sampler: Any, store: Path, **options: Any) -> Recordings:

@@ -21,7 +21,6 @@ from etude.environment.recording import (
     MapLimits,
     Recordings,
     RendererShelf,
-    Serving,
     SessionMap,
 )
 from etude.environment.recording.journal import SessionJournal, find_sessions, read_journal, replay
@@ -52,7 +51,7 @@ HEADER = {"id": "s"}
 def journaled(sampler: TellingSampler, keep: bool, path: Path) -> AnswerService:
     session_map = SessionMap("run/t/e0/g0/0", shelf().find, MapLimits(), keep)
     journal = SessionJournal.create(path, HEADER)
-    return AnswerService(session_map, sampler, Serving(answer_s=60, abort_s=60), journal=journal)
+    return AnswerService(session_map, sampler, answer_s=60, abort_s=60, journal=journal)
 
 
 def replayed(path: Path, keep: bool = True) -> tuple[SessionMap, RewardBreakdown | None]:
@@ -104,7 +103,7 @@ def test_any_tree_of_conversations_is_the_same_from_its_journal(seed: int, keep:
         made, _ = replayed(path, keep)
         assert told(made) == told(service.session_map)
         # And it goes on from there, with a sampler that knows nothing.
-        again = AnswerService(made, sampler, Serving(answer_s=60, abort_s=60))
+        again = AnswerService(made, sampler, answer_s=60, abort_s=60)
         sampler.failures = 0
         for branch in made.branches:
             sampler.inner.forget(branch.id)
@@ -159,7 +158,7 @@ def test_an_answer_that_was_given_up_since_its_client_left_has_not_failed(tmp_pa
                 yield chunk
 
     service = journaled(Silent(replies([])), True, tmp_path / "s")
-    service.serving = Serving(abort_s=0.1)
+    service.abort_s = 0.1
 
     async def leave() -> None:
         asking = asyncio.ensure_future(ChatClient(service).send([SYSTEM, USER]))

@@ -462,14 +462,14 @@ def test_a_session_that_cannot_be_kept_is_not_begun(served: Served, monkeypatch:
 
 
 def test_a_sampler_that_never_answers_ends_at_its_deadline(tmp_path: Path) -> None:
-    from etude.environment.recording import Serving
-
     class Silent(TellingSampler):
         async def stream(self, request: Any) -> AsyncIterator[Any]:
             await asyncio.sleep(3600)
             yield
 
-    recordings = make_recordings(Silent(replies([])), tmp_path, serving=Serving(answer_s=0.2, abort_s=0.2))
+    recordings = make_recordings(
+        Silent(replies([])), tmp_path, limits=RecordingLimits(answer_s=0.2, abort_s=0.2)
+    )
     with serving(recordings) as running:
         answer = chat(running, running.create())
         assert answer.status_code == 503 and "too long" in answer.text

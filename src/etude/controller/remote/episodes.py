@@ -15,12 +15,11 @@ import asyncio
 import contextlib
 import itertools
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from numpy.typing import NDArray
-
+from etude.agent.recording import KeepRoutes
 from etude.controller.remote.fleet import EngineFleet, check_build
 from etude.controller.remote.rollout_part import (
     DoneEpisode,
@@ -35,8 +34,6 @@ from etude.inference.exchange import Build
 from etude.kit.tasks import Tasks
 from etude.protocols import Handle, Sampler, TokenTally
 from etude.records import BlobRef, Status, Trajectory
-
-RouteKeeper = Callable[[NDArray[Any]], BlobRef]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +67,7 @@ class RemoteEpisodes(Player):
         spawns: Mapping[str, Spawn],
         build: Build,
         fleet: EngineFleet,
-        keep_routes: RouteKeeper,
+        keep_routes: KeepRoutes,
         supervision: Supervision,
     ) -> None:
         """`spawns`: how to start the process of each worker, by name. `build`: what they must all be.

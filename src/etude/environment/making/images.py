@@ -25,8 +25,8 @@ from etude.sandbox.images.built import BuildOptions
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Image, Template
+from etude.tasks.harbor import WORKSPACE
 
-WORKSPACE = "/workspace"
 BASE = "python:3.11-slim"
 """Image that a project's packages are installed in."""
 _FREEZE_S = 120.0

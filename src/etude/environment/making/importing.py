@@ -23,7 +23,6 @@ from typing import Annotated
 import pyarrow.parquet as parquet
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from etude.environment.making.images import WORKSPACE
 from etude.environment.making.suites import PROGRAM
 from etude.environment.making.writing import TEST, below, task_toml
 from etude.environment.origins import repository_template
@@ -33,7 +32,7 @@ from etude.kit.git import git_fault, run_git
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.image_store import ImageStore
-from etude.tasks.harbor import write_files
+from etude.tasks.harbor import WORKSPACE, write_files
 
 _MOST_CHARS = 200
 """Of a name that becomes a path."""

@@ -35,7 +35,7 @@ from etude.environment.making.reports import MakeReport
 from etude.environment.making.suites import Suite
 from etude.environment.making.twinning import MIXED_ROUNDS, ROUNDS, ProjectTwins, find_project_twins
 from etude.environment.making.verifying import Noticed, guard, verify_change
-from etude.environment.making.writing import MadeTask, write_made_task
+from etude.environment.making.writing import MadeTask, task_files
 from etude.errors import TaskError
 from etude.kit.durable import make_directory, publish_directory, remove_directory, write_json
 from etude.kit.journal import LineJournal
@@ -47,6 +47,7 @@ from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Network
 from etude.tasks.exams import Exam
+from etude.tasks.harbor import write_files
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Change, Quotas, Verified
 from etude.tasks.making.instructions import find_refusal
@@ -263,7 +264,7 @@ class _Maker:
         nothing 0, twice, and returns True; else `report` is given the reason."""
         with ScratchDirectory(self._out / STATE, "check-") as scratch:
             draft = scratch / made.id
-            await asyncio.to_thread(write_made_task, made, draft)
+            await asyncio.to_thread(write_files, task_files(made), draft)
             top = draft / "environment/workspace"
             leak = await asyncio.to_thread(scan_workspace, top, made.verified, made.workspace)
             if leak is not None:

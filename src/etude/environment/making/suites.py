@@ -131,8 +131,7 @@ class Suite:
         """
         sources = [pattern.replace("**", "*") for pattern in self.project.source_patterns]
         request: dict[str, Any] = {"seed": seed, "cover": sources if cover else [], "explain": explain}
-        found = await self._ask(files or {}, request, seed or 0, self.timeout_s)
-        return found if isinstance(found, SuiteRun) else _RUN.validate_python(found)
+        return _RUN.validate_python(await self._ask(files or {}, request, seed or 0, self.timeout_s))
 
     async def run_rounds(
         self, files: Mapping[str, str], rounds: Sequence[Sequence[str] | None], stable: Sequence[str]
@@ -146,14 +145,12 @@ class Suite:
         rows = [{"ids": ids, "seed": seed} for seed, ids in enumerate(rounds)]
         request = {"rounds": rows, "stable": stable, "limit_s": self.timeout_s}
         found = await self._ask(files, request, 1, self.timeout_s * (1 + len(rows)))
-        return (
-            [found] if isinstance(found, SuiteRun) else [_RUN.validate_python(row) for row in found["rounds"]]
-        )
+        return [_RUN.validate_python(row) for row in found.get("rounds", [found])]
 
     async def _ask(
         self, files: Mapping[str, str], request: dict[str, Any], seed: int, limit_s: float
-    ) -> dict[str, Any] | SuiteRun:
-        """What the program says that runs inside a fresh sandbox; a run with a problem if it says nothing."""
+    ) -> dict[str, Any]:
+        """What the program says that runs inside a fresh sandbox; a problem if it says nothing."""
         request |= {"paths": self.project.test_files, "options": self.project.options}
         env = {"PYTHONHASHSEED": str(seed % 1000), "TZ": _ZONES[seed % len(_ZONES)]}
         program = f"{PROGRAM.read_text()}\nanswer(json.loads({json.dumps(request)!r}))\n"
@@ -168,23 +165,22 @@ class Suite:
                 "python3 -", limit_s, env, limit_bytes=_MOST_BYTES, stdin=program
             )
         except AgentError as error:
-            return SuiteRun({}, problem=str(error))
+            return {"outcomes": {}, "problem": str(error)}
         finally:
             await sandbox.kill()
         return _read_answer(result, limit_s)
 
 
-def _read_answer(result: CommandResult, limit_s: float) -> dict[str, Any] | SuiteRun:
+def _read_answer(result: CommandResult, limit_s: float) -> dict[str, Any]:
+    failed = {"outcomes": {}, "duration_s": result.duration_s}
     if result.timed_out:
-        problem = f"hangs: the tests did not end within {limit_s:.0f} s"
-        return SuiteRun({}, problem=problem, duration_s=result.duration_s)
+        return {**failed, "problem": f"hangs: the tests did not end within {limit_s:.0f} s"}
     try:
         found: dict[str, Any] = json.loads(result.stdout)
     except ValueError:
         words = " ".join(result.stderr.split())[-300:] or "nothing was said"
-        problem = f"dies: pytest ended with {result.exit_code}: {words}"
-        return SuiteRun({}, problem=problem, duration_s=result.duration_s)
+        return {**failed, "problem": f"dies: pytest ended with {result.exit_code}: {words}"}
     if found["broken"] is not None or found["status"] in _NO_RESULT:
         words = " ".join((found["broken"] or f"exit status {found['status']}").split())[-300:]
-        return SuiteRun({}, problem=f"pytest fails: {words}", duration_s=result.duration_s)
+        return {**failed, "problem": f"pytest fails: {words}"}
     return {**found, "duration_s": result.duration_s}

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.environment.grading import matches_any
-from etude.environment.making.images import WORKSPACE, ProjectImage
+from etude.environment.making.images import ProjectImage
 from etude.environment.making.projects import Project
 from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
 from etude.tasks.exams import EXAMS, ExamSet
-from etude.tasks.harbor import SOLVE, TomlValue, toml_text, write_files
+from etude.tasks.harbor import SOLVE, WORKSPACE, TomlValue, toml_text
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified, split_of
 from etude.tasks.making.refactoring import write_check
@@ -71,12 +71,8 @@ class MadeTask:
         return {path: data for path, data in files.items() if data or path not in change.files}
 
 
-def write_made_task(made: MadeTask, directory: Path) -> None:
-    """Writes the task's directory, which appears only when whole. Raises OSError."""
-    write_files(_files(made), directory)
-
-
-def _files(made: MadeTask) -> dict[str, bytes]:
+def task_files(made: MadeTask) -> dict[str, bytes]:
+    """The files of the task's directory, by path."""
     project, change = made.project, made.verified.change
     expected = {
         "ids": sorted({*(one.test for one in made.verified.failures), *made.verified.passing}),

@@ -8,7 +8,6 @@ from etude.environment.recording.live import LiveSessions as LiveSessions
 from etude.environment.recording.live import RecordingLimits as RecordingLimits
 from etude.environment.recording.service import AnswerService as AnswerService
 from etude.environment.recording.service import Ask as Ask
-from etude.environment.recording.service import Serving as Serving
 from etude.environment.recording.session_map import MapLimits as MapLimits
 from etude.environment.recording.session_map import SessionMap as SessionMap
 from etude.environment.recording.sessions import Recordings as Recordings

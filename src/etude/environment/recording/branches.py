@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.agent.recording import Recording
-from etude.records import BlobRef, Relation, SamplingParams, Segment
+from etude.records import Relation, SamplingParams
 from etude.tokens.chat.framing import Framing, Tokens
 from etude.tokens.chat.messages import (
     Answer,
@@ -150,27 +150,6 @@ class Branch:
         while branch.parent is not None and 0 < offset <= branch.copied:
             branch = branch.parent[0]
         return branch
-
-    def segment(self, trajectory_id: str, routes: BlobRef | None) -> Segment:
-        """The branch as a record."""
-        recording, renderer = self.recording, self.framing.renderer
-        return Segment(
-            id=self.id,
-            trajectory_id=trajectory_id,
-            tokens=recording.tokens,
-            sampled=recording.sampled,
-            logprobs=recording.logprobs,
-            version_spans=recording.version_spans,
-            kv_oldest_spans=recording.kv_oldest_spans,
-            turn_spans=tuple(recording.turn_spans),
-            sampling=self.params,
-            tokenizer_digest=renderer.tokenizer.digest,
-            template_digest=renderer.template_digest,
-            routes=routes,
-            agent_id=self.agent_id,
-            parent=(self.parent[0].id, self.parent[1]) if self.parent else None,
-            relation=self.relation,
-        )
 
 
 def _reasons_alike(known: Message, told: Message) -> bool:

@@ -258,14 +258,8 @@ class SessionFacts:
 _FACTS = TypeAdapter(SessionFacts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FoundSession:
-    """A session as its journal tells it."""
-
-    journal: SessionJournal
-    facts: SessionFacts
-    map: SessionMap
-    reward: RewardBreakdown | None
+FoundSession = tuple[SessionFacts, SessionJournal, SessionMap, RewardBreakdown | None]
+"""A session as its journal tells it."""
 
 
 def find_sessions(folder: Path, renderers: RendererShelf) -> Iterator[FoundSession]:
@@ -310,4 +304,4 @@ def _found(journal: SessionJournal, lines: list[dict[str, Any]], renderers: Rend
         )
     name, spec = str(facts.spec.trajectory_id), facts.spec
     session_map = SessionMap(name, renderers.find, facts.limits, spec.keep_thinking)
-    return FoundSession(journal, facts, session_map, replay(lines[1:], session_map))
+    return facts, journal, session_map, replay(lines[1:], session_map)

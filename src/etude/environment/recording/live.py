@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
+from etude.agent.recording import KeepRoutes
 from etude.environment.recording.errors import (
     BusyError,
     NoSuchSessionError,
@@ -24,8 +25,8 @@ from etude.environment.recording.errors import (
     SessionEndedError,
 )
 from etude.environment.recording.journal import SessionJournal
-from etude.environment.recording.service import AnswerService, Serving
-from etude.environment.recording.session_map import KeepRoutes, MapLimits, SessionMap
+from etude.environment.recording.service import AnswerService
+from etude.environment.recording.session_map import MapLimits, SessionMap
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import EtudeError
 from etude.protocols import Sampler
@@ -45,6 +46,9 @@ class RecordingLimits:
     """A session that nobody uses for so long is ended: see `Recordings.expire`."""
     session: MapLimits = field(default_factory=MapLimits)
     default_max_tokens: int = 4096
+    answer_s: float = 600.0
+    abort_s: float = 30.0
+    """See `AnswerService`, both."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,14 +124,11 @@ class RecordedSession:
 class LiveSessions:
     """Sessions that have not ended. For one event loop."""
 
-    def __init__(
-        self, renderers: RendererShelf, limits: RecordingLimits | None = None, serving: Serving | None = None
-    ) -> None:
+    def __init__(self, renderers: RendererShelf, limits: RecordingLimits | None = None) -> None:
         self.renderers = renderers
         self.limits = limits or RecordingLimits()
         self.draining = False
         self.counts: Counter[str] = Counter()
-        self._serving = serving or Serving()
         self._sessions: dict[str, RecordedSession] = {}
         self._by_key: dict[str, RecordedSession] = {}
 
@@ -163,7 +164,7 @@ class LiveSessions:
     def open(self, spec: SessionSpec, sampler: Sampler, rng_key: tuple[int, ...]) -> RecordedSession:
         """Begins a session of which nothing is kept: whoever opens it takes its trajectory. `rng_key`: of
         its noise, before the number of the segment."""
-        service = AnswerService(self._map_of(spec), sampler, self._serving, rng_key=rng_key)
+        service = self._service(self._map_of(spec), sampler, rng_key=rng_key)
         return self._hold(RecordedSession(*new_names(), "local", spec, service))
 
     async def end(self, session: RecordedSession) -> None:
@@ -192,6 +193,9 @@ class LiveSessions:
     def _map_of(self, spec: SessionSpec) -> SessionMap:
         name, limits = str(spec.trajectory_id), self.limits.session
         return SessionMap(name, self.renderers.find, limits, spec.keep_thinking)
+
+    def _service(self, session_map: SessionMap, sampler: Sampler, **more: Any) -> AnswerService:
+        return AnswerService(session_map, sampler, self.limits.answer_s, self.limits.abort_s, **more)
 
     def _hold(self, session: RecordedSession) -> RecordedSession:
         self._sessions[session.id] = self._by_key[session.key] = session

@@ -43,33 +43,16 @@ class Ask:
     """Whether whoever asks is shown the answer as it is sampled."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartedAnswer:
-    """One answer that is being sampled."""
-
-    prompt_tokens: int
-    events: AsyncGenerator[Event]
-    """What is sampled, in order; `Ended` last. Closing it early aborts the request. Raises
-    InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history can
-    be sent again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """How long one answer may take."""
-
-    answer_s: float = 600.0
-    abort_s: float = 30.0
-    """How long an aborted request may take to end; then its tokens are given up."""
-
-
 @dataclass(slots=True, eq=False)
 class AnswerService:
     """Samples for one session map. Several answers may be sampled at the same time."""
 
     session_map: SessionMap
     sampler: Sampler
-    serving: Serving = field(default_factory=Serving)
+    answer_s: float = 600.0
+    """How long one answer may take."""
+    abort_s: float = 30.0
+    """How long an aborted request may take to end; then its tokens are given up."""
     journal: SessionJournal | None = None
     """Where the map's inputs are written down; None: nowhere."""
     rng_key: tuple[int, ...] = ()
@@ -89,10 +72,13 @@ class AnswerService:
         work = self.session_map.encoding(messages)
         return NOTHING if work is None else await asyncio.to_thread(work)
 
-    def start(self, ask: Ask, ahead: Ahead = NOTHING) -> StartedAnswer:
-        """Begins to sample the answer to a request. `ahead`: see `encode_ahead`.
+    def start(self, ask: Ask, ahead: Ahead = NOTHING) -> tuple[int, AsyncGenerator[Event]]:
+        """Begins to sample the answer to a request; tokens of its context, and what is sampled, in order,
+        `Ended` last. `ahead`: see `encode_ahead`.
 
-        Raises BadRequestError, ContextLengthError and StoreError; then nothing is sampled.
+        Raises BadRequestError, ContextLengthError and StoreError; then nothing is sampled. The events raise
+        InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history
+        can be sent again. Closing them early aborts the request.
         """
         generation = self.session_map.begin(ask.messages, ask.params, ahead)
         number = self._note_begin(generation, ask)
@@ -100,7 +86,7 @@ class AnswerService:
         running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules)
         running.task = self.tasks.start(self._sample(running))
         self._live.add(running)
-        return StartedAnswer(len(generation.tokens), self._events(running))
+        return len(generation.tokens), self._events(running)
 
     async def _events(self, running: _Running) -> AsyncGenerator[Event]:
         try:
@@ -129,9 +115,9 @@ class AnswerService:
         """Aborts what is being sampled, waits for its end, and closes the sampler's sessions."""
         for running in list(self._live):
             self._abort(running)
-        await self.tasks.wait(self.serving.abort_s)
+        await self.tasks.wait(self.abort_s)
         self.tasks.cancel()
-        await self.tasks.wait(self.serving.abort_s)
+        await self.tasks.wait(self.abort_s)
         for name in sorted(self._opened):
             self.sampler.close(name)
         self._opened.clear()
@@ -141,7 +127,7 @@ class AnswerService:
             return
         running.aborted = True
         self.sampler.abort(running.request.id)
-        asyncio.get_running_loop().call_later(self.serving.abort_s, running.task.cancel)
+        asyncio.get_running_loop().call_later(self.abort_s, running.task.cancel)
 
     def _request(self, generation: Generation, ask: Ask) -> SampleRequest:
         branch = generation.branch
@@ -155,7 +141,7 @@ class AnswerService:
             stop_tokens=frozenset((branch.framing.renderer.end_token,)),
             rng_key=key,
             prefix_digest=branch.prefix_digest,
-            deadline_s=self.serving.answer_s,
+            deadline_s=self.answer_s,
             # What ends an answer early is to be seen before more is sampled.
             streaming=ask.stream or bool(ask.rules.stops) or ask.rules.single_call,
         )
@@ -179,7 +165,7 @@ class AnswerService:
             self._fail(running, error)
         except TimeoutError:
             self.sampler.abort(running.request.id)
-            self._fail(running, SamplerError("the answer took too long", received=self.serving.answer_s))
+            self._fail(running, SamplerError("the answer took too long", received=self.answer_s))
         except asyncio.CancelledError:
             self._fail(running, SamplerError("the answer was given up"))
             raise
@@ -202,7 +188,7 @@ class AnswerService:
     async def _stream(self, running: _Running) -> None:
         """Takes the chunks in, for as long as an answer may take. After a stop string the rest is waited for
         and dropped."""
-        async with asyncio.timeout(self.serving.answer_s):
+        async with asyncio.timeout(self.answer_s):
             async for chunk in self.sampler.stream(running.request):
                 if not running.reader.ended:
                     self._take(running, chunk)

@@ -24,13 +24,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-import numpy as np
-from numpy.typing import NDArray
-
+from etude.agent.recording import KeepRoutes
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.environment.recording.planning import Plan, Planner, RendererFor, encode_messages
 from etude.errors import SamplerError
-from etude.records import BlobRef, Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
+from etude.records import Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
 from etude.serving.json_bodies import LARGE_BYTES
 from etude.tokens.chat.errors import BadRequestError, ContextLengthError
 from etude.tokens.chat.framing import Tokens
@@ -43,12 +41,10 @@ from etude.tokens.chat.messages import (
     least_tokens,
     num_characters,
 )
-from etude.tokens.stream import malformed_spans
 
 Ahead = Mapping[int, Tokens]
 """Tokens of messages by their places in a history, made before they are asked for."""
 NOTHING: Ahead = MappingProxyType({})
-KeepRoutes = Callable[[NDArray[np.uint8]], BlobRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +60,9 @@ class MapLimits:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One answer that is to be sampled: on which branch, from which token."""
+    """One answer that is to be sampled, at the end of its branch."""
 
     branch: Branch
-    start: int
     params: SamplingParams
     """With `max_tokens` cut to the room that is left."""
 
@@ -176,9 +171,7 @@ class SessionMap:
         branch.busy, branch.last_used = True, self._clock
         self.counts.requests += 1
         self.counts.continued += plan.grows
-        return Generation(
-            branch, branch.recording.length, replace(params, max_tokens=min(params.max_tokens, room))
-        )
+        return Generation(branch, replace(params, max_tokens=min(params.max_tokens, room)))
 
     def commit(self, generation: Generation, chunks: Iterable[SampleChunk], answer: Answer) -> Entry | None:
         """Takes the sampled tokens, and what was served for them. Without tokens nothing was sampled.
@@ -235,7 +228,16 @@ class SessionMap:
                 wanted.add(found)
                 found = found.parent[0] if found.parent else None
         return tuple(
-            branch.segment(self.trajectory_id, _kept(branch, keep_routes))
+            branch.recording.segment(
+                branch.id,
+                self.trajectory_id,
+                branch.params,
+                branch.framing.renderer,
+                keep_routes,
+                agent_id=branch.agent_id,
+                parent=(branch.parent[0].id, branch.parent[1]) if branch.parent else None,
+                relation=branch.relation,
+            )
             for branch in self.branches
             if branch in wanted
         )
@@ -244,27 +246,17 @@ class SessionMap:
         """Each sampled answer with the results that the client reported, branch by branch."""
         turns: list[Turn] = []
         for branch in self.branches:
-            renderer = branch.framing.renderer
+            recording, renderer = branch.recording, branch.framing.renderer
             for place, entry in enumerate(branch.entries):
                 if not entry.sampled:
                     continue
                 after = branch.entries[place + 1].message if place + 1 < len(branch.entries) else None
                 outputs = after.outputs if isinstance(after, Results) else ()
-                last = entry.end - _num_given(branch, entry)
-                message = branch.recording.tokens[entry.start : last]
-                calls = tuple(renderer.parse(message))
-                spans = malformed_spans(message, calls, renderer)
-                turns.append(
-                    Turn(
-                        branch.id,
-                        entry.start,
-                        last,
-                        renderer.tokenizer.decode(message),
-                        calls,
-                        tuple(ToolResult(output) for output in outputs),
-                        tuple((entry.start + first, entry.start + end) for first, end in spans),
-                    )
-                )
+                # Without what was given at its end: the end token of one that was cut.
+                end = entry.start + int(recording.sampled[entry.start : entry.end].sum())
+                calls = tuple(renderer.parse(recording.tokens[entry.start : end]))
+                results = tuple(map(ToolResult, outputs))
+                turns.append(recording.turn(branch.id, entry.start, end, renderer, calls, results))
         return tuple(turns)
 
     def abandoned(self) -> list[tuple[str, int, int]]:
@@ -333,14 +325,3 @@ class SessionMap:
                 entry.continued = entry.continued or entry.end <= offset
             offset = min(offset, branch.copied)
             branch = branch.parent[0] if branch.parent else None
-
-
-def _num_given(branch: Branch, entry: Entry) -> int:
-    """Tokens at an answer's end that were given: the end token of one that was cut."""
-    sampled = branch.recording.sampled[entry.start : entry.end]
-    return int((~sampled).sum())
-
-
-def _kept(branch: Branch, keep_routes: KeepRoutes | None) -> BlobRef | None:
-    routes = branch.recording.routes() if keep_routes is not None else None
-    return keep_routes(routes) if keep_routes is not None and routes is not None else None

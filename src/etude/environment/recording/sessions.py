@@ -27,7 +27,6 @@ from etude.environment.recording.errors import (
 )
 from etude.environment.recording.journal import LIVE, SessionFacts, SessionJournal, find_sessions
 from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits, new_names
-from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec
 from etude.kit.tasks import finish_all
 from etude.protocols import Sampler
@@ -51,11 +50,10 @@ class Recordings(LiveSessions):
         store: Path,
         tenants: Mapping[str, str],
         limits: RecordingLimits | None = None,
-        serving: Serving | None = None,
         blobs: BlobStore | None = None,
     ) -> None:
         """`store`: directory of the trajectory log. `tenants`: token -> name of who may create sessions."""
-        super().__init__(renderers, limits, serving)
+        super().__init__(renderers, limits)
         self._sampler = sampler
         self._log = TrajectoryLog(store)
         self._live = store / LIVE
@@ -104,12 +102,11 @@ class Recordings(LiveSessions):
         template.
         """
         len(self._log)  # reads what is stored, which takes long, and not while a session is being stored
-        for found in find_sessions(self._live, self.renderers):
-            service = AnswerService(found.map, self._sampler, self._serving, journal=found.journal)
-            facts = found.facts
+        for facts, journal, session_map, reward in find_sessions(self._live, self.renderers):
+            service = self._service(session_map, self._sampler, journal=journal)
             began_s = time.monotonic() - max(time.time() - facts.created_unix_s, 0.0)
             names = facts.id, facts.key, facts.tenant
-            self._hold(RecordedSession(*names, facts.spec, service, began_s, reward=found.reward))
+            self._hold(RecordedSession(*names, facts.spec, service, began_s, reward=reward))
             self.counts["sessions_recovered"] += 1
         return self.counts["sessions_recovered"]
 
@@ -135,7 +132,7 @@ class Recordings(LiveSessions):
         digest, limits = self.renderers.digest, self.limits.session
         facts = SessionFacts(session_id, key, tenant, spec, limits, digest, time.time())
         journal = SessionJournal.create(self._live / f"{session_id}.jsonl", asdict(facts))
-        service = AnswerService(self._map_of(spec), self._sampler, self._serving, journal=journal)
+        service = self._service(self._map_of(spec), self._sampler, journal=journal)
         self.counts["sessions_created"] += 1
         return self._hold(RecordedSession(session_id, key, tenant, spec, service))
 

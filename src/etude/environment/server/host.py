@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.environment.running import unwatched
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.errors import AgentError, UserError
 from etude.kit.tasks import Tasks, finish_all
-from etude.records import Task, ToolCall, ToolResult
+from etude.records import Task, ToolCall
 from etude.sandbox.errors import CapacityError, SandboxMissingError, SandboxStateError
 from etude.sandbox.server.state import Creations
 from etude.serving.metrics import Labels, Metrics
@@ -178,43 +177,21 @@ class SessionHost:
             self.metrics.count("etude_environment_sessions_closed", tenant=held.tenant)
         await held.session.close()
 
-    async def turn(
-        self,
-        held: Held,
-        calls: Sequence[ToolCall],
-        number: int | None,
-        on_call: Any,
-        on_result: Any,
-        known: Mapping[int, ToolResult],
-        key: str | None,
-    ) -> list[ToolResult]:
-        """See EnvironmentSession.turn, within the tenant's limits. Raises CapacityError."""
-        session = held.session
-        again = session.history.find(number, key, calls) is not None
-        if not again and not session.in_turn:
-            self._check_turn(held, len(calls))
-        async with self._counted(held, calls, again):
-            return await session.turn(calls, number, on_call, on_result, known, key)
-
-    async def run(self, held: Held, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """One turn that is not asked for again, behind those that run; cancelled, it ends.
-
-        Raises CapacityError, and as EnvironmentSession.run_calls.
-        """
-        self._check_turn(held, len(calls))
-        async with self._counted(held, calls):
-            return await held.session.run_calls(calls, {}, unwatched, unwatched)
-
     @asynccontextmanager
-    async def _counted(
-        self, held: Held, calls: Sequence[ToolCall], again: bool = False
-    ) -> AsyncIterator[None]:
-        session = held.session
-        before = session.num_turns
+    async def turn(
+        self, held: Held, calls: Sequence[ToolCall], number: int | None = None, key: str | None = None
+    ) -> AsyncIterator[EnvironmentSession]:
+        """A session while a turn is asked of it, within the tenant's limits. One that was asked for before,
+        by its number or key, is not counted again. Raises CapacityError, and UserError as `History.find`."""
+        session, before = held.session, held.session.num_turns
+        is_named = number is not None or key is not None
+        again = session.history.find(number, key, calls) is not None
+        if not again and not (is_named and session.in_turn):
+            self._check_turn(held, len(calls))
         self._calls[held.tenant] += len(calls)
         try:
             async with self.using(held):
-                yield
+                yield session
         finally:
             self._calls[held.tenant] -= len(calls)
         if not again and session.num_turns > before:

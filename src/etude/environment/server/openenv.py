@@ -20,6 +20,7 @@ from fastapi.responses import Response
 
 from etude.agent.admission import admit
 from etude.agent.tools.text_file import off_loop
+from etude.environment.running import unwatched
 from etude.environment.server.creating import create_session
 from etude.environment.server.host import Held, SessionHost
 from etude.environment.server.requests import Host, Tenant, fields_of, host_of, tenant_of
@@ -97,7 +98,8 @@ class Episode:
         size = len(message) if isinstance(message, str) else 0
         calls = await off_loop(size, _calls, action, session.site.tools.schemas)
         try:
-            results = await self._host.run(self._host.find(self._tenant, session.id), calls)
+            async with self._host.turn(self._host.find(self._tenant, session.id), calls):
+                results = await session.run_calls(calls, {}, unwatched, unwatched)
         except AgentError as error:
             return await self._finish(session, Status.AGENT_ERROR, error.message, [])
         if session.finished:

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from etude.agent.inputs import result_document
 from etude.environment.names import template_of
+from etude.environment.running import unwatched
 from etude.environment.server import requests
 from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import Held, SessionHost
@@ -102,16 +103,14 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
     """
     named = await fields_of(request, requests.TURN)
     calls, known = calls_of(named["calls"]), known_of(named.get("known", {}))
-    key = request.headers.get("idempotency-key")
+    number, key = named.get("turn"), request.headers.get("idempotency-key")
     # Looked at before anything is answered, so that a conflict has a status of its own.
-    held.session.history.find(named.get("turn"), key, calls)
+    held.session.history.find(number, key, calls)
     frames = TurnFrames(pack)
 
     async def work() -> Encoded:
-        results = await host.turn(
-            held, calls, named.get("turn"), frames.on_call, frames.on_result, known, key
-        )
-        session = held.session
+        async with host.turn(held, calls, number, key) as session:
+            results = await session.turn(calls, number, frames.on_call, frames.on_result, known, key)
         return {
             "results": [result_document(result) for result in results],
             "turns": session.num_turns,
@@ -300,7 +299,8 @@ class McpAnswer(Response):
             return await receive() if body is None else {"type": "http.request", "body": body}
 
         async def run(call: ToolCall) -> ToolResult:
-            (result,) = await self._host.run(self._held, [call])
+            async with self._host.turn(self._held, [call]) as session:
+                (result,) = await session.run_calls([call], {}, unwatched, unwatched)
             return result
 
         make_server, manager_of = await asyncio.to_thread(_load_package)

@@ -37,10 +37,9 @@ def _add_dialect(dialect: Dialect) -> None:
     async def answer(request: Request) -> Response:
         """The next answer of a conversation."""
         session, sessions = session_of(request), sessions_of(request)
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as held:  # until the answer is sent, though it is sent as it is sampled
             held.enter_context(sessions.using(session))
-            read, ask = await _read(request, dialect, session)
-            return await _answer(request, session, dialect, read, ask, held)
+            return await _answer(request, session, dialect, held)
 
     router.add_api_route(
         dialect.path,
@@ -92,22 +91,16 @@ async def _read(
 
 
 async def _answer(
-    request: Request,
-    session: RecordedSession,
-    dialect: Dialect,
-    read: ChatRequest,
-    ask: Ask,
-    held: contextlib.ExitStack,
+    request: Request, session: RecordedSession, dialect: Dialect, held: contextlib.ExitStack
 ) -> Response:
-    """What is `held` until the answer is sent goes along with one that is sent as it is sampled."""
+    read, ask = await _read(request, dialect, session)
     sessions = sessions_of(request)
     sessions.counts["requests"] += 1
     ahead = await session.service.encode_ahead(ask.messages)
     sessions.check_live(session)  # it may have ended while the request was read
-    started = session.service.start(ask, ahead)
-    events, tokenizer = started.events, sessions.renderers.tokenizer
-    model = read.model or _MODEL
-    writer = dialect.writer(read, secrets.token_hex(12), started.prompt_tokens, tokenizer, model)
+    num_prompt_tokens, events = session.service.start(ask, ahead)
+    tokenizer, model = sessions.renderers.tokenizer, read.model or _MODEL
+    writer = dialect.writer(read, secrets.token_hex(12), num_prompt_tokens, tokenizer, model)
 
     def describe(error: Exception) -> ErrorAnswer:
         sessions.counts["errors"] += 1
