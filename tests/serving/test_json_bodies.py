@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import UserError
+from etude.kit.tasks import off_loop
 from etude.serving import json_bodies
-from etude.serving.json_bodies import MOST_LEVELS, check_values, off_the_loop, parse_json
+from etude.serving.json_bodies import MOST_LEVELS, check_values, parse_json
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -54,7 +55,7 @@ def longest_pause_s(work: Callable[[], object], num_bytes: int) -> float:
     """How long the loop stands still while `work` runs, in processor time of this process."""
 
     async def run() -> float:
-        task = asyncio.ensure_future(off_the_loop(work, num_bytes))
+        task = asyncio.ensure_future(off_loop(num_bytes, work))
         longest_s = 0.0
         while not task.done():
             start_s = time.process_time()

@@ -18,12 +18,11 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate
 
-from etude.agent.tools.text_file import off_loop
-from etude.environment.grading import is_bytecode, matches_any
+from etude.environment.grading import folders_above, is_bytecode, matches_any
 from etude.environment.origins import run_own
 from etude.errors import AgentError, TaskError
+from etude.kit.tasks import off_loop
 from etude.records import Artifact, Task
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
@@ -147,11 +146,7 @@ def _reaches_settings(pattern: str) -> bool:
 def _topmost(paths: Iterable[str]) -> list[str]:
     """Those of which no directory is among them, sorted by their directories."""
     known = set(paths)
-    top = [
-        path
-        for path in known
-        if known.isdisjoint(accumulate(path.split("/")[1:-1], "{}/{}".format, initial=""))
-    ]
+    top = [path for path in known if known.isdisjoint(folders_above(path))]
     return sorted(top, key=lambda path: path.rpartition("/"))
 
 
@@ -246,12 +241,11 @@ def _looked_through(
         ):
             for row in given:
                 path = f"/{row.name}"
-                above = accumulate(path.split("/")[1:-1], lambda one, other: f"{one}/{other}", initial="")
                 if (
-                    not _is_plain(path)
+                    {"", ".", ".."} & set(path.split("/")[1:])
                     or not is_asked(path, row.isdir())
                     or path in laid
-                    or not links.isdisjoint(above)
+                    or not links.isdisjoint(folders_above(path))
                 ):
                     continue
                 if row.issym() and may_link(path, row.linkname):
@@ -279,10 +273,6 @@ def _looked_through(
 
 
 _EMPTY = bytes(1024)
-
-
-def _is_plain(path: str) -> bool:
-    return not {"", ".", ".."} & set(path.split("/")[1:])
 
 
 def _joined(parts: Sequence[Carried]) -> Carried:

@@ -175,7 +175,14 @@ async def fork_here(
 
     Raises LiveProcessesError where they would lack background commands that run.
     """
-    await _check_processes(session)
+    live = await live_processes(session.context)
+    if live and await fidelity_of(session) != "full":
+        raise LiveProcessesError(
+            "processes of the agent live, and a fork here copies the files alone",
+            field="fork",
+            received=live[0],
+            fix="end them first, or use a backend whose forks are full (gvisor, vm)",
+        )
     return [
         one
         if isinstance(one, SandboxError)
@@ -209,17 +216,6 @@ async def fidelity_of(session: EnvironmentSession) -> str:
     """What a copy of the session's sandbox holds: `full`, `filesystem`, or nothing where it cannot be
     copied."""
     return (await session.site.backend.hello()).fork or ""
-
-
-async def _check_processes(session: EnvironmentSession) -> None:
-    live = await live_processes(session.context)
-    if live and await fidelity_of(session) != "full":
-        raise LiveProcessesError(
-            "processes of the agent live, and a fork here copies the files alone",
-            field="fork",
-            received=live[0],
-            fix="end them first, or use a backend whose forks are full (gvisor, vm)",
-        )
 
 
 async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSession:

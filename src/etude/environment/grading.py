@@ -30,11 +30,11 @@ from functools import lru_cache
 
 from etude.agent.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
-from etude.agent.tools.text_file import off_loop
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
 from etude.environment.oracles import OracleValues, spare_arguments
 from etude.environment.twins import TwinFinder, Twins
 from etude.errors import AgentError, SandboxError, TaskError
+from etude.kit.tasks import off_loop
 from etude.records import Task
 from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
 from etude.sandbox.inside.testrunner import shorten
@@ -210,7 +210,7 @@ def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str
     """The agent's changes that reach grading: allowed paths, no bytecode, nothing that hidden files claim,
     nothing of the harness's own."""
     claimed = set(task.hidden_files)
-    folders = {folder for path in claimed for folder in _folders(path)}
+    folders = {folder for path in claimed for folder in folders_above(path)}
     return {
         path: data
         for path, data in changes.items()
@@ -236,10 +236,10 @@ def is_bytecode(path: str) -> bool:
 
 def _collides(path: str, claimed: set[str], folders: set[str]) -> bool:
     """Whether `path` is a hidden file, stands where a hidden file's folder must be, or lies below one."""
-    return path in claimed or path in folders or any(folder in claimed for folder in _folders(path))
+    return path in claimed or path in folders or any(folder in claimed for folder in folders_above(path))
 
 
-def _folders(path: str) -> Iterator[str]:
+def folders_above(path: str) -> Iterator[str]:
     """The folders above a path, the nearest first."""
     while "/" in path:
         path = path.rpartition("/")[0]

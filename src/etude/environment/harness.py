@@ -31,6 +31,7 @@ from etude.errors import AgentError, SamplerError, SandboxError
 from etude.protocols import Sampler
 from etude.records import Status, Task, ToolResult, Trajectory
 from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import CommandResult
 from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.renderer import Renderer
 
@@ -115,10 +116,7 @@ class HarnessEnvironment(Environment):
             result = await world.sandbox.commands.run(command, limit_s, self._environment(task, session))
         except AgentError as error:
             return Status.AGENT_ERROR, error.message
-        if result.timed_out:
-            return Status.LIMIT, "time"
-        said = (result.stderr.strip() or result.stdout.strip())[-_SAID_CHARS:]
-        return Status.DONE, f"exit {result.exit_code}: {said}" if result.exit_code else ""
+        return _ending_of(result)
 
     def _environment(self, task: Task, session: RecordedSession) -> dict[str, str]:
         """Of the command. Its home is the image's, or else not the workspace, where its settings would count
@@ -162,6 +160,13 @@ class HarnessEnvironment(Environment):
             facts={**trajectory.facts, **world.facts.to_dict()},
         )
         return self._with_verdict(trajectory, outcome.verdict)
+
+
+def _ending_of(result: CommandResult) -> _Ending:
+    if result.timed_out:
+        return Status.LIMIT, "time"
+    said = (result.stderr.strip() or result.stdout.strip())[-_SAID_CHARS:]
+    return Status.DONE, f"exit {result.exit_code}: {said}" if result.exit_code else ""
 
 
 def _check_sampled(session: RecordedSession, cause: str) -> None:

@@ -29,11 +29,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
-from etude.agent.tools.text_file import off_loop
 from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, stays_inside
 from etude.environment.grading import Verdict, allowed_changes, lay_files
 from etude.environment.origins import OWN_ENV, OWN_S, run_own, task_origin, task_template, verifier_origin
 from etude.errors import AgentError, TaskError
+from etude.kit.tasks import off_loop
 from etude.records import Task, TestScript
 from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend

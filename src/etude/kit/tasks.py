@@ -5,13 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 AnyFuture = TypeVar("AnyFuture", bound=asyncio.Future[Any])
+Parameters = ParamSpec("Parameters")
 
 OnError = Callable[[BaseException], object]
+LARGE = 1 << 16
+"""From so many bytes or characters on, work on them is done in a thread."""
+
+
+async def off_loop(
+    size: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """The function's result; in a thread where it works on so many bytes or characters that the loop would
+    stall."""
+    if size < LARGE:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 class Tasks:

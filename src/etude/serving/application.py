@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import etude
 from etude.errors import EtudeError, UserError
-from etude.kit.tasks import unless
+from etude.kit.tasks import off_loop, unless
 from etude.serving.access import AccessError, check_bearer, check_names
 from etude.serving.errors import BodyTooLargeError, ErrorAnswer, ErrorShape, RouteError
-from etude.serving.json_bodies import off_the_loop, parse_json
+from etude.serving.json_bodies import parse_json
 from etude.serving.messages import FRAMES
 from etude.serving.metrics import Metrics
 
@@ -160,7 +160,7 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 async def read_parsed(request: Request, limit_bytes: int, parse: Callable[[bytes], T]) -> T:
     """What `parse` makes of a request's whole body; of a large one in a thread. Raises BodyTooLargeError."""
     data = await read_body(request, limit_bytes)
-    return await off_the_loop(lambda: parse(data), len(data))
+    return await off_loop(len(data), parse, data)
 
 
 async def read_request(
@@ -171,9 +171,9 @@ async def read_request(
     body = await read_body(request, limit_bytes)
     kind = "JSON" if unpack is None else f"JSON, or one frame as {FRAMES}"
     if unpack is None or not request.headers.get("content-type", "").startswith(FRAMES):
-        return await off_the_loop(lambda: parse_json(body), len(body)) if body else {}, b""
+        return await off_loop(len(body), parse_json, body) if body else {}, b""
     try:
-        (frame,) = await off_the_loop(lambda: unpack(body), len(body))
+        (frame,) = await off_loop(len(body), unpack, body)
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is no request: {error}", field="body", fix=f"send {kind}") from error
     return frame

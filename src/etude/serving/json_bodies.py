@@ -6,12 +6,10 @@ whole process wherever it is read. Their number is therefore counted beforehand,
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from etude.errors import UserError
 
@@ -19,10 +17,6 @@ MOST_VALUES = 1 << 20
 """Values in one body, those within values included."""
 MOST_LEVELS = 200
 """Values within values."""
-LARGE_BYTES = 1 << 16
-"""From so many on, a body is read in a thread."""
-
-T = TypeVar("T")
 _UNIT = re.compile(rb'([^"]*+)(?:"(?:[^"\\]++|\\.)*+"?)?', re.DOTALL)
 """What stands outside of strings, and the string behind it."""
 
@@ -70,13 +64,6 @@ def is_too_deep(value: object) -> bool:
         if not level:
             return False
     return True
-
-
-async def off_the_loop(work: Callable[[], T], num_bytes: int) -> T:
-    """What `work` makes of so many bytes of a client's; in a thread where they are many."""
-    if num_bytes < LARGE_BYTES:
-        return work()
-    return await asyncio.to_thread(work)
 
 
 def _finite(text: str) -> float:

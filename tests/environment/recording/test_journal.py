@@ -293,7 +293,8 @@ def test_sessions_that_another_server_ends_meanwhile_are_passed_over(
             served.create()
     paths = sorted((tmp_path / "live").iterdir(), key=lambda path: (path.stat().st_mtime, path.name))
     finding = find_sessions(tmp_path / "live", shelf())
-    next(finding).journal.close()
+    _, journal, _, _ = next(finding)
+    journal.close()
     paths[1].unlink()  # before it is opened
     assert list(finding) == []
     monkeypatch.setattr("fcntl.flock", lambda *_: paths[0].unlink())  # before it is locked

@@ -17,8 +17,9 @@ from etude.agent.tools.interface import (
     shown,
 )
 from etude.agent.tools.patches import FilePatch, parse_patch
-from etude.agent.tools.text_file import encoded, inner_path, off_loop, read_text, refuse_harness
+from etude.agent.tools.text_file import encoded, inner_path, read_text, refuse_harness
 from etude.errors import AgentError, ToolArgumentError
+from etude.kit.tasks import off_loop
 from etude.records import ToolErrorClass, ToolResult
 from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
 from etude.tokens.grammar import Parameter, ToolSchema

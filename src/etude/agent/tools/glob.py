@@ -5,7 +5,8 @@ from __future__ import annotations
 from etude.agent.globs import compile_glob
 from etude.agent.tools.interface import Access, Arguments, ToolContext, reads_path, shown
 from etude.agent.tools.list_dir import visible
-from etude.agent.tools.text_file import directory_of, off_loop
+from etude.agent.tools.text_file import directory_of
+from etude.kit.tasks import off_loop
 from etude.records import ToolResult
 from etude.tokens.grammar import Parameter, ToolSchema
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from etude.agent.tools.interface import Access, Arguments, ToolContext, failure, shorten, shown, writes_path
 from etude.agent.tools.matching import Found, find_places, line_of, nearest, with_line_ends
-from etude.agent.tools.text_file import off_loop, read_text, refuse_large, writable_path, write_text
+from etude.agent.tools.text_file import read_text, refuse_large, writable_path, write_text
 from etude.agent.tools.values import flag
 from etude.errors import ToolArgumentError
+from etude.kit.tasks import off_loop
 from etude.records import ToolErrorClass, ToolResult
 from etude.tokens.grammar import Parameter, ToolSchema
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 from etude.agent.tools.interface import Arguments, ToolContext
 from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.errors import ToolArgumentError
 from etude.sandbox.paths import normal_path
 
-Parameters = ParamSpec("Parameters")
-Value = TypeVar("Value")
 _PATH_CHARACTERS = 4096
-_LARGE_CHARACTERS = 64 << 10
 
 
 def path_of(arguments: Arguments, context: ToolContext) -> str:
@@ -90,15 +83,6 @@ def refuse_large(num_characters: int, path: str, context: ToolContext) -> None:
     """Raises ToolArgumentError for a text that no file may hold, before it is made or copied."""
     if num_characters > context.limits.file_bytes:
         raise ToolArgumentError("file too large", field="path", received=path)
-
-
-async def off_loop(
-    size: int, function: Callable[Parameters, Value], *args: Parameters.args, **kwargs: Parameters.kwargs
-) -> Value:
-    """The function's result; in a thread where it works on so many characters that the loop would stall."""
-    if size <= _LARGE_CHARACTERS:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def line_end(text: str) -> str:

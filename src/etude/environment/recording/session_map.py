@@ -28,8 +28,8 @@ from etude.agent.recording import KeepRoutes
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.environment.recording.planning import Plan, Planner, RendererFor, encode_messages
 from etude.errors import SamplerError
+from etude.kit.tasks import LARGE
 from etude.records import Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
-from etude.serving.json_bodies import LARGE_BYTES
 from etude.tokens.chat.errors import BadRequestError, ContextLengthError
 from etude.tokens.chat.framing import Tokens
 from etude.tokens.chat.messages import (
@@ -128,7 +128,7 @@ class SessionMap:
         """
         ContextLengthError.check(len(messages) - 1, self.limits.max_context_tokens)
         size = num_characters(messages)
-        if size < LARGE_BYTES:
+        if size < LARGE:
             return None
         opening = messages[0]
         assert isinstance(opening, Opening), "a history begins with its opening"
@@ -137,7 +137,7 @@ class SessionMap:
         ContextLengthError.check(least, self.limits.max_context_tokens)
         history = History.of(messages)
         places = self._planner.unseen(history)
-        if num_characters([messages[place] for place in places]) < LARGE_BYTES:
+        if num_characters([messages[place] for place in places]) < LARGE:
             return None
         return lambda: encode_messages(history, places, framing)
 

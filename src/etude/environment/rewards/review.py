@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from etude.agent.tools.linters import HostRuff, new_findings
-from etude.agent.tools.text_file import off_loop
 from etude.config import RewardConfig
 from etude.errors.packages import missing_package
-from etude.kit.tasks import gather_bounded
+from etude.kit.tasks import gather_bounded, off_loop
 from etude.records import Task
 
 _LINTED = (".py", ".pyi")

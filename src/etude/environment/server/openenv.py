@@ -19,7 +19,6 @@ from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
 
 from etude.agent.admission import admit
-from etude.agent.tools.text_file import off_loop
 from etude.environment.running import unwatched
 from etude.environment.server.creating import create_session
 from etude.environment.server.host import Held, SessionHost
@@ -27,12 +26,13 @@ from etude.environment.server.requests import Host, Tenant, fields_of, host_of, 
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
 from etude.errors import AgentError, EtudeError, UserError
+from etude.kit.tasks import off_loop
 from etude.records import Status, ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError
 from etude.serving.application import Json
 from etude.serving.describing import described, object_schema
 from etude.serving.errors import shorten
-from etude.serving.json_bodies import off_the_loop, parse_json
+from etude.serving.json_bodies import parse_json
 from etude.serving.messages import Fields, checked
 from etude.tokens.grammar import ToolSchema, XmlGrammar, parse_calls
 
@@ -230,7 +230,7 @@ async def _answer(host: SessionHost, episode: Episode, text: str | None) -> dict
         return _error("Invalid JSON: the message is binary, not text", "INVALID_JSON")
     try:
         data = text.encode()
-        message = await off_the_loop(lambda: parse_json(data), len(data))
+        message = await off_loop(len(data), parse_json, data)
         kind, data = message.get("type"), message.get("data", {})
     except (UserError, ValueError, AttributeError) as error:
         return _error(f"Invalid JSON: {error}", "INVALID_JSON")

@@ -21,13 +21,14 @@ from etude.environment.server.requests import Box, Host, Tenant, fields_of, long
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of, known_of, outcome_document, status_of_text
 from etude.errors import InfrastructureError, UserError
+from etude.kit.tasks import off_loop
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.answers import encode_changes
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.wire_types import encode_error
 from etude.serving.application import Json, read_body
 from etude.serving.describing import answering, described
-from etude.serving.json_bodies import off_the_loop, parse_json
+from etude.serving.json_bodies import parse_json
 from etude.serving.long_answers import OutputBuffer
 from etude.serving.messages import FRAMES, Encoded
 
@@ -316,7 +317,7 @@ async def mcp(request: Request, held: Box, host: Host) -> Response:
     """One MCP request. The server sends nothing unasked, so there is no stream to GET."""
     body = await read_body(request, min(host.limits.body_bytes, _MCP_BYTES))
     if body:
-        await off_the_loop(lambda: parse_json(body), len(body))  # the package's own reading has no bounds
+        await off_loop(len(body), parse_json, body)  # the package's own reading has no bounds
     return McpAnswer(host, held, body)
 
 

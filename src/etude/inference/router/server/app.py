@@ -19,11 +19,11 @@ from etude.inference.router.server.health import watch
 from etude.inference.router.server.hints import read_hints
 from etude.inference.router.server.proxy import Opened, Proxy, ReplicaAddress, ReplicaSlowError
 from etude.inference.router.types import NoReplicaError
+from etude.kit.tasks import off_loop
 from etude.serving.access import AccessError
 from etude.serving.application import build_application, read_body, unless_gone
 from etude.serving.describing import answering
 from etude.serving.errors import BodyTooLargeError, OpenAIErrors, RouteError
-from etude.serving.json_bodies import off_the_loop
 from etude.serving.metrics import Labels
 
 REPLICA_HEADER = "x-etude-replica"
@@ -112,7 +112,7 @@ async def _forward(request: Request) -> Response:
         answer = await proxy.fetch_from(owner, target, request.headers.raw)
         return Response(answer.content, answer.status_code, _kept(answer.headers))
     body = await read_body(request, proxy.config.limits.body_bytes)
-    asked = await off_the_loop(lambda: read_hints(request.headers, body, proxy.config.pool), len(body))
+    asked = await off_loop(len(body), read_hints, request.headers, body, proxy.config.pool)
     opening = proxy.open(asked, request.method, target, request.headers.raw, body)
     opened = await unless_gone(request, opening)
     headers = {**_kept(opened.answer.headers), REPLICA_HEADER: opened.replica}
