@@ -26,6 +26,7 @@ from etude.environment.scripts import run_solution
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, TaskError
+from etude.kit.syntax import read_text
 from etude.kit.tasks import gather_bounded
 from etude.observe import Observer
 from etude.records import Task, ToolCall
@@ -110,7 +111,7 @@ async def _play(task: Task, site: Site, limits: EpisodeLimits) -> ScriptedSessio
     try:
         turns = list[ScriptedTurn]()
         before = await world.sandbox.files.read_many(list(after), limits.tools.file_bytes)
-        texts = {path: (_text(old), new) for (path, new), old in zip(after.items(), before, strict=True)}
+        texts = {path: (read_text(old), new) for (path, new), old in zip(after.items(), before, strict=True)}
         for calls in _write_calls(task, texts, frozenset(site.tools), limits):
             results = await world.run_calls(calls, {}, unwatched, unwatched)
             if failed := next((one.output for one in results if one.error is not None), None):
@@ -138,19 +139,13 @@ async def _solve(task: Task, site: Site, limits: EpisodeLimits) -> dict[str, str
             changes = allowed_changes(task, await sandbox.final_diff())
     if not changes:
         raise _UnplayableError("has no reference solution that changes a file")
-    texts = {path: data if isinstance(data, str) else _text(data) for path, data in sorted(changes.items())}
+    texts = {
+        path: data if isinstance(data, str) else read_text(data) for path, data in sorted(changes.items())
+    }
     found = {path: text for path, text in texts.items() if text is not None}
     if len(found) < len(texts):
         raise _UnplayableError("its solution deletes files, or writes some that are no text")
     return found
-
-
-def _text(data: bytes | Exception | None) -> str | None:
-    """The text of a file; None for one that is missing, or no text."""
-    try:
-        return data.decode() if isinstance(data, bytes) else None
-    except UnicodeDecodeError:
-        return None
 
 
 def _write_calls(

@@ -22,3 +22,11 @@ def parse_expression(text: str) -> ast.expr:
     """The tree of one expression, as `parse_python` makes it; raises what that does."""
     with _PARSING:
         return ast.parse(text, mode="eval").body
+
+
+def read_text(data: bytes | Exception | None) -> str | None:
+    """The text of a file; None for one that is missing, or is not UTF-8."""
+    try:
+        return data.decode() if isinstance(data, bytes) else None
+    except UnicodeDecodeError:
+        return None

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from etude.environment.making.projects import Project, is_test_file, read_project
 from etude.errors import TaskError
 from etude.kit.git import git_fault, run_git
-from etude.tasks.making.source import read_text
+from etude.kit.syntax import read_text
 from etude.tasks.making.undoing import PastChange
 
 _MOST_COMMITS = 1000

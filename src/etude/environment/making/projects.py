@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import TaskError
-from etude.tasks.making.source import read_text, read_tree
+from etude.kit.syntax import read_text
+from etude.tasks.making.source import read_tree
 
 MAX_BYTES = 32 << 20
 _NOT_OURS = re.compile(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from etude.agent.tools.linters import HostRuff, new_findings
 from etude.config import RewardConfig
 from etude.errors.packages import missing_package
+from etude.kit.syntax import read_text
 from etude.kit.tasks import gather_bounded, off_loop
 from etude.records import Task
 
@@ -45,9 +46,9 @@ async def review_changes(
 
 def _count_style(before: Mapping[str, bytes], after: Mapping[str, bytes], columns: int) -> int:
     return sum(
-        count_foreign_lines(_text(before.get(path)), text, columns)
+        count_foreign_lines(read_text(before.get(path)), text, columns)
         for path, data in after.items()
-        if (text := _text(data)) is not None
+        if (text := read_text(data)) is not None
     )
 
 
@@ -94,11 +95,3 @@ def count_foreign_lines(before: str | None, after: str, columns: int) -> int:
 
 def _indents(lines: list[str], character: str) -> int:
     return sum(line.startswith(character) for line in lines)
-
-
-def _text(data: bytes | None) -> str | None:
-    """None for what is no text."""
-    try:
-        return None if data is None else data.decode()
-    except UnicodeDecodeError:
-        return None

@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from etude.kit.syntax import read_text
 from etude.tasks.making.changes import Change, Leak, Verified
-from etude.tasks.making.source import read_text
 from etude.tasks.making.tokens import changed_lines, code_tokens, runs
 
 RUN_LENGTH = 8

@@ -44,14 +44,6 @@ def read_tree(text: str) -> ast.Module | None:
             return None
 
 
-def read_text(data: bytes) -> str | None:
-    """Of a file; None for what is not UTF-8."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
 class Source:
     """One parsed file: positions of nodes as characters, the function that each line is in."""
 
