@@ -1,4 +1,4 @@
-"""Python's syntax trees, made by one thread at a time."""
+"""Source files: their text, and Python's syntax trees, made by one thread at a time."""
 
 from __future__ import annotations
 
