@@ -1,7 +1,8 @@
 """RL on made tasks, one seed: SFT on sessions of other modules until the model solves some, then RL.
 
     tasks ──split──> of modules trained on ──reference sessions──> SFT, round after round ──┐
-               └───> the easiest of the other modules ──pass@8 after each round────────────>┴──> RL on these
+               ├───> the easiest of the other modules ──pass@8 after each round────────────>┴──> RL on these
+               └───> the next easy ones of these modules: judged before and after RL, which never sees them
 
 With configs/made-tasks.toml, on tasks of `etude tasks make`, of one project or of several in one directory.
 All are commands of `etude`, and what is there is continued or left alone: the same script goes on where
@@ -19,7 +20,7 @@ from typing import ClassVar
 from common import Figures
 from demonstration import CHATS, SFT_SEED, Demonstration, pass_rate
 
-from etude.evaluation import EvaluationResult, pass_at_k
+from etude.evaluation import EvaluationResult, compare_results, pass_at_k
 from etude.evaluation.statistics import verdicts_by_task
 from etude.observe import RunDirectory, read_metrics
 from etude.tasks.harbor import find_directories, read_harbor
@@ -50,7 +51,7 @@ class MadeLearning(Demonstration):
         figures = {
             "seed": float(self.seed),
             "sft_rounds": float(len(tried)),
-            "rl_tasks": float(len(self._choose())),
+            "rl_tasks": float(len(self._choose()[0])),
             "sft_pass_at_8": solved_share(before),
             "sft_pass_at_1": pass_rate(before),
         }
@@ -58,6 +59,7 @@ class MadeLearning(Demonstration):
             return figures
         trained = self.train("train", f"rl-{self.seed}", tuned)
         after = self.judge(trained, str(self._suite), self.num_tasks, SAMPLES)
+        unseen = [self.judge(run, str(self._others), self.num_tasks, SAMPLES) for run in (tuned, trained)]
         rows = [row for row in read_metrics(trained.metrics_file) if row["kind"] == "rl"]
         quarter = max(1, len(rows) // 4)
         return figures | {
@@ -66,6 +68,10 @@ class MadeLearning(Demonstration):
             "rl_pass_rate_last_quarter": sum(row["pass_rate"] for row in rows[-quarter:]) / quarter,
             "rl_pass_at_8": solved_share(after),
             "rl_pass_at_1": pass_rate(after),
+            **lead_of(before, after, "rl_lead"),
+            "unseen_sft_pass_at_1": pass_rate(unseen[0]),
+            "unseen_rl_pass_at_1": pass_rate(unseen[1]),
+            **lead_of(*unseen, "unseen_rl_lead"),
         }
 
     def prepare(self) -> Path:
@@ -73,9 +79,9 @@ class MadeLearning(Demonstration):
         base, chats = self.directory / "base", self.directory / CHATS
         if not base.exists():
             self.ask("model", "import", self.gguf, base)
-        if not self._suite.exists():
-            for task in self._choose():
-                shutil.copytree(task, self._suite / task.name, symlinks=True)
+        for suite, tasks in zip((self._suite, self._others), self._choose(), strict=True):
+            for task in (task for task in tasks if not (suite / task.name).exists()):
+                shutil.copytree(task, suite / task.name, symlinks=True)
         if not chats.exists():
             chosen = (f'tasks.directory="{self.tasks}"', *self.settings)
             options = ("--config", self.config, *(word for one in chosen for word in ("--set", one)))
@@ -90,12 +96,18 @@ class MadeLearning(Demonstration):
     def _suite(self) -> Path:
         return self.directory / "easiest"
 
-    def _choose(self) -> list[Path]:
-        """The easy tasks of modules whose sessions no SFT sees that the fewest changed lines solve."""
+    @property
+    def _others(self) -> Path:
+        return self.directory / "others"
+
+    def _choose(self) -> tuple[list[Path], list[Path]]:
+        """The easy tasks of modules whose sessions no SFT sees that the fewest changed lines solve, and as
+        many that come next."""
         found = [(path, read_harbor(path).metadata) for path in find_directories(self.tasks, "--learn")]
         easy = [(path, known["split"]) for path, known in found if known["difficulty"] == "easy"]
         others = [path for path, split in easy if split != "train"]
-        return sorted(others, key=lambda path: (count_changed_lines(path), path.name))[: self.num_tasks]
+        ranked = sorted(others, key=lambda path: (count_changed_lines(path), path.name))
+        return ranked[: self.num_tasks], ranked[self.num_tasks : 2 * self.num_tasks]
 
     def _fine_tune(self, base: Path) -> list[tuple[RunDirectory, EvaluationResult]]:
         """Rounds of SFT, each with what the model then solves of RL's tasks."""
@@ -119,6 +131,13 @@ def count_changed_lines(task: Path) -> int:
         changes = difflib.ndiff(before, path.read_text().splitlines())
         total += sum(line[0] in "+-" for line in changes)
     return total
+
+
+def lead_of(before: EvaluationResult, after: EvaluationResult, name: str) -> Figures:
+    """By how much the pass rate rose on the same tasks, with its 95 % interval where there is one."""
+    found = compare_results(before, after)["sampled"]["pass_rate"]
+    low, high = found["ci95"] or (-1.0, 1.0)
+    return {name: found["difference"], f"{name}_low": low, f"{name}_high": high}
 
 
 def solved_share(result: EvaluationResult) -> float:
