@@ -59,7 +59,8 @@ class MadeLearning(Demonstration):
             return figures
         trained = self.train("train", f"rl-{self.seed}", tuned)
         after = self.judge(trained, str(self._suite), self.num_tasks, SAMPLES)
-        unseen = [self.judge(run, str(self._others), self.num_tasks, SAMPLES) for run in (tuned, trained)]
+        unseen_before = self.judge(tuned, str(self._others), self.num_tasks, SAMPLES)
+        unseen_after = self.judge(trained, str(self._others), self.num_tasks, SAMPLES)
         rows = [row for row in read_metrics(trained.metrics_file) if row["kind"] == "rl"]
         quarter = max(1, len(rows) // 4)
         return figures | {
@@ -69,9 +70,9 @@ class MadeLearning(Demonstration):
             "rl_pass_at_8": solved_share(after),
             "rl_pass_at_1": pass_rate(after),
             **lead_of(before, after, "rl_lead"),
-            "unseen_sft_pass_at_1": pass_rate(unseen[0]),
-            "unseen_rl_pass_at_1": pass_rate(unseen[1]),
-            **lead_of(*unseen, "unseen_rl_lead"),
+            "unseen_sft_pass_at_1": pass_rate(unseen_before),
+            "unseen_rl_pass_at_1": pass_rate(unseen_after),
+            **lead_of(unseen_before, unseen_after, "unseen_rl_lead"),
         }
 
     def prepare(self) -> Path:
