@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ from etude.config import AdapterConfig
 from etude.model import LanguageModel
 from etude.model.kernels.native import training
 from etude.training import NextTokenTrainer, ShuffledDocuments
+from etude.training import threads as training_threads
 from etude.training.packing import pack_sequences
-from etude.training.threads import count_batches, map_in_order
+from etude.training.threads import count_batches, map_in_order, share_threads
 from tests.model.builders import small_model
 from tests.training.builders import Rollouts, midtrain_config, midtrain_documents, rl_config, trainer_of
 
@@ -146,3 +150,23 @@ def test_a_beginning_that_all_share_is_computed_in_few_micro_batches() -> None:
     assert count_batches(16, 16 * 1_200, 450) == 6, "2,700 rows of it beside 12,000 others"
     assert count_batches(16, 16 * 1_200, 1_000) == 2, "one for each of two threads at any rate"
     assert count_batches(1, 1_200, 400) == 1
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries cannot be asked to")
+@pytest.mark.parametrize("is_scarce", [True, False])
+def test_what_a_step_freed_goes_back_where_memory_is_scarce(
+    monkeypatch: pytest.MonkeyPatch, is_scarce: bool
+) -> None:
+    total = training_threads.total_memory_bytes()
+    monkeypatch.setattr(training_threads, "available_memory_bytes", lambda: 0 if is_scarce else total)
+    with share_threads(cut=False):
+        pieces = [bytes([1]) * 60_000 for _ in range(2000)]
+        kept = pieces[::100]  # between what is freed lies what is in use
+        before = resident_bytes()
+        del pieces
+    assert (before - resident_bytes() > 60_000_000) == is_scarce
+    assert len(kept) == 20
