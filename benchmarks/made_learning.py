@@ -59,17 +59,21 @@ class MadeLearning(Demonstration):
             return figures
         trained = self.train("train", f"rl-{self.seed}", tuned)
         after = self.judge(trained, str(self._suite), self.num_tasks, SAMPLES)
-        unseen_before = self.judge(tuned, str(self._others), self.num_tasks, SAMPLES)
-        unseen_after = self.judge(trained, str(self._others), self.num_tasks, SAMPLES)
         rows = [row for row in read_metrics(trained.metrics_file) if row["kind"] == "rl"]
         quarter = max(1, len(rows) // 4)
-        return figures | {
+        figures |= {
             "rl_steps": float(len(rows)),
             "rl_pass_rate_first_quarter": sum(row["pass_rate"] for row in rows[:quarter]) / quarter,
             "rl_pass_rate_last_quarter": sum(row["pass_rate"] for row in rows[-quarter:]) / quarter,
             "rl_pass_at_8": solved_share(after),
             "rl_pass_at_1": pass_rate(after),
             **lead_of(before, after, "rl_lead"),
+        }
+        if not self._others.exists():  # there are no more easy tasks than RL practises
+            return figures
+        unseen_before = self.judge(tuned, str(self._others), self.num_tasks, SAMPLES)
+        unseen_after = self.judge(trained, str(self._others), self.num_tasks, SAMPLES)
+        return figures | {
             "unseen_sft_pass_at_1": pass_rate(unseen_before),
             "unseen_rl_pass_at_1": pass_rate(unseen_after),
             **lead_of(unseen_before, unseen_after, "unseen_rl_lead"),
