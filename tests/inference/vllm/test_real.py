@@ -153,13 +153,13 @@ async def test_adapters_change_under_their_requests_and_are_never_summed(
         for one in (before, reader):
             sampler.open(one.id)
         await before.ask(sampler, tokens(70, 0).tolist())
+        await sampler.stage(manifests[1])  # before the request, which is not to end meanwhile
         asked = asyncio.create_task(
             reader.ask(sampler, tokens(40, 1).tolist(), max_tokens=_LONG, streaming=True)
         )
         async with asyncio.timeout(900):
             while not any(reader.sampled):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await sampler.stage(manifests[1])
         await sampler.activate(manifests[1].version, "recompute")
         await asked
         await before.ask(sampler, tokens(20, 2).tolist())

@@ -336,11 +336,10 @@ async def fleet_over(hosts: list[ServerHost], config: FleetConfig) -> AsyncItera
             await asyncio.gather(*(asyncio.to_thread(host.stop) for host in hosts))
 
 
-def fleet_config(heartbeat_timeout_s: float) -> FleetConfig:
+def fleet_config(heartbeat_timeout_s: float, heartbeat_s: float = 1.0) -> FleetConfig:
     """Of a machine whose other work counts as every host's: that must not close them all."""
-    return FleetConfig(
-        heartbeat_timeout_s=heartbeat_timeout_s, policy=Policy(max_pressure=1e6, max_cpu_pressure=1e6)
-    )
+    policy = Policy(max_pressure=1e6, max_cpu_pressure=1e6)
+    return FleetConfig(heartbeat_s, heartbeat_timeout_s, policy=policy)
 
 
 # Processes
