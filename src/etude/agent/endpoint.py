@@ -3,7 +3,7 @@
 A chat endpoint has no tokens: the session keeps tokens of our own (see `endpoint_messages`), every logprob
 is 0 and the policy version is named after the endpoint, so such a session is for use and never for training.
 A message reaches the session when it is whole: a stream that drops in its middle leaves nothing behind, and
-the request can be sent again. What comes before is told through `on_event`, for display.
+the request can be sent again. What comes before is passed to `on_event`, for display.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Endpoint:
     key_variable: str = ""
     """Environment variable that holds the key; empty: no key is sent."""
     native_tools: bool = True
-    """Tools by the endpoint's own `tools`; else told in a system message, and calls read from its words."""
+    """Tools by the endpoint's own `tools`; else described in a system message, calls read from its words."""
     temperature: float | None = None
 
     def __post_init__(self) -> None:

@@ -157,7 +157,7 @@ def _function(raw: str) -> dict[str, str]:
 
 
 def _results(results: Sequence[str], identities: Sequence[str]) -> list[Message]:
-    """Each call gets its result; results without a call are told by the user, as there is no other way."""
+    """Each call gets its result; results without a call are the user's words, as there is no other way."""
     messages: list[Message] = [
         {
             "role": "tool",

@@ -72,7 +72,7 @@ async def execute_calls(
 ) -> list[ToolResult]:
     """The results of `calls`, in their order. What the agent did wrong is a result.
 
-    Calls whose results are `known`, by position, are not run. `on_call` and `on_result` are told of the
+    Calls whose results are `known`, by position, are not run. `on_call` and `on_result` are called with the
     others as they begin to run and as they end.
 
     Raises InfrastructureError if something behind a tool failed, and SandboxKilledByAgentError if the agent

@@ -1,4 +1,4 @@
-"""What a session is told, as values: the session is a function of them, so they are its durable form.
+"""The inputs of a session, as values: the session is a function of them, so they are its durable form.
 
 Applied again in order they give the same session, bit for bit; applied up to some turn, the session as it was
 then. So one journal serves resuming, forking and replay.
@@ -62,9 +62,9 @@ class StopIn:
 Input = ChunksIn | ResultsIn | ArchivedIn | PrefixMissIn | UserIn | StopIn
 
 
-def apply(session: Session, told: Input) -> None:
-    """Tells a session what it was told before."""
-    match told:
+def apply(session: Session, given: Input) -> None:
+    """Gives a session an input that it had before."""
+    match given:
         case ChunksIn(chunks):
             for chunk in chunks:
                 session.on_chunk(chunk)
@@ -116,9 +116,9 @@ def _joined(run: Sequence[SampleChunk]) -> SampleChunk:
     )
 
 
-def to_document(told: Input) -> dict[str, Any]:
+def to_document(given: Input) -> dict[str, Any]:
     """The input as plain JSON values; exact."""
-    match told:
+    match given:
         case ChunksIn(chunks):
             return {"kind": "chunks", "chunks": [_chunk_document(chunk) for chunk in chunks]}
         case ResultsIn(results):

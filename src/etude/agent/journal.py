@@ -58,7 +58,7 @@ INTERRUPTED = "error: interrupted; it may have run or not: look before you do it
 class JournaledSession:
     """Implements `Session` and `CallLog` around an AgentSession that it keeps on disk.
 
-    One writer at a time: whoever holds the file open for appending has locked it.
+    One writer at a time: the process that holds the file open for appending has locked it.
     """
 
     def __init__(self, session: AgentSession, state: ToolState, file: LineJournal) -> None:
@@ -149,10 +149,10 @@ class JournaledSession:
             self._file.sync()
             self._file.close()
 
-    def _tell(self, told: Input, **more: Any) -> None:
+    def _tell(self, given: Input, **more: Any) -> None:
         self._write_chunks()
-        apply(self.session, told)
-        self._file.append({**to_document(told), **more})
+        apply(self.session, given)
+        self._file.append({**to_document(given), **more})
 
     def _write_chunks(self) -> None:
         chunks, self._chunks = self._chunks, []
@@ -247,7 +247,7 @@ def _replayed(
     tools: Mapping[str, Tool],
     path: Path,
 ) -> tuple[AgentSession, ToolState, dict[int, ToolResult]]:
-    """Session, tools' memory, and what is known of the calls of a turn that did not end."""
+    """Session, tools' memory, and the recorded calls of a turn that did not end."""
     rest = iter(lines)
     session = described(next(rest), renderer)
     state = ToolState()

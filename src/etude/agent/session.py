@@ -7,7 +7,7 @@
         +-- Archive <--(summary)-- Sample <-- it is full-+
 
 It keeps the tokens exactly as they were sampled and never tokenises them again. The same code runs in the
-terminal, in the cloud and in rollouts; whoever drives it does the sampling, runs the tools and keeps the
+terminal, in the cloud and in rollouts; its driver does the sampling, runs the tools and keeps the
 history of full contexts.
 """
 
@@ -191,7 +191,7 @@ class AgentSession:
     def on_archived(self, error: str = "") -> None:
         """The full context's history has been kept: a fresh context begins with the summary.
 
-        `error`: why the history could not be kept; the agent is told.
+        `error`: why the history could not be kept; the agent reads it.
         """
         progress = self.progress
         if progress.status is not None:

@@ -29,7 +29,7 @@ def session_price(reward: RewardBreakdown, most: float) -> float:
 def member_value(reward: RewardBreakdown, most: float, weight: float) -> float:
     """What a session is worth beside others: a failed one its verdict, a solved one 1 less its price.
 
-    Costs act among successes only. On a failed session every cost would pay for giving up: whoever does less
+    Costs act among successes only. In a failed session they would pay for giving up: a session that does less
     spends less. `weight`, 0 to 1, is that of the price, which stays below `most`.
     """
     return reward.task if reward.task < 1.0 else reward.task - weight * session_price(reward, most)

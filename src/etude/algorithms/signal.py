@@ -24,7 +24,7 @@ from etude.records import Group, RewardBreakdown, Segment, Status, Trajectory
 
 
 class Signal(StrEnum):
-    """What the members of a group can be told apart by."""
+    """What the members of a group can be distinguished by."""
 
     TASK = "task"
     """The verdict."""
@@ -101,7 +101,7 @@ def weigh_group(group: Group, config: RlConfig) -> GroupSignal:
 
 
 def signal_of(group: Group, config: RlConfig) -> Signal:
-    """What the members of the group can be told apart by."""
+    """What the members of the group can be distinguished by."""
     return weigh_group(group, config).kind
 
 

@@ -1,7 +1,7 @@
 """Every error that Étude raises on purpose.
 
     EtudeError
-    ├── UserError                 something that the person at the keyboard can mend
+    ├── UserError                 something that the person at the keyboard can correct
     │   ├── ConfigError           a key, a value, a combination of values
     │   │   └── UnknownKeyError   a key that this version does not know
     │   ├── RunDirectoryError     a run directory that exists, is missing or belongs to other code
@@ -23,7 +23,7 @@
         ├── RouteReplayError      expert routes that were replayed twice, or not at all
         └── ParityError           trainer and engine give the same tokens other log-probabilities
 
-An error says which field is wrong, what was received and how to mend it.
+An error says which field is wrong, what was received and how to correct it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _rebuild(
 
 
 class UserError(EtudeError):
-    """Something that the person at the keyboard can mend: printed without a traceback."""
+    """Something that the person at the keyboard can correct: printed without a traceback."""
 
 
 class ConfigError(UserError):

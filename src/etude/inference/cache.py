@@ -103,7 +103,7 @@ class PagedCache:
         return self.keys.shape[1] == self.num_pages
 
     def release(self) -> None:
-        """Lets keys and values go with their memory; what pointed into it must be told."""
+        """Lets keys and values go with their memory; what pointed into it must be updated."""
         self._allocate(0)
         if self.drafts is not None:
             self.drafts.release()

@@ -1,4 +1,4 @@
-"""A sampler for clients in other processes: what they say and what they are told goes in batches.
+"""A sampler for clients in other processes: requests and answers go in batches.
 
     client ──exchange([open, stream, close, abort, ...])──> Exchange ──> Sampler
            <──────────────── poll() -> [chunks, ends, errors, ...] ────────┘
@@ -30,7 +30,7 @@ Command = (
 )
 """What the client wants: of a session, of a request, of a session that has left another one."""
 Event = tuple[str, SampleChunk | EtudeError | None]
-"""What the client is told of a request; None or an error ends it."""
+"""What the client receives of a request; None or an error ends it."""
 _AGAIN_S = 0.1
 """Between two attempts to abort what is to end."""
 
@@ -65,7 +65,7 @@ class Exchange:
         """By request."""
 
     def exchange(self, commands: Sequence[Command]) -> None:
-        """Does what the client wants, in its order. How requests go is told by `poll`."""
+        """Does what the client wants, in its order. `poll` returns how requests go."""
         for command in commands:
             match command:
                 case ("open", str(session)):
@@ -111,9 +111,9 @@ class Exchange:
         return self._filled.is_set()
 
     async def end(self, within_s: float = 5.0) -> None:
-        """Aborts what is in flight, whose tokens so far the client is still told, and closes its sessions.
+        """Aborts what is in flight, whose tokens so far the client still receives, and closes its sessions.
 
-        `within_s`: what has not ended by then is cancelled, which the client is told too.
+        `within_s`: what has not ended by then is cancelled, which the client learns too.
         """
         tasks = list(self._streams.values())
         clock = asyncio.get_running_loop().time

@@ -169,7 +169,7 @@ class ForwardPass(Protocol):
         ...
 
     def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
-        """Draft layer `index` over `rows`, which hold the tokens that it is told: hidden [T, width] of the
+        """Draft layer `index` over `rows`, which hold the tokens that it is given: hidden [T, width] of the
         model, or of the layer before it, -> [T, width]. Stores keys and values in the draft layers' cache."""
         ...
 

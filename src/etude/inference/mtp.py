@@ -225,8 +225,8 @@ class MtpDrafter:
         owners = plan.members[rows.sequence]
         for layer in range(self._depth):
             places = np.minimum(rows.positions + 1 + layer, sequences.max_tokens - 1)
-            told = replace(rows, tokens=sequences.tokens[owners, places].astype(np.int64))
-            hidden = runner.compute.draft_layer(layer, told, hidden)
+            given = replace(rows, tokens=sequences.tokens[owners, places].astype(np.int64))
+            hidden = runner.compute.draft_layer(layer, given, hidden)
             some = drafting.with_room(layer)
             last = torch.from_numpy(drafting.last[some]).to(hidden.device)
             self._draw(layer, drafting.rows[some], hidden[last], runner, sequences)

@@ -4,10 +4,10 @@ A path from the root spells the tokens of a prefix, one page per node; what hang
 page. Only pages that were computed under the version in service are in the tree: it is emptied when weights
 change, so no new request ever attends to another version's keys. Each adapter has a root of its own.
 
-A page is free, or some session uses it, or the tree keeps it for whoever comes next (or both). A page that
+A page is free, or some session uses it, or the tree keeps it for later sessions (or both). A page that
 only the tree keeps is given up, least recently used first, leaves before what they hang on.
 
-A node is put in before its page is computed (`ready` False), so that whoever has the same prompt can see that
+A node is put in before its page is computed (`ready` False), so that sessions with the same prompt see that
 it is coming, and wait for it.
 """
 

@@ -301,8 +301,8 @@ class Sequences:
             is_last = number == len(state.spans) - 1
             if end > start or is_last:
                 chunk = self._chunk(row, span, (start, max(start, end)), reason if is_last else None)
-                told = state.cached if is_first and not chunks else None
-                chunks.append(chunk if told is None else replace(chunk, cached_tokens=told))
+                cached = state.cached if is_first and not chunks else None
+                chunks.append(chunk if cached is None else replace(chunk, cached_tokens=cached))
         state.delivered = length
         state.alternatives = []
         return chunks

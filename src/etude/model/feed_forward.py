@@ -47,7 +47,7 @@ class Pass:
 
 
 class _ChosenOnce:
-    """Routes that are asked once for each layer; whoever asks again is told the same."""
+    """Routes that are asked once for each layer; a second question gets the same answer."""
 
     def __init__(self, routes: Routes[Tensor]) -> None:
         self._routes = routes

@@ -63,7 +63,7 @@ class SilentObserver:
 
 
 class RecordingObserver:
-    """Keeps everything it hears: the fake for tests of whoever reports."""
+    """Keeps everything it hears: the fake for tests of code that reports."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""The directory of one run: everything that it was told, did and found, in files that people can read."""
+"""The directory of one run: its configuration, what it did and found, in files that people can read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How many rollout workers a run is to have and has, in two files of its directory.
 
-`workers.json` is the run's: what there is. `workers-wanted.json` is for whoever asks for another number; the
+`workers.json` is the run's: what there is. `workers-wanted.json` is written to ask for another number; the
 run reads it while it goes on, and forgets it when it ends or begins again.
 """
 

@@ -54,7 +54,7 @@ class Pace(Protocol):
         ...
 
     def stopped(self) -> None:
-        """The schedule has come to its end: nothing more will be told."""
+        """The schedule has come to its end: nothing more will come."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The seam between an agent and whoever runs it."""
+"""The seam between an agent and its driver."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class ToolErrorClass(StrEnum):
-    """Why a tool call did not do what was asked. The first three are the agent's to mend."""
+    """Why a tool call did not do what was asked. The agent can correct the first three."""
 
     MALFORMED = "malformed"
     """The text does not parse as a call."""

@@ -13,7 +13,7 @@ lately.
 A number's two groups, where one of its sessions was forked, are one unit: under way, waiting and taken
 together.
 
-A state machine without I/O or clock: whoever drives it waits.
+A state machine without I/O or clock: its driver waits.
 """
 
 from __future__ import annotations

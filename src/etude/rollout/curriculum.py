@@ -112,12 +112,12 @@ class Curriculum:
 
     def figures(self) -> dict[str, float]:
         """What there is to tell of tasks that come again, or are passed over."""
-        told: dict[str, float] = {}
+        figures: dict[str, float] = {}
         if self._finite is not None:
-            told["epoch"] = float(self._finite.epoch_of(max(0, self._state.next_task - 1)))
+            figures["epoch"] = float(self._finite.epoch_of(max(0, self._state.next_task - 1)))
         if self._selects:
-            told["tasks_passed_over"] = float(self._state.num_passed_over)
-        return told
+            figures["tasks_passed_over"] = float(self._state.num_passed_over)
+        return figures
 
     def _check_source(self) -> None:
         digest = self._finite.digest if self._finite is not None else ""
@@ -158,7 +158,7 @@ class Curriculum:
         return bool(chosen) and self._finite.epoch_of(chosen[0][1]) != self._finite.epoch_of(number)
 
     def _passes_over(self, task: Task) -> bool:
-        """By what is known of the task itself, before that by what is known of its level."""
+        """By the results of the task itself, and until there are some by those of its level."""
         config = self._config
         record, least = self._state.tasks.get(task.id), config.min_groups_of_task
         if record is None or record.num_groups < least:

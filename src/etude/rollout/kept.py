@@ -32,7 +32,7 @@ def read_kept(log: TrajectoryLog, state: CollectorState, min_step: int) -> dict[
     for name in reversed(log.part_names()):
         groups = [group for group in log.read_part(name) if group.members]
         steps = [step for group in groups for step in _steps(group)]
-        if steps and max(steps) < min_step:  # where nothing was sampled no age is told
+        if steps and max(steps) < min_step:  # where nothing was sampled no age is reported
             break
         for group in groups:
             number = group.members[0].id.group

@@ -20,7 +20,7 @@ async def install_template(
     """
     files = list(template.contents.items())
     more = False
-    # One at least, so that a workspace without files is told to be whole as well.
+    # One at least, so that a workspace without files is marked complete as well.
     for part in list(batches([len(data) + _FILE_BYTES for _, data in files], _BATCH_BYTES)) or [slice(0)]:
         rows = [[path, len(data)] for path, data in files[part]]
         header: dict[str, object] = {"op": "install", "files": rows, "more": more, "keep": keep and not more}

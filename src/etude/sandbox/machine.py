@@ -145,7 +145,7 @@ class MachineSandbox(Sandbox):
         self.environment: dict[str, str] = {}
         """Of every command, beside the server's own."""
         self.lifecycle = asyncio.Lock()
-        """Held by whoever pauses, resumes, copies or moves the sandbox."""
+        """Held while the sandbox is paused, resumed, copied or moved."""
         self._owner = owner
         self._channel: Channel | None = None
         self._outputs = Outputs()
@@ -204,7 +204,7 @@ class MachineSandbox(Sandbox):
         self._gate.open()
 
     def closed(self) -> AbstractContextManager[None]:
-        """In the block nothing new is asked of the sandbox: whoever wants to waits."""
+        """In the block nothing new is asked of the sandbox: callers wait."""
         return self._gate.closed()
 
     @property

@@ -17,7 +17,7 @@ from etude.sandbox.snapshots import Snapshot, SnapshotDraft, SnapshotStore
 from etude.sandbox.types import SnapshotInfo, SnapshotKind
 
 TRANSIT_S = 300.0
-"""How long a temporary snapshot from elsewhere stays: whoever sent it makes a sandbox of it at once, or is
+"""How long a temporary snapshot from elsewhere stays: its sender makes a sandbox of it at once, or is
 dead."""
 
 

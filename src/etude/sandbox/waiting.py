@@ -17,7 +17,7 @@ Given = TypeVar("Given")
 
 
 class WaitingLine(Generic[Wanted, Given]):
-    """For one event loop. Waits for: `serve`, which whoever frees something calls."""
+    """For one event loop. Waits for: `serve`, which is called when something becomes free."""
 
     def __init__(self, take: Callable[[Wanted], Given | None], give_back: Callable[[Given], None]) -> None:
         """`take`: what is wanted, or None while there is none. `give_back`: what nobody came to fetch."""

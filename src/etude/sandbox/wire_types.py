@@ -4,7 +4,7 @@ One frame (`inside.frames`) is a JSON header and raw bytes. Text that the agent'
 surrogates, so nothing here goes through a parser that refuses them. Calls of a sandbox (`calls`) and their
 answers cross as the program inside takes and gives them.
 
-Answers that may take long come as a stream of frames, told apart by their `event`:
+Answers that may take long come as a stream of frames, distinguished by their `event`:
 
     output    {"fd": 1 | 2} and the bytes     a command printed
     dropped   {"num_bytes"}                   output that nobody took in time

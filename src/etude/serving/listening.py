@@ -105,6 +105,6 @@ def _not_bound(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def say(name: str, words: str) -> None:
-    """Not by way of a log: whoever starts a server waits for this, if they are still there."""
+    """Not by way of a log: the program that starts a server waits for this, if it is still there."""
     with contextlib.suppress(OSError):
         print(f"{name}: {words}", file=sys.stderr, flush=True)

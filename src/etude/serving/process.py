@@ -39,7 +39,7 @@ _MOST_CONNECTIONS = 1 << 14
 
 
 class Drainable(Protocol):
-    """The state of a server that can be told to take nothing new."""
+    """The state of a server that can be asked to take nothing new."""
 
     draining: bool
 

@@ -14,7 +14,7 @@ _TOKEN_BYTES = 32
 
 
 def read_token(path: Path, server: str = "sandbox server") -> str:
-    """The token in a file; a new one is written (mode 0600) if there is no file, and where is told on stderr.
+    """The token in a file; a new one is written (mode 0600) if there is no file, and its path printed.
 
     The token itself is not printed: logs are read by others. `server`: who says so. Raises ConfigError for
     a file that others may read, or that holds no token.

@@ -32,7 +32,7 @@ ATIF_VERSION = "ATIF-v1.8"
 """What is written; every version 1 is read."""
 
 Decode = Callable[[NDArray[np.int32]], str]
-"""Token ids as text: a trajectory holds what the agent was told as tokens only."""
+"""Token ids as text: a trajectory holds what the agent read as tokens only."""
 
 Document = dict[str, Any]
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -45,7 +45,7 @@ def trajectory_to_atif(
     """The trajectory as an ATIF document of plain JSON values.
 
     `instruction` becomes the first step, from the user. With `decode` what each context began with, and what
-    users said later, is told in full; without it these steps have no words.
+    users said later, is written in full; without it these steps have no words.
     """
     parts = _take_apart(trajectory)
     writer = _Writer(trajectory, agent_version or "0", decode)

@@ -111,7 +111,7 @@ class KeptBlobs(FileBlobs):
     """Files of a run that keeps what it has trained on."""
 
     def discard(self, ref: BlobRef) -> None:
-        """Keeps the array: whoever trains on the run's trajectories later needs it."""
+        """Keeps the array: later training on the run's trajectories needs it."""
 
 
 Blobs = MemoryBlobs | KeptBlobs

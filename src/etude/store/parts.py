@@ -151,7 +151,7 @@ class _NestedColumn:
         inner = outer.values
         self._rows = outer.offsets.to_numpy()
         self._segments = inner.offsets.to_numpy()
-        # A copy: writable for whoever trains on it, and no longer tied to the file's buffer.
+        # A copy: writable for the trainer, and no longer tied to the file's buffer.
         self._values: NDArray[Any] = np.array(inner.values.to_numpy(zero_copy_only=False))
 
     def row(self, position: int) -> list[NDArray[Any]]:

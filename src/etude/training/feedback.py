@@ -1,4 +1,4 @@
-"""Targeted textual feedback: the policy that is told what it did wrong teaches the policy that is not.
+"""Targeted textual feedback: the policy that reads what it did wrong teaches the policy that is not.
 
     student    prefix ... <results>               | <message with the fault>      as it was sampled
     teacher    prefix ... <results> <user: hint>  | <message with the fault>      same weights, no gradient
@@ -241,8 +241,8 @@ def _divergence(model: LanguageModel, rows: Tensor, target: Tensor, temperature:
     """KL between the distributions after final states [n, width]; computed again for its gradient."""
     learned = model.ops.log_softmax(model.logits(rows) / temperature)
     with torch.no_grad():
-        told = model.ops.log_softmax(model.logits(target) / temperature)
-    return (told.exp() * (told - learned)).sum()
+        advised = model.ops.log_softmax(model.logits(target) / temperature)
+    return (advised.exp() * (advised - learned)).sum()
 
 
 def _states(

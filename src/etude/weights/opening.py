@@ -49,7 +49,7 @@ def open_weights(
 def open_publisher(
     config: WeightsConfig, peers: Peers | None = None, on_wait: OnWait | None = None
 ) -> StoreWeights:
-    """For a trainer whose engines are elsewhere; `peers`: those that publish with it; `on_wait`: told of the
+    """For a trainer whose engines are elsewhere; `peers`: those that publish with it; `on_wait`: gets the
     store's outages. Close it.
 
     Raises StoreError: see `open_weights`.

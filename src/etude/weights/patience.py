@@ -59,7 +59,7 @@ class PatientFolder:
 
     def create(self, name: str, data: bytes) -> None:
         """See Folder.create. A name that is taken by these very bytes is our own, whose answer was lost on
-        its way: whoever creates puts something into them that nobody else writes."""
+        its way: the creator puts something into them that nobody else writes."""
         try:
             self._ask(lambda: self._inner.create(name, data))
         except TakenError:

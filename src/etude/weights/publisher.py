@@ -135,15 +135,15 @@ class StoreWeights:
             kept.append(copies)
             return own, self._writer and self._writer.next_sequence
 
-        told = self._agree(keep)
+        agreed = self._agree(keep)
         if self._dtype is not None:
             version = replace(version, format=dtype_name(self._dtype))
-        entries = join_entries(entry for part, _ in told for entry in part)
+        entries = join_entries(entry for part, _ in agreed for entry in part)
         version = replace(version, digest=digest_entries(entries))
         base = None if self._committed is None else self._committed[0]
         self._current = (version, kept[0])
         self._upload = self._pool.submit(self._write, version, kept[0])
-        return WeightManifest(version, entries, self._store.version_url(told[0][1]), base)
+        return WeightManifest(version, entries, self._store.version_url(agreed[0][1]), base)
 
     def _keep(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor]
@@ -227,11 +227,11 @@ class StoreWeights:
         except Exception as error:  # whatever it is, the others must not wait for it
             failure = StoreError(f"publishing failed: {error!r}", field=f"rank {self._peers.rank}")
             failure.__cause__ = error
-        told = self._peers.exchange((result, failure))
-        for rank, (_, theirs) in enumerate(told):
+        exchanged = self._peers.exchange((result, failure))
+        for rank, (_, theirs) in enumerate(exchanged):
             if theirs is not None:
                 raise failure if rank == self._peers.rank and failure is not None else theirs
-        return [value for value, _ in told]
+        return [value for value, _ in exchanged]
 
 
 def _copy(

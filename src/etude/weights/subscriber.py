@@ -37,7 +37,7 @@ class SubscriberCounters:
     fallbacks: int = 0
     """Times that a delta did not serve and a full snapshot was fetched in its place."""
     unpinned: int = 0
-    """Times that the store could not be told what is still needed."""
+    """Times that the store could not be informed what is still needed."""
     fetched_bytes: int = 0
     last_fallback: str = ""
     """Why."""

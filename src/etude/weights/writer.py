@@ -199,7 +199,7 @@ class StoreWriter:
         bound = snapshots[-min(self._options.keep_snapshots, len(snapshots))]
         pinned = self._pins.lowest()
         if pinned is not None and pinned < bound:
-            # A delta is of use only to whoever holds its base; a newcomer begins at a snapshot.
+            # A delta is of use only to a receiver that holds its base; a newcomer begins at a snapshot.
             bound = pinned
         old = [commit for sequence, commit in sorted(commits.items()) if sequence < bound]
         for commit in old:

@@ -14,7 +14,7 @@ _QUESTION_CHARACTERS = 2000
 
 
 class AskUser:
-    """Asks whoever gave the task: a person, or in rollouts a user simulated from what the task withholds.
+    """Asks the giver of the task: a person, or in rollouts a user simulated from what the task withholds.
 
     Arguments: `question`; `options?`: answers to choose from, one a line or as a JSON list.
     Returns the answer. Every question counts, in `ToolState.num_questions` and as a fact of kind `question`.

@@ -101,7 +101,7 @@ async def _find_as_written(request: GrepRequest, written: str, context: ToolCont
 
 
 async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:
-    """Matches of a pattern in common form, sorted, at most `limit`: the same whoever serves them.
+    """Matches of a pattern in common form, sorted, at most `limit`: the same from each index.
 
     Raises ToolArgumentError.
     """

@@ -165,7 +165,7 @@ def _extended_headers(lines: _Lines, header: _Header) -> None:
 
 
 def _git_paths(text: str) -> tuple[str | None, str | None]:
-    """The paths of a `diff --git` line, where they can be told apart; other lines mostly say them again."""
+    """The paths of a `diff --git` line, where they can be separated; other lines mostly say them again."""
     if text.startswith('"'):
         match = re.match(r'("(?:[^"\\]|\\.)*") (.*)$', text)
         return _stripped(_unquoted(match[1]), _unquoted(match[2])) if match else (None, None)

@@ -1,6 +1,6 @@
 """What tools may reach beside the sandbox: an index, a person, MCP servers. Each may be absent.
 
-Infrastructure behind a port fails with InfrastructureError; the agent is told that the provider failed, and
+Infrastructure behind a port fails with InfrastructureError; the agent reads that the provider failed, and
 the session is never a reward. What the agent asked wrongly is ToolArgumentError.
 """
 

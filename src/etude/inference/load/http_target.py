@@ -131,8 +131,8 @@ def _take(data: str, record: TurnRecord, clock: Clock) -> str:
     if not isinstance(event, dict):
         raise LoadError("an event is no object", field="malformed", received=data[:80])
     if error := event.get("error"):
-        told = error if isinstance(error, dict) else {"message": error}
-        raise LoadError(str(told.get("message")), field=str(told.get("code") or "error"))
+        details = error if isinstance(error, dict) else {"message": error}
+        raise LoadError(str(details.get("message")), field=str(details.get("code") or "error"))
     usage = event.get("usage")
     if isinstance(usage, dict):
         record.prompt_tokens = int(usage.get("prompt_tokens") or 0)

@@ -59,7 +59,7 @@ def summarise(records: Sequence[TurnRecord]) -> LoadReport:
     output = sum(record.output_tokens for record in whole)
     wall_s = max((r.done_s for r in records), default=0.0) - min((r.sent_s for r in records), default=0.0)
     per_s = 1.0 / wall_s if wall_s > 0.0 else 0.0
-    told = [record for record in whole if record.cached_tokens is not None]
+    reported = [record for record in whole if record.cached_tokens is not None]
     first = [t for record in whole if (t := record.first_token_s) is not None]
     return LoadReport(
         wall_s=wall_s,
@@ -74,8 +74,8 @@ def summarise(records: Sequence[TurnRecord]) -> LoadReport:
         inter_token=_percentiles([gap for record in whole for gap in record.gaps_s()]),
         latency=_percentiles([record.latency_s for record in whole]),
         cache_hit_rate=(
-            sum(r.cached_tokens or 0 for r in told) / max(1, sum(r.prompt_tokens for r in told))
-            if told
+            sum(r.cached_tokens or 0 for r in reported) / max(1, sum(r.prompt_tokens for r in reported))
+            if reported
             else None
         ),
         errors=dict(Counter(record.error for record in records if record.error)),

@@ -129,7 +129,7 @@ class NativeForward:
 
     def steps_ahead(self, num_rows: int) -> int:
         """How many steps of so many decoding rows a call of `decode` may take at most: about a millisecond's,
-        so that whoever waits for its end does not notice."""
+        so that the thread that waits for its end does not notice."""
         work = num_rows * (self._weights.work_per_row + self._model.head.numel())
         return max(1, min(MAX_STEPS_AHEAD, WORK_AHEAD // work))
 

@@ -5,7 +5,7 @@
                                             └──answers, after a growing wait──────┘
     any ──leave()──> draining ──last request ends──> gone
 
-No I/O here: whoever probes (`server/health.py`) or sends requests reports what happened.
+No I/O here: the code that probes (`server/health.py`) or sends requests reports what happened.
 """
 
 from __future__ import annotations

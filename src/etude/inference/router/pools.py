@@ -101,7 +101,7 @@ def _standing(replicas: Sequence[Replica], lender: str, borrower: str) -> tuple[
 
 
 def _load(replicas: Sequence[Replica], pool: str, loads: Mapping[str, float]) -> float:
-    """As it was told, else the mean work of a pool's ready replicas; 0 for a pool that has none."""
+    """As it was given, else the mean work of a pool's ready replicas; 0 for a pool that has none."""
     if pool in loads:
         return loads[pool]
     works = [r.work for r in replicas if r.pool == pool and r.ready]

@@ -35,10 +35,10 @@ class SamplerReplica(Sampler, Protocol):
 
 
 class RoutedSampler:
-    """A BranchingSampler over replicas, each of which serves what `serves` was told of it last. Use within
+    """A BranchingSampler over replicas, each of which serves what `serves` was last called with. Use within
     one event loop.
 
-    A replica that fails before its first chunk is left out, until `serves` is told of it again, and the
+    A replica that fails before its first chunk is left out, until `serves` is called for it again, and the
     request goes elsewhere; one that fails later raises SamplerError to the caller. An error that names a
     field is about the request: it is raised as it is and counts against nobody. A session that moves gets
     PrefixMissError from its new replica, as the protocol says, and is sent whole.

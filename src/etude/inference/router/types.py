@@ -1,4 +1,4 @@
-"""What the routing policy is told and what it decides. No I/O anywhere in here."""
+"""What the routing policy gets and what it decides. No I/O anywhere in here."""
 
 from __future__ import annotations
 

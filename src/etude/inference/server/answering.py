@@ -59,7 +59,7 @@ class Job:
     async def sample(
         self, sampler: Sampler, pool: str, within_s: float, tell: Callable[[Event], None]
     ) -> None:
-        """Samples it to its end; an `Ended` is told last. Raises SamplerError, and what the sampler does."""
+        """Samples it to its end; an `Ended` comes last. Raises SamplerError, and what the sampler does."""
         session_id = next(_SESSIONS)
         sampler.open(session_id)
         is_over = False

@@ -43,7 +43,7 @@ class HomeWeights:
         self.is_away = False
         """Whether the replica is lent."""
         self.swapping = asyncio.Lock()
-        """Of whoever stages or activates in the engine."""
+        """Held to stage or activate in the engine."""
         self.trouble = ""
         """Why what users get cannot be put back, while that is tried."""
         self._sink, self._weights = sink, weights

@@ -80,7 +80,7 @@ class Loan:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it ends: nothing new is begun."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when all that was in flight has been told."""
+    """Set when all that was in flight has been sent."""
 
 
 def _over(loan: Loan) -> LoanOverError:
@@ -102,7 +102,7 @@ class LoanDesk:
         usage: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`sampler`, `sink`: of the engine, which fetches from `weights`. `home`: in service now. `about`:
-        what a borrower is told of the engine. `open_store`: reads the store that a borrower names. `usage`:
+        what a borrower learns of the engine. `open_store`: reads the store that a borrower names. `usage`:
         what the engine has done so far, by the names in EngineCounters and ServiceTimes."""
         self.home = HomeWeights(sink, weights, home)
         """The replica's WeightSink for administrators."""
@@ -216,7 +216,7 @@ class LoanDesk:
         return self._usage()
 
     async def begin(self, loan: Loan, store: str) -> dict[str, Any]:
-        """The run begins, or begins anew, with its weights in `store`; returns what it is told of the engine.
+        """The run begins, or begins anew, with its weights in `store`; returns what it learns of the engine.
 
         Raises LoanOverError, StoreError.
         """
@@ -259,7 +259,7 @@ class LoanDesk:
         if not loan.served:
             raise LoanConflictError("no version of the run is served yet", field="state", fix="activate one")
         exchange = loan.exchanges.setdefault(client, Exchange(self._sampler))
-        if loan.closing.is_set():  # what has begun is still told
+        if loan.closing.is_set():  # what has begun is still sent
             exchange.refuse(commands, SamplerError("the replica is called home", received=loan.id))
         else:
             exchange.exchange(commands)
@@ -273,7 +273,7 @@ class LoanDesk:
 
     async def poll(self, loan: Loan, client: str) -> list[Event]:
         """See Exchange.poll; empty when nothing has come for a while. Raises LoanOverError when the loan has
-        ended and all that was to be told has been."""
+        ended and all that was to be sent has been."""
         exchange = loan.exchanges.setdefault(client, Exchange(self._sampler))
         if not exchange.has_events:
             if loan.over.is_set():

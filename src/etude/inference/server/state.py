@@ -227,7 +227,7 @@ class LiveRequest:
         state = self.state
         try:
             await job.sample(state.sampler, state.pool, state.limits.answer_s, queue.put_nowait)
-        except Exception as error:  # handed on to whoever listens, who sorts it
+        except Exception as error:  # handed on to the listener, which sorts it
             queue.put_nowait(error)
 
     def leave(self) -> None:

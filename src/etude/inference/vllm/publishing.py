@@ -1,4 +1,4 @@
-"""The trainer's weights as snapshots that vLLM reads, written by whoever trains or where they arrive."""
+"""The trainer's weights as snapshots that vLLM reads, written by the trainer or where they arrive."""
 
 from __future__ import annotations
 

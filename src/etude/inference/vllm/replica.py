@@ -289,7 +289,7 @@ class Replica:
     # ---- the server's life ----------------------------------------------------------------------
 
     async def _start_first(self, snapshot: Snapshot) -> None:
-        """A server that never came up is for its user to mend. Raises ResourceError."""
+        """A server that never came up is for its user to repair. Raises ResourceError."""
         try:
             await self._start(snapshot)
         except SamplerError as error:

@@ -21,7 +21,7 @@ _MODEL = "model-main.safetensors"
 
 def add_draft_layers(drafts: DraftLayers, directory: Path) -> None:
     """Adds layers to a directory that `save_model` has just written: `load_draft_layers` then reads them, and
-    whoever does not know of them loads the model as before.
+    a program that does not know them loads the model as before.
 
     Raises CheckpointError where the directory holds no model.
     """

@@ -196,7 +196,7 @@ class Container:
         if self._watch is not None:
             self._watch.cancel()
         if self._starting is not None:
-            # A start that failed was raised to whoever waited for it.
+            # A start that failed was raised to its caller.
             await asyncio.wait([self._starting])
             if not self._starting.cancelled() and self._starting.exception() is None:
                 await self._starting.result().kill()

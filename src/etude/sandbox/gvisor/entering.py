@@ -6,7 +6,7 @@ runsc then believes itself root, and is a plain user to the host: the real root 
 before it makes the user namespace, so that id 0 of the host is never mapped. (`runsc --rootless` does
 something like it, and knows no `restore`.) What runsc needs is bound below `HALL`, a tmpfs that hides
 the host's own: the paths there are the same in every call, whatever the host's directories are called and
-whoever may enter them.
+the user who may enter them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class MemoryFile:
                 if str(path.readlink()).startswith(_MEMORY_FILE):
                     return cls(path)
         except OSError:
-            # It has ended, or closed a descriptor meanwhile: whoever asks asks again.
+            # It has ended, or closed a descriptor meanwhile: the caller asks again.
             return None
         return None
 

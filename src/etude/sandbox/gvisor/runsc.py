@@ -114,7 +114,7 @@ class Runsc:
 
 
 def find_problems(program: str = "runsc", sysctl: Path = _SYSCTL) -> list[str]:
-    """One line for each obstacle: what is wrong, then the command that mends it."""
+    """One line for each obstacle: what is wrong, then the command that corrects it."""
     if sys.platform != "linux":
         return ["gVisor needs Linux: use the unisolated backend for code that you trust"]
     problems = doctor.find_problems(sysctl)

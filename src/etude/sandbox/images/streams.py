@@ -79,7 +79,7 @@ class _Rewound:
 
 
 def decompressed(stream: Readable) -> Readable:
-    """The stream itself, or what gzip or zstd made it of, told by its first bytes."""
+    """The stream itself, or what gzip or zstd made it of, recognised by its first bytes."""
     head = b""
     while len(head) < 4 and (more := stream.read(4 - len(head))):
         head += more

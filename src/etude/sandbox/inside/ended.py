@@ -1,4 +1,4 @@
-"""How background commands ended: kept for whoever asks, as far as there is room."""
+"""How background commands ended: kept for later questions, as far as there is room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from etude.sandbox.inside.jobs import Job
 
 MAX_ENDED = 256
 MAX_ENDED_BYTES = 16 << 20
-"""Ended background commands, and their output, that are kept for whoever asks; the oldest go first."""
+"""Ended background commands, and their output, that are kept for later questions; the oldest go first."""
 
 
 class EndedCommands:
@@ -19,7 +19,7 @@ class EndedCommands:
         self._held_bytes = 0
 
     def keep(self, job: Job, answer: Header, payload: bytes) -> None:
-        """Remembers how a command ended: whoever was told may have been gone by then."""
+        """Remembers how a command ended: its caller may have been gone by then."""
         self._drop(job.pid)
         self._rows[job.pid] = job, answer, payload
         self._held_bytes += len(payload)

@@ -79,7 +79,7 @@ def open_unlocked(name: str, folder: int, opening: Callable[[], int]) -> int:
             os.chmod(name, mode | _READ, dir_fd=folder)
             return opening()
         finally:
-            # As above: whoever removed it meanwhile must not have us lose what was opened.
+            # As above: its removal meanwhile must not lose what was opened.
             with contextlib.suppress(OSError):
                 os.chmod(name, mode, dir_fd=folder)
 
@@ -192,7 +192,7 @@ class Workspace:
         The size of what was removed is None. Names end with NUL. They are of the agent's making, of any
         bytes, and could be six times as long as JSON; they count against `MAX_DIFF_BYTES` as contents do.
 
-        A file whose inode, size and times are the template's is taken as unchanged: whoever forges
+        A file whose inode, size and times are the template's is taken as unchanged: a program that forges
         those only hides a change of their own. What the agent locked away is carried as well; what belongs
         to somebody else and cannot be read is as it was. Without a template all may differ: too much.
         """

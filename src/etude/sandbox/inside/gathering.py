@@ -1,6 +1,6 @@
 """What a sandbox changed in an image's whole root, and archives of what it holds anywhere.
 
-For whoever grades it: names first (`changed`), then the contents of those that count (`pack`); and what the
+For grading: names first (`changed`), then the contents of those that count (`pack`); and what the
 contents of the workspace's files do not say (`kinds`). Nothing that the agent could have replaced takes part.
 
 Which paths may differ is known from the layers that the sandbox wrote to, or, where the engine hides those,

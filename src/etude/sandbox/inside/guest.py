@@ -3,7 +3,7 @@
     python3 -I -S guest.pyz --line stdio|PATH --workspace DIR --base DIR [--uid N] ...
 
 A guest outlives its owner's line: it is copied, put to sleep and moved. Before that the owner says `hold`,
-and whoever it wakes for says `hello`, with the time, fresh entropy and a name: two copies of one guest must
+and the host that wakes it `hello`, with the time, fresh entropy and a name: two copies of a guest must
 not go on with the same clock, random numbers and identity.
 """
 
@@ -119,7 +119,7 @@ class ChildWatch:
             except ChildProcessError:
                 # The server collected it already.
                 ended = True
-            # The signal may come in the middle of this very loop: whoever takes a writer out closes it.
+            # The signal may come in the middle of this very loop: the code that takes a writer out closes it.
             writer = self._writers.pop(pid, None) if ended else None
             if writer is not None:
                 os.close(writer)
@@ -275,7 +275,7 @@ def main(arguments: list[str]) -> None:
         uid=options.uid,
         open_files=options.open_files,
         watch_memory=False,
-        # A kernel of its own counts what the host's processors do for others as time of whoever runs here.
+        # A kernel of its own counts the host's work for others as time of the guest's processes.
         file_operation_s=FILE_OPERATION_WALL_S if has_own_kernel else Settings.file_operation_s,
     )
     for program in filters() if options.filter else ():

@@ -16,7 +16,7 @@ LOCKS_S = 1.0
 LOCKS_BYTES = 1 << 20
 """Of that list: some 20,000 locks."""
 _ELSEWHERE = re.compile(rb" -\d")
-"""In a row whose lock belongs to no process: these are listed in all sandboxes, whoever holds them."""
+"""In a row whose lock belongs to no process: these are listed in all sandboxes, whichever holds them."""
 
 
 class MemoryWatch:

@@ -47,7 +47,7 @@ _SIGNAL_SHARES = 256
 """Where a sandbox's user has a limit, its sandboxes share it: this many can be full at a time."""
 SERVER_FILES = 8192
 WATCHES = {"max_inotify_instances": 16, "max_inotify_watches": 16384}
-"""The host counts these for whoever made the namespaces: one sandbox must not use up what all share."""
+"""The host counts these for the user who made the namespaces: one sandbox must not use up what all share."""
 _WATCH_SHARES = 16
 """So many sandboxes can have all that they may."""
 FILES, FILES_RO, IMAGES, IN_PLACE = "/files", "/files_ro", "/images", "/in_place"
@@ -127,7 +127,7 @@ def isolate_fork_server(
 def _lift_shared_limit() -> None:
     """Each sandbox has its own limit of pending signals; one of all together would let some starve others.
 
-    The kernel compares what all sandboxes hold with the limit of whoever makes their user namespaces.
+    The kernel compares what all sandboxes hold with the limit of the user who makes their user namespaces.
     """
     with contextlib.suppress(ValueError):
         # A root who may not raise limits: then shares of what there is (see `_pending_signals`).

@@ -1,4 +1,4 @@
-"""Which processes a sandbox has, and how they are ended, stopped and told apart."""
+"""Which processes a sandbox has, and how they are ended, stopped and distinguished."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Running:
         """Reaps, enforces deadlines and memory, answers what has ended."""
         if not self.has_children and not self._reaped:
             return
-        # Before the look at who has ended: whoever ends in between was in time.
+        # Before the look at what has ended: a process that ends in between was in time.
         now_s = time.monotonic() if self._frozen_s is None else self._frozen_s
         self._reap()
         ended, self._reaped = self._reaped, {}

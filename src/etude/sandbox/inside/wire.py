@@ -1,7 +1,7 @@
 """The line to the owner: frames in, frames out, over a socket, a pair of pipes or a virtio-serial port.
 
 Sending never blocks the server: what the owner does not take waits here, and once more than
-`HIGH_WATER_BYTES` wait, whoever produces output stops reading it, so that a command that prints
+`HIGH_WATER_BYTES` wait, the producer of output stops reading it, so that a command that prints
 gigabytes is slowed down instead of filling memory.
 """
 
@@ -121,7 +121,7 @@ class Wire:
         return True
 
     def disconnect(self) -> None:
-        """Listens no longer, and forgets half-read frames: whoever comes back begins anew."""
+        """Listens no longer, and forgets half-read frames: the next connection begins anew."""
         self._attached = False
         self._poll.unregister(self.reader)
         if self._unsent and self.writer != self.reader:

@@ -116,7 +116,7 @@ class ForkServer:
             self._workers.pop(pid, None)
 
     def _forget(self, kind: str, name: str) -> None:
-        """Removes a template or a layer, and ends whoever is still at work on it."""
+        """Removes a template or a layer, and ends the processes still at work on it."""
         if kind == "layers":
             for worker in [pid for pid, layer in self._workers.items() if layer == name]:
                 os.kill(worker, signal.SIGKILL)

@@ -10,7 +10,7 @@ neither is writable there is none, and the watchdog inside each sandbox bounds i
 
 A sandbox's control group namespace begins in its own group: of the above it sees nothing.
 
-Groups outlive whoever made them; the next start removes those of dead owners.
+Groups outlive the process that made them; the next start removes those of dead owners.
 """
 
 from __future__ import annotations

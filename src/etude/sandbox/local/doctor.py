@@ -1,4 +1,4 @@
-"""What keeps namespaces from working on this machine, and how to mend it."""
+"""What keeps namespaces from working on this machine, and how to correct it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SYSCTL = Path("/proc/sys")
 
 
 def find_problems(sysctl: Path = _SYSCTL) -> list[str]:
-    """One line for each obstacle: what is wrong, then the command that mends it.
+    """One line for each obstacle: what is wrong, then the command that corrects it.
 
     What is refused to plain users is refused to root as well, who becomes `nobody` before making namespaces.
     """

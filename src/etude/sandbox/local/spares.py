@@ -5,7 +5,7 @@ grace period, some 10 ms. No sandbox runs outside its limits meanwhile, and few 
 
     clone     a first process in new namespaces says which one it is, and waits for its plan
     enter     its groups are made and it is moved there, in a thread; several in a row share a grace period
-    take      whoever makes a sandbox takes one, sets its limits, and only then sends the plan
+    take      the maker of a sandbox takes one, sets its limits, and only then sends the plan
 
 Until it has its plan a spare runs our code alone, whatever the machine is busy with.
 """
@@ -96,7 +96,7 @@ class Spares:
             self._make(self._num_ahead - len(self._ready) - self._num_making)
 
     async def close(self) -> None:
-        """Ends all that nobody has taken; whoever waits for one hears of it. Idempotent."""
+        """Ends all that nobody has taken; callers that wait for one get an error. Idempotent."""
         self._closed = True
         self._line.refuse_all(_ended())
         while self._ready:

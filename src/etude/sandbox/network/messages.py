@@ -45,7 +45,7 @@ class Refusal(Exception):
     """Why a request is not served. It becomes a response and a log line, and never leaves the proxy."""
 
     def __init__(self, status: int, reason: str, message: str, received: str = "") -> None:
-        """`reason`: one word for the log; `message`: for whoever made the request; `received`: a host."""
+        """`reason`: one word for the log; `message`: for the client; `received`: a host."""
         super().__init__(message)
         self.status = status
         self.reason = reason

@@ -225,7 +225,7 @@ class EgressProxy:
             while await self._serve_request(source):
                 pass
         except OSError:
-            # The client is gone, and with it whoever could be told.
+            # The client is gone, so nobody could receive the reason.
             return
         finally:
             self._num_open -= 1

@@ -118,7 +118,7 @@ class Connection:
         """A call that may take long; its result. Raises the typed error, SandboxLostError for a torn answer.
 
         `on_frame` gets every other frame, and may be a coroutine function. Output that was dropped on its
-        way is told as a frame `dropped`.
+        way is reported as a frame `dropped`.
         """
 
         try:

@@ -1,6 +1,6 @@
 """QEMU's control protocol: one JSON object a line, over a socket; commands have ids, events come unasked.
 
-A reader task hands answers to whoever waits for them and keeps the latest events. Nothing waits without a
+A reader task hands answers to waiting callers and keeps the latest events. Nothing waits without a
 deadline; the end of the socket means that QEMU died, and everything that waits raises SandboxLostError.
 """
 

@@ -92,7 +92,7 @@ def convert_model(
 
 
 def _load(source: Path, dtype: torch.dtype, base: Path | None) -> AnyModel:
-    """The model that `source` holds, whoever wrote it, or whose adapters it holds."""
+    """The model that `source` holds, whichever program wrote it, or whose adapters it holds."""
     if not (source / _CONFIG).is_file() and base is not None:
         return _cast(_merged(source, load_state(source) or {}, base), dtype)
     if has_shards(source):

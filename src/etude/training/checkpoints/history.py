@@ -102,7 +102,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     """The newest whole checkpoint, of `latest`, what it had replaced when a save was killed, and its history;
     None if nothing was saved yet.
 
-    Reads all of it. Those passed over are told, counted by reason in the metrics, and moved to `damaged`.
+    Reads all of it. Those passed over are printed, counted by reason in the metrics, and moved to `damaged`.
     Raises CheckpointError if there are some and none is whole: starting over would lose what they hold.
     """
     recover_directory(latest)

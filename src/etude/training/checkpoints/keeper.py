@@ -5,7 +5,7 @@
        │ goes on at once
        └─ the next save waits for this one; `due` is false until then, so periodic saves never wait
 
-A full disk costs the checkpoint, not the run: the save is counted and told, older ones stay, and training
+A full disk costs the checkpoint, not the run: the save is counted and reported, older ones stay, and training
 goes on. Only `flush`, at the end of a stage, raises if the last save found no room.
 """
 

@@ -220,7 +220,7 @@ def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any
 
 
 def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> Stored:
-    """All of it in this process, whoever wrote it."""
+    """All of it in this process, no matter how many processes wrote it."""
     state, model = read_state(directory), None
     if has_shards(directory):
         weights, state = _read_split(directory, state)

@@ -4,7 +4,7 @@
     later, on another number of ranks, cut otherwise: each rank reads its rows out of those files
 
 The files are safetensors, not the pickles that torch.distributed.checkpoint writes by default: reading a
-checkpoint runs no code of whoever wrote it.
+checkpoint runs no code of its writer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batches whose gradient was not finite, kept for whoever wants to know why."""
+"""Batches whose gradient was not finite, kept for a diagnosis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OffendingBatches:
     def save(self, step: int, norm: float, batch: Mapping[str, Any]) -> Path | None:
         """Keeps `batch` (tensors and plain values, for `torch.load(..., weights_only=True)`) with the
         gradient's norm; returns where. None where nothing is to be kept, or where nothing can be: a disk
-        that is full costs the diagnosis, told by a warning, and not the run."""
+        that is full costs the diagnosis, with a warning, and not the run."""
         if self._keep < 1:
             return None
         path = self._directory / f"step-{step:07d}-rank-{self._rank}.pt"

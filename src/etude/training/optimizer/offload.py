@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class OffloadedStates:
-    """Moves tensors between their device and host memory, in place: whoever holds one holds it still.
+    """Moves tensors between their device and host memory, in place: references to them stay valid.
 
     In host memory they are pinned where the device is a GPU, so that copies run at the bus' full rate. On a
     CPU the same happens from one place of its memory to another: nothing is gained there. A tensor is moved

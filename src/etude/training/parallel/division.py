@@ -1,4 +1,4 @@
-"""What can be told of a division before any process is started."""
+"""What can be said of a division before any process is started."""
 
 from __future__ import annotations
 

@@ -39,16 +39,16 @@ class RankPeers:
 
     def exchange(self, value: Any) -> list[Any]:
         """See Peers. Raises RankError where a rank is gone."""
-        told: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(told, value, group=self._group)
+            dist.all_gather_object(gathered, value, group=self._group)
         except (RuntimeError, ConnectionError) as error:
             raise RankError(
                 f"a rank is gone while weights are published: {error}",
                 field="parallel",
                 fix="see its messages above, then go on from the last checkpoint with --resume",
             ) from error
-        return told
+        return gathered
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

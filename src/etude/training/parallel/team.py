@@ -129,7 +129,7 @@ class _Seat(Generic[T]):
             outcome = _pickled(error)
             raise
         finally:
-            with contextlib.suppress(*_NETWORK_ERRORS):  # the lead is gone: nobody is left to be told
+            with contextlib.suppress(*_NETWORK_ERRORS):  # the lead is gone: nobody is left to notify
                 self.store.set(f"{self.number}/{self.rank}", cast(str, outcome))  # bytes are as good
         return result
 
@@ -140,8 +140,8 @@ class _Seat(Generic[T]):
         of `processes` has died."""
         key = f"{self.number}/{rank}"
         self.wait_for(key, rank, within_s, processes)
-        told = self.store.get(key)
-        return pickle.loads(told) if told else None
+        stored = self.store.get(key)
+        return pickle.loads(stored) if stored else None
 
     def wait_for(self, key: str, rank: int, within_s: float, processes: Sequence[BaseProcess]) -> None:
         """Waits until `rank` has said `key`. Raises RankError as `outcome_of`."""

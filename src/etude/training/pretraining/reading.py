@@ -149,7 +149,7 @@ def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
                 continue
             except (ValueError, RecursionError) as error:
                 raise source.problem(
-                    f"line {number} is not JSON: {error}", path, line[:80], "mend or remove the line"
+                    f"line {number} is not JSON: {error}", path, line[:80], "correct or remove the line"
                 ) from None
             if not isinstance(row, Mapping) or source.column not in row:
                 known = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__

@@ -31,12 +31,12 @@ _QUARTER_OCTAVES = (1 << _FIXED_BITS, 969487560292816559, 815238614083298888, 68
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Frequencies, and how they are told to the decoder."""
+    """Frequencies, and how they are written for the decoder."""
 
     frequencies: Frequencies
     """[NUM_SYMBOLS]"""
     level: int | None
-    """Of a geometric distribution; None where the frequencies themselves are told."""
+    """Of a geometric distribution; None where the frequencies themselves are written."""
 
     def write(self, writer: Writer) -> None:
         """The shortest description."""
@@ -58,11 +58,11 @@ def read_table(reader: Reader) -> Table:
         raise ValueError("no such table")
     if kind != _EXPLICIT:
         return Table(geometric_frequencies(kind - 1, last), kind - 1)
-    told = [reader.number() for _ in range(last + 1)]
-    if sum(told) != SCALE:
+    counts = [reader.number() for _ in range(last + 1)]
+    if sum(counts) != SCALE:
         raise ValueError("frequencies do not sum up")
     frequencies = np.zeros(NUM_SYMBOLS, np.uint16)
-    frequencies[: last + 1] = told
+    frequencies[: last + 1] = counts
     return Table(frequencies, None)
 
 
@@ -72,18 +72,18 @@ def counted_table(counts: Counts) -> Table:
 
 
 def gap_table(counts: Counts) -> Table:
-    """The cheaper of a geometric table and one that is told, for gaps of which `counts` were seen.
+    """The cheaper of a geometric table and one that is written out, for gaps of which `counts` were seen.
 
     Changes that are independent of each other leave geometric gaps; those of embeddings come in clusters.
     """
     total = int(counts.sum())
     last = int(np.flatnonzero(counts)[-1])
-    told = counted_table(counts)
+    counted = counted_table(counts)
     mean = float(counts @ _TWICE_THE_MEANS) / 2 / total
     level = min(NUM_LEVELS - 1, max(0, round(4 * float(np.log2(mean + 1)))))
     geometric = Table(geometric_frequencies(level, last), level)
-    told_bits = 8.0 * (last + 1) + code_bits(counts, told.frequencies)
-    return geometric if code_bits(counts, geometric.frequencies) <= told_bits else told
+    counted_bits = 8.0 * (last + 1) + code_bits(counts, counted.frequencies)
+    return geometric if code_bits(counts, geometric.frequencies) <= counted_bits else counted
 
 
 def code_bits(counts: Counts, frequencies: Frequencies) -> float:

@@ -100,7 +100,7 @@ def write_update(
     def encode(name: str) -> tuple[TensorEntry, TensorEntry | None, list[bytes]]:
         tensor, before = target[name].detach().cpu().contiguous(), held.get(name)
         entry = describe_tensor(name, tensor)
-        # The base's hashes name it; whoever knows its digest has them already.
+        # The base's hashes name it; a receiver that knows its digest has them already.
         known = None if before is None or base_version.digest else describe_tensor(name, before)
         return entry, known, _encode_tensor(before, tensor, chosen, overwrite=overwrite)
 
@@ -219,7 +219,7 @@ def _make_tensor(entry: TensorEntry, spare: Tensor | None) -> Tensor:
 def _mismatch(
     manifest: UpdateManifest, base: Mapping[str, Tensor] | None, name: str, problem: str
 ) -> WeightUpdateError:
-    """Another base, or damage: told apart by the base's digest, which nobody computes while all is well."""
+    """Another base, or damage: seen by the base's digest, which nobody computes while all is well."""
     if manifest.base is None:
         return damaged(problem, field=name)
     entries = [describe_tensor(own, tensor) for own, tensor in sorted((base or {}).items())]

@@ -1,4 +1,4 @@
-"""Brings what is known of a directory up to date: read what changed, cut it, embed what is new.
+"""Brings the index of a directory up to date: read what changed, cut it, embed what is new.
 
 Two stages, each in batches with an `await` between them: *cut* (milliseconds a file) makes the words of all
 files searchable; *embed* (about 10 ms a chunk on one core) fills in vectors. Every batch is one transaction,

@@ -130,7 +130,7 @@ class SemanticIndex:
             await finish_in_thread(self._store.close)
 
     async def forget(self) -> None:
-        """Removes from the store what is known of the directory, but for vectors. Only `close` may follow."""
+        """Removes from the store the entries of the directory, but for vectors. Only `close` may follow."""
         async with self._one_update:
             await finish_in_thread(self._store.drop, self._tree)
 

@@ -58,7 +58,7 @@ def build_app(
 ) -> FastAPI:
     """The application. Keys are the replicas' business: `authorization` goes on to them.
 
-    `admin_token`: who shows it may change the router's tables; None: whoever asks from this machine.
+    `admin_token`: requests with it may change the router's tables; None: any request from this machine.
     `borrower_token`: who shows it may borrow replicas, and no more.
 
     Raises ConfigError for a replica that is named twice.

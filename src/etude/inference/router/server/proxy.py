@@ -184,7 +184,7 @@ class Proxy:
     def _second(
         self, asked: Ask, attempt: int, busy: str, sending: _Sending, failed: dict[str, str]
     ) -> set[asyncio.Task[Opened | None]]:
-        # Not the session's: it stays where its prefix is, whoever wins.
+        # Not the session's: it stays where its prefix is, whichever wins.
         ask = replace(asked, id=f"{asked.id}.{2 * attempt + 1}", session=None)
         with suppress(NoReplicaError):
             name = self.router.begin(ask, time.monotonic(), {busy, *failed})

@@ -5,7 +5,7 @@ of Étude. Its methods are called by `/collective_rpc`; arguments are strings, r
 
 - `etude_load` puts a checkpoint directory's weights into the running model. It is one call to the engine,
   which makes it between two steps, so vLLM need not be paused around it. On a CPU vLLM's own reload
-  reports success and computes nonsense, for two reasons that are mended here: expert weights are packed for
+  reports success and computes nonsense, for two reasons, corrected here: expert weights are packed for
   their kernel only when the model is made, and copied unpacked afterwards; and an output head that is tied to
   the embedding keeps the packed copy of the old one. It also says how far each request is: this tells which
   tokens came from the weights before.
@@ -213,7 +213,7 @@ class _Watch:
 
     def __init__(self, runner: Any) -> None:
         self.progress: OrderedDict[str, int] = OrderedDict()
-        """Finished requests are kept for a while: whoever reads their stream may be behind."""
+        """Finished requests are kept for a while: the reader of their stream may be behind."""
         self.routes: _Routes | None = None
         self._began = self._ended = self._exchanged_after = 0.0
         self._intervals: deque[float] = deque(maxlen=_INTERVALS)
