@@ -23,7 +23,7 @@ from tests.tasks.list_harbor_fields import models_in
 HERE = Path(__file__).parent
 FIELDS = (HERE / "harbor_0_25_fields.txt").read_text().split()
 """Of Harbor 0.25.0, schema 1.4: what `list_harbor_fields.py` printed."""
-DOCS = HERE.parents[1] / "docs/tasks.md"
+DOCS = HERE.parents[1] / "docs/harbor.md"
 
 
 SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'
