@@ -212,10 +212,10 @@ class Environment(Player):
         held: MemberSampler,
         sampler: Sampler,
     ) -> ForkedEpisode:
-        told = session.trajectory()
-        chosen = choose_turn(told, plan.turn, plan.rng_key)
+        source = session.trajectory()
+        chosen = choose_turn(source, plan.turn, plan.rng_key)
         if not isinstance(chosen, Refused):
-            chosen = await fork_worlds(world, told, chosen, len(plan.siblings))
+            chosen = await fork_worlds(world, source, chosen, len(plan.siblings))
         if isinstance(chosen, Refused):
             held.end()
             return ForkedEpisode(await self._graded(session, world, timings, attempt), refused=chosen)
@@ -227,7 +227,7 @@ class Environment(Player):
                 view.open_beside(name, f"{order.identity}~{attempt}")
             held.end()
             places = zip(plan.siblings, names, chosen.worlds, views, strict=True)
-            running += [asyncio.create_task(self._sibling(order, told, chosen, *place)) for place in places]
+            running += [asyncio.create_task(self._sibling(order, source, chosen, *place)) for place in places]
             trajectory = await self._graded(session, world, timings, attempt)
             siblings = [await one for one in running]
         finally:
@@ -237,7 +237,7 @@ class Environment(Player):
     async def _sibling(
         self,
         order: Order,
-        told: Trajectory,
+        source: Trajectory,
         forked: ForkedWorlds,
         place: Place,
         name: str,
@@ -247,7 +247,7 @@ class Environment(Player):
         """Goes on from the fork, to a grade of its own. A failure of ours ends it as such."""
         session = self._new_session(order)
         try:
-            await tell(told, session, Retelling(order.task), forked.turn)
+            await tell(source, session, Retelling(order.task), forked.turn)
             if isinstance(world, InfrastructureError):
                 raise world
             timings = await run_session(session, view, world, name, place.rng_key, next_words=world.next_step)
@@ -261,7 +261,7 @@ class Environment(Player):
             if isinstance(world, EnvironmentSession):
                 await asyncio.shield(world.close())
         facts = {
-            "forked_from": str(told.id),
+            "forked_from": str(source.id),
             "forked_at": forked.turn,
             "fork_prefix_tokens": forked.origin.offset,
             "fork_cached_tokens": view.num_cached,

@@ -179,7 +179,7 @@ def branch_of(
 ) -> Trajectory:
     """What came after the origin, as a trajectory of its own that left the forked one there.
 
-    `trajectory`: the forked one, or one that was told the same up to there under the same id. Its first
+    `trajectory`: the forked one, or one that had the same inputs up to there under the same id. Its first
     segment repeats the forked one's tokens up to there as context: none of them is sampled, so none is
     trained. Segments and turns of earlier contexts are left out. Routes are kept: they cover every position.
     """
@@ -200,7 +200,7 @@ def branch_of(
 
 
 def context_until(segment: Segment, offset: int) -> Segment:
-    """The segment with its tokens before `offset` turned into context: who sampled them is not told here."""
+    """The segment with its tokens before `offset` as context: who sampled them is not recorded."""
     sampled = segment.sampled.copy()
     sampled[:offset] = False
     return replace(

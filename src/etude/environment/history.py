@@ -146,7 +146,7 @@ _VOLATILE: dict[str, re.Pattern[str]] = {
 def causes_of(difference: Difference) -> tuple[str, ...]:
     """What alone differs, of: addresses, dates and times, temporary names, durations.
 
-    Empty where there is more to it, or where it cannot be told.
+    Empty where there is more to it, or where nobody can know.
     """
     before, now = difference.expected, difference.received
     if (before.error, before.finished) != (now.error, now.finished):

@@ -1,4 +1,4 @@
-"""One episode's view of the sampler, for whoever must know how far it has come."""
+"""One episode's view of the sampler, for callers that must know how far it has come."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class MemberSampler(BranchingSampler, TokenTally):
         on_open: Callable[[str, MemberSampler], None] | None = None,
     ) -> None:
         """`holds`: whether closing the last open session is put off until `end`, or until another one is
-        opened. `on_open`: told of every session that is opened."""
+        opened. `on_open`: called with every session that is opened."""
         self.num_tokens = 0
         """Tokens sampled so far, those of failed attempts included."""
         self.num_cached: int | None = None
         """Of the first request's input, tokens whose keys the sampler had already; None where it does not
         tell."""
         self.unnoted: set[str] = set()
-        """Sessions that were opened, for whoever takes note of their end to take out."""
+        """Sessions that were opened, taken out by the code that notes their end."""
         self._sampler = sampler
         self._holds = holds
         self._on_open = on_open

@@ -61,7 +61,7 @@ class Origin:
         return self.snapshot or (self.template or Template()).digest
 
     async def make(self, backend: SandboxBackend, life_s: float | None = None) -> Sandbox:
-        """A new sandbox in the first state. `life_s`: it is then killed, whoever has forgotten it."""
+        """A new sandbox in the first state. `life_s`: it is then killed, if nobody did that before."""
         if self.snapshot is not None:
             return await backend.create(timeout_s=life_s, snapshot=self.snapshot)
         sandbox = await backend.create(self.template, self.resources, self.network, life_s)

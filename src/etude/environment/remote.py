@@ -1,4 +1,4 @@
-"""Environment sessions on a server, for whoever samples: `RemoteSession` is a `Workspace` like any other.
+"""Environment sessions on a server, for the sampling side: `RemoteSession` is a `Workspace` like any other.
 
 A turn is named by its number. One whose answer was lost is asked for again and never run twice, so a broken
 connection costs time and nothing else; where the server is gone for good, that is an InfrastructureError.
@@ -84,7 +84,7 @@ class RemoteEnvironment:
 
 @dataclass(slots=True)
 class _Progress:
-    """What the listeners of a turn have been told, however often the turn is asked for."""
+    """What the listeners of a turn have received, however often the turn is asked for."""
 
     calls: Sequence[ToolCall]
     on_call: OnCall
@@ -142,7 +142,7 @@ class RemoteSession:
         backoff = Backoff(0.05, 2.0, within_s=BUSY_S)
         answer, _ = await retry_async(turn, CapacityError, backoff)
         results = self._connection.decoded(_results, answer)
-        # Results that no event told, because the line broke or nothing was to be run.
+        # Results that no event brought, because the line broke or nothing was to be run.
         for position, result in enumerate(results):
             if position in progress.begun or was_run(result):
                 progress.end(position, result)

@@ -1,9 +1,9 @@
-"""A stored trajectory done again: its calls in a fresh sandbox, its session told what it was told.
+"""A stored trajectory done again: its calls in a fresh sandbox, its session given the same inputs.
 
     turns ---- the same calls, in a new sandbox ----> Difference where an answer is another one
     tokens --- into an AgentSession, as sampled ----> the session as it was after turn N, bit for bit
 
-The session is always told the recorded results, so that its tokens are those that were sampled, whatever the
+The session always gets the recorded results, so that its tokens are those that were sampled, whatever the
 new sandbox answers. What cannot be done again (the web, a person's answers, what was refused) is answered
 from the record, and named.
 """
@@ -77,7 +77,7 @@ class Replay:
 
 
 class Retelling:
-    """What is done with a trajectory's calls while a session is told of them: here nothing, where the
+    """What is done with a trajectory's calls while a session is given their results: here nothing, where the
     workspace is as it was after them."""
 
     def __init__(self, task: Task | None = None) -> None:
@@ -86,7 +86,7 @@ class Retelling:
         self._words = [step.instruction for step in task.steps[1:]] if task is not None else []
 
     async def turn(self, number: int, turn: Turn) -> None:
-        """Turn `number`, from 0, is told."""
+        """Turn `number`, from 0, is given to the session."""
 
     async def archive(self, path: str, text: str) -> None:
         """The file of a full context is due."""
@@ -212,15 +212,15 @@ async def tell(
     session: AgentSession,
     replayer: Retelling,
     turns: int | None = None,
-    told: Session | None = None,
+    journal: Session | None = None,
 ) -> Replay:
-    """Tells a new session what the trajectory's was told, up to its turn `turns` (None: all), and makes the
+    """Gives a new session the inputs of the trajectory's, up to its turn `turns` (None: all), and makes the
     calls again on the way. Afterwards the session is as it was then: the same tokens, the next action.
 
-    `told`: what is told instead of `session`, a journal around it. Raises ConfigError where the session would
+    `journal`: around `session`; it gets the inputs in its place. Raises ConfigError where the session would
     not have been in this state (another tokenizer, harness, limit), as `Replayer.turn` otherwise.
     """
-    target = told or session
+    target = journal or session
     check_tellable(trajectory, turns)
     segments = {segment.id: segment for segment in trajectory.segments}
     wanted = trajectory.turns[: len(trajectory.turns) if turns is None else turns]

@@ -74,5 +74,5 @@ class TimedPlayer(Player, Protocol):
 
     @property
     def times(self) -> EnvironmentTimes:
-        """Of all episodes so far, as far as they have been told of."""
+        """Of all episodes so far, as far as they have been reported."""
         ...

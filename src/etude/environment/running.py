@@ -1,4 +1,4 @@
-"""Turns on their way: one at a time, and each run once, whoever asks and however often they ask."""
+"""Turns on their way: one at a time, and each run once, however often it is asked for."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class ToolTime:
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """The calls of a turn that has begun, and what is known of them so far."""
+    """The calls of a turn that has begun, and their results so far."""
 
     number: int
     calls: tuple[ToolCall, ...]
     key: str | None
     listeners: tuple[OnCall, OnResult]
-    """Of whoever asked for it first."""
+    """Of its first caller."""
     begun: list[int] = field(default_factory=list[int])
     """Positions, in the order in which they began."""
     results: dict[int, ToolResult] = field(default_factory=dict[int, ToolResult])
@@ -141,7 +141,7 @@ class TurnRunner(ABC):
         key: str | None = None,
     ) -> list[ToolResult]:
         """One turn of a client that may be cut off, named by its number (from 0) or a key. Asked for again,
-        it is not run again, and only its results are told.
+        it is not run again, and only its results are sent.
 
         Whoever stops waiting leaves it running. Raises UserError for a number or key of other calls, and
         as `run_calls`.

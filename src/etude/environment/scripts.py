@@ -309,8 +309,8 @@ async def _read_logs(
         found = {name: file.read() for name in names if (file := files.get(name)) is not None}
     if found:
         return found
-    told = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", OWN_S, OWN_ENV)
-    said = told.stdout.strip()[-_SAID_CHARS:]
+    tail = await fresh.commands.run(f"tail -c 1000 {_LOGS}/test-stdout.txt", OWN_S, OWN_ENV)
+    said = tail.stdout.strip()[-_SAID_CHARS:]
     what = OUTCOMES if OUTCOMES in names else "reward"
     words = f"tests/test.sh wrote no {what} and ended with {ran.exit_code}"
     raise AgentError(f"{words}: {said}" if said else words)

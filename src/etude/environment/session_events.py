@@ -1,4 +1,4 @@
-"""What happens in an environment session, numbered, for whoever watches: now, or from some event on.
+"""What happens in an environment session, numbered, for watchers: now, or from some event on.
 
 The log keeps the last events only. A watcher reads it at a pace of its own; one that falls behind what is
 kept is let go with a word. Watching never slows a session down.
@@ -52,7 +52,7 @@ class EventLog:
     async def watch(self, after: int = 0) -> AsyncGenerator[Event, None]:
         """The events with numbers above `after`, and those to come, until the session is closed.
 
-        Events that are not kept any longer are told as one `gap`. A watcher that is too slow gets `dropped`
+        Events that are not kept any longer come as one `gap`. A watcher that is too slow gets `dropped`
         as its last event; it may begin again after the last number that it saw.
         """
         seen = min(after, self.last)

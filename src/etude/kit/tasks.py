@@ -178,7 +178,7 @@ async def closing(items: AsyncIterator[Result]) -> AsyncIterator[AsyncIterator[R
 @contextlib.contextmanager
 def ended_by_others(explain: Callable[[], None]) -> Iterator[None]:
     """For the block in which a task waits for a call. Where not the task is cancelled but the call, `explain`
-    may raise why; a task that is cancelled itself, even if at the same moment, hears of that alone."""
+    may raise why; a task that is cancelled itself, even if at the same moment, gets that alone."""
     caller = asyncio.current_task()
     assert caller is not None, "something is awaited"
     num_cancelled = caller.cancelling()

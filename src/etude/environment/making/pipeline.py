@@ -310,7 +310,7 @@ class _Search:
         """Tests what the planner gives, `at_once` at the same time, until it has enough or time is up; what
         an earlier call tested is taken whatever the time.
 
-        `advance` is called with the number of candidates. The planner hears of results in the order in which
+        `advance` is called with the number of candidates. The planner gets results in the order in which
         it gave the changes, so that a change follows from the results before it, and not from which tests
         ended first.
         """

@@ -63,7 +63,7 @@ class Entry:
     closed: bool = True
     """Ends with the end token: an answer that was cut does not."""
     continued: bool = False
-    """A later request told it: the client used it."""
+    """A later request contained it: the client used it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +92,8 @@ class Branch:
     def num_common(self, history: History) -> int:
         """Messages from the start on which this branch and a history agree."""
         count = 0
-        for entry, key, told in zip(self.entries, history.keys, history.messages, strict=False):
-            if entry.key != key or not _reasons_alike(entry.message, told):
+        for entry, key, message in zip(self.entries, history.keys, history.messages, strict=False):
+            if entry.key != key or not _reasons_alike(entry.message, message):
                 break
             count += 1
         return count
@@ -101,9 +101,9 @@ class Branch:
     def num_call_ids(self, history: History, count: int) -> int:
         """Among the first `count` messages, answers whose calls have the ids that were given out."""
         same = 0
-        for entry, told in zip(self.entries[:count], history.messages, strict=False):
-            if isinstance(told, Answer) and isinstance(entry.message, Answer) and told.calls:
-                same += [call.id for call in told.calls] == [call.id for call in entry.message.calls]
+        for entry, message in zip(self.entries[:count], history.messages, strict=False):
+            if isinstance(message, Answer) and isinstance(entry.message, Answer) and message.calls:
+                same += [call.id for call in message.calls] == [call.id for call in entry.message.calls]
         return same
 
     def num_in_form(self, count: int, strip_before: int) -> int:
@@ -152,7 +152,7 @@ class Branch:
         return branch
 
 
-def _reasons_alike(known: Message, told: Message) -> bool:
-    if isinstance(known, Answer) and isinstance(told, Answer):
-        return same_reasoning(known.reasoning, told.reasoning)
+def _reasons_alike(known: Message, message: Message) -> bool:
+    if isinstance(known, Answer) and isinstance(message, Answer):
+        return same_reasoning(known.reasoning, message.reasoning)
     return True

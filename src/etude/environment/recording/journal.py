@@ -1,13 +1,13 @@
 """A live session on disk: what it is, and what went into its map, one line of a journal each, in order.
 
-    session   who may use it, and what whoever trains said of it
+    session   who may use it, and what the trainer said of it
     begin     a request's history: as much of an earlier one's, and what is new
     commit    an answer, as it was sampled and served
     fail      an answer of which nothing is kept
-    reward    what whoever trains set
+    reward    what the trainer set
 
 The map is a function of these lines (it has no I/O and no clock), so a server that was killed has its live
-sessions again, token for token. A commit is synced before its client is told that the answer is complete;
+sessions again, token for token. A commit is synced before its client learns that the answer is complete;
 an answer that was cut off counts as failed, and its client asks again. One process at a time holds the file.
 """
 
@@ -74,16 +74,16 @@ class SessionJournal:
     def begin(self, messages: Sequence[Message], params: SamplingParams) -> int:
         """A request has found its place in the map; its number. Raises StoreError."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        told = tuple(messages)
-        base, kept, known = self._nearest(told)
-        self._histories.append((number, known[:kept] + told[kept:]))  # what is known is held once
+        whole = tuple(messages)
+        base, kept, known = self._nearest(whole)
+        self._histories.append((number, known[:kept] + whole[kept:]))  # known messages are held once
         self._file.append(
             {
                 "kind": "begin",
                 "number": number,
                 "base": base,
                 "kept": kept,
-                "messages": [message_document(message) for message in told[kept:]],
+                "messages": [message_document(message) for message in whole[kept:]],
                 "params": asdict(params),
             }
         )
@@ -132,12 +132,12 @@ class SessionJournal:
         """The session has ended: nothing of it is needed any more. Idempotent."""
         self._file.remove()
 
-    def _nearest(self, told: tuple[Message, ...]) -> tuple[int, int, tuple[Message, ...]]:
+    def _nearest(self, whole: tuple[Message, ...]) -> tuple[int, int, tuple[Message, ...]]:
         """The earlier request whose history has most in common with this one: number, messages, history."""
         best: tuple[int, int, tuple[Message, ...]] = (0, 0, ())
         for number, history in reversed(self._histories):
             count = 0
-            for known, message in zip(history, told, strict=False):
+            for known, message in zip(history, whole, strict=False):
                 if known != message:
                     break
                 count += 1
@@ -265,7 +265,7 @@ FoundSession = tuple[SessionFacts, SessionJournal, SessionMap, RewardBreakdown |
 def find_sessions(folder: Path, renderers: RendererShelf) -> Iterator[FoundSession]:
     """The sessions of the journals in a folder that no other process holds, oldest first.
 
-    A journal without a whole line belongs to a session that nobody was told of: it is removed. Raises
+    A journal without a whole line belongs to a session that no client knows of: it is removed. Raises
     StoreError for a damaged one, and ConfigError for one of another model: its tokens mean something else.
     """
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: (_written_s(path), path.name)):

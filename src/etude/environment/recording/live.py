@@ -162,7 +162,7 @@ class LiveSessions:
         return session
 
     def open(self, spec: SessionSpec, sampler: Sampler, rng_key: tuple[int, ...]) -> RecordedSession:
-        """Begins a session of which nothing is kept: whoever opens it takes its trajectory. `rng_key`: of
+        """Begins a session of which nothing is kept: its opener takes its trajectory. `rng_key`: of
         its noise, before the number of the segment."""
         service = self._service(self._map_of(spec), sampler, rng_key=rng_key)
         return self._hold(RecordedSession(*new_names(), "local", spec, service))

@@ -127,7 +127,7 @@ class Planner:
 
     def _answer_piece(
         self,
-        told: Answer,
+        answer: Answer,
         key: bytes,
         framing: Framing,
         first: bool,
@@ -138,14 +138,14 @@ class Planner:
         """An answer in a history, as given tokens: those once sampled where they are known."""
         origin = known or self.answers.get(key)
         served = origin[1].message if origin else None
-        if origin and isinstance(served, Answer) and same_reasoning(served.reasoning, told.reasoning):
+        if origin and isinstance(served, Answer) and same_reasoning(served.reasoning, answer.reasoning):
             return self._spliced(origin, key, framing, first, strip)
-        given = replace(told, reasoning="") if strip else told
+        given = replace(answer, reasoning="") if strip else answer
         entry = Entry(
-            told,
+            answer,
             key,
             0,
-            stripped=strip and bool(told.reasoning),
+            stripped=strip and bool(answer.reasoning),
             reasons=bool(given.reasoning),
             num_frame=len(framing.answer_frame(first, shown=not framing.has_reasoning(given))),
             shown=not framing.has_reasoning(given),

@@ -40,7 +40,7 @@ class Ask:
     rules: ReadingRules = field(default_factory=ReadingRules)
     seed: int | None = None
     stream: bool = False
-    """Whether whoever asks is shown the answer as it is sampled."""
+    """Whether the client is shown the answer as it is sampled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +212,7 @@ class AnswerService:
             running.queue.put_nowait(Sampled(parts, chunk))
 
     async def _commit(self, running: _Running) -> None:
-        """Records the answer; whoever waits hears of it once it is on the disk."""
+        """Records the answer; its waiting client gets it once it is on the disk."""
         branch, reader, counts = running.generation.branch, running.reader, self.session_map.counts
         rest = reader.finish()
         chunks, known, aborted = running.chunks, branch.known, running.finish == "abort"

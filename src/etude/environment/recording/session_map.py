@@ -314,7 +314,7 @@ class SessionMap:
         return branch
 
     def _mark_continued(self, plan: Plan) -> None:
-        """Answers that a request told, wherever they were sampled: the client used them."""
+        """Answers that a request contained, wherever they were sampled: the client used them."""
         for entry, _ in plan.pieces:
             if entry.key in self._planner.answers:
                 self._planner.answers[entry.key][1].continued = True

@@ -63,7 +63,7 @@ class Recordings(LiveSessions):
         self._ended: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
         """Finished sessions: tenant, and what finishing them answered."""
         self._heard_s: dict[str, float] = {}
-        """Tenant -> when it was last heard of."""
+        """Tenant -> when it last sent a request."""
 
     # ---- who ------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Recordings(LiveSessions):
         except BaseException:
             session.state, session.reward = "live", before
             raise
-        told = {
+        summary = {
             "trajectory": str(identity),
             "status": status.value,
             "stored": bool(stored),
@@ -197,12 +197,12 @@ class Recordings(LiveSessions):
         }
         self._forget(session)
         session.journal.remove()
-        self._ended[session.id] = (session.tenant, told)
+        self._ended[session.id] = (session.tenant, summary)
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
         self.counts["sessions_finished"] += 1
         self.counts["sampled_tokens"] += trajectory.num_sampled_tokens
-        return told
+        return summary
 
     async def delete(self, tenant: str, session_id: str) -> None:
         """Ends a session; nothing of it is stored."""

@@ -1,4 +1,4 @@
-"""What whoever trains says of a recorded session."""
+"""What the trainer says of a recorded session."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What whoever trains says of a session when it begins."""
+    """What the trainer says of a session when it begins."""
 
     trajectory_id: TrajectoryId
     group_size: int = 0

@@ -260,7 +260,7 @@ class SessionHost:
 
 
 def is_our_fault(error: BaseException) -> bool:
-    """Whether an operator should hear of a failure: the infrastructure's, or a defect of the server."""
+    """Whether a failure is reported to an operator: the infrastructure's, or a defect of the server."""
     if isinstance(error, _REFUSALS):
         return error.field not in _REFUSED
     return not isinstance(error, (UserError, AgentError))

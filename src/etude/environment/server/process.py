@@ -104,7 +104,7 @@ async def tasks(host: Host, tenant: Tenant) -> Response:
 async def events(socket: WebSocket, session_id: str) -> None:
     """What happens in a session, as JSON texts: from event number `?after=` + 1 on, until its end.
 
-    Events that are no longer kept are told as one `gap`; who is too slow is told `dropped` and let go.
+    Events that are no longer kept come as one `gap`; a slow watcher gets `dropped` and is let go.
     """
     await socket.accept()
     try:

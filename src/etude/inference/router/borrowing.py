@@ -24,7 +24,7 @@ class Borrower:
     wanted: int
     """Replicas, at most."""
     lease_s: float
-    """It is forgotten when it has not been heard of for so long."""
+    """It is forgotten when it has been silent for so long."""
     heard_s: float
     load_tokens: float = 0.0
     """Outstanding on each of its engines, as it says itself: what it samples does not pass here."""

@@ -199,7 +199,7 @@ class Router:
         """Ends the sessions that have been silent for `session_idle_s`; returns how many."""
         limit_s = now_s - self.config.session_idle_s
         old: list[str] = []
-        for name, session in self._sessions.items():  # in the order in which they were last heard of
+        for name, session in self._sessions.items():  # in the order of their last requests
             if session.seen_s >= limit_s:
                 break
             old.append(name)

@@ -51,7 +51,7 @@ class RoutingConfig:
     learn_rates: bool = True
     """Count work for more on replicas whose answers come slower. Off where the clock is not wall time."""
     session_idle_s: float = 1800.0
-    """A session unheard of for so long is taken for ended."""
+    """A session without a request for so long is taken for ended."""
     max_sessions: int = 100_000
     """Sessions that are remembered; the oldest are forgotten first."""
 

@@ -159,7 +159,7 @@ class LoanDesk:
     async def _watch(self, loan: Loan) -> None:
         while (left_s := loan.renewed_s + loan.lease_s - self._clock()) > 0:  # noqa: ASYNC110 (a clock's time)
             await asyncio.sleep(left_s)
-        await self.recall(f"nothing was heard of {loan.borrower} for {loan.lease_s:g} s")
+        await self.recall(f"{loan.borrower} was silent for {loan.lease_s:g} s")
 
     async def _return(self, loan: Loan) -> None:
         began_s = self._clock()

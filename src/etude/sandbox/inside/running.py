@@ -131,7 +131,7 @@ class Running:
         return more_s > 0
 
     def end_all(self) -> None:
-        """Ends every process of the sandbox, and what they shared; callers that wait hear of a kill."""
+        """Ends every process of the sandbox, and what they shared; callers that wait get a kill."""
         self._processes.kill_all()
         self._await_ends()
         self._processes.remove_shared_memory()

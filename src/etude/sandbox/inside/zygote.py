@@ -165,7 +165,7 @@ class ForkServer:
             data = json.dumps({"failure": f"cannot make the sandbox: {error}"}).encode()
         line = self._lines.pop(request["id"], None)
         if line is not None:
-            # Whoever cannot be sent its plan ends with this line, and the owner hears of that.
+            # A process that cannot be sent its plan ends with this line, which the owner notices.
             with line, contextlib.suppress(OSError):
                 line.send(data)
 

@@ -29,7 +29,7 @@ class TemplateUses:
         """Bytes of those without a sandbox, the longest unused first."""
 
     def hold(self, template: Template) -> bool:
-        """One user more; whether the fork server has yet to hear of the template."""
+        """One user more; whether the fork server does not know the template yet."""
         digest = template.digest
         new = digest not in self._stored
         self._stored.add(digest)

@@ -20,7 +20,7 @@ RUN_LENGTH = 5
 """No run of so many code tokens of the reference's difference stands in an instruction."""
 _MOST_SYMPTOMS = 3
 _MOST_READ = 50
-"""Failing tests of which symptoms are told."""
+"""Failing tests of which symptoms are described."""
 _MOST_NEEDED = 6
 _MOST_TEXT = 160
 _TEMPLATES = {
@@ -83,7 +83,7 @@ _Gone = tuple[str, str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What the agent is told."""
+    """What the agent reads."""
 
     text: str
     names_every_call: bool = False
@@ -102,7 +102,7 @@ def write_instruction(
 
     `sources` are the project's own files, `tests` the hidden ones, path to text. `groups` are the ids of
     the tests that each part of a combined change fails by itself: each part gets a symptom of its own. The
-    call of at least one failing test is not told, if there is another one that is.
+    call of at least one failing test is left out, if there is another one that is not.
     """
     reference = _reference_runs(change, sources)
     if change.smell:
@@ -119,11 +119,11 @@ def write_instruction(
         return gone
     deleted, is_past = _describe_gone(gone, rng) if gone else "", change.kind == "past_change"
     sentences = [deleted] if deleted else []
-    told = _Told(failures, tests)
+    described = _Described(failures, tests)
     for group in [*groups] or [[failure.test for failure in failures]]:
         mine = [failure for failure in failures if failure.test in group]
         most = 1 if groups or (deleted and not is_past) else max(_MOST_SYMPTOMS, len(change.places))
-        said = _describe_failures(mine, told, sentences, reference, rng, most, not deleted)
+        said = _describe_failures(mine, described, sentences, reference, rng, most, not deleted)
         if not said and not deleted:
             return "underspecified: no failing test shows a symptom that may be described"
         sentences += said
@@ -135,7 +135,7 @@ def write_instruction(
     if wordings:
         text += f" Wording: {', '.join(f'`{wording}`' for wording in wordings)}."
     text = re.sub(r"```\n +", "```\n\n", text + rng.choice(_CLOSINGS))
-    return _check_text(Instruction(text, told.is_whole(told.calls)), reference)
+    return _check_text(Instruction(text, described.is_whole(described.calls)), reference)
 
 
 def _check_text(instruction: Instruction, reference: set[tuple[str, ...]]) -> Instruction | str:
@@ -211,7 +211,7 @@ def _plain_tokens(text: str) -> list[str]:
     return [token for token in code_tokens(text.replace("`", " ")) if token not in ",.:;"]
 
 
-class _Told:
+class _Described:
     """The calls of failing tests that an instruction tells."""
 
     def __init__(self, failures: Sequence[TestFailure], tests: Mapping[str, str]) -> None:
@@ -233,34 +233,34 @@ class _Told:
 
 def _describe_failures(
     failures: Sequence[TestFailure],
-    told: _Told,
+    described: _Described,
     earlier: Sequence[str],
     reference: set[tuple[str, ...]],
     rng: Random,
     most: int,
     must_tell: bool,
 ) -> list[str]:
-    """Sentences on up to `most` failures, of differing calls first; `told` is given their calls. What would
-    tell the last call that is not told yet is left out, unless there must be a sentence and is no other."""
+    """Sentences on up to `most` failures, of differing calls first; `described` gets their calls. What
+    names the last call that is not named yet is left out, unless there must be a sentence and is no other."""
     found, last = dict[str, str](), dict[str, frozenset[Call]]()
     order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
     for failure in order[:_MOST_READ]:
-        symptom = told.find(failure)
+        symptom = described.find(failure)
         if symptom is None or symptom.subject in found:
             continue
         sentence = _say(symptom, rng)
         shared = reference & set(runs(_plain_tokens(sentence), RUN_LENGTH))
         if shared or sentence in earlier or re.search(r"`_\w|\b_[a-z]\w+|\._\w", sentence) is not None:
             continue
-        calls = told.calls | find_calls(symptom)
-        if told.is_whole(calls):
+        calls = described.calls | find_calls(symptom)
+        if described.is_whole(calls):
             last.setdefault(sentence, calls)
             continue
-        found[symptom.subject], told.calls = sentence, calls
+        found[symptom.subject], described.calls = sentence, calls
         if len(found) == most:
             break
     if must_tell and not found and last:
-        sentence, told.calls = next(iter(last.items()))
+        sentence, described.calls = next(iter(last.items()))
         return [sentence]
     return list(found.values())
 

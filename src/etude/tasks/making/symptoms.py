@@ -25,7 +25,7 @@ Call = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """What of a failure may be told: the call in code, values as their `repr`."""
+    """What of a failure an instruction may say: the call in code, values as their `repr`."""
 
     kind: Literal["wrong value", "untrue", "raises", "not raised"]
     script: str
@@ -37,7 +37,7 @@ class Symptom:
 
     @property
     def subject(self) -> str:
-        """What is called; symptoms of one subject are told once."""
+        """What is called; symptoms of one subject are described once."""
         return self.call.rpartition("\n")[2].strip().partition("(")[0]
 
     @property

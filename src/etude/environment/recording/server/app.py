@@ -1,9 +1,9 @@
-"""The server as an application and as a process: the routes of agents and of whoever trains; its end.
+"""The server as an application and as a process: the routes of agents and of the trainer; its end.
 
 The first SIGTERM (or SIGINT) drains: no new sessions, `/health` says so, what lives may finish within
 `drain_s`. Then, or at a second signal, the process ends. A killed server has stored every session whose
 finish it has acknowledged; those that were live are live again at the next start, with every answer that was
-told as complete.
+called complete.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SWEEP_S = 30.0
 
 
 def build_app(sessions: LiveSessions) -> FastAPI:
-    """An ASGI application that serves sessions to agents. Of `Recordings` it also has the routes of whoever
-    trains and of whoever watches, stores those that nobody uses any more, and closes them when it ends."""
+    """An ASGI application that serves sessions to agents. Of `Recordings` it also has the routes of the
+    trainer and of watchers, stores those that nobody uses any more, and closes them when it ends."""
 
     recordings = sessions if isinstance(sessions, Recordings) else None
 

@@ -1,4 +1,4 @@
-"""The routes of whoever trains: sessions begin, are rewarded, end. An agent's key opens none of them."""
+"""The routes of the trainer: sessions begin, are rewarded, end. An agent's key opens none of them."""
 
 from __future__ import annotations
 
