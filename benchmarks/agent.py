@@ -24,18 +24,10 @@ from pathlib import Path
 from random import Random
 
 from common import Figures, median_ratio, print_table, write_result
+from tests.fakes.scripted import ScriptedSampler, Tokens
+from tests.fakes.scripted import play as play_messages
 
-from etude.agent import (
-    AgentSession,
-    LocalWorkspace,
-    ScriptedSampler,
-    SessionLimits,
-    ToolContext,
-    core_registry,
-    run_session,
-)
-from etude.agent import play as play_messages
-from etude.agent.scripted import Tokens
+from etude.agent import AgentSession, LocalWorkspace, SessionLimits, ToolContext, core_registry, run_session
 from etude.records import SampleChunk, SampleRequest, ToolCall, TrajectoryId
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import SandboxBackend

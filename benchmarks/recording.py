@@ -28,8 +28,8 @@ from typing import Any
 
 import httpx
 import uvicorn
+from tests.fakes.scripted import ScriptedSampler
 
-from etude.agent import ScriptedSampler
 from etude.environment.recording import (
     MapLimits,
     RecordingLimits,

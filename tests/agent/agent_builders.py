@@ -5,16 +5,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from tests.fakes.scripted import ScriptedSampler
 
-from etude.agent import (
-    AgentSession,
-    LocalWorkspace,
-    ScriptedSampler,
-    SessionLimits,
-    ToolContext,
-    core_registry,
-    run_session,
-)
+from etude.agent import AgentSession, LocalWorkspace, SessionLimits, ToolContext, core_registry, run_session
 from etude.records import PolicyVersion, SampleChunk, ToolCall, TrajectoryId
 from etude.sandbox.template import Template
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer

@@ -24,16 +24,10 @@ from agent_builders import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.scripted import ScriptedSampler
 from xxhash import xxh3_64_hexdigest
 
-from etude.agent import (
-    JournaledSession,
-    LocalWorkspace,
-    ScriptedSampler,
-    SummaryPolicy,
-    core_registry,
-    run_session,
-)
+from etude.agent import JournaledSession, LocalWorkspace, SummaryPolicy, core_registry, run_session
 from etude.agent.inputs import (
     ArchivedIn,
     PrefixMissIn,
@@ -321,7 +315,8 @@ import asyncio, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from agent_builders import *
-from etude.agent import JournaledSession, LocalWorkspace, ScriptedSampler, run_session
+from etude.agent import JournaledSession, LocalWorkspace, run_session
+from tests.fakes.scripted import ScriptedSampler
 from etude.agent.tools.state import ToolState
 
 journal = JournaledSession.create(Path(sys.argv[2]), new_session(), ToolState())

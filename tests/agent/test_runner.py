@@ -16,10 +16,10 @@ from agent_builders import (
     run_script,
     script_of,
 )
+from tests.fakes.scripted import SCRIPTED_VERSION, ScriptedSampler, play
 
-from etude.agent import LocalWorkspace, ScriptedSampler, play, run_session
+from etude.agent import LocalWorkspace, run_session
 from etude.agent.events import Sampled
-from etude.agent.scripted import SCRIPTED_VERSION
 from etude.errors import PrefixMissError, SamplerError, SandboxError
 from etude.records import PolicyVersion, SampleRequest, Status, ToolCall
 from etude.sandbox.errors import SandboxKilledByAgentError

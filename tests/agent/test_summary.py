@@ -17,8 +17,9 @@ from agent_builders import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.scripted import ScriptedSampler
 
-from etude.agent import LocalWorkspace, ScriptedSampler, SessionLimits, SummaryPolicy, run_session
+from etude.agent import LocalWorkspace, SessionLimits, SummaryPolicy, run_session
 from etude.agent.summary import cut_middle, shorten_texts
 from etude.errors import ConfigError
 from etude.protocols import Archive, Finished, Sample

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,16 +11,19 @@ from typing import Any
 import numpy as np
 from typer.testing import CliRunner, Result
 
-from etude.agent import AgentSession, LocalWorkspace, ScriptedSampler, ToolContext, play, run_session
+from etude.agent import AgentSession, LocalWorkspace, ToolContext, run_session
 from etude.agent.journal import replay
 from etude.cli import app
 from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.trees import DirectoryTree
-from etude.records import ToolCall, TrajectoryId
+from etude.records import TrajectoryId
 from etude.sandbox.backends import open_backend
 from etude.sandbox.template import Template
+from tests.fakes.scripted import ScriptedSampler, play
+from tests.fakes.scripted_model import STARTED, read_script
 
+ROOT = Path(__file__).parents[2]
 TALLY = "def tally(xs, a):\n    total = 1\n    for x in xs:\n        total += x\n    return total\n"
 TESTS = "from lib.tally import tally\n\n\ndef test_tally():\n    assert tally([1, 2], 0) == 3\n"
 MEND: dict[str, Any] = {
@@ -48,20 +50,16 @@ def make_repository(path: Path) -> Path:
     return path
 
 
-def write_script(path: Path, messages: list[list[Any]]) -> str:
-    """The messages as a file for `--script`."""
-    path.write_text(json.dumps(messages))
-    return str(path)
-
-
 def command(*arguments: str) -> list[str]:
-    """`etude agent` as a process."""
-    return [sys.executable, "-c", "from etude.cli import main; main()", "agent", *arguments]
+    """`etude agent` as a process that knows scripted models."""
+    return [sys.executable, "-c", STARTED, "agent", *arguments]
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Where its sessions lie."""
-    return {**os.environ, "XDG_STATE_HOME": str(root / "state"), "OMP_NUM_THREADS": "1"}
+    """Where its sessions lie, and the fakes that it imports."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    state = str(root / "state")
+    return {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def session_folders(root: Path) -> list[Path]:
@@ -74,7 +72,7 @@ def recorded_tokens(root: Path, script: str) -> np.ndarray:
     """The tokens of the one session that was held."""
 
     async def go() -> np.ndarray:
-        async with open_policy(ModelChoice(script=script), one_shot=True) as policy:
+        async with open_policy(ModelChoice(model=script), one_shot=True) as policy:
             (path,) = session_folders(root)
             session, _ = replay(SessionFolder.open(path.parent, path.name).journal, policy.renderer)
             return session.recording.tokens
@@ -86,7 +84,7 @@ def plain_tokens(repository: Path, script: str, instruction: str) -> np.ndarray:
     """The tokens of the same script through `run_session` on a LocalWorkspace, as a rollout has them."""
 
     async def go() -> np.ndarray:
-        async with open_policy(ModelChoice(script=script), one_shot=True) as policy:
+        async with open_policy(ModelChoice(model=script), one_shot=True) as policy:
             files = await DirectoryTree(repository).scan()
             backend = open_backend("local")
             try:
@@ -94,25 +92,13 @@ def plain_tokens(repository: Path, script: str, instruction: str) -> np.ndarray:
                 context = ToolContext(sandbox, policy.registry, ("tests/test_all.py",), policy.tool_limits)
                 identity = TrajectoryId("run", "task", 0, 0, 0)
                 session = AgentSession(instruction, policy.renderer, identity, policy.limits, policy.params)
-                messages = read_script(script)
-                sampler = ScriptedSampler(play(map(policy.renderer.message, map(_parts, messages))))
+                sampler = ScriptedSampler(play(map(policy.renderer.message, read_script(Path(script)))))
                 await run_session(session, sampler, LocalWorkspace(context), "s", (0,))
                 return session.recording.tokens
             finally:
                 await backend.close()
 
     return asyncio.run(go())
-
-
-def read_script(script: str) -> list[list[Any]]:
-    """What `write_script` wrote."""
-    return json.loads(Path(script).read_text())
-
-
-def _parts(message: list[Any]) -> list[Any]:
-    return [
-        one if isinstance(one, str) else ToolCall(one["name"], one.get("arguments", {})) for one in message
-    ]
 
 
 def ran(root: Path, *arguments: str, stdin: str = "") -> Result:

@@ -36,8 +36,8 @@ from tests.cli.agent_scripts import (
     ran,
     recorded_tokens,
     session_folders,
-    write_script,
 )
+from tests.fakes.scripted_model import write_script
 
 MENDED = TALLY.replace("= 1", "= 0")
 pytestmark = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no sandboxes here")
@@ -52,7 +52,7 @@ def root(tmp_path: Path) -> Path:
 def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str = "local") -> Result:
     """Runs the command on the repository; by default in real sandboxes."""
     script = write_script(root / "script.json", messages)
-    more = ("--script", script, "--backend", backend)
+    more = ("--model", script, "--backend", backend)
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
 
 
@@ -209,7 +209,7 @@ def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
     counts = "grep -c 'total = 0' lib/tally.py; test -e go_on || sleep 600"
     count = {"name": "run_command", "arguments": {"command": counts}}
     script = write_script(root / "script.json", [[MEND], [count], ["Went on.", FINISH]])
-    child = started(root, str(root / "repo"), "--script", script, "-p", "fix it", "--apply", "--json")
+    child = started(root, str(root / "repo"), "--model", script, "-p", "fix it", "--apply", "--json")
     assert child.stdout is not None
     for event in child.stdout:
         if '"call_started", "turn": 2' in event:
@@ -234,7 +234,7 @@ def test_an_interrupt_stops_the_agent_and_not_the_program(root: Path) -> None:
     """At a terminal: Ctrl-C while a command runs, then more words, then Ctrl-C at the prompt."""
     script = write_script(root / "script.json", [[MEND, SLEEP], ["Still here.", FINISH]])
     master, slave = pty.openpty()
-    line = command(str(root / "repo"), "--script", script, "--approve", "full")
+    line = command(str(root / "repo"), "--model", script, "--approve", "full")
     with (root / "out.txt").open("wb") as out:
         child = subprocess.Popen(
             line,
@@ -266,7 +266,7 @@ def test_an_interrupt_stops_the_agent_and_not_the_program(root: Path) -> None:
 @pytest.mark.slow
 def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
     script = write_script(root / "script.json", [[SLEEP], [FINISH]])
-    child = started(root, str(root / "repo"), "--script", script, "-p", "fix it", "--json")
+    child = started(root, str(root / "repo"), "--model", script, "-p", "fix it", "--json")
     assert child.stdout is not None
     for event in child.stdout:
         if "call_started" in event:
@@ -294,7 +294,6 @@ def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
         (["--resume", "last"], "no session yet"),
         (["--model", ".", "--approve", "yolo"], "no such mode"),
         (["--model", ".", "--approve", "ask", "--apply"], "--apply"),
-        (["--script", "none.json"], "is no script"),
         (["--model", ".", "--tool-calls", "spoken"], "is not one of"),
     ],
 )
@@ -308,7 +307,7 @@ def test_what_cannot_be_used_is_refused_with_a_fix(root: Path, arguments: list[s
 
 def test_a_path_that_is_none_is_refused(root: Path) -> None:
     script = write_script(root / "script.json", SESSION)
-    result = ran(root, str(root / "none"), "--script", script, "-p", "x")
+    result = ran(root, str(root / "none"), "--model", script, "-p", "x")
     assert result.exit_code == 2
     assert "is not a directory" in result.stderr
 
@@ -444,7 +443,7 @@ def test_max_turns_counts_from_each_instruction(root: Path) -> None:
 )
 def test_surroundings_that_do_not_fit_are_refused(root: Path, options: list[str], message: str) -> None:
     script = write_script(root / "script.json", [[FINISH]])
-    done = ran(root, str(root / "repo"), "--script", script, "-p", "x", *options)
+    done = ran(root, str(root / "repo"), "--model", script, "-p", "x", *options)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
 
@@ -467,7 +466,7 @@ def test_tools_of_an_mcp_server_act_outside_and_are_asked_about(root: Path, appl
     script = write_script(
         root / "script.json", [[{"name": "echo_shout", "arguments": {"text": "hello"}}], ["Done."]]
     )
-    line = [str(root / "repo"), "--script", script, "--backend", "local", "-p", "x", *apply]
+    line = [str(root / "repo"), "--model", script, "--backend", "local", "-p", "x", *apply]
     server = f"echo={sys.executable} {root / 'server.py'}"
     done = subprocess.run(
         command(*line, "--mcp", server),

@@ -35,9 +35,9 @@ from tests.cli.agent_scripts import (  # noqa: E402
     plain_tokens,
     recorded_tokens,
     session_folders,
-    write_script,
 )
 from tests.controller.test_agent_models import trained_run  # noqa: E402
+from tests.fakes.scripted_model import write_script  # noqa: E402
 
 MENDED = TALLY.replace("= 1", "= 0")
 FILES = schema.FileSystemCapabilities(read_text_file=True, write_text_file=True)
@@ -108,7 +108,7 @@ async def connected(
 ) -> AsyncIterator[Any]:
     """An editor before `etude agent --acp` as a process of its own."""
     script = write_script(root / "script.json", messages)
-    line = command("--acp", "--script", script, "--backend", backend, *arguments)
+    line = command("--acp", "--model", script, "--backend", backend, *arguments)
     pipes = {"stderr": subprocess.DEVNULL}
     async with (
         asyncio.timeout(180),
@@ -134,7 +134,7 @@ async def beside(
     sandbox: SandboxChoice | None = None,
 ) -> AsyncIterator[Any]:
     """The same in this process, over a pair of sockets: quicker to start."""
-    choice = choice or ModelChoice(script=write_script(root / "script.json", messages), tools=tools)
+    choice = choice or ModelChoice(model=write_script(root / "script.json", messages), tools=tools)
     ours, theirs = socket.socketpair()
     async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
@@ -481,7 +481,7 @@ def test_what_an_editor_asks_wrongly_is_answered_with_an_error(root: Path) -> No
 
 
 def test_input_from_a_file_is_refused(root: Path) -> None:
-    line = command("--acp", "--script", write_script(root / "script.json", [[FINISH]]), "--backend", "local")
+    line = command("--acp", "--model", write_script(root / "script.json", [[FINISH]]), "--backend", "local")
     done = subprocess.run(
         line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60,
         env=environment(root),
@@ -511,7 +511,7 @@ def test_an_editor_that_sends_nonsense_is_told_and_served_on(root: Path) -> None
         {"jsonrpc": "2.0", "id": 4, "method": "initialize", "params": {"protocolVersion": 1}},
     ]
     sent = b"\n".join([*nonsense, *(json.dumps(one).encode() for one in requests)]) + b"\n"
-    line = command("--acp", "--script", script, "--backend", "local")
+    line = command("--acp", "--model", script, "--backend", "local")
     child = subprocess.Popen(
         line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(root)
     )

@@ -19,8 +19,8 @@ from tests.cli.agent_scripts import (
     make_repository,
     ran,
     session_folders,
-    write_script,
 )
+from tests.fakes.scripted_model import write_script
 
 MENDED = TALLY.replace("= 1", "= 0")
 SECRET = {"name": "write_file", "arguments": {"path": "secret.env", "text": "theirs\n"}}
@@ -42,7 +42,7 @@ def git_root(root: Path) -> Path:
 
 def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str = "local") -> Result:
     script = write_script(root / "script.json", messages)
-    more = ("--script", script, "--tools", "full", "--backend", backend)
+    more = ("--model", script, "--tools", "full", "--backend", backend)
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
 
 
@@ -127,7 +127,7 @@ def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: li
     long = shell("yes | head -c 30000")
     script = write_script(root / "script.json", [[MEND], *[[READ, long]] * 60, [FINISH]])
     child = subprocess.Popen(
-        command(str(root / "repo"), "--script", script, "-p", "fix it", "--apply", *more),
+        command(str(root / "repo"), "--model", script, "-p", "fix it", "--apply", *more),
         env=environment(root),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -160,7 +160,7 @@ def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: li
 )
 def test_a_stream_that_cannot_be_used_is_no_traceback(root: Path, more: str, status: int, said: str) -> None:
     script = write_script(root / "script.json", [["words"], [FINISH]])
-    line = shlex.join(command(str(root / "repo"), "--script", script, "--backend", "local"))
+    line = shlex.join(command(str(root / "repo"), "--model", script, "--backend", "local"))
     done = subprocess.run(
         f"{line} {more}", env=environment(root), shell=True, capture_output=True, text=True, timeout=120
     )
@@ -225,7 +225,7 @@ def test_an_instruction_that_says_nothing_is_refused(root: Path) -> None:
 
 def test_the_whole_machine_is_refused_with_a_way_out(root: Path) -> None:
     script = write_script(root / "script.json", [[FINISH]])
-    done = ran(root, "/", "--script", script, "--backend", "local", "-p", "x")
+    done = ran(root, "/", "--model", script, "--backend", "local", "-p", "x")
     assert done.exit_code == 2
     assert "the whole machine" in done.stderr
     assert "fix: name the directory of one project" in done.stderr

@@ -22,8 +22,8 @@ from tests.cli.agent_scripts import (
     plain_tokens,
     ran,
     recorded_tokens,
-    write_script,
 )
+from tests.fakes.scripted_model import write_script
 
 MENDED = TALLY.replace("= 1", "= 0")
 BUILD = "mkdir -p build && cp /bin/true build/prog && ./build/prog && echo $PWD $HOME && touch /tmp/elsewhere"
@@ -45,7 +45,7 @@ def call(name: str, **arguments: str) -> dict:
 
 def agent(root: Path, messages, *arguments: str, stdin: str = "", backend: str = "local") -> Result:
     script = write_script(root / "script.json", messages)
-    more = ("--script", script, "--tools", "full", "--backend", backend, "--in-place")
+    more = ("--model", script, "--tools", "full", "--backend", backend, "--in-place")
     return ran(root, str(root / "repo"), *more, *arguments, stdin=stdin)
 
 
@@ -87,7 +87,7 @@ def test_the_tokens_are_those_of_a_rollout(root: Path) -> None:
     done = ran(
         root,
         str(root / "repo"),
-        "--script",
+        "--model",
         script,
         "--in-place",
         "-p",
@@ -148,7 +148,7 @@ def test_a_killed_program_leaves_the_directory_whole(root: Path) -> None:
         "--in-place",
         "--backend",
         backend,
-        "--script",
+        "--model",
         script,
         "-p",
         "x",
@@ -197,7 +197,7 @@ def test_without_isolation_commands_have_the_users_rights_and_that_is_said(root:
 )
 def test_what_needs_a_copy_is_refused_in_place(root: Path, words: tuple[str, ...], said: str) -> None:
     script = write_script(root / "script.json", [[FINISH]])
-    done = ran(root, str(root / "repo"), "--script", script, "--in-place", "-p", "x", *words)
+    done = ran(root, str(root / "repo"), "--model", script, "--in-place", "-p", "x", *words)
     assert done.exit_code == 2 and said in done.stderr and "fix:" in done.stderr, done.stderr
 
 
@@ -209,6 +209,6 @@ def test_a_home_directory_is_not_worked_on_in_place(root: Path, monkeypatch: pyt
 
 def test_a_session_on_a_copy_does_not_go_on_in_place(root: Path) -> None:
     script = write_script(root / "script.json", [[FINISH], [FINISH]])
-    assert ran(root, str(root / "repo"), "--script", script, "--backend", "local", "-p", "x").exit_code == 0
+    assert ran(root, str(root / "repo"), "--model", script, "--backend", "local", "-p", "x").exit_code == 0
     done = ran(root, "--resume", "last", "--in-place", "-p", "x")
     assert done.exit_code == 2 and "the session works on a copy" in done.stderr

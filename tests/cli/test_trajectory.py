@@ -9,7 +9,8 @@ from etude.observe import RunDirectory
 from etude.records import ToolCall
 from etude.store import TrajectoryLog, trajectory_from_atif, trajectory_to_atif
 from tests.cli.commands import etude
-from tests.controller.recorded import FINISH, LIST, TEST, make_run, solving, task_of, write_script
+from tests.controller.recorded import FINISH, LIST, TEST, make_run, solving, task_of
+from tests.fakes.scripted_model import write_script
 from tests.store.builders import make_chain, make_group, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:the unisolated sandbox")
@@ -241,7 +242,7 @@ def test_a_fork_goes_on_and_is_written(run: RunDirectory, tmp_path: Path) -> Non
     script = write_script(
         tmp_path / "s.json", [(LIST,), (ToolCall("list_dir", {"path": "tests"}),), (FINISH,)]
     )
-    options = ["--turn", "1", "--script", str(script), "--backend", "unisolated"]
+    options = ["--turn", "1", "--run", script, "--backend", "unisolated"]
     result = etude("trajectory", "fork", SOLVED, *options, "--output", str(tmp_path / "new.json"))
     assert result.exit_code == 0, result.output
     assert "demo+fork1/train-0-0/e0/g0/0" in result.stdout
@@ -256,7 +257,7 @@ def test_a_fork_goes_on_and_is_written(run: RunDirectory, tmp_path: Path) -> Non
 def test_a_fork_is_taken_up_by_the_agent(run: RunDirectory, tmp_path: Path) -> None:
     messages = solving(task_of(run.config))
     script = write_script(tmp_path / "s.json", messages)
-    words = ["--turn", "2", "--script", str(script), "--into", str(tmp_path / "mine"), "--json"]
+    words = ["--turn", "2", "--run", script, "--into", str(tmp_path / "mine"), "--json"]
     result = etude("trajectory", "fork", SOLVED, "--backend", "unisolated", *words)
     assert result.exit_code == 0, result.output
     handed = json.loads(result.stdout)
@@ -271,7 +272,7 @@ def test_a_fork_is_taken_up_by_the_agent(run: RunDirectory, tmp_path: Path) -> N
 @pytest.mark.parametrize("turn", ["6", "-1"])
 def test_a_fork_at_no_turn_is_refused(run: RunDirectory, tmp_path: Path, turn: str) -> None:
     script = write_script(tmp_path / "s.json", [(TEST,)])
-    result = etude("trajectory", "fork", SOLVED, "--turn", turn, "--script", str(script))
+    result = etude("trajectory", "fork", SOLVED, "--turn", turn, "--run", script)
     assert result.exit_code == 2
     assert "a number from 0 to 5" in result.stderr
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from etude.agent import Registry, ScriptedSampler, ToolLimits, play, registry_named
+from etude.agent import Registry, ToolLimits, registry_named
 from etude.agent.endpoint_messages import byte_tokenizer
 from etude.controller.agent.conversation import Conversation, Face, open_conversation
 from etude.controller.agent.events import AgentEvent
@@ -19,6 +19,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.tokens import Renderer
 from etude.tokens.grammar import XmlGrammar
 from etude_quickstart.memory_backend import MemoryBackend
+from tests.fakes.scripted import ScriptedSampler, play
 
 TALLY = "def tally(xs, a):\n    total = 1\n    for x in xs:\n        total += x\n    return total\n"
 MENDED = TALLY.replace("= 1", "= 0")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent import ScriptedSampler
 from etude.controller.local import LocalHandle
 from etude.controller.reinforcement import ReinforcementLoop, Validation
 from etude.observe.metrics import MemorySink
@@ -22,6 +21,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import FAILS, SOLVES, Turn, new_environment, script_of
+from tests.fakes.scripted import ScriptedSampler
 from tests.rollout.collecting import new_collector
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,16 +77,3 @@ def trajectory_of(config: RunConfig, task: Task, index: int, messages: Sequence[
     )
     identity = TrajectoryId(config.name, task.id, 0, 0, index)
     return record(task, messages, identity, summary, limits)
-
-
-def write_script(path: Path, messages: Sequence[Message]) -> Path:
-    """Messages as `--script` takes them."""
-    document = [
-        [
-            part if isinstance(part, str) else {"name": part.name, "arguments": dict(part.arguments)}
-            for part in message
-        ]
-        for message in messages
-    ]
-    path.write_text(json.dumps(document))
-    return path

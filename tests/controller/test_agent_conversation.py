@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.agent import LocalWorkspace, ScriptedSampler, ToolContext, run_session
+from etude.agent import LocalWorkspace, ToolContext, run_session
 from etude.agent.session import AgentSession
 from etude.controller.agent.approval import Approver
 from etude.controller.agent.changes import TurnChange
@@ -35,6 +35,7 @@ from tests.controller.agent_builders import (
     make_repository,
     run,
 )
+from tests.fakes.scripted import ScriptedSampler
 
 
 @pytest.fixture

@@ -117,6 +117,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_choice_is_kept_with_its_session(tmp_path: Path) -> None:
     choice = ModelChoice(endpoint="http://h/v1", model_name="m", key_variable="KEY", temperature=0.5)
     assert ModelChoice.from_dict(choice.to_dict()) == choice
+    assert ModelChoice.from_dict({**choice.to_dict(), "script": ""}) == choice, "as earlier versions wrote it"
     assert Path(ModelChoice(model="x").to_dict()["model"]).is_absolute()
     with pytest.raises(StoreError):
         ModelChoice.from_dict({"nonsense": 1})

@@ -16,8 +16,9 @@ from etude.store import TrajectoryLog
 from etude.store.comparison import compare
 from etude.tasks.harbor import write_harbor
 from etude_quickstart import evaluation_tasks
-from tests.controller.recorded import make_run, solving, task_of, write_script
+from tests.controller.recorded import make_run, solving, task_of
 from tests.environment.stored import byte_renderer
+from tests.fakes.scripted_model import write_script
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def stored(tmp_path: Path, summaries: bool = False) -> Stored:
 
 
 def scripted(tmp_path: Path, one: Stored, turn: int, messages: list) -> Fork:
-    choice = ModelChoice(script=str(write_script(tmp_path / "script.json", messages)))
+    choice = ModelChoice(model=write_script(tmp_path / "script.json", messages))
     return Fork(turn, choice, find_task(one), backend="unisolated")
 
 

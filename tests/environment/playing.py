@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent import ScriptedSampler, SessionLimits, core_registry
+from etude.agent import SessionLimits, core_registry
 from etude.config import RewardConfig
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.records import SamplingParams, Task, ToolCall, Trajectory, TrajectoryId
@@ -18,6 +18,7 @@ from etude.store.blobs import MemoryBlobs
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
 from etude_quickstart.memory_backend import MemoryBackend
+from tests.fakes.scripted import ScriptedSampler
 
 Tokens = NDArray[np.int32]
 Turn = Sequence[ToolCall | str]

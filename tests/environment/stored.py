@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent import ScriptedSampler, SessionLimits, SummaryPolicy, core_registry
+from etude.agent import SessionLimits, SummaryPolicy, core_registry
 from etude.agent.endpoint_messages import byte_tokenizer
 from etude.config import RewardConfig
 from etude.environment.episodes import Environment, EpisodeLimits
@@ -18,6 +18,7 @@ from etude.store.blobs import MemoryBlobs
 from etude.tokens import Renderer
 from etude.tokens.grammar import XmlGrammar
 from etude_quickstart.memory_backend import MemoryBackend
+from tests.fakes.scripted import ScriptedSampler
 
 Tokens = NDArray[np.int32]
 Message = Sequence[ToolCall | str]
@@ -29,7 +30,7 @@ SUMMARIES = SummaryPolicy(at_tokens=320, max_summary_tokens=64)
 
 @cache
 def byte_renderer() -> Renderer:
-    """The renderer of `etude agent --script`: its tokenizer knows bytes and tags only."""
+    """The renderer of a scripted model: its tokenizer knows bytes and tags only."""
     grammar = XmlGrammar(core_registry().schemas)
     return Renderer(byte_tokenizer(grammar.control_tokens()), grammar)
 

@@ -97,13 +97,14 @@ def block_of(page: str, word: str) -> str:
 
 def test_the_clients_of_the_environment_servers_page_play() -> None:
     pytest.importorskip("fastapi", reason="needs etude[serve]")
-    from etude.agent import AgentSession, ScriptedSampler, core_registry, play
+    from etude.agent import AgentSession, core_registry
     from etude.agent.endpoint_messages import byte_tokenizer
     from etude.records import Status, TrajectoryId
     from etude.tokens import Renderer
     from etude.tokens.grammar import XmlGrammar
     from tests.environment.playing import FINISH, MEND
     from tests.environment.server.serving import TOKEN, new_host, served
+    from tests.fakes.scripted import ScriptedSampler, play
 
     names: dict[str, Any] = {}
     exec(block_of("environment-server", "async def play"), names)

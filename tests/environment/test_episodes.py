@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from etude.agent import ScriptedSampler, SessionLimits
+from etude.agent import SessionLimits
 from etude.config import RewardConfig, RunConfig
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import SamplerError, TaskError
@@ -26,6 +26,7 @@ from tests.environment.playing import (
     scripted,
 )
 from tests.fakes.faulty_sandbox import FaultyBackend
+from tests.fakes.scripted import ScriptedSampler
 from tests.sandbox.backends import with_backend
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from etude.agent import ScriptedSampler, ToolLimits, core_registry
+from etude.agent import ToolLimits, core_registry
 from etude.agent.tools.state import BackgroundState
 from etude.config import RewardConfig
 from etude.environment.episodes import Environment, EpisodeLimits
@@ -42,6 +42,7 @@ from tests.environment.playing import (
 )
 from tests.environment.stored import LIMITS, SUMMARIES, byte_renderer, sampler_of
 from tests.fakes.faulty_sandbox import FaultyBackend, FaultySandbox
+from tests.fakes.scripted import ScriptedSampler
 from tests.sandbox.backends import with_backend
 
 PARENT = TrajectoryId("run", TASK.id, 0, 4, 0)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
-from etude.agent import ScriptedSampler, SessionLimits, agent_registry, open_renderer, play
+from etude.agent import SessionLimits, agent_registry, open_renderer
 from etude.config import AgentConfig, McpConfig, RewardConfig
 from etude.controller.agent.models import describe_unknown
 from etude.environment.episodes import Environment, EpisodeLimits
@@ -25,6 +25,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import TASK as GRADED
+from tests.fakes.scripted import ScriptedSampler, play
 from tests.sandbox.backends import with_backend
 from tests.tokens.chat_models import plain_chatml
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.agent import ScriptedSampler, SessionLimits
+from etude.agent import SessionLimits
 from etude.environment.checking import check_tasks, judge_nothing, judge_solution
 from etude.environment.fork_groups import ForkPlan, Place
 from etude.environment.grading import Verdict
@@ -39,6 +39,7 @@ from etude.tasks.harbor import read_harbor
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, Turn, new_environment, renderer, script_of
 from tests.environment.server.serving import new_host, new_site
+from tests.fakes.scripted import ScriptedSampler
 from tests.sandbox.backends import with_backend
 from tests.tasks.harbor_tasks import Files, write_task
 

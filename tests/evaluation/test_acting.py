@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from random import Random
 
-from etude.agent import ScriptedSampler
 from etude.evaluation import evaluate_family, evaluate_masked
 from etude.evaluation.acting import MASKED_SAMPLES
 from etude.records import Task, ToolCall
 from etude_quickstart.observed import CEILING, NUM_RULES, ObservedGenerator, mask_output
 from tests.environment.playing import FINISH, TEST, Turn, new_environment, script_of
+from tests.fakes.scripted import ScriptedSampler
 
 TASKS = [
     ObservedGenerator(0).build(f"rule-{rule}", "constant", rule, Random("one draw"))

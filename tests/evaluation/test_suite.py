@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from etude.agent import ScriptedSampler
 from etude.errors import InfrastructureError
 from etude.evaluation import evaluate_policy
 from etude.evaluation.suite import check_infrastructure
@@ -11,6 +10,7 @@ from etude.records import RewardBreakdown, Status
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FAILS, SOLVES, TASK, new_environment, script_of, scripted
 from tests.fakes.faulty_sandbox import FaultyBackend
+from tests.fakes.scripted import ScriptedSampler
 from tests.store.builders import make_trajectory
 
 TASKS = [replace(TASK, id=f"task-{number}") for number in range(5)]

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.agent import ScriptedSampler, SessionLimits, open_renderer
+from etude.agent import SessionLimits, open_renderer
 from etude.config import AgentConfig, MidtrainConfig
 from etude.controller.expert_chats import ScriptedSession
 from etude.observe.observer import RecordingObserver
@@ -26,6 +26,7 @@ from etude_quickstart.corpus import (
 from etude_quickstart.generator import TaskGenerator
 from etude_quickstart.sessions import generate_corpus, load_corpus, load_lines, save_corpus, save_lines
 from tests.environment.playing import new_environment
+from tests.fakes.scripted import ScriptedSampler
 
 CONFIG = MidtrainConfig(
     num_code_documents=0, num_rewrite_documents=0, agent_weight=1.0, observation_weight=0.25

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agent import ScriptedSampler
 from etude.algorithms.signal import is_surplus
 from etude.records import Group, SamplingParams
 from tests.environment.playing import FAILS, SOLVES, new_environment, script_of, verdicts
+from tests.fakes.scripted import ScriptedSampler
 from tests.rollout.collecting import GivenVerdicts, new_collector
 
 

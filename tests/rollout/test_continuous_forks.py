@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from benchmarks.simulation.rollout import SimulatedEnvironment, run_virtual
 
-from etude.agent import ScriptedSampler
 from etude.config import RlConfig
 from etude.environment.fork_groups import ForkedEpisode, Refused, branch_of
 from etude.environment.runners import Order
@@ -17,6 +16,7 @@ from etude.rollout import Collected, ContinuousCollector
 from etude.rollout.curriculum import CollectorState
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import FAILS, SOLVES, new_environment, script_of
+from tests.fakes.scripted import ScriptedSampler
 from tests.rollout.collecting import task_source
 from tests.rollout.test_continuous import Played, lags, number_of, paced_steps, play, stored
 

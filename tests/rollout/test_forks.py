@@ -5,7 +5,6 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agent import ScriptedSampler
 from etude.config import RlConfig, StreamConfig
 from etude.protocols import Sampler
 from etude.rollout import Collected, GroupCollector
@@ -14,6 +13,7 @@ from etude.rollout.kept import read_kept
 from etude.store.trajectories import TrajectoryLog
 from etude.training.stream import RecordedStream
 from tests.environment.playing import FAILS, FINISH, READ, SOLVES, Turn, new_environment, script_of
+from tests.fakes.scripted import ScriptedSampler
 from tests.rollout.collecting import task_source
 
 

@@ -10,8 +10,6 @@ from etude.agent.runner import NextWords as NextWords
 from etude.agent.runner import Patience as Patience
 from etude.agent.runner import Timings as Timings
 from etude.agent.runner import run_session as run_session
-from etude.agent.scripted import ScriptedSampler as ScriptedSampler
-from etude.agent.scripted import play as play
 from etude.agent.session import AgentSession as AgentSession
 from etude.agent.session import SessionLimits as SessionLimits
 from etude.agent.summary import SummaryPolicy as SummaryPolicy

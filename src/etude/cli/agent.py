@@ -29,7 +29,6 @@ from etude.cli.agent_options import (
     PathArgument,
     ResumeOption,
     RunOption,
-    ScriptOption,
     TemperatureOption,
     ToolCallsOption,
     ToolsOption,
@@ -75,7 +74,6 @@ def agent_command(
     allow_private: AllowPrivateOption = None,
     max_turns: MaxTurnsOption = None,
     mcp: McpOption = None,
-    script: ScriptOption = "",
 ) -> None:
     """Let the coding agent work on the directory PATH.
 

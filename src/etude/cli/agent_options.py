@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from etude.config import McpConfig
     from etude.controller.agent.models import ModelChoice
 
-_MODELS = ("run", "model", "endpoint", "script")
+_MODELS = ("run", "model", "endpoint")
 _OF_THE_MODEL = ("model_name", "key_variable", "context_tokens", "temperature", "tools", "index")
 
 PathArgument = Annotated[Path | None, typer.Argument(help="Directory to work on. Default: the current one.")]
@@ -81,7 +81,6 @@ McpOption = Annotated[
 MaxTurnsOption = Annotated[
     int | None, typer.Option(min=1, help="Messages of the agent upon one instruction. Default: no limit.")
 ]
-ScriptOption = Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")]
 
 
 def chosen_model(context: typer.Context) -> ModelChoice | None:

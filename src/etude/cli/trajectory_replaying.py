@@ -74,7 +74,6 @@ def fork_command(
     task: TaskOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
-    script: Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")] = "",
 ) -> None:
     """Sample a new ending of a session from one of its turns. The tokens before that turn are kept."""
     (stored,) = find(words, 1)
@@ -82,7 +81,7 @@ def fork_command(
     from etude.controller.forking import Fork, go_on, hand_over
     from etude.controller.replaying import find_task
 
-    choice = _choice(stored, run, script, temperature)
+    choice = _choice(stored, run, temperature)
     fork = Fork(turn, choice, find_task(stored, task), backend, seed, temperature)
     if into is not None:
         handed = asyncio.run(hand_over(stored, fork, into))
@@ -111,17 +110,17 @@ def fork_command(
     printer.session(None, False)
 
 
-def _choice(stored: Stored, run: str, script: str, temperature: float | None) -> ModelChoice:
+def _choice(stored: Stored, run: str, temperature: float | None) -> ModelChoice:
     from etude.controller.agent.models import ModelChoice
 
-    own = "" if stored.run is None or script else str(stored.run.path)
-    if not (run or script or own):
+    own = "" if stored.run is None else str(stored.run.path)
+    if not (run or own):
         raise ConfigError(
             "this trajectory belongs to no run, so there is no model to continue it",
             field="--run",
             fix="name a run that uses the same tokenizer",
         )
-    return ModelChoice(run=run or own, script=script, temperature=temperature)
+    return ModelChoice(run=run or own, temperature=temperature)
 
 
 def print_replay(console: Console, replay: Replay) -> None:

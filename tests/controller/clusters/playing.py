@@ -15,7 +15,6 @@ pytest.importorskip("fastapi", reason="needs etude[serve]")
 
 import httpx
 
-from etude.agent import ScriptedSampler
 from etude.config import ClustersConfig
 from etude.controller.clusters.board import Clock
 from etude.controller.clusters.client import ControlClient
@@ -34,6 +33,7 @@ from etude.store.blobs import MemoryBlobs
 from etude.weights.ending import EndMark
 from etude.weights.folders import Folder, open_folder
 from tests.environment.playing import SOLVES, TASK, new_environment, script_of
+from tests.fakes.scripted import ScriptedSampler
 
 MAKINGS = Makings({"model": "tiny", "tokenizer": "bytes"})
 OFFER = {"name": "run", "config": "", "tokenizer": {}, "vocab_size": 256, "makings": dict(MAKINGS.parts)}

@@ -3,12 +3,12 @@
 import asyncio
 from pathlib import Path
 
-from etude.agent import ScriptedSampler
 from etude.config import RlConfig
 from etude.records import TrajectoryId
 from etude.rollout.forks import Members
 from tests.controller.clusters.playing import World
 from tests.environment.playing import FAILS, SOLVES, TASK, script_of
+from tests.fakes.scripted import ScriptedSampler
 from tests.rollout.collecting import task_source
 
 

@@ -13,7 +13,6 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
-from etude.agent import ScriptedSampler
 from etude.environment.recording import (
     AnswerService,
     Ask,
@@ -31,6 +30,7 @@ from etude.tokens.chat.answers import Ended
 from etude.tokens.chat.dialects import CHAT
 from etude.tokens.chat.messages import Answer, Results, UserWords
 from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
+from tests.fakes.scripted import ScriptedSampler
 
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 TOKEN = "tenant-token"

@@ -10,13 +10,11 @@ from typing import Any
 from etude.agent import (
     AgentSession,
     LocalWorkspace,
-    ScriptedSampler,
     SessionLimits,
     SummaryPolicy,
     ToolContext,
     ToolLimits,
     core_registry,
-    play,
     run_session,
 )
 from etude.environment.origins import task_template
@@ -26,6 +24,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, MEND, READ, TASK, TEST, renderer
 from tests.environment.server.serving import begin, new_host, new_site, remote
+from tests.fakes.scripted import ScriptedSampler, play
 from tests.sandbox.backends import with_backend
 
 LONG = replace(

@@ -16,14 +16,12 @@ import pytest
 from etude.agent import (
     AgentSession,
     LocalWorkspace,
-    ScriptedSampler,
     SessionLimits,
     ToolContext,
     ToolLimits,
     agent_format,
     agent_registry,
     full_registry,
-    play,
     run_session,
 )
 from etude.agent.index.opening import open_indexes
@@ -46,6 +44,7 @@ from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import FINISH, READ, TASK, TEST
 from tests.environment.server.serving import new_host, remote
 from tests.fakes.indexes import until_built
+from tests.fakes.scripted import ScriptedSampler, play
 from tests.tokens.chat_models import coder_tokenizer, headers_tokenizer, qwen_like, told_chatml
 
 FORGED = replace(

@@ -12,7 +12,6 @@ import pytest
 from benchmarks.sampler_target import SamplerTarget
 from fastapi import FastAPI, Response
 
-from etude.agent.scripted import ScriptedSampler
 from etude.errors import ConfigError
 from etude.inference.load import (
     LoadSession,
@@ -27,6 +26,7 @@ from etude.inference.load import (
 from etude.inference.load.http_target import HttpTarget
 from etude.inference.load.runner import LoadError
 from tests.fakes.replica import FakeReplica, fake_replica, running_server
+from tests.fakes.scripted import ScriptedSampler
 
 SHAPE = WorkloadShape(
     num_sessions=6,

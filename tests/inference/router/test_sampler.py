@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.agent.scripted import ScriptedSampler
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference.router import NoReplicaError, RoutedSampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
+from tests.fakes.scripted import ScriptedSampler
 
 V1, V2 = PolicyVersion("run", 1), PolicyVersion("run", 2)
 

@@ -18,7 +18,6 @@ import numpy as np
 import uvicorn
 from numpy.typing import NDArray
 
-from etude.agent import ScriptedSampler
 from etude.errors import SamplerError, WeightUpdateError
 from etude.inference.server import Keys, ServedModel, ServerLimits, ServerState, build_app
 from etude.protocols import KvPolicy
@@ -27,6 +26,7 @@ from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.grammar import XmlGrammar
 from tests.environment.recording.recording_builders import READ, TEXTS, answer_tokens, qwen_tokenizer, shelf
+from tests.fakes.scripted import ScriptedSampler
 
 START_S = 60.0
 MODEL = "tiny"

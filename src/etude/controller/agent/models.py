@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,12 +12,10 @@ from typing import Any
 from etude.agent import (
     Patience,
     Registry,
-    ScriptedSampler,
     SessionLimits,
     SummaryPolicy,
     ToolLimits,
     agent_registry,
-    play,
 )
 from etude.agent.index.opening import open_indexes
 from etude.agent.index.templates import TemplateIndexes
@@ -26,10 +23,10 @@ from etude.agent.prompts import people_words
 from etude.config import AgentConfig, McpConfig, parse_section
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Sampler
-from etude.records import SamplingParams, ToolCall
+from etude.records import SamplingParams
 from etude.sandbox.interface import Sandbox
 from etude.tokens import Piece, Renderer
-from etude.tokens.grammar import ParseEvent, XmlGrammar
+from etude.tokens.grammar import ParseEvent
 
 BYTES_PER_TOKEN = 4
 """What a token of a chat endpoint is taken for: sessions behind one are counted in bytes."""
@@ -56,11 +53,9 @@ class ModelChoice:
     index: str = ""
     """Code index, as `agent.index`; empty: `words` for an endpoint's model. Others may have learned without
     `semantic_search`: for them `grep`."""
-    script: str = ""
-    """A JSON file of messages to be played: for tests."""
 
     def __post_init__(self) -> None:
-        chosen = [name for name in ("run", "model", "endpoint", "script") if getattr(self, name)]
+        chosen = [name for name in ("run", "model", "endpoint") if getattr(self, name)]
         if len(chosen) != 1:
             raise ConfigError(
                 "no model is named" if not chosen else "more than one model is named",
@@ -114,17 +109,15 @@ class ModelChoice:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values. Paths become absolute, so that a session can be taken up from anywhere."""
         paths = {
-            name: str(Path(getattr(self, name)).resolve())
-            for name in ("run", "model", "script")
-            if getattr(self, name)
+            name: str(Path(getattr(self, name)).resolve()) for name in ("run", "model") if getattr(self, name)
         }
         return {**asdict(self), **paths}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelChoice:
-        """What `to_dict` gave. Raises StoreError."""
+        """What `to_dict` gave, also in versions that wrote `script` (always empty). Raises StoreError."""
         try:
-            return cls(**document)
+            return cls(**{name: value for name, value in document.items() if name != "script"})
         except TypeError as error:
             raise StoreError("the session is damaged", field="model", received=str(error)) from error
 
@@ -206,15 +199,11 @@ def open_model_of(
 ) -> contextlib.AbstractAsyncContextManager[Policy]:
     """The chosen model, spoken to as `agent` says, with no index open yet; a run's as the run says."""
     if choice.endpoint:
-        opening = _endpoint_policy(choice, agent)
-    elif choice.script:
-        opening = _scripted_policy(choice, agent)
-    else:
-        # Heavy: torch comes with it.
-        from etude.controller.agent.local_models import open_model, open_run
+        return _endpoint_policy(choice, agent)
+    # Heavy: torch comes with it.
+    from etude.controller.agent.local_models import open_model, open_run
 
-        opening = open_run(choice, one_shot) if choice.run else open_model(choice, agent)
-    return opening
+    return open_run(choice, one_shot) if choice.run else open_model(choice, agent)
 
 
 def people_tool_limits() -> ToolLimits:
@@ -288,47 +277,3 @@ async def _endpoint_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIter
     finally:
         for one in opened:
             await one.aclose()
-
-
-@contextlib.asynccontextmanager
-async def _scripted_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[Policy]:
-    from etude.agent.endpoint_messages import byte_tokenizer
-
-    registry = agent_registry(agent, "core")
-    grammar = XmlGrammar(registry.schemas)
-    renderer = Renderer(byte_tokenizer(grammar.control_tokens()), grammar)
-    messages = [renderer.message(parts) for parts in _script(Path(choice.script))]
-    limits, _ = people_session_limits(200_000)
-
-    def sampler_for(on_event: Callable[[ParseEvent], None], num_messages: int) -> Sampler:
-        return ScriptedSampler(play(messages[num_messages:]), chunk_tokens=7)
-
-    yield Policy(
-        label=f"script {Path(choice.script).name}",
-        sampler=ScriptedSampler(play(messages)),
-        renderer=renderer,
-        registry=registry,
-        limits=limits,
-        params=SamplingParams(max_tokens=limits.max_tokens),
-        tool_limits=people_tool_limits(),
-        index=agent.index,
-        servers=agent.mcp,
-        sampler_for=sampler_for,
-    )
-
-
-def _script(path: Path) -> list[list[ToolCall | str]]:
-    """Messages of parts: words, or `{"name": ..., "arguments": {...}}`. Raises ConfigError."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return [
-            [
-                part if isinstance(part, str) else ToolCall(part["name"], part.get("arguments", {}))
-                for part in one
-            ]
-            for one in document
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            "is no script", field="--script", received=str(error), fix="give messages"
-        ) from error
