@@ -7,7 +7,6 @@ from tests.fakes.embedder import HashingEmbedder
 from tests.fakes.indexes import until_built
 
 from etude.agent.index import templates
-from etude.agent.index.grep.manifest import writing
 from etude.agent.index.opening import new_indexes, run_indexes
 from etude.agent.index.semantic import store
 from etude.agent.index.templates import TemplateIndexes, lay_out
@@ -282,24 +281,6 @@ def test_without_full_text_search_there_is_still_the_index_of_grep(tmp_path, mon
 
     (words,) = asyncio.run(use())
     assert words.startswith("no whole code index: ")
-
-
-def test_an_index_that_another_process_builds_is_waited_for(tmp_path):
-    template = Template(FILES)
-
-    async def use():
-        indexes = TemplateIndexes(tmp_path, HashingEmbedder())
-        try:
-            with writing(tmp_path / "grep" / template.digest):
-                ready = asyncio.ensure_future(until_built(indexes, template))
-                await asyncio.wait([ready], timeout=0.5)
-                assert not ready.done()
-            async with asyncio.timeout(60):
-                await ready
-        finally:
-            await indexes.close()
-
-    asyncio.run(use())
 
 
 def test_a_tree_that_two_processes_lay_out_at_once_is_whole(tmp_path):

@@ -22,7 +22,6 @@ from etude.sandbox.template import Template
 Report = Callable[[str], None]
 MakeSandbox = Callable[[], Awaitable[Sandbox]]
 """A sandbox as the template gives it, before anybody worked in it; the caller ends it."""
-_LOOK_S = 0.2
 _DEPTH = 100
 _FILES_AT_ONCE = 64
 _MOST_IDLE = 32
@@ -169,13 +168,9 @@ class _TemplateIndex:
             await sandbox.kill()
 
     async def _built_grep(self, root: Path, folder: Path, digest: str) -> grep.GrepIndex:
-        while True:
-            with contextlib.suppress(StoreError):
-                return grep.GrepIndex.open(folder / digest, key=digest)
-            try:
-                return await grep.GrepIndex.build(root, folder / digest, key=digest)
-            except grep.IndexBusyError:  # another process builds the same
-                await asyncio.sleep(_LOOK_S)
+        with contextlib.suppress(StoreError):
+            return grep.GrepIndex.open(folder / digest, key=digest)
+        return await grep.GrepIndex.build(root, folder / digest, key=digest)
 
     def _failed(self, error: BaseException) -> None:
         self._owner.report(f"no {'code' if self._grep is None else 'whole code'} index: {error}")

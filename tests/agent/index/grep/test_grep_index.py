@@ -6,7 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,6 @@ from grep_builders import judged, make_tree
 
 from etude.agent.index.grep import GrepIndex, GrepQuery
 from etude.agent.index.grep import builder as building
-from etude.agent.index.grep import index as indexing
-from etude.agent.index.grep.grams import PairRanks
-from etude.agent.index.grep.manifest import writing
 from etude.errors import ConfigError, ResourceError, StoreError
 
 
@@ -80,32 +77,33 @@ def test_a_damaged_file_is_refused(
         GrepIndex.open(tmp_path / "index")
 
 
-def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_an_index_takes_the_place_of_another_and_of_nothing_else(tmp_path: Path) -> None:
     tree = many(tmp_path / "tree")
+    before = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
+    make_tree(tree, {"more.py": b"def name_1(): ...\n"})
     asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
-    for name in ("segment-0123456789abcdef", "mine"):
-        (tmp_path / "index" / name).mkdir()
-    asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
-    left = {path.name.partition("-")[0] for path in (tmp_path / "index").iterdir()}
-    assert left == {"manifest.json", "lock", "segment", "mine"}
-    assert len(list((tmp_path / "index").glob("*segment*"))) == 1
+    check(GrepIndex.open(tmp_path / "index"))
+    assert before.num_files == 60
+    assert len(asyncio.run(before.search(GrepQuery(r"name_1\("))).matches) == 50, "what was open goes on"
+    assert len(list((tmp_path / "index").iterdir())) == 2
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="no index: notes"):
+        asyncio.run(GrepIndex.build(tree, tmp_path / "mine"))
+    assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
-def test_two_writers_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_that_build_at_once_leave_one_whole_index(tmp_path: Path) -> None:
     tree, into = many(tmp_path / "tree"), tmp_path / "index"
-    refused: list[str] = []
 
-    def write_too(root: Path, paths: Sequence[bytes]) -> PairRanks:
-        with pytest.raises(ConfigError, match="another process") as error, writing(into):
-            pass
-        refused.append(str(error.value))
-        return building.sample_ranks(root, paths)
+    async def build() -> list[GrepIndex]:
+        return await asyncio.gather(*(GrepIndex.build(tree, into) for _ in range(4)))
 
-    monkeypatch.setattr(indexing, "sample_ranks", write_too)
-    asyncio.run(GrepIndex.build(tree, into))
-    assert refused
-    with writing(into), pytest.raises(ConfigError, match="another process"):
-        asyncio.run(GrepIndex.build(tree, into))
+    built = asyncio.run(build())
+    for index in (*built, GrepIndex.open(into)):
+        check(index, "name_1")
+    assert len(list(into.iterdir())) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"tree", "index"}
 
 
 @pytest.mark.usefixtures("small_segments")
@@ -118,10 +116,11 @@ def test_a_cancelled_build_leaves_a_whole_index_and_goes_on_behind_nobody(tmp_pa
         build.cancel()
         with pytest.raises(asyncio.CancelledError):
             await build
-        with writing(tmp_path / "index"):
-            pass
+        left.extend(await asyncio.to_thread(lambda: sorted(path.name for path in tmp_path.iterdir())))
 
+    left: list[str] = []
     asyncio.run(cancelled())
+    assert left == ["index", "tree"], "nothing is written behind it"
     check(GrepIndex.open(tmp_path / "index"))
 
 
@@ -146,7 +145,7 @@ def test_a_killed_build_leaves_the_old_index(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         check(GrepIndex.open(tmp_path / "index"))
     asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
-    assert len(list((tmp_path / "index").iterdir())) < 8
+    assert {path.name for path in tmp_path.iterdir()} == {"tree", "index"}, "what was killed has left nothing"
 
 
 def test_without_ripgrep_the_error_says_what_to_install(

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from pathlib import Path
 
 from etude.agent.index.grep.builder import sample_ranks, write_segments
 from etude.agent.index.grep.manifest import (
     Contents,
     Manifest,
-    new_name,
+    check_replaceable,
     open_contents,
     write_manifest,
-    writing,
 )
 from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import GrepQuery, GrepResult
@@ -28,13 +28,15 @@ from etude.agent.index.grep.ripgrep import Ripgrep, sort_key
 from etude.agent.index.grep.search import Base, Searcher
 from etude.agent.index.walk import walk
 from etude.errors import StoreError
+from etude.kit.durable import DRAFTS, whole_directory
+from etude.kit.leftovers import sweep
 from etude.kit.tasks import to_the_end
 
 __all__ = ["GrepIndex"]
 
 
 class GrepIndex:
-    """An opened index. Searches may run side by side; one process at a time may change it."""
+    """An opened index. Searches may run side by side, and go on where another index takes its place."""
 
     def __init__(self, into: Path, contents: Contents, ripgrep: Ripgrep) -> None:
         """Use `open` or `build`."""
@@ -60,18 +62,15 @@ class GrepIndex:
         """Indexes the files below `root` that are not hidden into the directory `into`, replacing what is
         there.
 
-        `key` names the content (a commit, a template's digest) for `open`. Works in a thread; killed, it
-        leaves the index that was there before, and who cancels it waits for its end.
+        `key` names the content (a commit, a template's digest) for `open`. Works in a thread; killed while
+        it does, it leaves the index that was there before, and who cancels it waits for its end. Of several
+        that build at once the last one's index stays.
 
         Raises ConfigError, StoreError, ResourceError without ripgrep.
         """
         ripgrep = Ripgrep()
-
-        def build() -> Contents:
-            with writing(into):
-                return _write(root.resolve(), into, key)
-
-        return cls(into, await to_the_end(asyncio.to_thread(build)), ripgrep)
+        contents = await to_the_end(asyncio.to_thread(_write, root, into, key))
+        return cls(into, contents, ripgrep)
 
     def overlay(self) -> Overlay:
         """A place for the edits of one session, searched together with this index."""
@@ -102,11 +101,17 @@ class GrepIndex:
 
 
 def _write(root: Path, into: Path, key: str) -> Contents:
-    """Writes the segments of all files, then the manifest, and opens the whole."""
+    """Writes the segments of all files, then the manifest; opens the whole, and puts it in its place."""
+    root = root.resolve()
+    check_replaceable(into)
     listing = walk(root)
     paths = sorted(listing.files, key=sort_key)
     files = [(path, listing.files[path].st_size) for path in paths]
-    written = write_segments(root, files, lambda: into / new_name(), sample_ranks(root, paths))
-    directories = sorted(map(os.fsdecode, listing.directories))
-    write_manifest(into, Manifest(str(root), key, directories, [path.name for path in written]))
-    return open_contents(into)
+    into.parent.mkdir(parents=True, exist_ok=True)
+    sweep(into.parent, DRAFTS)
+    with whole_directory(into, keep=lambda: False) as draft:
+        ranks = sample_ranks(root, paths)
+        written = write_segments(root, files, lambda: draft / f"segment-{secrets.token_hex(8)}", ranks)
+        directories = sorted(map(os.fsdecode, listing.directories))
+        write_manifest(draft, Manifest(str(root), key, directories, [path.name for path in written]))
+        return open_contents(draft)

@@ -1,32 +1,31 @@
-"""From a regular expression to what a matching file must hold: literals joined by AND and OR.
+"""From a regular expression to what a matching file must hold: literals joined by OR, and these by AND.
 
 Python's own parser reads the pattern. What Rust's `regex`, which ripgrep uses, reads differently is turned
 away before (`_DIFFERENT`) or refused by Python: nothing is required then, and ripgrep searches by itself.
 
-The method is Russ Cox' ("Regular Expression Matching with a Trigram Index", 2012): for each part of the
-expression the strings that it matches exactly if they are few, else how it can begin and end, and what must
-occur anywhere inside. Every step may only weaken: a file that matches is never excluded.
+After Russ Cox ("Regular Expression Matching with a Trigram Index", 2012): for each part of the expression how
+the texts that it matches begin, if that is one of a few ways, and what must occur anywhere inside. Every step
+may only weaken: a file that matches is never excluded.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from re import _parser as python_parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
-from etude.agent.index.grep.query import GrepQuery, Unsure
+from etude.agent.index.grep.query import GrepQuery
 
-__all__ = ["ANYTHING", "And", "Literal", "Or", "Plan", "Required", "plan"]
+__all__ = ["Plan", "Texts", "plan"]
 
 SHORTEST_BYTES = 3
 _MOST_STRINGS = 24
 _LARGEST_CLASS = 8
 _LONGEST_BYTES = 256
-_END_BYTES = 24
 _MOST_PARTS = 16
+_MOST_COPIES = 4
 _LONGEST_PATTERN = 4_000
 """Of a longer one nothing is known: looking for its literals would take longer than ripgrep does."""
 _ODD_FOLDS = frozenset("ksKS")
@@ -38,52 +37,37 @@ spaces in a count."""
 _KNOWN_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.UNICODE
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """The file holds these bytes, once its ASCII letters are lower case."""
-
-    text: bytes
+class Unsure(Exception):
+    """A pattern holds something that the index leaves to ripgrep."""
 
 
-@dataclass(frozen=True, slots=True)
-class And:
-    """All of these hold; none at all: nothing is required."""
-
-    parts: tuple[Required, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Or:
-    """At least one of these holds."""
-
-    parts: tuple[Required, ...]
-
-
-Required = Literal | And | Or
-ANYTHING = And()
+Texts = frozenset[bytes]
+"""One of these occurs in a file, once its ASCII letters are lower case."""
+_NOTHING: Texts = frozenset([b""])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What the index is asked for one query."""
 
-    required: Required
+    required: tuple[Texts, ...] = ()
+    """All of these; none at all: nothing is required."""
     odd_folds: bool = False
     """Files that hold the Kelvin sign or the long s must be candidates whatever `required` says."""
 
 
 def plan(query: GrepQuery) -> Plan:
-    """What a file must hold so that `query` can match in it. `ANYTHING` where in doubt."""
+    """What a file must hold so that `query` can match in it. Nothing where in doubt."""
     if len(query.pattern) > _LONGEST_PATTERN:
-        return Plan(ANYTHING)
+        return Plan()
     analysis = _Analysis()
     try:
         parsed = _parse(re.escape(query.pattern) if query.fixed else query.pattern)
         folds = query.ignore_case or bool(parsed.state.flags & re.IGNORECASE)
-        facts = _open_ended(analysis.sequence(parsed, folds))
+        facts = analysis.sequence(parsed, folds)
     except (Unsure, re.error, RecursionError, OverflowError, UnicodeEncodeError):
-        return Plan(ANYTHING)
-    return Plan(facts.match, analysis.odd_folds)
+        return Plan()
+    return Plan(_without_repetition(facts.found), analysis.odd_folds)
 
 
 def _parse(pattern: str) -> Any:
@@ -98,24 +82,24 @@ def _parse(pattern: str) -> Any:
     return parsed
 
 
-Strings = frozenset[bytes]
-_NOTHING: Strings = frozenset([b""])
-
-
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of the text that one part of a pattern matches."""
+    """What is known of the texts that one part of a pattern matches."""
 
-    exact: Strings | None = None
-    """All texts that it can match, if they are few."""
-    prefixes: Strings = _NOTHING
+    starts: Texts = _NOTHING
     """Each text begins with one of these."""
-    suffixes: Strings = _NOTHING
-    match: Required = ANYTHING
-    """Holds in the file around each text."""
+    is_whole: bool = False
+    """And is nothing more than that."""
+    required: tuple[Texts, ...] = ()
+    """Occur in the file around each text, besides `starts`."""
+
+    @property
+    def found(self) -> list[Texts]:
+        """All that occurs and can be looked up."""
+        return list(filter(_is_long, (*self.required, self.starts)))
 
 
-_EMPTY = _Facts(exact=_NOTHING)
+_EMPTY = _Facts(is_whole=True)
 
 
 @dataclass(slots=True)
@@ -125,10 +109,7 @@ class _Analysis:
     odd_folds: bool = False
 
     def sequence(self, parts: Iterable[tuple[Any, Any]], folds: bool) -> _Facts:
-        whole = _EMPTY
-        for operation, argument in parts:
-            whole = _concat(whole, self.part(operation.name, argument, folds))
-        return whole
+        return _joined(self.part(operation.name, argument, folds) for operation, argument in parts)
 
     def part(self, operation: str, argument: Any, folds: bool) -> _Facts:
         match operation:
@@ -162,7 +143,8 @@ class _Analysis:
         if not chars.isdisjoint("\n\0"):
             raise Unsure("line feed or NUL")
         self.odd_folds |= folds and not chars.isdisjoint(_ODD_FOLDS)
-        return _Facts(exact=frozenset(char.encode("utf-8", "surrogateescape").lower() for char in chars))
+        texts = frozenset(char.encode("utf-8", "surrogateescape").lower() for char in chars)
+        return _Facts(texts, is_whole=True)
 
 
 def _members(items: Iterable[tuple[Any, Any]]) -> list[int] | None:
@@ -182,110 +164,69 @@ def _members(items: Iterable[tuple[Any, Any]]) -> list[int] | None:
 def _repeated(part: _Facts, least: int, most: int) -> _Facts:
     if least == 0:
         return _alternation([part, _EMPTY]) if most == 1 else _Facts()
-    copies, whole = min(least, 4), _EMPTY
-    for _ in range(copies):
-        whole = _concat(whole, part)
-    return whole if copies == least == most else _open_ended(whole)
+    copies = min(least, _MOST_COPIES)
+    facts = _joined([part] * copies)
+    return facts if copies == least == most else replace(facts, is_whole=False)
 
 
-def _concat(left: _Facts, right: _Facts) -> _Facts:
-    if left.exact is not None and right.exact is not None:
-        both = _cross(left.exact, right.exact)
-        if both is not None and max(map(len, both)) <= _LONGEST_BYTES:
-            return _Facts(exact=both, match=_and([left.match, right.match]))
-        if left.exact != _NOTHING:
-            left = _open_ended(left)
-    if left.exact is None and isinstance(left.match, And) and len(left.match.parts) >= _MOST_PARTS:
-        return _Facts(None, left.prefixes, _NOTHING, left.match)  # says enough
-    required = [left.match, right.match]
-    if left.exact is not None:
-        prefixes = _cross(left.exact, _starts(right)) or left.exact
-    else:
-        prefixes = left.prefixes
-        bridge = _cross(left.suffixes, _starts(right))
-        if bridge is not None:
-            required.append(_any_of(bridge))
-        elif right.exact is not None:
-            required.append(_any_of(right.exact))
-    if right.exact is not None:
-        suffixes = _cross(left.suffixes if left.exact is None else left.exact, right.exact) or right.exact
-    else:
-        suffixes = right.suffixes
-        if left.exact is not None:
-            required.append(_any_of(_cross(left.exact, right.prefixes) or left.exact))
-    return _Facts(None, _shortened(prefixes, True), _shortened(suffixes, False), _and(required))
-
-
-def _starts(facts: _Facts) -> Strings:
-    return facts.exact if facts.exact is not None else facts.prefixes
-
-
-def _open_ended(facts: _Facts) -> _Facts:
-    """The same facts of a text of which only beginning and end are known."""
-    if facts.exact is None:
-        return facts
+def _joined(parts: Iterable[_Facts]) -> _Facts:
+    """Of a text that is one of each of `parts`, one behind the other."""
+    starts: Texts | None = None  # once it is known that there is more
+    before, required = _NOTHING, list[Texts]()  # `before`: what stands right before the next part
+    for part in parts:
+        joined = _cross(before, part.starts)
+        if joined is None:
+            starts, joined = starts or before, part.starts
+            required.append(before)
+        required += part.required
+        before = joined
+        if not part.is_whole:
+            starts, before = starts or joined, _NOTHING
+            required.append(joined)
+        required = list(filter(_is_long, required))
+        if len(required) >= _MOST_PARTS:  # says enough
+            starts = starts or before
+            break
     return _Facts(
-        None,
-        _shortened(facts.exact, True),
-        _shortened(facts.exact, False),
-        _and([facts.match, _any_of(facts.exact)]),
+        starts or before, starts is None, tuple(required) if starts is None else (*required, before)
     )
 
 
 def _alternation(branches: list[_Facts]) -> _Facts:
-    exacts = [branch.exact for branch in branches]
-    known = [exact for exact in exacts if exact is not None]
-    if len(known) == len(exacts) and all(branch.match == ANYTHING for branch in branches):
-        union = frozenset(itertools.chain.from_iterable(known))
-        if len(union) <= _MOST_STRINGS:
-            return _Facts(exact=union)
-    parts = [_open_ended(branch) for branch in branches]
-    prefixes = frozenset(itertools.chain.from_iterable(part.prefixes for part in parts))
-    suffixes = frozenset(itertools.chain.from_iterable(part.suffixes for part in parts))
-    required = _or([part.match for part in parts])
-    return _Facts(None, _shortened(prefixes, True), _shortened(suffixes, False), required)
+    starts = frozenset[bytes]().union(*(branch.starts for branch in branches))
+    is_few = len(starts) <= _MOST_STRINGS
+    is_whole = is_few and all(branch.is_whole for branch in branches)
+    if is_whole and not any(branch.required for branch in branches):
+        return _Facts(starts, is_whole)
+    best = [
+        max(branch.found, key=lambda texts: min(map(len, texts)), default=_NOTHING) for branch in branches
+    ]
+    either = frozenset[bytes]().union(*best)
+    return _Facts(starts if is_few else _NOTHING, is_whole, (either,))
 
 
-def _cross(left: Strings, right: Strings) -> Strings | None:
-    """Each of `left` followed by each of `right`; None if they are too many."""
-    if len(left) * len(right) > _MOST_STRINGS:
+def _cross(left: Texts, right: Texts) -> Texts | None:
+    """Each of `left` followed by each of `right`; None if they are too many, or too long."""
+    if len(left) * len(right) > _MOST_STRINGS or max(map(len, left)) + max(map(len, right)) > _LONGEST_BYTES:
         return None
     return frozenset(a + b for a in left for b in right)
 
 
-def _shortened(strings: Strings, beginnings: bool) -> Strings:
-    """The strings cut to what may still join with a neighbour; nothing known if they are too many."""
-    cut = frozenset(text[:_END_BYTES] if beginnings else text[-_END_BYTES:] for text in strings)
-    return cut if 0 < len(cut) <= _MOST_STRINGS else _NOTHING
+def _is_long(texts: Texts) -> bool:
+    """Whether all can be looked up."""
+    return all(len(text) >= SHORTEST_BYTES for text in texts)
 
 
-def _any_of(texts: Strings) -> Required:
-    """One of these texts occurs. Nothing is required if one of them is too short to be looked up."""
-    if not texts or any(len(text) < SHORTEST_BYTES for text in texts):
-        return ANYTHING
-    shortest = [text for text in texts if not any(other != text and other in text for other in texts)]
-    return _or([Literal(text) for text in sorted(shortest)])
+def _without_repetition(found: Iterable[Texts]) -> tuple[Texts, ...]:
+    """The same without what the others hold already."""
+    kept: list[Texts] = []
+    for texts in list(found)[:_MOST_PARTS]:
+        shortest = frozenset(a for a in texts if not any(a != b and b in a for b in texts))
+        if not any(_holds(other, shortest) for other in kept):
+            kept = [*(other for other in kept if not _holds(shortest, other)), shortest]
+    return tuple(kept)
 
 
-def _and(parts: Iterable[Required]) -> Required:
-    """All of `parts`, flat, without repetition or what another one holds already."""
-    flat: dict[Required, None] = {}
-    for part in parts:
-        flat.update(dict.fromkeys(part.parts if isinstance(part, And) else (part,)))
-    texts = [part.text for part in flat if isinstance(part, Literal)]
-    kept = [
-        part
-        for part in flat
-        if not isinstance(part, Literal) or not any(part.text != text and part.text in text for text in texts)
-    ]
-    return kept[0] if len(kept) == 1 else And(tuple(kept[:_MOST_PARTS]))
-
-
-def _or(parts: Iterable[Required]) -> Required:
-    flat: dict[Required, None] = {}
-    for part in parts:
-        if part == ANYTHING:
-            return ANYTHING
-        flat.update(dict.fromkeys(part.parts if isinstance(part, Or) else (part,)))
-    kept = list(flat)
-    return kept[0] if len(kept) == 1 else Or(tuple(kept))
+def _holds(texts: Texts, others: Texts) -> bool:
+    """Whether a file with one of `texts` has one of `others`."""
+    return all(any(other in text for other in others) for text in texts)

@@ -10,11 +10,7 @@ from etude.agent.globs import compile_globs
 from etude.errors import ConfigError
 from etude.sandbox.types import GrepMatch
 
-__all__ = ["FileMatches", "GrepQuery", "GrepResult", "Unsure"]
-
-
-class Unsure(Exception):
-    """A query holds something that the index leaves to ripgrep."""
+__all__ = ["FileMatches", "GrepQuery", "GrepResult"]
 
 
 @dataclass(frozen=True, slots=True)

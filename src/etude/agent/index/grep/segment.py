@@ -12,6 +12,7 @@ third, but numbers of fixed width are usable as they lie on disk.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.agent.index.grep.grams import PairRanks, gram_hashes
-from etude.agent.index.grep.literals import And, Literal, Or, Plan, Required
+from etude.agent.index.grep.literals import Plan
 from etude.errors import StoreError
-from etude.kit.durable import whole_directory
 
 __all__ = ["MOST_DOCUMENTS", "Document", "Flags", "Segment", "write_segment"]
 
@@ -58,7 +58,6 @@ class Segment:
 
     def __init__(self, path: Path) -> None:
         """Opens `path`. Raises StoreError for a damaged one."""
-        self.path = path
         try:
             self._starts, self._postings = _load(path, "starts"), _load(path, "postings")
             self.ranks: PairRanks = _load(path, "ranks")
@@ -75,33 +74,13 @@ class Segment:
 
     def candidates(self, plan: Plan) -> NDArray[np.intp]:
         """Numbers of the documents that may match."""
-        found = self._evaluate(plan.required)
-        if found is None:
-            return np.arange(len(self.paths))
+        found = np.ones(len(self.paths), np.bool_)
+        for texts in plan.required:
+            found &= functools.reduce(np.logical_or, map(self._literal, texts))
+            if np.count_nonzero(found) <= _ENOUGH:
+                break
         found |= self.flags & (Flags.ALWAYS | (Flags.ODD_FOLD if plan.odd_folds else 0)) != 0
         return np.flatnonzero(found)
-
-    def _evaluate(self, required: Required) -> NDArray[np.bool_] | None:
-        """A mark for each document; None for all of them."""
-        match required:
-            case Literal(text):
-                return self._literal(text)
-            case And(parts):
-                found: NDArray[np.bool_] | None = None
-                for part in parts:
-                    marks = self._evaluate(part)
-                    found = marks if found is None else found if marks is None else found & marks
-                    if found is not None and np.count_nonzero(found) <= _ENOUGH:
-                        break
-                return found
-            case Or(parts):
-                found = np.zeros(len(self.paths), np.bool_)
-                for part in parts:
-                    marks = self._evaluate(part)
-                    if marks is None:
-                        return None
-                    found |= marks
-                return found
 
     def _literal(self, text: bytes) -> NDArray[np.bool_]:
         buckets = np.unique(gram_hashes(text, self.ranks) >> np.uint32(32 - self._bits))
@@ -139,7 +118,7 @@ def bitmap_words(num_documents: int) -> int:
 def write_segment(
     path: Path, documents: Sequence[Document], keys: NDArray[np.uint64], bits: int, ranks: PairRanks
 ) -> None:
-    """Writes a segment whole or not at all. `keys`: sorted, `bucket << 16 | document`."""
+    """Writes a segment into the draft of an index. `keys`: sorted, `bucket << 16 | document`."""
     starts, postings = _pack(keys, bits, len(documents))
     arrays: dict[str, NDArray[Any]] = {
         "starts": starts,
@@ -148,9 +127,9 @@ def write_segment(
         "flags": np.array([d.flags for d in documents], np.uint8),
         "paths": np.frombuffer(b"".join(d.path + b"\0" for d in documents), np.uint8),
     }
-    with whole_directory(path) as draft:
-        for name, values in arrays.items():
-            np.save(draft / f"{name}.npy", values, allow_pickle=False)
+    path.mkdir()
+    for name, values in arrays.items():
+        np.save(path / f"{name}.npy", values, allow_pickle=False)
 
 
 def _pack(
