@@ -42,7 +42,7 @@ echo 1 > /logs/verifier/reward.txt
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of these tests are nobody else's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(task_sets, "_failed", {})
+    monkeypatch.setattr(task_sets, "_loaded", {})
 
 
 def test_runs_on_generated_tasks_do_not_import_the_code_of_images() -> None:
@@ -202,7 +202,9 @@ def test_a_failure_is_checked_again_by_the_next_command_and_a_pass_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_task(tmp_path / "tasks/one")
-    reasons = ["timeout: tests/test.sh did not end within 600 s", None]
+    write_task(tmp_path / "tasks/two")
+    failed = "timeout: tests/test.sh did not end within 600 s"
+    reasons = [None, failed, None]
 
     async def check(tasks: Sequence[Task], *others: Any) -> list[TaskReport]:
         found = [TaskReport(task.id, reasons.pop(0)) for task in tasks]
@@ -212,14 +214,16 @@ def test_a_failure_is_checked_again_by_the_next_command_and_a_pass_is_not(
 
     monkeypatch.setattr(task_sets, "check_tasks", check)
 
-    def check_as_a_new_command() -> list[str | None]:
-        monkeypatch.setattr(task_sets, "_failed", {})
-        return [reports(tmp_path / "tasks", "unisolated")["one"].report.reason for _ in range(2)]
+    def load_as_a_new_command() -> list[int]:
+        """A run asks for its tasks more than once."""
+        monkeypatch.setattr(task_sets, "_loaded", {})
+        loaded = [load_task_set(tmp_path / "tasks", "DIR", config("unisolated")) for _ in range(2)]
+        assert loaded[0] == loaded[1]
+        return [len(tasks) for tasks, _ in loaded]
 
-    failed = "timeout: tests/test.sh did not end within 600 s"
-    assert check_as_a_new_command() == [failed, failed], "a run opens its tasks more than once"
-    assert check_as_a_new_command() == [None, None]
-    assert check_as_a_new_command() == [None, None]
+    assert load_as_a_new_command() == [1, 1]
+    assert load_as_a_new_command() == [2, 2]
+    assert load_as_a_new_command() == [2, 2]
 
 
 def test_a_task_that_was_checked_as_it_was_made_is_known_wherever_it_lies(

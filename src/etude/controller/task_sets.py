@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 _NAMED = 5
 
-_failed: dict[tuple[str, bool], TaskReport] = {}
-"""Tasks that did not pass in this process, by the file of their report and whether a solution was required:
-a run opens its tasks more than once, and plays the same ones each time."""
+_loaded: dict[str, tuple[list[Task], list[str]]] = {}
+"""What `load_task_set` found in this process: a run asks before it has a directory, as it begins and once its
+steps are planned, and plays the same tasks each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,26 @@ def load_task_set(
     only: Mapping[str, object] | None = None,
 ) -> tuple[list[Task], list[str]]:
     """The verified tasks of a directory, with `only` those that have these metadata, and a few lines about
-    it: how many are verified, which are left out and why, how many are forgeable.
+    it: how many are verified, which are left out and why, how many are forgeable. Read once in a process.
 
     Raises TaskError as `check_task_set`; where none is verified; and, with `tasks.check = "stop"`, where one
     is not.
     """
+    limits = EpisodeLimits.from_config(config).sandbox
+    asked = repr((directory.resolve(), field, only, config.tasks, config.sandbox, config.images, limits))
+    if asked not in _loaded:
+        _loaded[asked] = _load(directory, field, config, observer, only)
+    tasks, words = _loaded[asked]
+    return list(tasks), list(words)
+
+
+def _load(
+    directory: Path,
+    field: str,
+    config: RunConfig,
+    observer: Observer | None,
+    only: Mapping[str, object] | None,
+) -> tuple[list[Task], list[str]]:
     checked = check_task_set(directory, field, config, observer, only)
     verified = [one.task for one in checked if one.task is not None and one.report.reason is None]
     forgeable = [one for one in checked if one.report.reason is None and one.report.forgeable]
@@ -180,25 +195,18 @@ class TaskChecks:
 
     def recall(self, task: Task) -> TaskReport | None:
         """An earlier check's report; None if there is none, or one that does not parse."""
-        needed = self._config.tasks.require_solution
-        file = self._file(task)
-        if failed := _failed.get((file.name, needed)):
-            return failed
-        if needed and not has_solution(task):
+        if self._config.tasks.require_solution and not has_solution(task):
             return None
         try:
-            found: Mapping[str, Any] = json.loads(file.read_bytes())
+            found: Mapping[str, Any] = json.loads(self._file(task).read_bytes())
             return TaskReport(**{**found, "forgeable": tuple(found["forgeable"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def keep(self, task: Task, report: TaskReport) -> None:
-        """Has `recall` find the report: of a task that passed, later commands too."""
-        file = self._file(task)
+        """Has `recall` find the report of a task that passed."""
         if report.reason is None:
-            write_json(file, asdict(report))
-        else:
-            _failed[file.name, self._config.tasks.require_solution] = report
+            write_json(self._file(task), asdict(report))
 
     async def check_directory(self, directory: Path, backend: SandboxBackend) -> TaskReport:
         """The report of a task that was just written."""
