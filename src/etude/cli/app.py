@@ -15,7 +15,7 @@ _COMMANDS = {
     "train": "train:train_command",
     "plan": "plan:plan_command",
     "pretrain": "pretrain:pretrain_command",
-    "sft": "sft:sft_command",
+    "sft": "pretrain:sft_command",
     "eval": "evaluate:eval_app",
     "agent": "agent:agent_command",
     "serve": "serve:serve_command",

@@ -1,4 +1,4 @@
-"""`etude pretrain`."""
+"""`etude pretrain` and `etude sft`."""
 
 from __future__ import annotations
 
@@ -49,43 +49,71 @@ ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interr
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
-def pretrain_command(
-    config: ConfigOption = None,
-    data: DataOption = None,
-    checkpoint: CheckpointOption = None,
-    overrides: OverridesOption = None,
-    name: NameOption = None,
-    draft_layers: DraftLayersOption = None,
-    ranks: RanksOption = None,
-    resume: ResumeOption = False,
-    drop: DropOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Train a model on text corpora: JSONL, Parquet, Lance or directories of files."""
-    settings = merge("pretrain", overrides, data, checkpoint, name, draft_layers, ranks)
-    run_config = config_to_run(config, settings, resume, drop or [])
-    # Heavy: torch comes with it.
-    from etude.controller.pretraining import check_pretraining, pretrain
-
-    asked = Asked("pretrain", run_config, config, settings, resume, drop or [])
-    train_stage(asked, check_pretraining, pretrain, as_json)
+Stage = tuple[
+    Callable[[RunConfig], None], Callable[[RunConfig, RunDirectory, Observer, bool], dict[str, Any]]
+]
+"""What refuses a configuration before there is a run, and what trains."""
 
 
-def train_stage(
-    asked: Asked,
-    check: Callable[[RunConfig], None],
-    train: Callable[[RunConfig, RunDirectory, Observer, bool], dict[str, Any]],
-    as_json: bool,
-) -> None:
-    """Begins a run of a stage, or goes on with it, and prints its report, or how to go on after Ctrl-C. In a
-    process that torchrun started to follow the first one, follows it instead."""
-    from etude.controller.ranks import follow_torchrun  # heavy, as its caller's imports
+def _load_pretraining() -> Stage:
+    from etude.controller.pretraining import check_pretraining, pretrain  # heavy: torch comes with it
 
-    if follow_torchrun(asked.config):
-        return
-    with asked.run(check) as (run, config):
-        report = train(config, run, open_observer(), asked.resume)
-    _print_report(run, report, as_json)
+    return check_pretraining, pretrain
+
+
+def _load_fine_tuning() -> Stage:
+    from etude.controller.sft import check_sft, fine_tune  # heavy: torch comes with it
+
+    return check_sft, fine_tune
+
+
+def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Callable[..., None]:
+    """The command of a stage of next-token training, which has this section of the configuration."""
+
+    def command(
+        config: ConfigOption = None,
+        data: DataOption = None,
+        checkpoint: CheckpointOption = None,
+        overrides: OverridesOption = None,
+        name: NameOption = None,
+        draft_layers: DraftLayersOption = None,
+        ranks: RanksOption = None,
+        resume: ResumeOption = False,
+        drop: DropOption = None,
+        as_json: JsonOption = False,
+    ) -> None:
+        settings = merge(section, overrides, data, checkpoint, name, draft_layers, ranks)
+        asked = Asked(
+            section,
+            config_to_run(config, settings, resume, drop or []),
+            config,
+            settings,
+            resume,
+            drop or [],
+        )
+        check, train = load()
+        from etude.controller.ranks import follow_torchrun
+
+        if follow_torchrun(asked.config):  # torchrun started this process to follow the first one
+            return
+        with asked.run(check) as (run, settled):
+            report = train(settled, run, open_observer(), resume)
+        _print_report(run, report, as_json)
+
+    command.__doc__ = words
+    return command
+
+
+pretrain_command = _stage_command(
+    "pretrain",
+    "Train a model on text corpora: JSONL, Parquet, Lance or directories of files.",
+    _load_pretraining,
+)
+sft_command = _stage_command(
+    "sft",
+    "Fine-tune a model on recorded agent sessions: runs, ATIF files or chats.",
+    _load_fine_tuning,
+)
 
 
 def merge(

@@ -45,7 +45,7 @@ def new_board(max_gives: int = 3) -> tuple[Board, Clock]:
 
 
 def joined(board: Board, name: str = "a", step: int = 0) -> Member:
-    member, _ = board.join(name)
+    member = board.join(name)
     member.step = step
     return member
 
@@ -120,12 +120,12 @@ def test_what_a_silent_cluster_has_is_given_to_another_and_its_result_dropped() 
     silent = joined(board, "silent")
     (lease,) = board.claim(silent, 1)
     clock.now_s += LEASE_S + 1
-    assert board.lapse() == []
+    board.lapse()
     other = joined(board, "other")
     (second,) = board.claim(other, 1)
     assert board.standing(lease.id) == (Standing.LATE, None)
     board.find(silent.id)
-    assert board.hear(silent, {lease.id: 5}) == ([lease.id], [])
+    assert board.hear(silent, {lease.id: 5}) == [lease.id]
     assert board.standing(second.id) == (Standing.CURRENT, second)
     board.keep(second)
     assert board.standing(second.id) == (Standing.REPEATED, None)
@@ -141,7 +141,7 @@ def test_a_cluster_that_comes_back_goes_on_with_what_nobody_else_was_given() -> 
     board.lapse()
     assert len(board.waiting) == 1
     board.find(member.id)
-    assert board.hear(member, {lease.id: 5}) == ([], [])
+    assert board.hear(member, {lease.id: 5}) == []
     assert not board.waiting
     assert board.standing(lease.id) == (Standing.CURRENT, lease)
 
@@ -160,7 +160,7 @@ def test_a_cluster_that_stays_away_is_forgotten_and_joins_again() -> None:
         board.find(gone.id)
     assert board.standing(lease.id) == (Standing.CURRENT, lease), "what it had done is good all the same"
     again = joined(board, "gone")
-    assert board.hear(again, {lease.id: 5})[0] == [lease.id]
+    assert board.hear(again, {lease.id: 5}) == [lease.id]
     assert numbers(board.claim(again, 1)) == [0]
 
 
@@ -208,7 +208,8 @@ def test_a_session_that_fails_goes_to_another_cluster_if_one_wants_it() -> None:
     board.add(episode())
     first, second = joined(board, "a"), joined(board, "b")
     (lease,) = board.claim(first, 1)
-    assert board.give_back(lease, "the sandbox died") == []
+    board.give_back(lease, "the sandbox died")
+    assert board.waiting
     assert board.claim(first, 1) == []
     (again,) = board.claim(second, 1)
     board.give_back(again, "there, too")
@@ -221,13 +222,15 @@ def test_a_session_that_fails_goes_to_another_cluster_if_one_wants_it() -> None:
 
 def test_a_session_that_is_given_away_too_often_is_exhausted_with_its_cause() -> None:
     board, _ = new_board(max_gives=2)
-    one = episode()
+    one, told = episode(), list[object]()
+    one.arrived = told.append
     board.add(one)
     member = joined(board)
-    assert board.give_back(board.claim(member, 1)[0], "first") == []
-    assert board.give_back(board.claim(member, 1)[0], "second") == [one]
+    board.give_back(board.claim(member, 1)[0], "first")
+    assert not told
+    board.give_back(board.claim(member, 1)[0], "second")
     assert one.ended
-    assert one.cause == "second"
+    assert told == ["given to clusters 2 times: second"]
     assert not board.waiting
 
 
@@ -241,7 +244,7 @@ def test_what_is_withdrawn_is_neither_given_nor_kept() -> None:
     for one in (waiting, running, running):
         board.withdraw(one)
     assert not board.waiting
-    assert board.hear(member, {lease.id: 3}) == ([lease.id], [])
+    assert board.hear(member, {lease.id: 3}) == [lease.id]
     assert board.standing(lease.id)[0] is Standing.LATE
     assert board.counts.withdrawn == 2
 
@@ -264,21 +267,18 @@ class Clusters(RuleBasedStateMachine):
         self.episodes: list[Episode] = []
         self.ends: Counter[int] = Counter()
 
-    def end(self, exhausted: list[Episode]) -> None:
-        self.ends.update(one.order.identity.group for one in exhausted)
-
     @rule(count=st.integers(1, 4))
     def ordered(self, count: int) -> None:
         for _ in range(count):
-            one = episode(len(self.episodes))
+            one = episode(number := len(self.episodes))
+            one.arrived = lambda _, ended=number: self.ends.update([ended])
             self.episodes.append(one)
             self.board.add(one)
 
     @rule(target=members, name=st.sampled_from("abc"))
     def joins(self, name: str) -> Member:
-        member, exhausted = self.board.join(name)
+        member = self.board.join(name)
         member.step = 0
-        self.end(exhausted)
         return member
 
     @rule(target=leases, member=members, most=st.integers(1, 3))
@@ -290,13 +290,13 @@ class Clusters(RuleBasedStateMachine):
     @rule(seconds=st.one_of(st.floats(0, 2 * LEASE_S), st.just(2 * 24 * 3600.0)))
     def waits(self, seconds: float) -> None:
         self.clock.now_s += seconds
-        self.end(self.board.lapse())
+        self.board.lapse()
 
     @rule(member=members, named=st.lists(leases, max_size=4))
     def beats(self, member: Member, named: list[Lease]) -> None:
         if member.id in self.board.members:
             running = {lease.id: 1 for lease in named if lease.member is member}
-            self.end(self.board.hear(self.board.find(member.id), running)[1])
+            self.board.hear(self.board.find(member.id), running)
 
     @rule(lease=leases)
     def delivers(self, lease: Lease) -> None:
@@ -304,17 +304,17 @@ class Clusters(RuleBasedStateMachine):
         if standing is Standing.CURRENT:
             assert current is lease
             self.board.keep(lease)
-            self.end([lease.episode])
+            lease.episode.arrived("")
 
     @rule(lease=consumes(leases))
     def fails(self, lease: Lease) -> None:
         if self.board.standing(lease.id)[0] is Standing.CURRENT:
-            self.end(self.board.give_back(lease, "it failed"))
+            self.board.give_back(lease, "it failed")
 
     @rule(member=consumes(members))
     def leaves(self, member: Member) -> None:
         if member.id in self.board.members:
-            self.end(self.board.leave(member))
+            self.board.leave(member)
 
     @rule(data=st.data())
     def withdrawn(self, data: st.DataObject) -> None:
@@ -322,7 +322,7 @@ class Clusters(RuleBasedStateMachine):
         if left:
             one = data.draw(st.sampled_from(left))
             self.board.withdraw(one)
-            self.end([one])
+            one.arrived("")
 
     @invariant()
     def every_session_is_in_one_place_until_its_one_end(self) -> None:

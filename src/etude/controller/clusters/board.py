@@ -65,8 +65,6 @@ class Episode:
     ended: bool = False
     withdrawn: bool = False
     """It was wanted no more before it had come."""
-    cause: str = ""
-    """Of its last failure."""
     avoids: str = ""
     """Name of the cluster that failed last, until `avoids_until_s`: others may take the session first."""
     avoids_until_s: float = 0.0
@@ -143,18 +141,15 @@ class Board:
         episode.withdrawn = True
         self._end(episode)
 
-    def lapse(self) -> list[Episode]:
-        """Takes back what clusters have that were not heard of, and forgets those that stay away; returns the
-        sessions that are exhausted."""
-        exhausted: list[Episode] = []
+    def lapse(self) -> None:
+        """Takes back what clusters have that were not heard of, and forgets those that stay away."""
         for member in list(self.members.values()):
             if member.leases and not self.is_alive(member):
                 self.counts.lapsed += len(member.leases)
                 cause = f"{member.name} was not heard of for {self._lease_s:g} s"
-                exhausted += self._return_all(list(member.leases.values()), cause)
+                self._return_all(list(member.leases.values()), cause)
             if self._clock() - member.heard_s > max(_FORGET_S, self._lease_s):
                 del self.members[member.id]
-        return exhausted
 
     def is_alive(self, member: Member) -> bool:
         """Whether it was heard of within a lease's time."""
@@ -184,14 +179,13 @@ class Board:
 
     # ---- clusters -------------------------------------------------------------------------------
 
-    def join(self, name: str) -> tuple[Member, list[Episode]]:
-        """A cluster has come, in place of another of its name. The second: sessions that this exhausts."""
-        exhausted: list[Episode] = []
+    def join(self, name: str) -> Member:
+        """A cluster has come, in place of another of its name."""
         for other in [member for member in self.members.values() if member.name == name]:
-            exhausted += self.leave(other)
+            self.leave(other)
         member = Member(uuid.uuid4().hex, name, self._clock())
         self.members[member.id] = member
-        return member, exhausted
+        return member
 
     def find(self, member_id: str) -> Member:
         """The cluster, which is herewith heard of. Raises UnknownMemberError."""
@@ -206,19 +200,18 @@ class Board:
         member.heard_s = self._clock()
         return member
 
-    def leave(self, member: Member) -> list[Episode]:
-        """The cluster goes; what it has is given to others. Returns the sessions that are exhausted."""
+    def leave(self, member: Member) -> None:
+        """The cluster goes; what it has is given to others."""
         self.members.pop(member.id, None)
         leases = list(member.leases.values())
         self.counts.failed += len(leases)
-        exhausted = self._return_all(leases, f"{member.name} has left")
+        self._return_all(leases, f"{member.name} has left")
         for lease in leases:
             self._leases.pop(lease.id, None)
-        return exhausted
 
-    def hear(self, member: Member, running: Mapping[str, int]) -> tuple[list[str], list[Episode]]:
+    def hear(self, member: Member, running: Mapping[str, int]) -> list[str]:
         """`running`: lease -> tokens sampled so far. Returns those leases that are over, so that what runs
-        there must end, and the sessions that are exhausted.
+        there must end.
 
         A lease that had lapsed goes on, if nobody else was given its session. One that the cluster has not
         named for a lease's time got lost on its way there: it is taken back.
@@ -241,7 +234,8 @@ class Board:
             if lease.id not in running and now - lease.given_s > self._lease_s
         ]
         self.counts.lapsed += len(lost)
-        return gone, self._return_all(lost, f"it did not arrive at {member.name}")
+        self._return_all(lost, f"it did not arrive at {member.name}")
+        return gone
 
     def claim(self, member: Member, most: int) -> list[Lease]:
         """Up to `most` sessions that the cluster's weights may sample, the oldest first.
@@ -280,13 +274,13 @@ class Board:
             del self._kept[next(iter(self._kept))]
         self._end(lease.episode)
 
-    def give_back(self, lease: Lease, cause: str) -> list[Episode]:
-        """The cluster could not run the session. Returns it if it is exhausted."""
+    def give_back(self, lease: Lease, cause: str) -> None:
+        """The cluster could not run the session."""
         self.counts.failed += 1
         lease.episode.avoids = lease.member.name
         lease.episode.avoids_until_s = self._clock() + self._lease_s
         self._leases.pop(lease.id, None)
-        return self._return_all([lease], cause)
+        self._return_all([lease], cause)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -300,21 +294,18 @@ class Board:
         episode.lease = self._leases[lease.id] = member.leases[lease.id] = lease
         return lease
 
-    def _return_all(self, leases: Sequence[Lease], cause: str) -> list[Episode]:
-        """The sessions wait again, before those that came later; returns those that are exhausted instead."""
-        exhausted: list[Episode] = []
+    def _return_all(self, leases: Sequence[Lease], cause: str) -> None:
+        """The sessions wait again, before those that came later; those that were given too often end."""
         for lease in reversed(leases):
             if lease.member.leases.pop(lease.id, None) is None:
                 continue  # has lapsed: its session waits already
             episode = lease.episode
-            episode.cause = cause
             if episode.num_gives >= self._max_gives:
                 self.counts.exhausted += 1
                 self._end(episode)
-                exhausted.append(episode)
+                episode.arrived(f"given to clusters {episode.num_gives} times: {cause}")
             else:
                 self.waiting.appendleft(episode)
-        return exhausted
 
     def _end(self, episode: Episode) -> None:
         episode.ended = True

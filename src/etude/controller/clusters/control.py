@@ -130,7 +130,7 @@ class Control:
                     await self._intake.delete(name)
             while True:
                 await asyncio.sleep(self.settings.lease_s / 8)
-                self._report(self.board.lapse())
+                self.board.lapse()
                 self._look_for_clusters()
                 self._tell()
         except Exception as error:
@@ -166,11 +166,6 @@ class Control:
             fix="see whether their relays run, and reach the weight store",
         )
 
-    def _report(self, exhausted: list[Episode]) -> None:
-        """Tells the run of sessions that were given away too often."""
-        for episode in exhausted:
-            episode.arrived(f"given to clusters {episode.num_gives} times: {episode.cause}")
-
     # ---- what clusters ask ----------------------------------------------------------------------
 
     def run(self) -> Answer:
@@ -197,9 +192,7 @@ class Control:
         except ConfigError:
             self.num_refused += 1
             raise
-        member, exhausted = self.board.join(name)
-        self._report(exhausted)
-        return {"member": member.id}
+        return {"member": self.board.join(name).id}
 
     def beat(
         self, member_id: str, version: PolicyVersion | None, running: Mapping[str, int], trouble: str
@@ -210,8 +203,7 @@ class Control:
         self._note_trouble(member, trouble)
         if member.step != before:
             self._tell()
-        gone, exhausted = self.board.hear(member, running)
-        self._report(exhausted)
+        gone = self.board.hear(member, running)
         for lease in member.leases.values():
             if lease.episode.told_tokens != lease.num_tokens:
                 lease.episode.told_tokens = lease.num_tokens
@@ -269,7 +261,7 @@ class Control:
         bundle = await self._intake.unpack(data, lease)
         trajectory = bundle.trajectory
         if trajectory.status is Status.INFRASTRUCTURE and lease.episode.num_gives < self.settings.max_gives:
-            self._report(self.board.give_back(lease, trajectory.cause))
+            self.board.give_back(lease, trajectory.cause)
             self._tell()
             return {"standing": "failed"}
         episode = lease.episode
@@ -297,7 +289,7 @@ class Control:
         standing, lease = self.board.standing(lease_id)
         if lease is None or lease.member is not member:
             return {"standing": standing.value}
-        self._report(self.board.give_back(lease, cause))
+        self.board.give_back(lease, cause)
         self._tell()
         return {"standing": "failed"}
 
@@ -305,7 +297,7 @@ class Control:
         """A cluster goes. Idempotent."""
         member = self.board.members.get(member_id)
         if member is not None:
-            self._report(self.board.leave(member))
+            self.board.leave(member)
             self._tell()
         return {}
 

@@ -30,22 +30,6 @@ from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 _PAUSE_S = 0.05
 
 
-class _Wait:
-    """How long a request may still wait for an engine: what it queued and was sampled for before it first had
-    none does not count."""
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._deadline: float | None = None
-
-    @property
-    def deadline(self) -> float:
-        """In the time of the loop; set when it is asked for the first time."""
-        if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + self._patience_s
-        return self._deadline
-
-
 class PatientSampler:
     """Implements BranchingSampler over engines that come and go: requests wait until one is there. For one
     event loop."""
@@ -101,7 +85,7 @@ class PatientSampler:
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         """See Sampler.stream. An engine that is taken away in good order, as one that was borrowed is,
         ends its requests with `abort`: their tokens are kept, and the rest is sampled elsewhere."""
-        wait = _Wait(self._patience_s)
+        deadline: float | None = None
         left = request
         self._going[request.id] = request.session_id
         try:
@@ -119,7 +103,7 @@ class PatientSampler:
                 except SamplerError as error:
                     if kept or not _is_of_engine(error):
                         raise
-                    await self._wait_for_one(wait, error)
+                    deadline = await self._wait_for_one(deadline, error)
         finally:
             self._going.pop(request.id, None)
 
@@ -128,7 +112,7 @@ class PatientSampler:
         return request.id in self._going and request.deadline_s is None
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        wait = _Wait(self._patience_s)
+        deadline: float | None = None
         while True:
             self._joined.clear()
             try:
@@ -136,26 +120,31 @@ class PatientSampler:
             except SamplerError as error:
                 if not _is_of_engine(error):
                     raise
-                await self._wait_for_one(wait, error)
+                deadline = await self._wait_for_one(deadline, error)
 
     def abort(self, request_id: str) -> None:
         self._going.pop(request_id, None)
         self._routed.abort(request_id)
 
-    async def _wait_for_one(self, wait: _Wait, error: SamplerError) -> None:
-        """Waits until an engine has come back since `_joined` was cleared, or one is there unnoticed."""
+    async def _wait_for_one(self, deadline: float | None, error: SamplerError) -> float:
+        """Waits until an engine has come back since `_joined` was cleared, or one is there unnoticed. Returns
+        the request's deadline, in the loop's time: set when it first has no engine, so that what it queued
+        and was sampled for before does not count."""
+        if deadline is None:
+            deadline = asyncio.get_running_loop().time() + self._patience_s
         serving = {name: one.current() for name, one in self._engines.items()}
         there = {name: version for name, version in serving.items() if version is not None}
         for name, version in there.items():
             self.engine_ready(name, version)  # the router had put it aside for a failure
         try:
-            async with asyncio.timeout_at(wait.deadline):
+            async with asyncio.timeout_at(deadline):
                 if there:
                     await asyncio.sleep(_PAUSE_S)  # it may fail each time
                 else:
                     await self._joined.wait()
         except TimeoutError:
             raise error from None
+        return deadline
 
 
 def _rest(request: SampleRequest, tokens: NDArray[np.int32]) -> SampleRequest:
