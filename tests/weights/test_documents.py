@@ -20,6 +20,7 @@ entries = st.builds(TensorEntry, texts, numbers, texts, texts, numbers)
 manifests = st.builds(
     WeightManifest, versions, st.lists(entries, max_size=4).map(tuple), texts, st.none() | versions
 )
+ENTRY = {"name": "w", "shape": [1], "dtype": "f", "digest": "00"}
 GOOD = manifest_document(
     WeightManifest(PolicyVersion("run", 5, "abc"), (TensorEntry("w", (2, 3), "float32", "00"),), "memory:x")
 )
@@ -54,8 +55,10 @@ def test_what_may_be_left_out_may() -> None:
         ({"url": None}, "manifest.url"),
         ({"tensors": {}}, "manifest.tensors"),
         ({"tensors": [7]}, "manifest.tensors[0]"),
-        ({"tensors": [{"name": "w", "shape": ["x"]}]}, "manifest.tensors[0].shape"),
-        ({"tensors": [{"name": "w", "shape": [1], "dtype": "f", "digest": 1}]}, "manifest.tensors[0].digest"),
+        ({"tensors": [{"name": "w", "shape": 3}]}, "manifest.tensors[0].shape"),
+        ({"tensors": [ENTRY | {"shape": ["x"]}]}, "manifest.tensors[0].shape"),
+        ({"tensors": [ENTRY | {"cuts": [-1]}]}, "manifest.tensors[0].cuts"),
+        ({"tensors": [ENTRY | {"digest": 1}]}, "manifest.tensors[0].digest"),
         ({"extra": 1}, "manifest.extra"),
     ],
 )
