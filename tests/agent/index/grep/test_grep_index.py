@@ -15,6 +15,7 @@ from grep_builders import judged, make_tree
 from etude.agent.index.grep import GrepIndex, GrepQuery
 from etude.agent.index.grep import builder as building
 from etude.errors import ConfigError, ResourceError, StoreError
+from etude.kit.durable import DRAFTS
 
 
 def many(tree: Path, count: int = 60) -> Path:
@@ -79,6 +80,8 @@ def test_a_damaged_file_is_refused(
 
 def test_an_index_takes_the_place_of_another_and_of_nothing_else(tmp_path: Path) -> None:
     tree = many(tmp_path / "tree")
+    for name in ("segment-0123456789abcdef", f"{DRAFTS}killed", "lock"):  # of a build that was killed
+        (tmp_path / "index" / name).mkdir(parents=True)
     before = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
     make_tree(tree, {"more.py": b"def name_1(): ...\n"})
     asyncio.run(GrepIndex.build(tree, tmp_path / "index"))

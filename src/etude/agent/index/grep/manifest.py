@@ -14,13 +14,16 @@ from pathlib import Path
 
 from etude.agent.index.grep.segment import Segment
 from etude.errors import ConfigError, StoreError
+from etude.kit.durable import DRAFTS
 
 __all__ = ["Contents", "Manifest", "check_replaceable", "open_contents", "write_manifest"]
 
 FORMAT = 4
 _NAME = "manifest.json"
-_OURS = re.compile(r"manifest\.json|segment-[0-9a-f]{16}|lock")
-"""Names in an index; `lock` in one of an earlier version."""
+_OURS = re.compile(
+    rf"manifest\.json|segment-[0-9a-f]{{16}}|lock|\.manifest\.json\.\w+\.tmp|{re.escape(DRAFTS)}.*", re.DOTALL
+)
+"""Names in an index, those too that an earlier version had there and its killed builds left."""
 
 
 @dataclass(frozen=True, slots=True)
