@@ -238,7 +238,7 @@ def test_a_killed_server_loses_its_sandboxes_at_once_and_starts_clean(hosts: Net
         for box in gone:
             await loss(box.commands.run("true"))
 
-    # Three of these, which a refused connection misses at once, are longer than the calls take on a busy machine.
+    # Three of these, which a refused connection misses at once, take longer than calls on a busy machine.
     play(hosts, scenario, heartbeat_s=5.0)
 
 
