@@ -33,7 +33,7 @@ from etude.weights.folders import DirectoryFolder
 from etude.weights.relay import Relay
 from etude.weights.server import RelayServer
 from etude_quickstart.memory_backend import MemoryBackend
-from tests.controller.clusters.playing import MAKINGS, OFFER
+from tests.controller.clusters.playing import FINGERPRINT, OFFER
 from tests.controller.clusters.test_server import SETTINGS
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
 from tests.environment.server.serving import new_host
@@ -202,7 +202,7 @@ def _control(stack: ExitStack, directory: Path, found: dict[str, Server]) -> Ser
     inbox = Inbox(directory / "inbox", SETTINGS.max_result_bytes)
     app = control_app(Control(SETTINGS, OFFER, inbox), TOKEN)
     server = _begin(stack, "control", app, "/v1/run")
-    body = {"name": "cluster", "api": 3, "makings": dict(MAKINGS.parts)}
+    body = {"name": "cluster", "api": 4, "fingerprint": dict(FINGERPRINT.parts)}
     server.names["member"] = _ask(server, "POST", "/v1/join", json=body)["member"]
     return server
 

@@ -61,4 +61,4 @@ class SessionEnded:
 
 SessionEvent = Sampled | CallStarted | CallEnded | ContextOpened | Retried | SessionEnded
 Listener = Callable[[SessionEvent], None]
-"""Told of everything as it happens, in the event loop: it must not block or raise."""
+"""Called with everything as it happens, in the event loop: it must not block or raise."""

@@ -51,7 +51,7 @@ class ListedServers:
 
     def changed(self) -> Servers | None:
         """The servers, where they are others than before. A file that cannot be used changes nothing; it is
-        told of once."""
+        reported once."""
         try:
             if self._path.read_bytes() == self._text:
                 return None

@@ -82,7 +82,7 @@ class BorrowedEngine(LoanHandle):
         on_end: Callable[[], None] = lambda: None,
         on_kill: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end`: told, at once, when the replica was called home. `on_kill`: when it is let go. See
+        """`on_end`: called at once when the replica was called home. `on_kill`: when it is let go. See
         LoanHandle."""
         super().__init__(url, token, store)
         self._needs = needs
@@ -90,7 +90,7 @@ class BorrowedEngine(LoanHandle):
         self._is_polled = False
         """Whether somebody has begun to poll."""
         self._told_all = asyncio.Event()
-        """Set when all that it had been asked has been told, to its end."""
+        """Set when all that it had been asked has been answered, to its end."""
         self._before: Mapping[str, float] = {}
         """What the engine had done when the run got it."""
 
@@ -99,7 +99,7 @@ class BorrowedEngine(LoanHandle):
         return BorrowedEngine, (self.url, self._token, self._store, self._needs)
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See LoanHandle.call. Raises LoanEndedError only after whoever polls has been told the rest: it ends
+        """See LoanHandle.call. Raises LoanEndedError only after the polling side has the rest: it ends
         what the replica was asked, and with it the sessions that had tokens on their way."""
         self._is_polled = self._is_polled or method == "poll"
         try:
@@ -112,14 +112,14 @@ class BorrowedEngine(LoanHandle):
             raise
 
     async def _wait_for_the_rest(self) -> None:
-        """Waits until whoever polls has been told all, which takes no time: but for a while."""
+        """Waits until the polling side has everything, which takes no time: but for a while."""
         if self._is_polled:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REST_S):
                     await self._told_all.wait()
 
     async def give_back(self) -> None:
-        """Ends the loan; returns when whoever polls has been told of what is under way to its end."""
+        """Ends the loan; returns when the polling side has what is under way, to its end."""
         ending = asyncio.ensure_future(self.call("end"))
         try:
             await self._told_all.wait()

@@ -40,7 +40,7 @@ _DRAIN_S = 30.0
 _PAUSE_S, _MOST_PAUSE_S = 2.0, 300.0
 """Before a replica that was of no use is asked for again; doubled each time."""
 _UNKNOWN_TOKENS = 1e9
-"""Told to the router where sessions run elsewhere: their requests do not pass here."""
+"""Sent to the router where sessions run elsewhere: their requests do not pass here."""
 
 
 @dataclass(slots=True, eq=False)

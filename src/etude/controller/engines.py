@@ -111,7 +111,7 @@ def _make_model(config: RunConfig, model: SampledModel) -> AnyModel:
     dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     if model.is_own:
         return LanguageModel(config.model, model.vocab_size).cast(dtype)
-    assert config.initial_checkpoint is not None, "whoever has a foreign model says where it lies"
+    assert config.initial_checkpoint is not None, "a foreign model has a directory"
     return load_any_model(Path(config.initial_checkpoint), dtype)
 
 

@@ -4,7 +4,7 @@
 
 Everything here is arithmetic on measured speeds (`probing.py`); no clock is read. A plan is kept ever after:
 
-config.toml        the steps that are taken, without a limit: whoever trains it takes the same ones
+config.toml        the steps that are taken, without a limit: every training of it takes the same ones
 environment.json   `asked`: limit and steps of the command, with which the run is resumed
 """
 
@@ -80,8 +80,8 @@ class Forecast:
         elif self.total_s >= 120:
             size, unit = 60.0, "min"
         parts = (("mid-training", self.midtrain_s), ("RL", self.rl_s), ("evaluation", self.evaluation_s))
-        told = ", ".join(f"{name} {seconds / size:.{digits}f}" for name, seconds in parts if seconds)
-        return f"about {self.total_s / size:.{digits}f} {unit}: {told}"
+        shown = ", ".join(f"{name} {seconds / size:.{digits}f}" for name, seconds in parts if seconds)
+        return f"about {self.total_s / size:.{digits}f} {unit}: {shown}"
 
     def to_json(self) -> dict[str, float]:
         """As the run's environment stores it."""

@@ -1,4 +1,4 @@
-"""What a run's model can do on tasks that it never saw: measured at some points, and what is told of it."""
+"""What a run's model can do on tasks that it never saw: measured at some points, and printed."""
 
 from __future__ import annotations
 

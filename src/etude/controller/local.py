@@ -3,7 +3,7 @@
 A LocalHandle by itself calls its part in the caller's thread, in the caller's order: the same run gives the
 same bits. The LocalExecutor gives each part one thread in which it is made and computes, one call after
 another, while the event loop, and with it the part's asynchronous methods, goes on: a run that borrows
-replicas must hear of them while its trainer computes, and is put together as over Ray
+replicas must get them while its trainer computes, and is put together as over Ray
 (`remote/arrangement.py`).
 """
 

@@ -132,7 +132,7 @@ def check_routing(config: RunConfig, model: AnyModel) -> None:
     samples = not rl.stream.source and config.engine.backend == "vllm"
     if samples and rl.router_replay == "r3" and model.num_experts and not config.engine.vllm.record_routes:
         raise ConfigError(
-            "replays the experts that the engine records, and vLLM is told to record none",
+            "replays the experts that the engine records, and vLLM is set to record none",
             field="rl.router_replay",
             received=rl.router_replay,
             fix='set engine.vllm.record_routes = true, or rl.router_replay to "r2" or "off"',

@@ -4,7 +4,7 @@
              ──score───> log-probabilities, routes           (prefill: what the gate of a run compares)
 
 Both are compared with the trainer's own scores of the same tokens: with experts chosen by its own router, and
-with those that the engine recorded, which is how a run trains unless told otherwise.
+with those that the engine recorded, which is how a run trains unless configured otherwise.
 """
 
 from __future__ import annotations
@@ -175,13 +175,13 @@ async def _sample(
 
 def _assemble_routes(chunks: Sequence[SampleChunk], length: int) -> NDArray[Any] | None:
     """The routes that came with the chunks, for every position; later ones replace earlier ones."""
-    told = [(chunk.routes_start, chunk.routes) for chunk in chunks if chunk.routes is not None]
-    if not told:
+    recorded = [(chunk.routes_start, chunk.routes) for chunk in chunks if chunk.routes is not None]
+    if not recorded:
         return None
-    first = told[0][1]
+    first = recorded[0][1]
     missing = missing_route(torch.from_numpy(first[:0].copy()).dtype)
     routes = np.full((length, *first.shape[1:]), missing, dtype=first.dtype)
-    for start, rows in told:
+    for start, rows in recorded:
         routes[start : start + len(rows)] = rows
     return routes
 

@@ -7,7 +7,7 @@
 Overlapped, the trainer waits for `publish` alone, which copies its weights: they are encoded, uploaded and
 staged while it goes on, and come into service when all engines that are up have them. At most one
 publication is under way: the next one begins when it has come to its end, so the versions in service lag one
-step more. Whoever admits sessions is told what is in service, and so keeps to its bound.
+step more. The admission of sessions learns what is in service, and so keeps to its bound.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etude.records import PolicyVersion, WeightManifest
 
 T = TypeVar("T")
 InService = Callable[[int], None]
-"""Told the step of the weights that sample from now on."""
+"""Called with the step of the weights that sample from now on."""
 
 PARITY_KIND = "parity"
 KIND = "publication"
@@ -62,7 +62,7 @@ class Publication:
         clock: Callable[[], float],
         overlap: bool,
     ) -> None:
-        """`gate`: looks at each publication. `observer`: told of publications that failed. `kv`: what becomes
+        """`gate`: looks at each publication. `observer`: gets publications that failed. `kv`: what becomes
         of running sessions' keys and values. `wall_s`: of the run, for its metrics. `clock`: in seconds, for
         figures only."""
         self._trainer, self._sink, self._gate = trainer, sink, gate
@@ -75,7 +75,7 @@ class Publication:
         self._copied = asyncio.Event()
         """Whether the trainer may go on."""
         self._trainer_held = asyncio.Lock()
-        """By whoever changes its weights, or needs them as they are."""
+        """Held to change its weights, or to need them as they are."""
         self._has_moved_on = False
         """Whether its weights may be others than those that are under way or in service."""
         self._served: PolicyVersion | None = None

@@ -50,7 +50,7 @@ Routes = Mapping[str, NDArray[Any]]
 
 
 def routes_of(groups: Sequence[Group], fetch: RouteFetcher) -> Routes:
-    """All routes that a step on these groups replays, for whoever takes it elsewhere."""
+    """All routes that a step on these groups replays, for a trainer that takes it elsewhere."""
     segments = [s for group in groups for member in group.members for s in member.segments]
     return {s.routes.url: fetch(s.routes) for s in segments if s.routes is not None}
 

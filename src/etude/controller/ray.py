@@ -30,7 +30,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from etude.config import ClusterConfig
-from etude.controller.ray_checks import bundle_of, check_address, check_room, told
+from etude.controller.ray_checks import bundle_of, check_address, check_room, describe_parts
 from etude.errors import EtudeError, PartLostError, ResourceError
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.protocols import Resources
@@ -224,7 +224,7 @@ class RayExecutor:
                 await self._group.ready()
         except TimeoutError:
             raise ResourceError(
-                "Ray finds no room for all parts at once: " + told(parts),
+                "Ray finds no room for all parts at once: " + describe_parts(parts),
                 field="cluster.placement",
                 received=self._settings.placement,
                 fix=f"it has {_available()}; start more machines, or ask for less in [cluster]",
@@ -270,7 +270,7 @@ class RayExecutor:
                 raise PartLostError(
                     f"did not start within {self._settings.start_timeout_s:.0f} s",
                     field=name,
-                    received=told([wanted]),
+                    received=describe_parts([wanted]),
                     fix=f"Ray has {_available()} free; cluster.start_timeout_s allows longer",
                 ) from None
             if isinstance(error, RayError):
@@ -338,10 +338,10 @@ def words_of(error: RayError) -> str:
     cause: BaseException = error
     while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
         cause = cause.cause
-    told = " ".join(line for line in str(cause).strip().splitlines() if not line.startswith(("\t", " ")))
-    if len(told) > _LONGEST_WORDS:
-        told = f"{told[:_LONGEST_WORDS]}..."
-    return f"{type(cause).__name__}: {told or 'no words'}"
+    words = " ".join(line for line in str(cause).strip().splitlines() if not line.startswith(("\t", " ")))
+    if len(words) > _LONGEST_WORDS:
+        words = f"{words[:_LONGEST_WORDS]}..."
+    return f"{type(cause).__name__}: {words or 'no words'}"
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def check_room(parts: Sequence[Resources], has: Mapping[str, float]) -> None:
     short = [name for name, number in needs.items() if number > has.get(name, 0.0) + 1e-9]
     if short:
         raise ResourceError(
-            f"the parts need more {' and '.join(short)} than there is: {told(parts)}",
+            f"the parts need more {' and '.join(short)} than there is: {describe_parts(parts)}",
             field="cluster",
             received=", ".join(f"{name} {has.get(name, 0.0):g} of {needs[name]:g}" for name in short),
             fix="start more machines, or lower cluster.engines or what each part takes: "
@@ -76,6 +76,6 @@ def bundle_of(wanted: Resources) -> dict[str, float]:
     return {name: number for name, number in named.items() if number} or {"CPU": 0.001}
 
 
-def told(parts: Sequence[Resources]) -> str:
+def describe_parts(parts: Sequence[Resources]) -> str:
     """Parts and what they take, in words."""
     return ", ".join(f"{one.part or 'a part'} {json.dumps(bundle_of(one))}" for one in parts)

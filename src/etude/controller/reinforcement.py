@@ -229,8 +229,8 @@ class ReinforcementLoop:
         self.times.rollout_s += batch.rollout_s
         self.times.train_s += trained["train_s"]
         self.times.train_tokens += trained["train_tokens"]
-        for name, told in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
-            value = trained.get(told, 0.0)
+        for name, metric in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
+            value = trained.get(metric, 0.0)
             if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row tells it
                 self.parity[name] = max(self.parity[name], value)
 

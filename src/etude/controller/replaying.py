@@ -185,7 +185,7 @@ def _session_of_chain(
 ) -> tuple[AgentSession | None, str]:
     """The session of a chain, whose full contexts were kept as files that the agent may have read.
 
-    Where it cannot be had the calls are made without it, and the reason is told.
+    Where it cannot be had the calls are made without it, and the reason is printed.
     """
     if len(stored.trajectory.segments) == 1 or stored.run is None:
         return None, ""

@@ -54,7 +54,7 @@ class StageRunner:
 
     def run(self, trainer: AnyNextTokenTrainer, num_steps: int, after_step: Callable[[int], None]) -> bool:
         """Takes steps until `num_steps`; returns whether the stage is over: complete or exhausted. One that
-        was cut is saved. `after_step` is told each step, before it is saved."""
+        was cut is saved. `after_step` is called with each step, before it is saved."""
         self.observer.stage_begins(self.title, num_steps)
         with CheckpointKeeper(self.latest, self.checkpoint, self.metrics, self.observer) as keeper:
             self._take_steps(trainer, keeper, after_step)

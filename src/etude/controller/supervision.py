@@ -125,8 +125,8 @@ class Supervisor:
         clock: Clock = time.monotonic,
         journal: FaultJournal | None = None,
     ) -> None:
-        """`on_loss`: told the cause, at once, when the part is no longer ready. `on_pulse`: told what its
-        heartbeats answer. `journal`: where its faults are noted, if not with the others'."""
+        """`on_loss`: called with the cause when the part is no longer ready. `on_pulse`: called with
+        what its heartbeats answer. `journal`: where its faults are noted, if not with the others'."""
         self.name = name
         self.handle: Handle[Any] | None = None
         """The part while it is ready, else None."""
@@ -255,7 +255,7 @@ class Supervisor:
         return None
 
     async def _give_up(self, what: str, cause: str) -> None:
-        """Has whoever waits for the part, now or later, raise."""
+        """Raises in all that wait for the part, now or later."""
         async with self._changed:
             self.failure = PartLostError(
                 f"{what}, and is started no more",

@@ -221,9 +221,9 @@ class _Run:
         speeds = self.probe(asked, model, tokenizer, documents, self.family)
         if "validation" in self.family.splits:
             speeds = with_validation(speeds, asked)
-        told = (speeds, self.stop.elapsed_s, sum(size for _, size in self._evaluations))
+        measured = (speeds, self.stop.elapsed_s, sum(size for _, size in self._evaluations))
         if asked.max_wall_s:
-            self.config = plan_steps(asked, *told)
+            self.config = plan_steps(asked, *measured)
             self.family = open_family(self.config)  # which may depend on the number of steps
             store_plan(self.run, asked, self.config)
             steps = self.config.midtrain.num_steps, self.config.rl.num_steps
@@ -232,7 +232,7 @@ class _Run:
             )
         source = self.family.source()
         num_groups = source.end if isinstance(source, EpochSource) else None
-        forecast = Forecast.of(self.config, *told, num_groups)
+        forecast = Forecast.of(self.config, *measured, num_groups)
         self.observer.say(forecast.words())
         self.run.update_environment({"forecast": forecast.to_json()})
         self.report["forecast_s"] = forecast.total_s

@@ -123,7 +123,7 @@ class TrainingPart:
     # ---- what stays -----------------------------------------------------------------------------
 
     def current_version(self) -> PolicyVersion:
-        """The version, for whoever can only call."""
+        """The version, for callers of methods."""
         return self.version
 
     def is_due(self) -> bool:

@@ -143,7 +143,7 @@ class TurnRunner(ABC):
         """One turn of a client that may be cut off, named by its number (from 0) or a key. Asked for again,
         it is not run again, and only its results are sent.
 
-        Whoever stops waiting leaves it running. Raises UserError for a number or key of other calls, and
+        Callers that stop waiting leave it running. Raises UserError for a number or key of other calls, and
         as `run_calls`.
         """
         while (before := self._running) is not None and before.number < len(self.history.turns):

@@ -1,6 +1,6 @@
 """The environment's side of a session: a sandbox, the tools on it, its task and how it is graded.
 
-Whoever samples is elsewhere: `run_session` in this process (a rollout, the terminal) or a client of the
+Sampling happens elsewhere: `run_session` in this process (a rollout, the terminal) or a client of the
 environment server. All of them drive this one class, so they get the same results.
 
     open --turns--> ... --submit--> graded          pause <-> resume in between

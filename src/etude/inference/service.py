@@ -334,7 +334,7 @@ class EngineService:
         self._replies[ticket.request.id] = ticket.reply
 
     async def _step(self) -> None:
-        """One step; in the thread, if there is one. Whoever waits for its end runs before the next begins."""
+        """One step, in the thread if there is one. Callers that wait for its end run before the next."""
         counters = self.engine.counters
         most_steps = self._tickets.steps_until_due or _MOST_STEPS
         decoded, prefilled, before = counters.decode_tokens, counters.prefill_tokens, counters.steps

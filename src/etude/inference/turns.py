@@ -51,7 +51,7 @@ class EngineTurns:
             self._put_off.append(action)
 
     def catch_up(self) -> None:
-        """Does what was put off, unless a thread has the engine again. Whoever had a turn in a thread calls
+        """Does what was put off, unless a thread has the engine again. The owner of a turn in a thread calls
         this, once what came of it is handed over."""
         if not self.is_free:
             return

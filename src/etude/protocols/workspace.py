@@ -8,9 +8,9 @@ from typing import Protocol
 from etude.records import ToolCall, ToolResult
 
 OnCall = Callable[[int, ToolCall], None]
-"""Told the position of a call in its turn, and the call, as it begins to run."""
+"""Called with the position of a call in its turn, and the call, as it begins to run."""
 OnResult = Callable[[int, ToolCall, ToolResult], None]
-"""Told as a call ends."""
+"""Called as a call ends."""
 
 
 class Workspace(Protocol):

@@ -28,7 +28,7 @@ _COUNTED = (
     "fork_prefix_tokens",
     "fork_prefix_cached_tokens",
 )
-"""Told of every step, whether there was any or not."""
+"""Called with every step, whether there was any or not."""
 
 _CHOICE = 1 << 20
 """In a key of noise, behind a session's: a use that no session has."""

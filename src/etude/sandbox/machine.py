@@ -239,7 +239,7 @@ class MachineSandbox(Sandbox):
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Channel]:
         """In the block nothing new is asked of the sandbox, and it says nothing: it may be copied whole.
-        Whoever held it greets it afterwards."""
+        The former holder greets it afterwards."""
         channel = self.channel
         with self.closed():
             try:

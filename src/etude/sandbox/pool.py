@@ -106,7 +106,7 @@ class PooledBackend(SandboxBackend):
         return await self.inner.import_snapshot(source)
 
     async def close(self) -> None:
-        """See SandboxBackend.close. Whoever waits in the queue gets a SandboxError."""
+        """See SandboxBackend.close. Callers that wait in the queue get a SandboxError."""
         self._closed = True
         self._line.refuse_all(_closed_error())
         await self._background.close()

@@ -89,7 +89,7 @@ class SnapshotKeeper:
         """Removes a copy in transit of which nobody has made a sandbox."""
         if snapshot in self._in_transit:
             with contextlib.suppress(SnapshotError):
-                # Whoever sent it deletes it, too.
+                # Its sender deletes it, too.
                 await self.delete_snapshot(snapshot)
 
     async def _save(

@@ -1,7 +1,7 @@
 """Those who wait for something scarce: tenants in turns, each tenant's own in the order of arrival.
 
-Whoever stands at the head is served as soon as what he wants is there, and nobody before him, however little
-he wants. So nobody starves: each tenant in turn has one request served, and a large one waits until there is
+The request at the head is served as soon as what it wants is there, and none before it, however little
+it wants. So nobody starves: each tenant in turn has one request served, and a large one waits until there is
 room for it.
 """
 
@@ -63,7 +63,7 @@ class WaitingLine(Generic[Wanted, Given]):
             self._pop()
 
     def refuse(self, error: Exception) -> None:
-        """Whoever is next gets the error."""
+        """The next request gets the error."""
         while self._tenants:
             future = self._pop()
             if not future.done():

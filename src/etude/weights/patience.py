@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S = 2.0
 
 
 OnWait = Callable[[float, str], None]
-"""Told of a call that had to be made again, once it is answered or given up: seconds, and the last cause."""
+"""Gets each call that was repeated, once it is answered or given up: seconds, and the last cause."""
 
 
 class PatientFolder:

@@ -23,7 +23,7 @@ from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import AnnouncingSink, ClusterRunner
 from etude.controller.clusters.sampling import SamplingCluster, Site, Terms
 from etude.controller.clusters.server import build_app
-from etude.controller.clusters.wire import Makings
+from etude.controller.clusters.wire import RunFingerprint
 from etude.errors import WeightUpdateError
 from etude.observe.observer import RecordingObserver
 from etude.protocols import EpisodeRunner, KvPolicy
@@ -35,8 +35,8 @@ from etude.weights.folders import Folder, open_folder
 from tests.environment.playing import SOLVES, TASK, new_environment, script_of
 from tests.fakes.scripted import ScriptedSampler
 
-MAKINGS = Makings({"model": "tiny", "tokenizer": "bytes"})
-OFFER = {"name": "run", "config": "", "tokenizer": {}, "vocab_size": 256, "makings": dict(MAKINGS.parts)}
+MAKINGS = RunFingerprint({"model": "tiny", "tokenizer": "bytes"})
+OFFER = {"name": "run", "config": "", "tokenizer": {}, "vocab_size": 256, "fingerprint": dict(MAKINGS.parts)}
 TOKEN = "a-token"
 LEASE_S = 60.0
 """Of the run. Its clusters are told less, and beat more often than they must."""
@@ -178,7 +178,7 @@ class World:
         link: Link | None = None,
         runner: EpisodeRunner | None = None,
         draining: asyncio.Event | None = None,
-        makings: Makings = MAKINGS,
+        fingerprint: RunFingerprint = MAKINGS,
         sampled_step: int = 0,
         sink: NoWeights | None = None,
         token: str | None = TOKEN,
@@ -199,7 +199,7 @@ class World:
             sampler,
             weights,
             blobs,
-            makings,
+            fingerprint,
             max_sessions,
             "recompute",
             lambda: None,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from etude.controller.clusters.client import ControlLostError
-from etude.controller.clusters.wire import Makings
+from etude.controller.clusters.wire import RunFingerprint
 from etude.errors import ConfigError, PartLostError
 from etude.records import Status, Trajectory, TrajectoryId
 from tests.controller.clusters.playing import Link, NoWeights, SlowRunner, World, manifest_at, version_at
@@ -321,7 +321,7 @@ def test_sessions_that_the_infrastructure_failed_are_no_result_while_others_may_
 def test_a_cluster_that_would_play_other_sessions_is_refused_with_what_differs(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with World(tmp_path).open() as world:
-            _, task = world.join(makings=Makings({"model": "another", "tokenizer": "bytes"}))
+            _, task = world.join(fingerprint=RunFingerprint({"model": "another", "tokenizer": "bytes"}))
             with pytest.raises(ConfigError, match="model") as caught:
                 await task
             assert caught.value.field == "model"

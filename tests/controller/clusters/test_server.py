@@ -17,7 +17,7 @@ from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
 from etude.controller.clusters.runner import sampling_command
 from etude.controller.clusters.server import build_app
-from etude.controller.clusters.wire import API, Makings, config_document, order_document, order_of
+from etude.controller.clusters.wire import API, RunFingerprint, config_document, order_document, order_of
 from etude.environment.runners import Order
 from etude.records import SamplingParams, TrajectoryId
 from tests.controller.clusters.playing import MAKINGS, OFFER, TOKEN
@@ -99,9 +99,9 @@ VERSION: dict[str, Any] = {
 }
 MALFORMED: tuple[tuple[str, Any], ...] = (
     ("/v1/join", []),
-    ("/v1/join", {"name": 5, "api": 1, "makings": {}}),
+    ("/v1/join", {"name": 5, "api": 1, "fingerprint": {}}),
     ("/v1/join", {"name": "a", "api": 1}),
-    ("/v1/join", {"name": "a", "api": 1, "makings": {}, "more": 1}),
+    ("/v1/join", {"name": "a", "api": 1, "fingerprint": {}, "more": 1}),
     ("/v1/beat", {"member": "a", "version": 3, "running": {}, "trouble": ""}),
     ("/v1/beat", {"member": "a", "version": {"no": "version"}, "running": {}, "trouble": ""}),
     ("/v1/beat", {"member": "a", "version": VERSION | {"lineage": []}, "running": {}, "trouble": ""}),
@@ -128,8 +128,8 @@ def test_malformed_requests_are_refused_as_such(tmp_path: Path, path: str, body:
 
 def test_names_that_are_none_versions_of_others_and_other_makings_are_refused(tmp_path: Path) -> None:
     async def scenario(client: httpx.AsyncClient, control: Control) -> None:
-        right = {"name": "a", "api": API, "makings": dict(MAKINGS.parts)}
-        for change in ({"name": "a/b"}, {"api": 7}, {"makings": {"model": "another"}}):
+        right = {"name": "a", "api": API, "fingerprint": dict(MAKINGS.parts)}
+        for change in ({"name": "a/b"}, {"api": 7}, {"fingerprint": {"model": "another"}}):
             answer = await client.post("/v1/join", json=right | change, headers=HEADERS)
             assert answer.status_code == 409, answer.text
         assert control.num_refused == 3
@@ -214,13 +214,13 @@ def test_a_cluster_gets_the_runs_configuration_without_what_is_the_runs_own(tmp_
 
 def test_makings_tell_apart_what_plays_differently() -> None:
     config = RunConfig()
-    own = Makings.of(config, renderer())
-    own.check(Makings.of(config, renderer()).parts, "a")
+    own = RunFingerprint.of(config, renderer())
+    own.check(RunFingerprint.of(config, renderer()).parts, "a")
     elsewhere = config.model_copy(update={"agent": config.agent.model_copy(update={"max_turns": 3})})
     with pytest.raises(Exception, match="agent"):
-        own.check(Makings.of(elsewhere, renderer()).parts, "a")
+        own.check(RunFingerprint.of(elsewhere, renderer()).parts, "a")
     sandbox = config.sandbox.model_copy(update={"backend": "gvisor"})
-    own.check(Makings.of(config.model_copy(update={"sandbox": sandbox}), renderer()).parts, "a")
+    own.check(RunFingerprint.of(config.model_copy(update={"sandbox": sandbox}), renderer()).parts, "a")
 
 
 def test_the_run_says_all_that_a_cluster_has_to_name() -> None:

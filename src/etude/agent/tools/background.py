@@ -88,7 +88,7 @@ async def poll_command(command: BackgroundCommand, context: ToolContext, wait_s:
     if command.exit_code is None:
         await _look_after(command, context, wait_s)
         context.changed_somewhere()
-        # Whoever has seen the end knows it alone: it is noted before anything else can fail.
+        # The end is seen only once: it is noted before anything else can fail.
         command.save(context.state)
     parts = [await _new_output(command, context)]
     facts: dict[str, str | int | float | bool] = {"kind": "poll", "running": command.exit_code is None}

@@ -73,7 +73,7 @@ class CodeSearch(Protocol):
 
 
 class User(Protocol):
-    """Whoever gave the task: a person, an editor, or in rollouts a simulated user who knows what the task
+    """The giver of the task: a person, an editor, or in rollouts a simulated user who knows what the task
     withholds."""
 
     async def answer(self, question: str, options: Sequence[str] = ()) -> str:

@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """What stands before a conversation: whoever sees its events and answers its questions."""
+    """The front of a conversation: it sees the events and answers the questions."""
 
     emit: OnAgentEvent
     ask: Ask | None = None
@@ -107,7 +107,7 @@ class Conversation:
     _busy: bool = False
     _stopping: bool = False
     _undone: list[str] = field(default_factory=list[str])
-    """Paths of which the agent is to be told that its changes were undone."""
+    """Paths of which the agent is yet to read that its changes were undone."""
     redo: dict[int, tuple[ToolResult, ...]] = field(default_factory=dict[int, "tuple[ToolResult, ...]"])
     """Results, by turn, of calls that ran before a crash and whose changes are kept."""
 
@@ -148,14 +148,14 @@ class Conversation:
             return await self._say(text)
 
     async def _say(self, text: str) -> Outcome:
-        told = self._with_undone(text)
+        words = self._with_undone(text)
         workspace = await self._ready()
         if self.journal is None:
-            session = self._new_session(told)
+            session = self._new_session(words)
             self.journal = JournaledSession.create(self.folder.journal, session, self.state)
         else:
             self._end_open(STOPPED_BY_USER)
-            self.journal.on_user(told)
+            self.journal.on_user(words)
         self._undone.clear()
         self._first_turn = self.num_turns
         self.folder.add_prompt(text, self.num_turns)

@@ -91,7 +91,7 @@ class Ended:
 
 AgentEvent = Said | MessageEnded | CallsMade | CallRuns | CallDone | FilesChanged | Noted | Ended
 OnAgentEvent = Callable[[AgentEvent], None]
-"""Told in the event loop: must neither block nor raise."""
+"""Called in the event loop: must neither block nor raise."""
 
 
 def event_document(event: AgentEvent) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def event_document(event: AgentEvent) -> dict[str, Any]:
             return {"event": "call_ended", **_place(event), "result": result_document(event.result)}
         case FilesChanged():
             files = [{"path": file.path, "diff": file.diff()} for file in event.files]
-            told = {"turn": event.turn, "written": event.written, "files": files}
-            return {"event": "changed", **told, "kept_back": dict(event.kept_back)}
+            change = {"turn": event.turn, "written": event.written, "files": files}
+            return {"event": "changed", **change, "kept_back": dict(event.kept_back)}
         case Ended():
             return {"event": "ended", "status": event.status.value, "cause": event.cause}
 

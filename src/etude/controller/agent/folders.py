@@ -132,7 +132,7 @@ class SessionFolder:
         return len(self.meta.prompts)
 
     def update(self, **values: Any) -> None:
-        """Changes what is known of the session."""
+        """Changes the session's entry."""
         self.meta = replace(self.meta, **values)
         self._save()
 

@@ -10,7 +10,7 @@ from etude.tokens.stream import MessageStream
 
 
 class Narrator:
-    """Listens to one session. Words are told as they come, each once.
+    """Listens to one session. Words are shown as they come, each once.
 
     A sampler that yields whole messages may tell their words earlier, through `preview`.
     """
@@ -40,7 +40,7 @@ class Narrator:
                 self._begin_again()
                 self._emit(Ended(event.status, event.cause))
             case _:
-                pass  # calls are told by the workspace, which knows more of them
+                pass  # calls are shown by the workspace, which knows more of them
 
     def _on_sampled(self, event: events.Sampled) -> None:
         if self._stream is None:

@@ -32,8 +32,8 @@ class MirroredWorkspace:
     emit: OnAgentEvent
     turn: Callable[[], int]
     """Number of the agent's present message, from 1."""
-    told: set[str] = field(default_factory=set[str])
-    """What stays in the sandbox, as far as the person has been told."""
+    shown: set[str] = field(default_factory=set[str])
+    """What stays in the sandbox, as far as the person has read it."""
     _kept: int | None = None
     """Number of the present turn's change, once something of it is on disk."""
 
@@ -86,7 +86,7 @@ class MirroredWorkspace:
             self._keep(TurnChange(0, turn, 0, files, results, self.mirror.writes))
             self._kept = None
             kept_back = await self.mirror.apply(files)
-        kept_back |= self._not_told()
+        kept_back |= self._not_shown()
         if files or kept_back:
             self.emit(FilesChanged(turn, files, self.mirror.writes, kept_back))
 
@@ -97,12 +97,12 @@ class MirroredWorkspace:
         prompt = len(self.folder.meta.prompts)
         self.folder.save_change(replace(change, number=self._kept, prompt=prompt))
 
-    def _not_told(self) -> dict[str, str]:
-        """What stays in the sandbox and was not told yet."""
-        if new := [name for name in self.mirror.byproducts if name not in self.told]:
+    def _not_shown(self) -> dict[str, str]:
+        """What stays in the sandbox and was not shown yet."""
+        if new := [name for name in self.mirror.byproducts if name not in self.shown]:
             self.emit(Noted(f"git ignores what commands made in {', '.join(new)}: it stays in the sandbox"))
-        staying = {path: why for path, why in self.mirror.staying.items() if path not in self.told}
-        self.told |= staying.keys() | set(new)
+        staying = {path: why for path, why in self.mirror.staying.items() if path not in self.shown}
+        self.shown |= staying.keys() | set(new)
         return staying
 
     def _files_of(self, calls: Iterable[ToolCall], reads: bool = True) -> list[str]:

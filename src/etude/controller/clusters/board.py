@@ -26,11 +26,11 @@ Clock = Callable[[], float]
 _REMEMBERED = 100_000
 """Leases that have ended, to tell a result that comes twice from one that is not known at all."""
 _FORGET_S = 24 * 3600.0
-"""After this time, or a lease's if that is longer, a cluster that is not heard of must join again."""
+"""After this time, or a lease's if that is longer, a cluster that sends nothing must join again."""
 
 
 Arrived = Callable[[Bundle | PartLostError | str], None]
-"""Told what became of a session: it has come, all is lost, or why it never will."""
+"""Called with the end of a session: it has come, all is lost, or why it never will."""
 
 
 class UnknownMemberError(InfrastructureError):
@@ -105,7 +105,7 @@ class BoardCounts:
     repeated: int = 0
     late: int = 0
     lapsed: int = 0
-    """Leases of clusters that were not heard of."""
+    """Leases of clusters that sent nothing."""
     failed: int = 0
     """Sessions that a cluster could not run, or gave back."""
     withdrawn: int = 0
@@ -142,17 +142,17 @@ class Board:
         self._end(episode)
 
     def lapse(self) -> None:
-        """Takes back what clusters have that were not heard of, and forgets those that stay away."""
+        """Takes back what clusters have that sent nothing, and forgets those that stay away."""
         for member in list(self.members.values()):
             if member.leases and not self.is_alive(member):
                 self.counts.lapsed += len(member.leases)
-                cause = f"{member.name} was not heard of for {self._lease_s:g} s"
+                cause = f"{member.name} sent nothing for {self._lease_s:g} s"
                 self._return_all(list(member.leases.values()), cause)
             if self._clock() - member.heard_s > max(_FORGET_S, self._lease_s):
                 del self.members[member.id]
 
     def is_alive(self, member: Member) -> bool:
-        """Whether it was heard of within a lease's time."""
+        """Whether it sent anything within a lease's time."""
         return self._clock() - member.heard_s <= self._lease_s
 
     @property
@@ -188,7 +188,7 @@ class Board:
         return member
 
     def find(self, member_id: str) -> Member:
-        """The cluster, which is herewith heard of. Raises UnknownMemberError."""
+        """The cluster, which herewith has sent something. Raises UnknownMemberError."""
         member = self.members.get(member_id)
         if member is None:
             raise UnknownMemberError(

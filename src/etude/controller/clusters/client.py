@@ -58,9 +58,9 @@ class ControlClient:
         """What the run is."""
         return await self._ask("GET", "/v1/run")
 
-    async def join(self, name: str, api: int, makings: Mapping[str, str]) -> str:
+    async def join(self, name: str, api: int, fingerprint: Mapping[str, str]) -> str:
         """Joins; returns the id to go by. Raises ConfigError where the run does not take this cluster."""
-        body = {"name": name, "api": api, "makings": dict(makings)}
+        body = {"name": name, "api": api, "fingerprint": dict(fingerprint)}
         return str((await self._ask("POST", "/v1/join", body))["member"])
 
     async def beat(

@@ -1,4 +1,4 @@
-"""The run's side of the control API: what clusters ask, and what they are told.
+"""The run's side of the control API: what clusters ask, and the answers.
 
     run's loop ──order, announce, withdraw──> Control (its own thread's loop) <──HTTP── clusters
                <──────arrived, tally─────────────────┘
@@ -20,7 +20,7 @@ from typing import Any
 from etude.config import ClustersConfig
 from etude.controller.clusters.board import Board, Clock, Episode, Member, Standing, check_name
 from etude.controller.clusters.intake import AnnouncedWeights, Inbox, Intake, Traffic
-from etude.controller.clusters.wire import API, Makings, order_document, version_key
+from etude.controller.clusters.wire import API, RunFingerprint, order_document, version_key
 from etude.errors import ConfigError, PartLostError, StoreError
 from etude.records import PolicyVersion, Status, WeightManifest
 from etude.weights.documents import manifest_document
@@ -79,7 +79,7 @@ class Control:
         self._post(self.board.withdraw, episode)
 
     def finish(self) -> None:
-        """The run has ended: clusters are told so when they ask. From any thread."""
+        """The run has ended: clusters read so when they ask. From any thread."""
         self._post(self._finish)
 
     def _post(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -180,7 +180,7 @@ class Control:
             "finished": self._finished,
         }
 
-    def join(self, name: str, api: int, makings: Mapping[str, str]) -> Answer:
+    def join(self, name: str, api: int, fingerprint: Mapping[str, str]) -> Answer:
         """A cluster comes. Raises ConfigError for one that would play other sessions."""
         try:
             check_name(name)
@@ -188,7 +188,7 @@ class Control:
                 raise ConfigError(
                     "speaks another version of the control API", field="api", received=api, fix=f"{API} here"
                 )
-            Makings(self._offer["makings"]).check(makings, name)
+            RunFingerprint(self._offer["fingerprint"]).check(fingerprint, name)
         except ConfigError:
             self.num_refused += 1
             raise

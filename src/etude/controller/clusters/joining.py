@@ -14,7 +14,7 @@ from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
 from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
-from etude.controller.clusters.wire import API, Makings
+from etude.controller.clusters.wire import API, RunFingerprint
 from etude.controller.compute import settle_numerics, use_sampling_threads
 from etude.controller.engines import SampledModel, make_local_service
 from etude.environment.episodes import Environment, EpisodeLimits
@@ -61,10 +61,10 @@ async def sample(
     store_url = trajectories_url or run["trajectories_url"]
     store = open_folder(store_url) if store_url and run["trajectories_url"] else None
     terms = Terms(run["lease_s"], run["poll_s"], run["max_result_bytes"], store)
-    with contextlib.suppress(UnavailableError):  # a relay that is not up yet; a wrong token will not mend
+    with contextlib.suppress(UnavailableError):  # a relay that is not up yet; a wrong token stays wrong
         await unless(draining, asyncio.to_thread(check_reading, config.weights))
     async with open_site(config, tokenizer, model, name) as site:
-        _check_alike(site.makings, run["makings"], name)
+        _check_alike(site.fingerprint, run["fingerprint"], name)
         cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s, mark)
         await cluster.play(draining)
     return cluster.counts
@@ -143,9 +143,9 @@ def take_over(
     return config, tokenizer, dataclasses.replace(model, vocab_size=vocab_size)
 
 
-def _check_alike(own: Makings, of_run: Mapping[str, str], name: str) -> None:
+def _check_alike(own: RunFingerprint, of_run: Mapping[str, str], name: str) -> None:
     """Raises ConfigError where this cluster would play other sessions: the run would refuse it, too."""
-    Makings(of_run).check(own.parts, name)
+    RunFingerprint(of_run).check(own.parts, name)
 
 
 @contextlib.asynccontextmanager
@@ -175,7 +175,7 @@ async def open_site(
                 service,
                 service,
                 blobs,
-                Makings.of(config, environment.renderer),
+                RunFingerprint.of(config, environment.renderer),
                 config.engine.num_slots,
                 config.rl.kv_on_update,
                 check,

@@ -21,7 +21,7 @@ from etude.config import ClustersConfig, RunConfig
 from etude.controller.clusters.board import Episode
 from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import Inbox
-from etude.controller.clusters.wire import Makings, config_document
+from etude.controller.clusters.wire import RunFingerprint, config_document
 from etude.controller.engines import SampledModel
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.runners import Order, Player
@@ -161,7 +161,7 @@ class AnnouncingSink:
     def __init__(
         self, inner: WeightSink, control: Control, on_announced: Callable[[PolicyVersion], None]
     ) -> None:
-        """`on_announced`: told what was announced."""
+        """`on_announced`: called with what was announced."""
         self._inner = inner
         self._control = control
         self._on_announced = on_announced
@@ -191,7 +191,7 @@ class Players:
     runner: Player
     sink: WeightSink
     announce_end: Callable[[], Awaitable[None]] = _tell_nobody
-    """Called once no session will be asked for any more: clusters are told, those that come later too."""
+    """Called once no session will be asked for any more: clusters learn it, those that come later too."""
 
 
 @contextlib.asynccontextmanager
@@ -277,7 +277,7 @@ def sampling_command(url: str, settings: ClustersConfig) -> str:
 
 
 _FAREWELL_S = 2.0
-"""In which clusters that wait for sessions are told that there are none any more."""
+"""In which clusters that wait for sessions learn that there are none any more."""
 
 
 def check_clusters(settings: ClustersConfig) -> None:
@@ -297,13 +297,13 @@ def check_clusters(settings: ClustersConfig) -> None:
 
 
 def make_offer(config: RunConfig, renderer: Renderer) -> dict[str, Any]:
-    """What clusters are told of a run with this settled configuration."""
+    """What clusters learn of a run with this settled configuration."""
     return {
         "name": config.name,
         "config": config_document(config),
         "tokenizer": _tokenizer_files(renderer.tokenizer),
         "vocab_size": SampledModel.configured(config, renderer.tokenizer).vocab_size,
-        "makings": dict(Makings.of(config, renderer).parts),
+        "fingerprint": dict(RunFingerprint.of(config, renderer).parts),
     }
 
 

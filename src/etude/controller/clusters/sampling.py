@@ -20,7 +20,7 @@ from etude.controller.clusters.board import UnknownMemberError
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
 from etude.controller.clusters.intake import session_name
 from etude.controller.clusters.supply import Supply, WeightsLostError
-from etude.controller.clusters.wire import API, Makings, order_of, version_key
+from etude.controller.clusters.wire import API, RunFingerprint, order_of, version_key
 from etude.environment.member import MemberSampler
 from etude.environment.runners import Order
 from etude.errors import (
@@ -52,7 +52,7 @@ class Site:
     sink: WeightSink
     blobs: MemoryBlobs
     """Where `runner` keeps expert routes."""
-    makings: Makings
+    fingerprint: RunFingerprint
     max_sessions: int
     kv: KvPolicy
     check: Callable[[], None]
@@ -177,7 +177,7 @@ class SamplingCluster:
             following.cancel()
             ending = self._abort(list(self._sessions))
             # Before what runs here is torn down, which may take a while: others may begin.
-            with contextlib.suppress(EtudeError):  # it is told in vain where the run is gone, and lapses then
+            with contextlib.suppress(EtudeError):  # sent in vain where the run is gone, and lapses then
                 await asyncio.shield(self._client.leave(self._member))
             await end_tasks(following, *ending)
 
@@ -202,8 +202,8 @@ class SamplingCluster:
             if self._member != former:
                 return
             await end_tasks(*self._abort(list(self._sessions)))
-            makings = self._site.makings.parts
-            self._member = await self._patiently(lambda: self._client.join(self._name, API, makings))
+            fingerprint = self._site.fingerprint.parts
+            self._member = await self._patiently(lambda: self._client.join(self._name, API, fingerprint))
             self._say(f"joined the run at {self._client.url}")
 
     async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -215,7 +215,7 @@ class SamplingCluster:
             except ControlLostError:
                 self.counts.unanswered += 1
                 if self._mark is not None and await self._mark.is_set():
-                    self._over.set()  # whoever waits for that ends this
+                    self._over.set()  # what waits for that ends this
                 raise
 
         return await retry_async(ask_once, ControlLostError, self._backoff)
@@ -248,7 +248,7 @@ class SamplingCluster:
         while True:
             known = version_key(self._site.sink.current())
             raw = await self._patiently(lambda k=known: self._client.manifest(k, self._terms.poll_s))
-            if raw is None:  # no others yet, or none any more, which the run tells whoever beats
+            if raw is None:  # no others yet, or none any more, which the run's answers to heartbeats say
                 self._beat_now.set()
                 await asyncio.sleep(_NO_NEWS_S)
                 continue
@@ -316,8 +316,8 @@ class SamplingCluster:
             self.counts.unwanted += 1
             raise
         except UnknownMemberError:
-            self.counts.unwanted += 1  # whoever speaks with the run next joins again
-        except Exception as error:  # told to the run, which counts it and has it played elsewhere
+            self.counts.unwanted += 1  # the next request to the run joins again
+        except Exception as error:  # reported to the run, which counts it and has it played elsewhere
             self.counts.failed += 1
             self._say(f"a session failed: {type(error).__name__}: {error}")
             with contextlib.suppress(EtudeError):  # then the lease lapses

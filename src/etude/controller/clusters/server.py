@@ -28,7 +28,7 @@ _NONE = type(None)
 _ERRORS = OwnErrors(
     {ConfigError: 409, UnknownMemberError: 410, DamagedSessionError: 422, UnwrittenSessionError: 507}
 )
-_JOIN: Fields = {"name": (str,), "api": (int,), "makings": (dict,)}
+_JOIN: Fields = {"name": (str,), "api": (int,), "fingerprint": (dict,)}
 _BEAT: Fields = {"member": (str,), "version": (dict, _NONE), "running": (dict,), "trouble": (str,)}
 _CLAIM: Fields = {"member": (str,), "version": (dict, _NONE), "most": (int,)}
 _MEMBER: Fields = {"member": (str,)}
@@ -83,8 +83,8 @@ async def get_manifest(request: Request, known: str = "") -> Response:
 async def join(request: Request) -> Response:
     """A cluster comes."""
     named = await _fields(request, _JOIN)
-    makings = {str(name): str(value) for name, value in named["makings"].items()}
-    return Json(_control(request).join(named["name"], named["api"], makings))
+    fingerprint = {str(name): str(value) for name, value in named["fingerprint"].items()}
+    return Json(_control(request).join(named["name"], named["api"], fingerprint))
 
 
 @router.post("/beat", openapi_extra=described(_BEAT))

@@ -29,7 +29,7 @@ from etude.inference.exchange import Build
 from etude.records import PolicyVersion, SamplingParams, TrajectoryId
 from etude.tokens.renderer import Renderer
 
-API = 3
+API = 4
 """Version of this protocol: both sides refuse another one's."""
 
 _SHARED = ("name", "seed", "num_threads", "device", "dtype", "numerics", "tokenizer", "model", "agent")
@@ -38,17 +38,17 @@ _LOCAL_SANDBOX = {"backend", "server", "token", "servers", "servers_file", "pati
 
 
 @dataclass(frozen=True, slots=True)
-class Makings:
+class RunFingerprint:
     """What decides the bits of a session, by name: two processes in which one differs do not play alike."""
 
     parts: Mapping[str, str]
 
     @staticmethod
-    def of(config: RunConfig, renderer: Renderer) -> Makings:
+    def of(config: RunConfig, renderer: Renderer) -> RunFingerprint:
         """This process's, under a settled configuration."""
         build = Build.here(config.model)
         sandbox = config.sandbox.model_dump_json(exclude=_LOCAL_SANDBOX)
-        return Makings(
+        return RunFingerprint(
             {
                 "machine": f"{build.machine} {build.byte_order}",
                 **{f"version of {name}": version for name, version in build.versions.items()},

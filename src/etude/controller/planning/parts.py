@@ -155,5 +155,5 @@ def _cut(config: RunConfig) -> str:
     """How the weights are divided, in words; empty where they are not."""
     mesh = config.parallel
     axes = {"fsdp": mesh.fsdp, "expert": mesh.expert, "tensor": mesh.tensor}
-    told = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-    return f", cut over {told}" if told else ""
+    cut = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+    return f", cut over {cut}" if cut else ""

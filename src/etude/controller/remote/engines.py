@@ -98,7 +98,7 @@ class _Line:
             self._flushing = asyncio.create_task(self._flush())
 
     def begin(self, request: SampleRequest) -> asyncio.Queue[_Item]:
-        """Sends a request; what is told of it comes out of the queue."""
+        """Sends a request; its answers come out of the queue."""
         if self._failure is not None:
             raise self._failure
         if self._client:
@@ -158,7 +158,7 @@ class RemoteEngine:
     """
 
     def __init__(self, name: str, on_loss: OnLoss, client: str = "") -> None:
-        """`on_loss`: told of a process that does not answer. `client`: names who samples here to the engine;
+        """`on_loss`: called with a process that does not answer. `client`: names the engine's client;
         empty: the run's own process."""
         self.name = name
         self.process = 0
@@ -183,7 +183,7 @@ class RemoteEngine:
         self._version = version
 
     def serves(self, version: PolicyVersion) -> None:
-        """The process has been told by somebody else to serve `version`."""
+        """Another caller has had the process serve `version`."""
         if self._line is not None:
             self._version = version
 

@@ -5,7 +5,7 @@
 
 A worker that dies takes its sessions with it: they begin anew with another, under the same names. Routes come
 with the trajectory, through Ray, whose object store is a cache; they are written down here, durably where the
-run keeps them, before anybody hears of the trajectory. So a run has one writer, no worker needs to see the
+run keeps them, before anybody reads the trajectory. So a run has one writer, no worker needs to see the
 run's directory, and what a cancelled or a lost session sampled leaves nothing behind.
 """
 
@@ -46,7 +46,7 @@ class _Worker:
     tallies: dict[int, TokenTally | None] = field(default_factory=dict[int, "TokenTally | None"])
     """Sessions it runs, by ticket, and who wants to know how far they are."""
     times: EnvironmentTimes = field(default_factory=EnvironmentTimes)
-    """Of the process, as far as it has told."""
+    """Of the process, as far as it has reported."""
     engines_changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while there is something to tell the process of the engines."""
     telling: asyncio.Task[None] | None = None
@@ -232,7 +232,7 @@ class RemoteEpisodes(Player):
         """What a worker that leaves has counted since it was last heard."""
         handle = worker.supervisor.handle
         if handle is not None:
-            with contextlib.suppress(PartLostError):  # then what it told last counts
+            with contextlib.suppress(PartLostError):  # then what it reported last counts
                 worker.times = latest_times(worker.times, (await handle.call("pulse")).times)
 
     # ---- processes ------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class RemoteEpisodes(Player):
             self._tidying.start(self._fleet.forget(client))
 
     def _note_engines(self) -> None:
-        """The fleet's engines have changed: workers are told."""
+        """The fleet's engines have changed: sends the workers a list of them."""
         for worker in self._workers.values():
             worker.engines_changed.set()
 
@@ -292,7 +292,7 @@ class RemoteEpisodes(Player):
                 worker.engines_changed.clear()
                 await handle.call("follow", self._fleet.table())
         except Exception as error:  # gone, or failed as it never should: the next one may do better
-            worker.supervisor.lose(handle, f"could not be told of engines: {error}")
+            worker.supervisor.lose(handle, f"could not be sent the engines: {error}")
 
     def _stop_telling(self, worker: _Worker) -> None:
         if worker.telling is not None:

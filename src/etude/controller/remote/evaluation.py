@@ -177,8 +177,8 @@ class EvaluationBeside:
             "versions": ", ".join(judged.sampled_by),
         }
         self._metrics.write(KIND, judged.version.step, values)
-        told = ", ".join(f"{name} {value:.3f}" for name, value in judged.figures.items())
-        self._observer.say(f"evaluation of step {judged.version.step}: {told}")
+        figures = ", ".join(f"{name} {value:.3f}" for name, value in judged.figures.items())
+        self._observer.say(f"evaluation of step {judged.version.step}: {figures}")
 
     async def _prepare(self, handle: Handle[None]) -> None:
         check_build(await handle.call("begin"), self._build, KIND)

@@ -70,7 +70,7 @@ class RolloutPart:
         self._sessions: dict[int, asyncio.Task[ForkedEpisode]] = {}
         self._views: dict[int, MemberSampler] = {}
         self._cancelled: set[int] = set()
-        """Tickets that were cancelled before they were heard of."""
+        """Tickets that were cancelled before they arrived."""
 
     async def begin(self) -> tuple[Build, str]:
         """What this process is, and its name with the engines, unlike any other process's."""

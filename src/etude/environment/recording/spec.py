@@ -21,7 +21,7 @@ class SamplingDefaults:
     """What a session's answers are sampled with: the one thing of a request that training has a say in."""
 
     fixed: SamplingParams | None = None
-    """Whoever trains decides: what the client asks for does not count. None: the client decides."""
+    """The trainer decides: what the client asks for does not count. None: the client decides."""
     max_tokens: int = 4096
     """Of one answer, where the client names no number."""
     own_noise: bool = False

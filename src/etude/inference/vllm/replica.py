@@ -371,7 +371,7 @@ class Replica:
         client = self._client
         reason = await self._server.wait_for_end()
         if client is not None:
-            # Whoever waits for an answer waits no longer: an update, for one, which has the lock.
+            # Callers that wait for an answer wait no longer: an update, for one, which has the lock.
             self._serving.clear()
             await client.close()
         async with self._lock:

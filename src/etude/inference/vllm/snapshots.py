@@ -1,7 +1,7 @@
 """Weights that reach vLLM: directories in Hugging Face's format, with a probe.
 
-The probe is a fixed sequence and the log-probabilities that the publisher's own model gives it. Whoever loads
-the weights computes them again, because neither a success status nor a version number proves what is in use.
+The probe is a fixed sequence and the log-probabilities that the publisher's own model gives it. A server that
+loads the weights computes them again: neither a success status nor a version number proves what is in use.
 """
 
 from __future__ import annotations

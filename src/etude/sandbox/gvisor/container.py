@@ -64,7 +64,7 @@ class Container:
     ) -> Channel:
         """Starts it, out of the files of a checkpoint if there are any. Raises SandboxError.
 
-        Whoever calls waits for the program inside: `ready`, or the answer to `hello` after a restore.
+        The caller waits for the program inside: `ready`, or the answer to `hello` after a restore.
         """
         ours, theirs = socket.socketpair()
         # Shielded: what a cancelled caller left half-made would be nobody's.

@@ -316,7 +316,7 @@ def _spawn(argv: list[str], env: dict[str, str], cwd: str, pipes: list[int]) -> 
         )
     finally:
         # The program runs already, and may have locked the directory: that is no reason to run it again.
-        # Whoever starts a program names its directory, so that ours does not matter.
+        # The start of a program names its directory, so that ours does not matter.
         with contextlib.suppress(OSError):
             os.fchdir(here)
         os.close(here)

@@ -32,7 +32,7 @@ _CURRENT, _FUTURE, _ON_FAULT = 1, 2, 4
 
 
 class Watch:
-    """Looks when it is time to; waits for nothing. Whoever waits asks `sooner` for how long, and calls `look`
+    """Looks when it is time to; waits for nothing. Its loop asks `sooner` for how long, and calls `look`
     afterwards."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

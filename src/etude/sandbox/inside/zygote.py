@@ -156,7 +156,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _begin(self, request: dict[str, Any], data: bytes, descriptors: list[int]) -> None:
-        """Hands the plan on, once its template is there. Whoever has ended meanwhile needs none."""
+        """Hands the plan on, once its template is there. A process that has ended meanwhile needs none."""
         try:
             if request["new_template"]:
                 digest = request["plan"]["digest"]

@@ -107,7 +107,7 @@ class ControlGroups:
             yield "cpu.weight", str(max(1, min(10_000, int(_WEIGHT * resources.cpus))))
 
     def entrances(self, name: str) -> list[Path]:
-        """Whoever writes its process id into these enters a sandbox's groups, with all that it will start."""
+        """A process that writes its id into these enters a sandbox's groups, with all that it will start."""
         return [parent / name / "cgroup.procs" for parent in self._parents.values()]
 
     def admit(self, pid: int) -> None:

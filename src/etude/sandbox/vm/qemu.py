@@ -149,7 +149,7 @@ def unprivileged_user(accelerator: str) -> tuple[int, int] | None:
     if accelerator != "kvm":
         return _NOBODY, _NOBODY
     status = _KVM.stat()
-    # Whoever is to use the device must be in its group.
+    # A user of the device must be in its group.
     return (_NOBODY, status.st_gid) if status.st_gid and status.st_mode & 0o060 == 0o060 else None
 
 

@@ -54,7 +54,7 @@ class EtudeWorker:
     _etude_routes: _Routes | None = None
 
     def etude_prepare(self, capture: str) -> dict[str, Any]:
-        """Mends what needs it and begins to watch steps; `capture` "yes": to record routes, too. Once is
+        """Corrects what needs it and begins to watch steps; `capture` "yes": to record routes, too. Once is
         enough, and more do no harm. Returns what this worker can do."""
         model = self.model_runner.get_model()
         layers = _expert_layers(model)
