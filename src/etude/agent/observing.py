@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +21,12 @@ class Observation:
     asks_for_summary: bool
 
 
+Render = Callable[[Sequence[str], str | None], NDArray[np.int32]]
+"""Outputs and words of the user as tokens."""
+
+
 def observe(
-    renderer: Renderer, outputs: Sequence[str], words: str | None, budget: Budget, length: int
+    render: Render, outputs: Sequence[str], words: str | None, budget: Budget, length: int
 ) -> Observation | None:
     """What the tools answered and the user said, after `length` tokens of the context.
 
@@ -33,23 +37,30 @@ def observe(
     room = budget.context_tokens - length
 
     def fits(texts: Sequence[str]) -> bool:
-        return len(_render(renderer, texts, words)) < room
+        return len(render(texts, words)) < room
 
     shown: Sequence[str] | None = outputs
     if not fits(outputs):
         shown = shorten_texts(outputs, fits) if budget.may_summarise else None
     if shown is None:
         return None
-    tokens = _render(renderer, shown, words)
+    tokens = render(shown, words)
     full = budget.may_summarise and (shown is not outputs or length + len(tokens) >= budget.trigger)
     if full and budget.summary is not None:
         request = budget.summary.request
-        tokens = _render(renderer, shown, request if words is None else f"{words}\n\n{request}")
+        tokens = render(shown, request if words is None else f"{words}\n\n{request}")
     return Observation(tokens, full)
 
 
-def _render(renderer: Renderer, outputs: Sequence[str], words: str | None) -> NDArray[np.int32]:
+def follow(
+    renderer: Renderer,
+    before: NDArray[np.int32],
+    calls: Sequence[str],
+    outputs: Sequence[str],
+    words: str | None,
+) -> NDArray[np.int32]:
+    """The answers to these `calls`, then the user's words, as they stand behind the tokens `before`."""
     if words is None:
-        return renderer.observations(outputs)
-    user = renderer.user_message(words)
-    return np.concatenate([renderer.results(outputs), user]) if outputs else user
+        return renderer.follow(before, renderer.observations(outputs, calls))
+    parts = [renderer.results(outputs, calls)] if outputs else []
+    return renderer.follow(before, np.concatenate([*parts, renderer.user_message(words)]))

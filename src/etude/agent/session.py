@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from blake3 import blake3
@@ -24,7 +25,7 @@ from etude.agent.admission import admit
 from etude.agent.budget import Budget
 from etude.agent.facts import SessionFacts
 from etude.agent.limits import Progress, SessionLimits, too_small
-from etude.agent.observing import observe
+from etude.agent.observing import follow, observe
 from etude.agent.recording import Context, KeepRoutes, Recording
 from etude.agent.summary import SummaryPolicy, fit_continuation, history_path, history_text
 from etude.protocols import Action, Archive, Finished, RunCalls, Sample
@@ -42,7 +43,7 @@ from etude.records import (
     Turn,
 )
 from etude.tokens.pieces import Piece
-from etude.tokens.renderer import Renderer
+from etude.tokens.renderer import Renderer, number_calls
 
 STOPPED = "error: stopped"
 """What calls are answered with that a stop of the session left without results."""
@@ -222,8 +223,8 @@ class AgentSession:
         self._said.append(text)
         if progress.summarising or progress.summary is not None:
             return  # the context is full: the next one begins with all that was said
-        if not self._message_is_closed():
-            self.recording.give(np.array([self.renderer.end_token], dtype=np.int32), "assistant")
+        if not self._message_is_closed() and len(self.renderer.close):
+            self.recording.give(self.renderer.close, "assistant")
         spans = self.recording.turn_spans
         outputs: list[str] = []
         if self.turns and spans and spans[-1].role == "assistant":  # its results were not shown yet
@@ -328,7 +329,7 @@ class AgentSession:
             known=progress.known,
             prefix_digest=progress.prefix_digest,
             params=replace(self.params, max_tokens=room),
-            stop_tokens=frozenset((self.renderer.end_token,)),
+            stop_tokens=self.renderer.end_tokens,
             segment_index=len(self.contexts) - 1,
             summarising=progress.summarising,
         )
@@ -336,8 +337,8 @@ class AgentSession:
     def _archive(self) -> Archive:
         number = len(self.contexts) - 1
         turns = [turn for turn in self.turns if turn.segment_id == self.segment_id]
-        opening, end = self.contexts[-1].opening, self.renderer.template.end.name
-        return Archive(history_path(number), history_text(opening, turns, end))
+        text = history_text(self.contexts[-1].opening, turns, self.renderer.without_end)
+        return Archive(history_path(number), text)
 
     def _end_message(self) -> None:
         """Parses the message that has just ended; its calls await results."""
@@ -358,7 +359,7 @@ class AgentSession:
         self.facts.num_summaries += 1
         text = self.turns[-1].text
         self.progress.summarising = False
-        self.progress.summary = text.removesuffix(self.renderer.template.end.name).strip()
+        self.progress.summary = self.renderer.without_end(text).strip()
 
     def _cut_message(self) -> None:
         """The message ran into a limit: the session ends, its calls are not run."""
@@ -382,7 +383,7 @@ class AgentSession:
         recording = self.recording
         spans = recording.turn_spans
         sampled = bool(spans) and spans[-1].role == "assistant"
-        return not sampled or int(recording.tokens[-1]) == self.renderer.end_token
+        return not sampled or int(recording.tokens[-1]) in self.renderer.end_tokens
 
     def _add_turn(self, message: NDArray[np.int32], calls: tuple[ToolCall, ...]) -> None:
         end = self.recording.length
@@ -393,12 +394,19 @@ class AgentSession:
         """Appends what the tools answered, then the user's words: see `observe`. The session ends where no
         room is left for a message."""
         budget = self._budget
-        observation = observe(self.renderer, outputs, words, budget, self.recording.length)
+        render = partial(follow, self.renderer, self.recording.tokens, self._answered())
+        observation = observe(render, outputs, words, budget, self.recording.length)
         if observation is None or budget.is_spent(self.num_tokens + len(observation.tokens)):
             self._end(Status.LIMIT, "tokens")
             return
         self.progress.summarising = observation.asks_for_summary
         self.recording.give(observation.tokens, "tool" if outputs else "user")
+
+    def _answered(self) -> list[str]:
+        """The calls of the last turn by name and number, as the results name them of some families."""
+        turns = [turn for turn in self.turns if turn.segment_id == self.segment_id]
+        num_before = sum(len(turn.calls) for turn in turns[:-1])
+        return number_calls([call.name for call in turns[-1].calls] if turns else [], num_before)
 
     def _end(self, status: Status, cause: str = "") -> None:
         if self.progress.message_start is not None:

@@ -68,11 +68,12 @@ def history_path(context: int) -> str:
     return f"{HISTORY_DIRECTORY}/{context + 1:03d}.md"
 
 
-def history_text(opening: str, turns: Sequence[Turn], end: str) -> str:
-    """A context as the agent may read it again: how it began, each message, what the tools answered."""
+def history_text(opening: str, turns: Sequence[Turn], without_end: Callable[[str], str]) -> str:
+    """A context as the agent may read it again: how it began, each message `without_end`, what the tools
+    answered."""
     parts = [opening]
     for number, turn in enumerate(turns, 1):
-        parts.append(f"## message {number}\n{turn.text.removesuffix(end)}")
+        parts.append(f"## message {number}\n{without_end(turn.text)}")
         parts += [f"### result {place}\n{result.output}" for place, result in enumerate(turn.results, 1)]
     return "\n\n".join(parts) + "\n"
 

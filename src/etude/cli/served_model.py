@@ -82,7 +82,7 @@ def open_checkpoint(
     if shelf is not None:
         from etude.tokens.chat.messages import Opening
 
-        ends |= {shelf.find(Opening()).end_token}
+        ends |= shelf.find(Opening()).end_tokens
     if not ends:
         raise ConfigError(
             "the checkpoint does not say which token ends an answer",

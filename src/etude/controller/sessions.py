@@ -155,8 +155,11 @@ class SessionReader:
             parts: list[NDArray[np.int32]] = []
             for message in (opening, *rest):
                 first = not any(map(len, parts))
-                is_answer = isinstance(message, Answer)
-                parts.append(framing.sampled(message, first) if is_answer else framing.given(message, first))
+                if isinstance(message, Answer):
+                    parts.append(framing.sampled(message, first))
+                else:
+                    before = parts[-1] if parts else framing.end[:0]
+                    parts.append(framing.renderer.follow(before, framing.given(message, first)))
         except (BadRequestError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{where}: {error}", field=f"source {name}", fix="correct the messages"

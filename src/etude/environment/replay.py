@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -232,7 +232,7 @@ async def tell(
                     return replayer.replay
                 turn = wanted[number]
                 _check_tokens(asked, turn, segments[turn.segment_id], number)
-                for chunk in chunks_of(segments[turn.segment_id], turn, session.renderer.end_token):
+                for chunk in chunks_of(segments[turn.segment_id], turn, session.renderer.end_tokens):
                     target.on_chunk(chunk)
                 number += 1
                 if not turn.calls:
@@ -267,14 +267,14 @@ async def _run_calls(
         target.stop(Status.AGENT_ERROR, "the turn was never answered")
 
 
-def chunks_of(segment: Segment, turn: Turn, end_token: int) -> list[SampleChunk]:
+def chunks_of(segment: Segment, turn: Turn, end_tokens: Container[int]) -> list[SampleChunk]:
     """A message as it was sampled: one chunk for each run of tokens of one policy version. Routes stay where
     they are kept."""
     cuts = {turn.start, turn.end}
     for span in (*segment.version_spans, *segment.kv_oldest_spans):
         cuts |= {at for at in (span.start, span.end) if turn.start < at < turn.end}
     edges = sorted(cuts)
-    stopped = turn.end > turn.start and int(segment.tokens[turn.end - 1]) == end_token
+    stopped = turn.end > turn.start and int(segment.tokens[turn.end - 1]) in end_tokens
     chunks: list[SampleChunk] = []
     for start, end in pairwise(edges):
         version = next(span.version for span in segment.version_spans if span.start <= start < span.end)

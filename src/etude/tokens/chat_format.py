@@ -100,7 +100,7 @@ def choose_format(
     found, spoken, calls = _choose_template(tokenizer, template, grammar == "auto")
     if found is not ETUDE_TEMPLATE:
         # Other programs, which read the exported checkpoint, are to end answers where sessions did.
-        spoken = spoken.ending_with(spoken.control_id(found.end.name))
+        spoken = spoken.ending_with([spoken.control_id(one.name) for one in found.ends])
         if not spoken.chat_template:
             spoken = spoken.with_chat_template(write_chat_template(found))
     if found is ETUDE_TEMPLATE and not tokenizer.has_control("<tool_call>"):

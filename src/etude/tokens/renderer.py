@@ -51,6 +51,10 @@ class Renderer:
         for name in template.control_tokens:
             tokenizer.control_id(name)
         self.end_token = tokenizer.control_id(template.end.name)
+        self.end_tokens = frozenset(tokenizer.control_id(one.name) for one in template.ends)
+        """Those of which one ends an answer."""
+        self.close = self.encode(() if template.openers_end else (template.end,))
+        """Ends an answer that was cut: nothing where what follows does."""
         self.text_mode = _needs_text_mode(tokenizer, grammar)
         self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
@@ -130,38 +134,61 @@ class Renderer:
         asked = (*self.template.after_end, *self.template.user, text, *self._end, *self.template.prompt)
         return self.encode(asked, self.template.end)
 
-    def observations(self, outputs: Sequence[str]) -> Tokens:
-        """The results of one turn, in call order, up to where the agent's next message begins."""
-        return self.encode((*self._results(outputs), *self._end, *self.template.prompt), self.template.end)
+    def observations(self, outputs: Sequence[str], calls: Sequence[str] = ()) -> Tokens:
+        """The results of one turn, in call order, up to where the agent's next message begins; `calls` as in
+        `results`."""
+        pieces = (*self._results(outputs, calls), *self._end, *self.template.prompt)
+        return self.encode(pieces, self.template.end)
 
-    def results(self, outputs: Sequence[str]) -> Tokens:
-        """The results of one turn, in call order; `user_message` may follow."""
-        return self.encode((*self._results(outputs), *self.template.closing), self.template.end)
+    def results(self, outputs: Sequence[str], calls: Sequence[str] = ()) -> Tokens:
+        """The results of one turn, in call order; `user_message` may follow. `calls`: as `number_calls` gives
+        them, for families whose results name the call that they answer."""
+        return self.encode((*self._results(outputs, calls), *self.template.closing), self.template.end)
 
-    def _results(self, outputs: Sequence[str]) -> list[Piece]:
+    def _results(self, outputs: Sequence[str], calls: Sequence[str]) -> list[Piece]:
         template = self.template
         pieces: list[Piece] = [*template.after_end, *template.tool]
+        named = [*calls, *number_calls([""] * (len(outputs) - len(calls)), len(calls))]
         for number, output in enumerate(outputs):
-            between = template.result_between if number else ()
-            pieces += [*between, *template.result_open, output, *template.result_close]
+            pieces += template.result_between if number else ()
+            pieces += (named[number], *template.result_named) if template.result_named else ()
+            pieces += [*template.result_open, output, *template.result_close]
         return pieces
 
-    def message(self, parts: Sequence[ToolCall | str]) -> Tokens:
+    def follow(self, before: Tokens, message: Tokens) -> Tokens:
+        """A message as it stands behind these tokens: without its opener where the answer before it has ended
+        with that one."""
+        if not (self.template.openers_end and len(before) and len(message)):
+            return message
+        last = int(before[-1])
+        return message[1:] if last == int(message[0]) and last in self.end_tokens else message
+
+    def end_of(self, pieces: Sequence[Piece]) -> Control:
+        """What ends an answer that says this, by whether it calls tools."""
+        tags = self.grammar.control_tokens()
+        has_calls = any(isinstance(one, Control) and one.name in tags for one in pieces)
+        return self.template.ends[-1] if has_calls else self.template.end
+
+    def message(self, parts: Sequence[ToolCall | str], num_before: int = 0) -> Tokens:
         """An agent's message as its author would sample it, its end included.
 
         For scripted agents: in `str` parts, known tags become control tokens, so malformed calls can be
         written as they would be sampled. Reasoning that the prompt opened is closed where no part does it.
+        `num_before`: of the conversation's calls.
         """
         pieces: list[Piece] = []
         for is_call, run in itertools.groupby(parts, lambda part: isinstance(part, ToolCall)):
             if is_call:
                 calls = [part for part in run if isinstance(part, ToolCall)]
-                pieces += self.grammar.render_calls(calls, _has_words(pieces))
+                pieces += self.grammar.render_calls(calls, _has_words(pieces), num_before)
+                num_before += len(calls)
             else:
                 pieces += [piece for part in run for piece in self.grammar.split(str(part))]
-        is_open = self.template.thinking and Control(THINK_CLOSE) not in pieces
-        begin = self.template.reasoning_close if is_open else self.template.shown
-        return self.encode([*begin, *pieces, self.template.end], self.template.prompt[-1])
+        template = self.template
+        begin = template.reasoning_close if template.thinking else template.shown
+        if Control(THINK_CLOSE) in pieces and not template.has_channels:
+            begin = ()
+        return self.encode([*begin, *pieces, self.end_of(pieces)], template.prompt[-1])
 
     def reasoned(self, reasoning: str) -> list[Piece]:
         """Reasoning with its marks, as a message begins with it behind a prompt; its words follow."""
@@ -185,11 +212,22 @@ class Renderer:
         """One sampled message taken apart: the words, the reasoning, the calls. Never raises."""
         return collect(self.parse_events(message))
 
+    def without_end(self, decoded: str) -> str:
+        """The text of a decoded message without the name of its end token."""
+        end = next((one.name for one in self.template.ends if decoded.endswith(one.name)), "")
+        return decoded.removesuffix(end)
+
     def pieces(self, message: Tokens) -> list[Piece]:
         """One sampled message as text and control tokens, without its end token."""
-        if len(message) and message[-1] == self.end_token:
+        if len(message) and int(message[-1]) in self.end_tokens:
             message = message[:-1]
         return self.tokenizer.pieces(message, self.tags, self.template.prompt[-1])
+
+
+def number_calls(names: Sequence[str], num_before: int) -> list[str]:
+    """Calls by name and number, as families write them that number the calls of a conversation, of which
+    there were so many before these."""
+    return [f"{name or 'unknown'}:{number}" for number, name in enumerate(names, num_before)]
 
 
 def digest_format(tokenizer: Tokenizer, grammar: Grammar, *described: object) -> str:

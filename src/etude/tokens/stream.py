@@ -24,10 +24,10 @@ class MessageStream:
     def __init__(self, renderer: Renderer) -> None:
         self._tokenizer = renderer.tokenizer
         self._tags = renderer.tags
-        self._end_token = renderer.end_token
+        self._end_tokens = renderer.end_tokens
         self._parser = renderer.parser()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._end_held = False
+        self._end_held: list[int] = []
         self._last: bytes | Piece = renderer.template.prompt[-1]
 
     def feed(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[ParseEvent]:
@@ -35,11 +35,8 @@ class MessageStream:
         listed: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         if not listed:
             return []
-        if self._end_held:
-            listed.insert(0, self._end_token)
-        self._end_held = listed[-1] == self._end_token
-        if self._end_held:
-            listed.pop()
+        listed = self._end_held + listed
+        self._end_held = [listed.pop()] if listed[-1] in self._end_tokens else []
         events: list[ParseEvent] = []
         for piece in self._tokenizer.byte_pieces(listed, self._tags, self._last):
             self._last = piece

@@ -47,6 +47,12 @@ class Template:
     """Stands behind the words of a system message."""
     joins_system: bool = False
     """Whether the system's words, as `system` opens them, are the beginning of the user's first message."""
+    openers_end: bool = False
+    """Whether an answer ends with the token that opens what follows, of `user` or of `tool`: the one that was
+    sampled is not written again."""
+    result_named: tuple[Piece, ...] = ()
+    """Where `tool` and `result_between` end with the name and number of the call that a result answers: what
+    stands behind these."""
 
     def __repr__(self) -> str:
         """Names the last fields only where they are set: digests of older templates stay the same."""
@@ -54,6 +60,13 @@ class Template:
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         shown = ", ".join(f"{name}={value!r}" for name, value in values if value != later.get(name, ...))
         return f"Template({shown})"
+
+    @property
+    def ends(self) -> tuple[Control, ...]:
+        """The tokens of which one ends an answer: `end`, or with `openers_end` the user's and then that of
+        results."""
+        openers = (self.user[0], self.tool[0]) if self.openers_end else ()
+        return tuple(dict.fromkeys([self.end, *(one for one in openers if isinstance(one, Control))]))
 
     @property
     def closing(self) -> tuple[Piece, ...]:
@@ -78,7 +91,7 @@ class Template:
     @property
     def reasoning_open(self) -> tuple[Piece, ...]:
         """Stands behind `assistant` before reasoning."""
-        own = REASONING_HEADER if self.has_channels else (Control(THINK_OPEN), "\n")
+        own = REASONING_HEADER if self.has_channels else self._around_reasoning[0]
         return self.thinking or own
 
     @property
@@ -86,14 +99,27 @@ class Template:
         """Stands between reasoning and the words of an answer."""
         if self.has_channels:
             return (PART_END, *self.assistant, *self.shown)
-        return ("\n", Control(THINK_CLOSE), "\n\n")
+        return self._around_reasoning[1]
+
+    @property
+    def _around_reasoning(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """What opens and closes reasoning: as answers without any show it empty, or else as Qwen's do."""
+        if not self.shows_empty_reasoning:
+            return (Control(THINK_OPEN), "\n"), ("\n", Control(THINK_CLOSE), "\n\n")
+        place = self.shown.index(Control(THINK_CLOSE))
+        return self.shown[:place], self.shown[place:]
+
+    @property
+    def shows_empty_reasoning(self) -> bool:
+        """Whether an answer without reasoning is shown with the marks of one."""
+        return Control(THINK_CLOSE) in self.shown
 
     @property
     def control_tokens(self) -> list[str]:
         """Names of all control tokens, in the order in which a new tokenizer gets them."""
         opened = (self.system, self.user, self.assistant, self.tool, self.result_open, self.result_close)
         shown = (self.shown, (self.shown_end,) if self.shown_end else (), self.system_close)
-        parts = (self.begin, *opened, self.result_between, self.thinking, *shown)
+        parts = (self.begin, *opened, self.result_between, self.result_named, self.thinking, *shown)
         names = [piece.name for part in parts for piece in part if isinstance(piece, Control)]
         return list(dict.fromkeys([*self.extra, self.end.name, *names]))
 

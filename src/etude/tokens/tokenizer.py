@@ -145,8 +145,9 @@ class Tokenizer:
         """Whether `control_id(name)` would succeed."""
         return name in self._added
 
-    def ending_with(self, end: int) -> Tokenizer:
-        """The same, with a control token's id among those that end an answer in `generation_config.json`.
+    def ending_with(self, tokens: Sequence[int]) -> Tokenizer:
+        """The same, with the ids of control tokens among those that end an answer in
+        `generation_config.json`.
 
         Raises CheckpointError for a damaged one.
         """
@@ -158,9 +159,9 @@ class Tokenizer:
             ) from error
         ends = kept.get("eos_token_id", [])
         ends = ends if isinstance(ends, list) else [ends]
-        if end in ends:
+        if not (missing := [one for one in tokens if one not in ends]):
             return self
-        text = json.dumps({**kept, "eos_token_id": [end, *ends]}, indent=2) + "\n"
+        text = json.dumps({**kept, "eos_token_id": [*missing, *ends]}, indent=2) + "\n"
         return self._beside(self._config, {**self._companions, GENERATION_FILE: text})
 
     def control_id(self, name: str) -> int:

@@ -129,7 +129,8 @@ class Branch:
     def close_answer(self) -> None:
         """Gives the end token that a cut answer lacks."""
         if self.entries and not self.entries[-1].closed:
-            self.recording.give(self.framing.end, "assistant")
+            if len(self.framing.end):
+                self.recording.give(self.framing.end, "assistant")
             last = self.entries[-1]
             last.closed, last.end = True, self.recording.length
 

@@ -75,9 +75,9 @@ class Planner:
         relation = self._relation(history, source, num_common, num_kept)
         pieces = self._pieces(history, framing, source, num_common, num_kept, strip_before, ahead)
         kept_tokens = source.entries[num_kept - 1].end if source and num_kept else 0
-        unclosed = bool(source and num_kept and not source.entries[num_kept - 1].closed)
+        is_cut = bool(source and num_kept and not source.entries[num_kept - 1].closed)
         added = sum(len(tokens) for _, tokens in pieces)
-        total = kept_tokens + unclosed + added + len(framing.answer_frame())
+        total = kept_tokens + len(framing.end) * is_cut + added + len(framing.answer_frame())
         return Plan(source, num_common, num_kept, grows, relation, pieces, total, framing)
 
     def _find(self, history: History, strip_before: int) -> tuple[Branch | None, int, int]:
@@ -112,6 +112,8 @@ class Planner:
     ) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
         first = not (source and num_kept and source.entries[num_kept - 1].end)
+        kept = source.entries[num_kept - 1].end if source and num_kept else 0
+        before = source.recording.tokens[:kept] if source else framing.end[:0]
         for place in range(num_kept, len(history.messages)):
             message, key, made = history.messages[place], history.keys[place], ahead.get(place)
             if isinstance(message, Answer):
@@ -121,8 +123,10 @@ class Planner:
             else:
                 entry = Entry(message, key, 0)
                 tokens = framing.given(message, first) if made is None else made
+                tokens = framing.renderer.follow(before, tokens)
             first = first and not len(tokens)
             pieces.append((entry, tokens))
+            before = tokens
         return tuple(pieces)
 
     def _answer_piece(
@@ -167,10 +171,10 @@ class Planner:
         if strip and (reasons or (framing.template.thinking and not shown)):
             sampled, stripped = framing.without_reasoning(sampled), stripped or reasons
             reasons, shown = False, True
-            if len(sampled) and int(sampled[-1]) == framing.renderer.end_token:
+            if len(sampled) and int(sampled[-1]) in framing.renderer.end_tokens:
                 sampled = sampled[:-1]
         end = framing.shown_end if shown else framing.end
-        if not len(sampled) or sampled[-1] not in (framing.renderer.end_token, end[0]):
+        if not len(sampled) or sampled[-1] not in (*framing.renderer.end_tokens, *end):
             sampled = np.concatenate([sampled, end])
         frame = framing.answer_frame(first, shown=shown)
         entry = Entry(message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame), shown=shown)

@@ -138,7 +138,7 @@ class AnswerService:
             session_id=branch.id,
             suffix=generation.tokens[branch.known :],
             params=generation.params,
-            stop_tokens=frozenset((branch.framing.renderer.end_token,)),
+            stop_tokens=branch.framing.renderer.end_tokens,
             rng_key=key,
             prefix_digest=branch.prefix_digest,
             deadline_s=self.answer_s,

@@ -194,7 +194,7 @@ class SessionMap:
             return None
         branch.recording.end_message(start)
         branch.framed = False
-        closed = int(branch.recording.tokens[-1]) == branch.framing.renderer.end_token
+        closed = int(branch.recording.tokens[-1]) in branch.framing.renderer.end_tokens
         entry = Entry(
             answer,
             content_key(answer),

@@ -102,7 +102,7 @@ def answer_chat(
     assert frames is not None, "there is a prompt"
     room = room_for(len(prompt.tokens), model, "messages")
     params = sampling.params_within(room, model.default_max_tokens)
-    stop_tokens = model.end_tokens | {prompt.renderer.end_token}
+    stop_tokens = model.end_tokens | prompt.renderer.end_tokens
     seed = random_key() if sampling.seed is None else sampling.seed
 
     def job(index: int) -> Job:

@@ -20,7 +20,7 @@ from etude.tokens.chat.messages import Answer, Call, Message, Opening, Results, 
 from etude.tokens.grammar.channels import THINK_CLOSE, THINK_OPEN, ChannelMarks
 from etude.tokens.grammar.interface import ToolSchema
 from etude.tokens.grammar.native import NativeGrammar
-from etude.tokens.pieces import Piece
+from etude.tokens.pieces import Piece, spell
 from etude.tokens.renderer import Renderer
 
 Tokens = NDArray[np.int32]
@@ -37,8 +37,8 @@ class Framing:
         self._has_words = words is not None
         self._opened = renderer.opening(words)
         """All that stands before the first message."""
-        self.end = np.array([renderer.end_token], dtype=np.int32)
-        self.shown_end = renderer.encode([self.template.shown_end or self.template.end])
+        self.end = renderer.close
+        self.shown_end = renderer.encode([self.template.shown_end]) if self.template.shown_end else self.end
 
     def given(self, message: Message, first: bool) -> Tokens:
         """A message that was not sampled, its end included; of an opening: this one's own tokens. `first`:
@@ -55,12 +55,12 @@ class Framing:
                 return self._follow((*words, *template.closing), first)
             case UserWords(text):
                 return self._follow((*template.user, text, *template.closing), first)
-            case Results(outputs):
+            case Results(outputs, calls):
                 if first:
                     raise BadRequestError(
                         "begins with results", field="messages", fix="send the calls before them"
                     )
-                return renderer.results(outputs)
+                return renderer.results(outputs, calls)
             case Answer():
                 shown = not self.has_reasoning(message)
                 before = (*template.assistant, *template.shown) if shown else template.prompt
@@ -72,8 +72,9 @@ class Framing:
         """An answer as a session has it that sampled it: reasoning that its prompt opens is closed."""
         renderer, template = self.renderer, self.template
         begin = renderer.reasoned("") if template.thinking else template.shown
-        pieces = [*(() if self.has_reasoning(answer) else begin), *self._answer_pieces(answer), template.end]
-        return np.concatenate([self.answer_frame(first), renderer.encode(pieces, template.prompt[-1])])
+        pieces = [*(() if self.has_reasoning(answer) else begin), *self._answer_pieces(answer)]
+        ended = [*pieces, renderer.end_of(pieces)]
+        return np.concatenate([self.answer_frame(first), renderer.encode(ended, template.prompt[-1])])
 
     def answer_frame(self, first: bool = False, *, shown: bool = False) -> Tokens:
         """What stands before an answer: the last tokens before sampling begins, or with `shown` those before
@@ -108,7 +109,7 @@ class Framing:
                 kept, thinking = kept if has_channels else [], False
                 continue
             elif piece.name == THINK_OPEN and (
-                has_channels or (renderer.reasoning == "control" and not kept)
+                has_channels or (renderer.reasoning == "control" and not spell(kept).strip())
             ):
                 thinking = True
             if not thinking:
@@ -142,10 +143,12 @@ class Framing:
         """An answer that a client tells and nobody sampled here."""
         reasoning = self.renderer.reasoned(answer.reasoning) if self.has_reasoning(answer) else []
         pieces: list[Piece] = [answer.text] if answer.text else []
+        number = answer.num_before
         for is_call, run in groupby(map(self._told, answer.calls), lambda told: isinstance(told, ToolCall)):
             if is_call:
                 calls = [told for told in run if isinstance(told, ToolCall)]
-                pieces += self.renderer.grammar.render_calls(calls, bool(pieces))
+                pieces += self.renderer.grammar.render_calls(calls, bool(pieces), number)
+                number += len(calls)
             else:
                 words = "\n".join(map(str, run))
                 pieces.append(f"\n{words}" if pieces else words)

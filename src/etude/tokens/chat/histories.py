@@ -45,7 +45,7 @@ class ChatFrames:
     shelf: RendererShelf
     max_remembered_tokens: int = 1 << 22
     _answers: OrderedDict[bytes, tuple[Answer, Tokens]] = field(init=False, default_factory=OrderedDict)
-    """By the conversation that each completes: the answer, and its sampled tokens without the end token."""
+    """By the conversation that each completes: the answer, and its sampled tokens."""
     _num_tokens: int = field(init=False, default=0)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     """Of the shelf and the answers; not held while text is encoded."""
@@ -69,18 +69,18 @@ class ChatFrames:
             first = not any(len(part) for part in parts)
             known = self._find(state, message) if isinstance(message, Answer) else None
             if known is not None:
-                parts += [framing.answer_frame(first), known, framing.end]
+                end = framing.end[: int(known[-1]) not in renderer.end_tokens]
+                parts.append(np.concatenate([framing.answer_frame(first), known, end]))
             else:
-                parts.append(framing.given(message, first))
+                before = parts[-1] if parts else framing.end[:0]
+                parts.append(renderer.follow(before, framing.given(message, first)))
         if open_answer:
             parts.append(framing.answer_frame(not any(len(part) for part in parts)))
         return ChatPrompt(np.concatenate(parts), renderer, state)
 
     def remember(self, prompt: ChatPrompt, answer: Answer, tokens: Tokens) -> None:
         """Keeps an answer that was sampled from a prompt, for the conversation's next turn."""
-        if len(tokens) and int(tokens[-1]) == prompt.renderer.end_token:
-            tokens = tokens[:-1]
-        if not len(tokens):
+        if all(int(token) in prompt.renderer.end_tokens for token in tokens[:2]):
             return
         state = _next(prompt.state, answer)
         with self._lock:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blake3 import blake3
 
 from etude.tokens.chat.client_tools import ClientTool
+from etude.tokens.renderer import number_calls
 
 _DIGEST_BYTES = 16
 
@@ -54,6 +55,8 @@ class Results:
     """The results of one turn's calls."""
 
     outputs: tuple[str, ...]
+    calls: tuple[str, ...] = field(default=(), compare=False)
+    """By name and number, as `number_calls` gives them; empty where a client does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Answer:
     text: str = ""
     calls: tuple[Call, ...] = ()
     reasoning: str = ""
+    num_before: int = field(default=0, compare=False)
+    """Calls of the conversation before its own."""
 
 
 Message = Opening | SystemWords | UserWords | Results | Answer
@@ -149,6 +154,8 @@ class Conversation:
         self._messages: list[Message] = []
         self._calls: tuple[Call, ...] = ()
         """Of the last answer."""
+        self._num_before = 0
+        """Calls before these."""
         self._results: list[tuple[str, str]] = []
         """Call ids and outputs, while more may come."""
 
@@ -168,8 +175,10 @@ class Conversation:
             self._messages.pop()
             calls, reasoning = last.calls + answer.calls, last.reasoning + answer.reasoning
             answer = Answer(last.text + answer.text, calls, reasoning)
+        else:
+            self._num_before += len(self._calls)
         self._calls = answer.calls
-        self._messages.append(answer)
+        self._messages.append(replace(answer, num_before=self._num_before))
 
     def add_result(self, call_id: str, output: str) -> None:
         """The result of a call."""
@@ -179,10 +188,12 @@ class Conversation:
         """What follows is no more of these results."""
         rows, self._results = self._results, []
         places = {call.id: place for place, call in enumerate(self._calls)}
+        calls = number_calls([call.name for call in self._calls], self._num_before)
         if len(places) == len(self._calls) and all(call_id in places for call_id, _ in rows):
             rows.sort(key=lambda row: places[row[0]])
+            calls = [calls[places[call_id]] for call_id, _ in rows]
         if rows:
-            self._messages.append(Results(tuple(output for _, output in rows)))
+            self._messages.append(Results(tuple(output for _, output in rows), tuple(calls)))
 
     def messages(self) -> list[Message]:
         """All of them, the opening left out."""

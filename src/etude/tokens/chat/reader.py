@@ -270,7 +270,7 @@ class AnswerReader(Reader):
         for text in self._delivered:
             found = raw.find(text, position)
             position = found + len(text) if found >= 0 else position
-        return raw[position:].removeprefix(THINK_CLOSE).removesuffix(self._renderer.template.end.name)
+        return self._renderer.without_end(raw[position:].removeprefix(THINK_CLOSE))
 
     def _serve_text(self, text: str) -> None:
         """Serves text, blanks at its end only once more text follows."""

@@ -45,7 +45,9 @@ class NativeGrammar(Grammar):
     def announce(self, schemas: Sequence[ToolSchema]) -> None:
         """The model's own chat template does."""
 
-    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool) -> list[Piece]:
+    def render_calls(
+        self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0
+    ) -> list[Piece]:
         """All calls of an answer, with what stands between them and before the first."""
         form = self.form
         opened, closed = form.section
