@@ -36,6 +36,7 @@ from etude.tokens.chat.openai_chat import read_messages
 from etude.tokens.chat_format import ChatFormat, choose_format
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.grammar import Parameter, ToolSchema
+from etude.tokens.renderer import number_calls
 from etude.tokens.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 
 Message = dict[str, Any]
@@ -76,7 +77,6 @@ _MALFORMED = (
 )
 _ID, _MAX_TOKENS = TrajectoryId("families", "task", 0, 0, 0), 8192
 _ANSWER = "Aanswerz"
-_RUN_TESTS = ToolCall("run_tests")
 _ASK: Message = {"role": "user", "content": _TEXTS[0]}
 
 
@@ -252,12 +252,16 @@ class Judge:
         answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": "Zwhyz"}
         return "Zwhyz" in self.by_kept([_ASK, answer, *following], tokenize=False)
 
-    def after_answer(self, outputs: Sequence[str], written: str) -> list[int]:
-        """What stands behind an answer whose calls, `written` as the template does, have these results."""
-        call = {"type": "function", "function": {"name": "run_tests", "arguments": {}}}
-        answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": "Why?", "tool_calls": [call]}
-        told = [_ASK, answer, *({"role": "tool", "name": "run_tests", "content": one} for one in outputs)]
-        text = self.by_kept(told, tokenize=False)
+    def after_answer(self, names: Sequence[str], outputs: Sequence[str], written: str) -> list[int]:
+        """What stands behind an answer whose calls of these tools, `written` as the template does, have these
+        results."""
+        calls = _calls([(name, {}) for name in names])
+        answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": "Why?", "tool_calls": calls}
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": one}
+            for call, one in zip(calls, outputs, strict=True)
+        ]
+        text = self.by_kept([_ASK, answer, *results], tokenize=False)
         _, found, rest = text.partition(_ANSWER + written)
         assert found, f"{written} is missing in {text}"
         return self.tokenizer.encode(rest, add_special_tokens=False)
@@ -295,15 +299,12 @@ def sessions(count: int, reasoning: float, goes_on: bool) -> Iterator[list[Messa
     draw = random.Random(1)
     for number in range(count):
         messages: list[Message] = [{"role": "user", "content": draw.choice(_TEXTS)}]
-        for turn in range(number % 4):
+        for _ in range(number % 4):
             calls = [draw.choice(_CALLS) for _ in range(draw.randint(1, 3))]
             answer: Message = {"role": "assistant", "content": draw.choice((*_TEXTS, ""))}
             if reasoning == 1 or (number % 5 and draw.random() < reasoning):
                 answer["reasoning_content"] = draw.choice(_TEXTS)
-            answer["tool_calls"] = [
-                {"id": f"c{turn}{place}", "type": "function", "function": {"name": name, "arguments": given}}
-                for place, (name, given) in enumerate(calls)
-            ]
+            answer["tool_calls"] = _calls(calls)
             results = [
                 {"role": "tool", "tool_call_id": call["id"], "content": draw.choice((*_TEXTS, ""))}
                 for call in answer["tool_calls"]
@@ -314,6 +315,18 @@ def sessions(count: int, reasoning: float, goes_on: bool) -> Iterator[list[Messa
             done |= {"reasoning_content": "All pass."} if reasoning == 1 else {}
             messages += [done, {"role": "user", "content": "And now?"}]
         yield messages
+
+
+def _calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Message]:
+    """The calls of one answer, with ids as Kimi-K2's template shows them."""
+    return [
+        {
+            "id": f"functions.{name}:{place}",
+            "type": "function",
+            "function": {"name": name, "arguments": given},
+        }
+        for place, (name, given) in enumerate(calls)
+    ]
 
 
 def serve(chosen: ChatFormat, messages: Sequence[Message]) -> list[int]:
@@ -327,21 +340,27 @@ def render(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
     told = list(messages)
     system = told.pop(0)["content"] if told[0]["role"] == "system" else None
     parts = [renderer.prompt(told.pop(0)["content"], system)]
+    names: list[str] = []
+    num_before = 0
     while told:
         message = told.pop(0)
         if message["role"] == "assistant":
-            parts.append(_sampled(renderer, message))
-        elif message["role"] == "user":
-            parts.append(renderer.user_message(message["content"]))
+            num_before += len(names)
+            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            parts.append(_sampled(renderer, message, num_before))
+            continue
+        if message["role"] == "user":
+            following = renderer.user_message(message["content"])
         else:
             outputs = [message["content"]]
             while told and told[0]["role"] == "tool":
                 outputs.append(told.pop(0)["content"])
-            parts.append(renderer.observations(outputs))
+            following = renderer.observations(outputs, number_calls(names, num_before))
+        parts.append(renderer.follow(parts[-1], following))
     return np.concatenate(parts).tolist()
 
 
-def _sampled(renderer: Renderer, answer: Message) -> NDArray[np.int32]:
+def _sampled(renderer: Renderer, answer: Message, num_before: int) -> NDArray[np.int32]:
     """An answer as a model writes it, its end included."""
     reasoning = answer.get("reasoning_content")
     calls: list[ToolCall] = []
@@ -350,21 +369,22 @@ def _sampled(renderer: Renderer, answer: Message) -> NDArray[np.int32]:
         arguments = {n: v if isinstance(v, str) else json.dumps(v) for n, v in given.items()}
         calls.append(ToolCall(call["function"]["name"], arguments))
     words = answer["content"]
-    words += spell(renderer.grammar.render_calls(calls, bool(words))) if calls else ""
+    words += spell(renderer.grammar.render_calls(calls, bool(words), num_before)) if calls else ""
     if not reasoning:
         return renderer.message([words])
-    pieces = [*renderer.reasoned(reasoning), *renderer.grammar.split(words), renderer.template.end]
-    return renderer.encode(pieces)
+    pieces = [*renderer.reasoned(reasoning), *renderer.grammar.split(words)]
+    return renderer.encode([*pieces, renderer.end_of(pieces)])
 
 
 def is_bridged(chosen: ChatFormat, judge: Judge, text: str) -> bool:
     """Whether a session keeps this answer token for token, however it was tokenised, with what transformers
     puts behind an answer after it."""
     renderer = replace(chosen, tools=_TOOLS, system="Be brief.").renderer()
-    whole = renderer.message([text])
+    whole = renderer.message([text]).tolist()
     by_bytes = [int(one) for byte in text.encode() for one in renderer.tokenizer.encode(bytes([byte]))]
     half = renderer.tokenizer.encode("é".encode()[:1]).tolist()
-    for sampled in (whole.tolist(), [*by_bytes, renderer.end_token], [*by_bytes, *half, renderer.end_token]):
+    answers = (whole[:-1], by_bytes, [*by_bytes, *half])
+    for sampled in ([*answer, end] for answer in answers for end in sorted(renderer.end_tokens)):
         session = AgentSession(_TEXTS[0], renderer, _ID, SessionLimits(max_tokens=_MAX_TOKENS))
         prompt = session.recording.tokens.tolist()
         session.on_chunk(_chunk(sampled))
@@ -375,8 +395,12 @@ def is_bridged(chosen: ChatFormat, judge: Judge, text: str) -> bool:
         outputs = [f"error: {call.error}" for call in action.calls]
         session.on_results([ToolResult(output) for output in outputs])
         kept = session.recording.tokens.tolist()
-        expected = judge.after_answer(outputs, spell(renderer.grammar.render_calls([_RUN_TESTS], True)))
-        if prompt != judge.by_kept([_ASK]) or kept != [*prompt, *sampled[:-1], *expected]:
+        calls = [ToolCall(call.name or "unknown") for call in action.calls]
+        written = spell(renderer.grammar.render_calls(calls, True))
+        expected = judge.after_answer([call.name for call in calls], outputs, written)
+        # The end that was sampled stays, and stands for the opener of what follows where it is that one.
+        answer = sampled[:-1] if sampled[-1] == expected[0] else sampled
+        if prompt != judge.by_kept([_ASK]) or kept != [*prompt, *answer, *expected]:
             return False
     return _is_closed_unsampled(renderer, [*by_bytes, *half])
 
@@ -415,7 +439,7 @@ def count_forged(renderer: Renderer) -> int:
         parts = (
             renderer.prompt(text, renderer.describe(text, tools)),
             renderer.user_message(text),
-            renderer.observations([text, text]),
+            renderer.observations([text, text], number_calls([text, text], 0)),
             renderer.message([ToolCall("read_file", {"path": text})]),
         )
         return int(np.isin(np.concatenate(parts), controls).sum())

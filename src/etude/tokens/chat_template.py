@@ -43,7 +43,7 @@ _WRITTEN = """\
     {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
     {{- AFTER + SYSTEM_CLOSED }}
 {%- elif words is not none %}
-    {{- SYSTEM + words + SYSTEM_CLOSED }}
+    {{- SYSTEM + words + SYSTEM_CLOSED + ('' if start else DEFAULT_CLOSED) }}
 {%- endif %}
 {%- for message in messages[start:] %}
     {%- if message.role == 'tool' %}
@@ -192,6 +192,7 @@ def open_with_tools(
 def write_chat_template(template: Template) -> str:
     """A Jinja template that renders conversations in this frame, with tools and calls as Hermes has them."""
     closed = spell((*template.closing, *template.after_end))
+    ends = (template.shown_end or template.end, template.end) if not template.openers_end else ("", "")
     strings = {
         "BEGIN": spell(template.begin),
         "SYSTEM": spell(template.system),
@@ -205,10 +206,11 @@ def write_chat_template(template: Template) -> str:
         "REASONING": spell(template.reasoning_open),
         "REASONED": spell(template.reasoning_close),
         "SHOWN": spell(template.shown),
-        "END": spell((template.shown_end or template.end, *template.after_end)),
-        "LAST": spell((template.end, *template.after_end)),
+        "END": spell((ends[0], *template.after_end)),
+        "LAST": spell((ends[1], *template.after_end)),
         "CLOSED": closed,
         "SYSTEM_CLOSED": spell(template.system_close) + closed * (not template.joins_system),
+        "DEFAULT_CLOSED": spell(template.default_close),
         "BEFORE": BEFORE_TOOLS,
         "AFTER": AFTER_TOOLS,
     }

@@ -20,8 +20,8 @@ from typing import Any
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
-from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
-from etude.tokens.grammar.channels import CHANNEL, THINK_OPEN
+from etude.tokens.grammar import Grammar, HermesGrammar, Parameter, ToolSchema
+from etude.tokens.grammar.channels import CHANNEL, THINK_CLOSE, THINK_OPEN
 from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.pieces import Control, Piece, join_text, spell
 from etude.tokens.renderer import Renderer
@@ -45,6 +45,8 @@ _TOOLS = (
 _BARE = Template("derived", (), (), (), (), (), (), Control(""))
 _ID = "call0000"
 """Calls have one digit more, and so nine characters, as Mistral's templates demand."""
+_NUMBERED_ID = "functions.look_up:"
+"""As Kimi-K2's have to be."""
 _ARGUMENTS = {"key": "a ß", "most": 3, "deep": True, "rows": [1, 2]}
 _CALL = ToolCall("look_up", {"key": "a ß", "most": "3", "deep": "true", "rows": "[1, 2]"})
 _TEXTS = (
@@ -70,12 +72,14 @@ def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> tuple[Tem
     template = reader.frame()
     with_results = reader.results(template)
     # Without a role for results they come in the user's name, as Qwen's templates have them.
-    template = with_results or replace(
+    by_user = replace(
         template,
         tool=tuple(join_text((*template.user, "<tool_response>\n"))),
         result_close=("\n</tool_response>",),
         result_between=("\n<tool_response>\n",),
     )
+    names_calls = with_results is not None and bool(with_results.result_named)
+    template = by_user if with_results is None or names_calls else with_results
     written = ChatTemplate(write_chat_template(template), {})
     for messages in _probes():
         # Some put the system's words into the user's last message: here they stay in the first.
@@ -85,10 +89,10 @@ def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> tuple[Tem
     template = next(known, template)
     if with_results is not None and not jinja.names_a_day:
         others = TOLD_GRAMMARS.values() if in_any_form else ()
+        own = with_results if names_calls else template
         for grammar in (HermesGrammar(_TOOLS), *(make(_TOOLS) for make in others)):
-            renderer = Renderer(tokenizer, grammar, template)
-            if _writes_calls(jinja, written, renderer) and _tells_tools(jinja, renderer, reader.pieces):
-                return template, tokenizer, grammar.name
+            if _speaks(jinja, written, reader.pieces, tokenizer, grammar, own):
+                return own, tokenizer, grammar.name
     return template, tokenizer.with_chat_template(write_chat_template(template)), "hermes"
 
 
@@ -111,7 +115,8 @@ class _Reader:
         )
         thinking = prompt[len(to_said) :] if prompt.startswith(to_said) else ""
         shown = to_said[len(prompt) :] if to_said.startswith(prompt) else ""
-        is_alike = prompt == to_said or thinking == f"{THINK_OPEN}\n" or CHANNEL.name in shown
+        is_alike = prompt == to_said or thinking == f"{THINK_OPEN}\n"
+        is_alike = is_alike or CHANNEL.name in shown or THINK_CLOSE in shown
         is_alike = is_alike and prompt == to_answer == again
         joins = opened == bare and self._is_text(to_user)
         if not (is_alike and (joins or after_said.endswith(to_user) or to_user.endswith(after_said))):
@@ -122,6 +127,10 @@ class _Reader:
         to_answer = prompt.removesuffix(thinking)
         if joins:
             template = self._joined(after_said, to_answer, bare, to_user)
+        elif after_said == to_user and bare.endswith(to_user) and self._opens_apart(to_user, to_answer):
+            begin = bare.removesuffix(to_user)
+            template = self._unended(begin, to_user, to_answer, "")
+            template = replace(template, system=self.pieces(opened.removeprefix(begin)))
         elif len(after_said) > len(to_user):
             template = self._unended(opened, to_user, to_answer, after_said.removesuffix(to_user))
         else:
@@ -129,7 +138,7 @@ class _Reader:
             close = self.pieces(to_user.removesuffix(after_said))
             template = replace(template, system_close=close)
         template = replace(template, thinking=self.pieces(thinking), shown=self.pieces(shown))
-        if not shown:
+        if not template.has_channels:
             return template
         _, last = self._between([user, answer], _ANSWER, prompts=False)
         (end, *_) = self._ended(last)
@@ -145,6 +154,10 @@ class _Reader:
             begin = bare.removesuffix(spell(user))
             template = self._unended(begin, spell(user), to_answer, to_user.removesuffix(spell(user)))
         return replace(template, system=template.user, system_close=self.pieces(between), joins_system=True)
+
+    def _opens_apart(self, user: str, answer: str) -> bool:
+        """Whether an answer and what the user says open with tokens of their own."""
+        return self.pieces(user)[:1] != self.pieces(answer)[:1]
 
     def _is_text(self, frame: str) -> bool:
         return all(isinstance(piece, str) for piece in self.pieces(frame))
@@ -169,6 +182,9 @@ class _Reader:
             raise _unstable("messages do not begin with control tokens, or with words of their own")
         has_default = bare.startswith(opened) and bare.endswith(to_user)
         before = bare.removesuffix(spell(user_pieces))
+        default, found, closed = before.removeprefix(opened).partition(end.name)
+        default_close = closed if found and bare.startswith(opened) and not has_default else ""
+        has_default = has_default or bool(default_close)
         if opened.startswith(before):
             begin, system = self.pieces(before), self.pieces(opened.removeprefix(before))
         elif user_pieces[0] in system:
@@ -177,7 +193,8 @@ class _Reader:
         else:  # where there is always a system message, what stands before it counts as its opening
             begin = () if has_default else self.pieces(before)
             system = system[len(begin) :]
-        default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
+        if not default_close:
+            default = bare.removeprefix(opened).removesuffix(to_user)
         return replace(
             _BARE,
             system=system,
@@ -186,12 +203,14 @@ class _Reader:
             end=end,
             after_end=after_end,
             begin=begin,
-            default_system=default,
+            default_system=default if has_default else None,
+            default_close=self.pieces(default_close),
         )
 
     def _unended(self, opened: str, user: str, answer: str, ended: str) -> Template:
-        """The frame where answers end with a token, and other messages where the next one begins."""
-        (end, *_) = self._ended(ended)
+        """The frame where answers end with a token, or with the opener of what follows, and other messages
+        where the next one begins."""
+        (end, *_) = self._ended(ended or user)
         return replace(
             _BARE,
             user=self._ended(user),
@@ -199,29 +218,48 @@ class _Reader:
             end=end,
             begin=self.pieces(opened),
             only_answers_end=True,
+            openers_end=not ended,
         )
 
     def results(self, template: Template) -> Template | None:
-        """With how results are shown; None where the template has no role for them."""
-        start = [_said("user", _USER), {**_said("assistant", _ANSWER), "tool_calls": _calls(2)}]
+        """With how results are shown; None where the template has no role for them, or where they name the
+        call that they answer, but not by its name and number."""
+        found = self._results(template, is_numbered=False)
+        numbered = found or self._results(template, is_numbered=True)
+        return numbered if found or (numbered and numbered.result_named) else None
+
+    def _results(self, template: Template, *, is_numbered: bool) -> Template | None:
+        calls = _calls(2, is_numbered)
+        start = [_said("user", _USER), {**_said("assistant", _ANSWER), "tool_calls": calls}]
         try:
-            told = [*start, *_results([_FIRST, _SECOND])]
+            told = [*start, *_results(calls, [_FIRST, _SECOND], is_numbered)]
             _, _, opened, between, rest = self._between(told, _USER, _ANSWER, _FIRST, _SECOND)
+            if template.openers_end:
+                _, _, called, _ = self._between([*start, _said("user", _FIRST)], _USER, _ANSWER, _FIRST)
+                called = called.removesuffix(spell(template.user))
+                found, opened = opened.startswith(called), opened.removeprefix(called)
+                self._ended(opened)
+            else:
+                _, found, opened = opened.partition((template.shown_end or template.end).name)
         except ConfigError:
             return None
-        _, found, opened = opened.partition((template.shown_end or template.end).name)
         closed = spell((*template.closing, *template.after_end, *template.prompt))
         lead = spell(template.after_end)
         close = rest.removesuffix(closed)
         if not (found and opened.startswith(lead) and rest.endswith(closed) and between.startswith(close)):
             return None
-        if any(_names_its_call(part) for part in (opened, between, close)):
+        opened, between = opened.removeprefix(lead), between.removeprefix(close)
+        # What stands behind its name and number, where a result names the call that it answers.
+        opened, is_named, named = opened.partition(f"{_CALL.name}:0")
+        between = between.removesuffix(f"{_CALL.name}:1{named}") if is_named else between
+        if any(_names_its_call(part) for part in (opened, named, between, close)):
             return None
         return replace(
             template,
-            tool=self.pieces(opened.removeprefix(lead)),
+            tool=self.pieces(opened),
             result_close=self.pieces(close),
-            result_between=self.pieces(between.removeprefix(close)),
+            result_between=self.pieces(between),
+            result_named=self.pieces(named),
         )
 
     def _between(self, messages: Sequence[Message], *words: str, prompts: bool = True) -> list[str]:
@@ -271,16 +309,22 @@ def _names_its_call(frame: str) -> bool:
     return _CALL.name in frame or _ID in frame
 
 
-def _results(outputs: Sequence[str]) -> list[Message]:
+def _results(
+    calls: Sequence[Mapping[str, Any]], outputs: Sequence[str], is_numbered: bool
+) -> list[Message]:
+    """The results of calls, with the tool's name unless the ids are numbered: it would be another role."""
+    name = {} if is_numbered else {"name": _CALL.name}
     return [
-        {"role": "tool", "tool_call_id": f"{_ID}{number}", "name": _CALL.name, "content": output}
-        for number, output in enumerate(outputs)
+        {"role": "tool", "tool_call_id": call["id"], **name, "content": output}
+        for call, output in zip(calls, outputs, strict=True)
     ]
 
 
-def _calls(count: int) -> list[Mapping[str, Any]]:
+def _calls(count: int, is_numbered: bool, num_before: int = 0) -> list[Mapping[str, Any]]:
     function = {"name": _CALL.name, "arguments": _ARGUMENTS}
-    return [{"type": "function", "id": f"{_ID}{number}", "function": function} for number in range(count)]
+    prefix = _NUMBERED_ID if is_numbered else _ID
+    numbers = range(num_before, num_before + count)
+    return [{"type": "function", "id": f"{prefix}{number}", "function": function} for number in numbers]
 
 
 def _probes() -> Iterator[list[Message]]:
@@ -306,6 +350,22 @@ def _check_alike(jinja: ChatTemplate, written: ChatTemplate, messages: Sequence[
     raise _unstable(
         f"{rendered[place - 20 : place + 40]!r} stands where {framed[place - 20 : place + 40]!r} is expected"
     )
+
+
+def _speaks(
+    jinja: ChatTemplate,
+    frame: ChatTemplate,
+    split: Callable[[str], tuple[Piece, ...]],
+    tokenizer: Tokenizer,
+    grammar: Grammar,
+    template: Template,
+) -> bool:
+    """Whether the template announces tools and writes calls as sessions with this grammar do."""
+    try:
+        renderer = Renderer(tokenizer, grammar, template)
+    except ConfigError:  # the tokenizer has some of the tags only
+        return False
+    return _writes_calls(jinja, frame, renderer) and _tells_tools(jinja, renderer, split)
 
 
 def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], tuple[Piece, ...]]) -> bool:
@@ -335,19 +395,27 @@ def _writes_calls(jinja: ChatTemplate, frame: ChatTemplate, renderer: Renderer) 
     """Whether the template shows calls, with and without words before them, as the grammar writes them."""
     template, grammar = renderer.template, renderer.grammar
     for words, count in itertools.product(("", _ANSWER), (1, 2)):
-        asked = [_said("user", _USER)]
-        answer = {**_said("assistant", words), "tool_calls": _calls(count)}
+        asked, is_numbered = [_said("user", _USER)], bool(template.result_named)
+        answer: dict[str, Any] = {**_said("assistant", words)}
         begun: Sequence[Piece] = template.shown
-        if template.thinking:
+        if template.thinking or template.shows_empty_reasoning:
             answer["reasoning_content"] = _FIRST
             begun = (*template.reasoning_open, _FIRST, *template.reasoning_close)
+        told: list[Message] = [*asked]
+        for num_before in (0, count):
+            calls = _calls(count, is_numbered, num_before)
+            told += [{**answer, "tool_calls": calls}, *_results(calls, [_FIRST] * count, is_numbered)]
         try:
-            rendered = jinja.render([*asked, answer, *_results([_FIRST] * count)])
+            rendered = jinja.render(told)
         except ConfigError:
             return False
-        before = frame.render(asked).removesuffix(spell(template.thinking)) + spell(begun)
-        written = words + spell(grammar.render_calls([_CALL] * count, bool(words)))
-        if not rendered.startswith(before + written + (template.shown_end or template.end).name):
+        end = spell(template.tool[:1]) if template.openers_end else (template.shown_end or template.end).name
+        said, again = (
+            spell(begun) + words + spell(grammar.render_calls([_CALL] * count, bool(words), num_before)) + end
+            for num_before in (0, count)
+        )
+        before = frame.render(asked).removesuffix(spell(template.thinking)) + said
+        if not rendered.startswith(before) or again not in rendered.removeprefix(before):
             return False
     return True
 
@@ -359,5 +427,6 @@ def _layout(template: Template) -> tuple[str, ...]:
     last = (*template.result_close, *template.closing, *template.after_end)
     ends = (template.end, *template.after_end)
     answers = (template.assistant, template.thinking, template.shown)
-    parts = (template.begin, template.system, template.user, *answers, first, between, last, ends)
+    named = (template.result_named, template.default_close)
+    parts = (template.begin, template.system, template.user, *answers, first, between, last, ends, *named)
     return (*(repr(join_text(part)) for part in parts), repr(template.default_system))

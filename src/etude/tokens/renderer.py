@@ -100,7 +100,8 @@ class Renderer:
             return self.encode(template.begin, None)
         pieces = (words,) if isinstance(words, str) else words
         end = () if template.joins_system else self._end
-        framed = (*template.system, *pieces, *template.system_close, *end)
+        framed = [*template.system, *pieces, *template.system_close, *end]
+        framed += template.default_close if system is None else ()
         return self.encode((*template.begin, *framed), None)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
@@ -149,6 +150,8 @@ class Renderer:
         template = self.template
         pieces: list[Piece] = [*template.after_end, *template.tool]
         named = [*calls, *number_calls([""] * (len(outputs) - len(calls)), len(calls))]
+        if self.grammar.numbers_restart:
+            named = [f"{one.rpartition(':')[0]}:{place}" for place, one in enumerate(named)]
         for number, output in enumerate(outputs):
             pieces += template.result_between if number else ()
             pieces += (named[number], *template.result_named) if template.result_named else ()

@@ -51,8 +51,10 @@ class Template:
     """Whether an answer ends with the token that opens what follows, of `user` or of `tool`: the one that was
     sampled is not written again."""
     result_named: tuple[Piece, ...] = ()
-    """Where `tool` and `result_between` end with the name and number of the call that a result answers: what
-    stands behind these."""
+    """Where `tool` and `result_between` go on with the name and number of the call that a result answers:
+    what stands behind these."""
+    default_close: tuple[Piece, ...] = ()
+    """Stands behind a system message with the default words, and behind no other one."""
 
     def __repr__(self) -> str:
         """Names the last fields only where they are set: digests of older templates stay the same."""

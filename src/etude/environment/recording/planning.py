@@ -111,8 +111,8 @@ class Planner:
         ahead: Mapping[int, Tokens],
     ) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
-        first = not (source and num_kept and source.entries[num_kept - 1].end)
         kept = source.entries[num_kept - 1].end if source and num_kept else 0
+        first = not kept
         before = source.recording.tokens[:kept] if source else framing.end[:0]
         for place in range(num_kept, len(history.messages)):
             message, key, made = history.messages[place], history.keys[place], ahead.get(place)

@@ -21,7 +21,7 @@ the agent. Arguments that were read before the fault are kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from etude.records import ToolCall
@@ -77,20 +77,30 @@ class HermesGrammar(Grammar):
 
     def render_call(self, call: ToolCall) -> list[Piece]:
         """The call with its arguments in the given order; a well-typed call parses back equal."""
-        kinds: Mapping[str, Kind] = {n: p.kind for n, p in self._table.get(call.name, {}).items()}
-        arguments = (
-            f"{json.dumps(name, ensure_ascii=False)}: {_render_value(value, kinds.get(name, 'string'))}"
-            for name, value in call.arguments.items()
-        )
         name = json.dumps(call.name, ensure_ascii=False)
-        body = f'{{"name": {name}, "arguments": {{{", ".join(arguments)}}}}}'
-        for tag in CALL_TAGS:
-            body = body.replace(tag, "\\u003c" + tag[1:])
-        return [Control(CALL_OPEN), f"\n{body}\n", Control(CALL_CLOSE)]
+        body = f'{{"name": {name}, "arguments": {render_arguments(call, self._table)}}}'
+        return [Control(CALL_OPEN), f"\n{without_tags(body, CALL_TAGS)}\n", Control(CALL_CLOSE)]
 
     def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
         in_call = TagSet(CALL_TAGS) if mode.text_mode else None
         return partial(HermesReader, self._table, mode.outside(CALL_TAGS), in_call)
+
+
+def render_arguments(call: ToolCall, tools: ToolTable) -> str:
+    """A call's arguments as a JSON object, in the given order."""
+    kinds: Mapping[str, Kind] = {n: p.kind for n, p in tools.get(call.name, {}).items()}
+    members = (
+        f"{json.dumps(name, ensure_ascii=False)}: {_render_value(value, kinds.get(name, 'string'))}"
+        for name, value in call.arguments.items()
+    )
+    return f"{{{', '.join(members)}}}"
+
+
+def without_tags(body: str, tags: Iterable[str]) -> str:
+    """JSON in which no string holds a tag in characters."""
+    for tag in tags:
+        body = body.replace(tag, "\\u003c" + tag[1:])
+    return body
 
 
 def _render_value(text: str, kind: Kind) -> str:
@@ -162,66 +172,35 @@ class _CallSink(JsonSink):
         self.out.extend(ArgumentDelta(name, text) for name, text in told if text)
 
 
-class HermesReader(CallReader):
-    """Reads the calls of one message."""
+class JsonCall:
+    """One call whose JSON is read as it comes: an object with its name and its arguments."""
 
-    def __init__(self, tools: ToolTable, outside: TagSet | None, in_call: TagSet | None) -> None:
-        """`outside`, `in_call`: what is recognised in characters there."""
+    def __init__(self, tools: ToolTable) -> None:
         self._tools = tools
-        self._outside, self._in_call = outside, in_call
         self._sink = _CallSink()
         self._json = JsonReader(self._sink)
+        self.call = self._sink.call
 
-    def tags(self) -> TagSet | None:
-        """In text mode the two tags count everywhere: a value that holds one must escape its `<`."""
-        return self._outside if self._call is None else self._in_call
-
-    def take_text(self, text: str, out: list[ParseEvent]) -> None:
-        """Part of a call's JSON, or free text."""
-        if self._call is None:
-            out.append(TextDelta(text))
-        elif self._call.error is None:
+    def feed(self, text: str, out: list[ParseEvent]) -> None:
+        """Takes more of the JSON; nothing more behind a fault."""
+        if self.call.error is None:
             self._sink.out = out
             try:
                 self._json.feed(text)
             except JsonFault as fault:
-                self._call.fail(str(fault))
-
-    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
-        """Takes one of the two tags."""
-        if name not in CALL_TAGS:
-            return False
-        if name == CALL_OPEN:
-            self.end(out)
-            self._sink = _CallSink()
-            self._json = JsonReader(self._sink)
-            self._call = self._sink.call
-        elif self._call:
-            self._finish(out)
-        else:
-            self._start(OpenCall("", error="stray /tool_call"), out)
-            super()._finish(out)
-        return True
+                self.call.fail(str(fault))
 
     def end(self, out: list[ParseEvent]) -> None:
-        """What the end of the message, or another call, finds open is a malformed call."""
-        if self._call:
-            self._call.fail("unclosed tool_call")
-            self._finish(out)
-
-    def _finish(self, out: list[ParseEvent]) -> None:
-        """The call as far as it came, with the first thing that is wrong about it."""
-        call = self._sink.call
+        """The call is as far as it came, with the first thing that is wrong about it."""
         self._sink.out = out
         try:
-            if call.error is None:
+            if self.call.error is None:
                 self._json.end()
         except JsonFault as fault:
-            call.fail(str(fault))
-        self._check(call)
+            self.call.fail(str(fault))
+        self._check(self.call)
         if not self._sink.is_named:
             self._sink.start()
-        super()._finish(out)
 
     def _check(self, call: OpenCall) -> None:
         parameters = self._tools.get(call.name)
@@ -241,3 +220,49 @@ class HermesReader(CallReader):
             elif kind != parameter.kind and (kind, parameter.kind) != ("integer", "number"):
                 article = "an" if parameter.kind in ("integer", "array", "object") else "a"
                 call.fail(f"{printable(name)} is not {article} {parameter.kind}")
+
+
+class HermesReader(CallReader):
+    """Reads the calls of one message."""
+
+    def __init__(self, tools: ToolTable, outside: TagSet | None, in_call: TagSet | None) -> None:
+        """`outside`, `in_call`: what is recognised in characters there."""
+        self._tools = tools
+        self._outside, self._in_call = outside, in_call
+        self._json = JsonCall(tools)
+
+    def tags(self) -> TagSet | None:
+        """In text mode the two tags count everywhere: a value that holds one must escape its `<`."""
+        return self._outside if self._call is None else self._in_call
+
+    def take_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Part of a call's JSON, or free text."""
+        if self._call is None:
+            out.append(TextDelta(text))
+        else:
+            self._json.feed(text, out)
+
+    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Takes one of the two tags."""
+        if name not in CALL_TAGS:
+            return False
+        if name == CALL_OPEN:
+            self.end(out)
+            self._json = JsonCall(self._tools)
+            self._call = self._json.call
+        elif self._call:
+            self._finish(out)
+        else:
+            self._start(OpenCall("", error="stray /tool_call"), out)
+            super()._finish(out)
+        return True
+
+    def end(self, out: list[ParseEvent]) -> None:
+        """What the end of the message, or another call, finds open is a malformed call."""
+        if self._call:
+            self._call.fail("unclosed tool_call")
+            self._finish(out)
+
+    def _finish(self, out: list[ParseEvent]) -> None:
+        self._json.end(out)
+        super()._finish(out)

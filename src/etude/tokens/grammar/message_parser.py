@@ -283,6 +283,9 @@ class MessageParser:
 class Grammar:
     """How calls are written. Knows its tools; knows neither tokens nor files."""
 
+    numbers_restart = False
+    """Whether families that number calls begin anew with every answer."""
+
     def __init__(self, name: str, tools: Sequence[ToolSchema], tags: Sequence[str]) -> None:
         """`tags`: what `control_tokens` gives."""
         self.name = name

@@ -16,6 +16,7 @@ Anything else is a malformed call: it becomes a ToolCall with `error`, in a few 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -23,7 +24,7 @@ from functools import partial
 from etude.records import ToolCall
 from etude.tokens.grammar.call_forms import CALL_FORMS, CallForm
 from etude.tokens.grammar.events import ParseEvent, TextDelta
-from etude.tokens.grammar.hermes import HermesGrammar
+from etude.tokens.grammar.hermes import HermesGrammar, JsonCall, render_arguments, without_tags
 from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Parameter, ToolSchema, ToolTable, check_names
 from etude.tokens.grammar.json_reader import printable
 from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, TagSet
@@ -41,6 +42,7 @@ class NativeGrammar(Grammar):
         check_names(tools, ("<", ">", '"', "\n"))
         super().__init__(form.name, tools, form.tags)
         self.form = form
+        self.numbers_restart = form.numbers_restart
 
     def announce(self, schemas: Sequence[ToolSchema]) -> None:
         """The model's own chat template does."""
@@ -52,16 +54,21 @@ class NativeGrammar(Grammar):
         form = self.form
         opened, closed = form.section
         pieces: list[Piece] = []
-        for call in calls:
+        for number, call in enumerate(calls, 0 if form.numbers_restart else num_before):
             if form.between and pieces:
                 pieces += self.split(closed + form.between + opened)
-            pieces += self._render_call(call)
+            pieces += self._render_call(call, number)
         return join_text([*self.split(form.lead[behind_words] + opened), *pieces, *self.split(closed)])
 
-    def _render_call(self, call: ToolCall) -> list[Piece]:
+    def _render_call(self, call: ToolCall, number: int) -> list[Piece]:
         form = self.form
         kinds = {name: parameter.kind for name, parameter in self._table.get(call.name, {}).items()}
-        pieces: list[Piece] = [*self.split(form.call[0]), call.name, *self.split(form.name_end)]
+        before, behind = form.id
+        name = f"{before}{call.name}{behind}{number}" if behind else call.name
+        pieces: list[Piece] = [*self.split(form.call[0]), name, *self.split(form.name_end)]
+        if not form.key[0]:
+            arguments = without_tags(render_arguments(call, self._table), form.tags)
+            return [*pieces, arguments, *self.split(form.call[1])]
         for name, text in call.arguments.items():
             if form.python_words and kinds.get(name, "string") != "string":
                 text = _PYTHON_WORDS.get(text, text)
@@ -86,6 +93,8 @@ class _Place(Enum):
     """Between two calls, or in one between its parts."""
     NAME = auto()
     KEY = auto()
+    GAP = auto()
+    """Behind a key, before what opens its value."""
     VALUE = auto()
 
 
@@ -97,19 +106,27 @@ class FormTags:
         self.section, self.section_end = (word.strip("\n") for word in form.section)
         self.call, self.call_end = (word.strip("\n") for word in form.call)
         self.key, self.key_end = (word.strip("\n") for word in form.key)
-        self.value_end = form.value[1].strip("\n")
+        self.is_json = not self.key
+        self.value, self.value_end = (word.strip("\n") for word in form.value)
+        if self.is_json:
+            self.value_end = self.call_end
         self.name_end = form.name_end.strip("\n")
         self.padded = form.value[0].endswith("\n") and form.value[1].startswith("\n")
         """Whether a newline at each end of a value is layout."""
-        every = (self.section, self.section_end, self.call, self.call_end, self.key, self.value_end)
-        self.all = frozenset([*every, self.name_end, self.key_end])
-        spelled = [word for word in every if mode.text_mode or word not in form.tags]
+        outer = (self.section, self.section_end, self.call, self.call_end, self.key, self.value_end)
+        every = [word for word in (*outer, self.value) if word]
+        ends = (self.name_end, self.key_end)
+        self.all = frozenset([*every, *ends]) - {""}
+        in_characters = {word for word in self.all if mode.text_mode or word not in form.tags}
+        spelled = [word for word in every if word in in_characters]
+        name_end, key_end = (word if word in in_characters else "" for word in ends)
         self.spelled = {
             _Place.OUTSIDE: mode.outside(form.tags),
             _Place.SECTION: TagSet(spelled),
-            _Place.NAME: TagSet(spelled, other=self.name_end),
-            _Place.KEY: TagSet(spelled, other=self.key_end),
-            _Place.VALUE: TagSet([self.value_end]),
+            _Place.NAME: TagSet(spelled, other=name_end),
+            _Place.KEY: TagSet(spelled, other=key_end),
+            _Place.GAP: TagSet(spelled),
+            _Place.VALUE: TagSet({self.value_end} & in_characters),
         }
 
 
@@ -126,6 +143,8 @@ class NativeReader(CallReader):
         """In the open section."""
         self._word = ""
         """A boolean's text, of which the first letter may be a capital."""
+        self._json: JsonCall | None = None
+        """The open call, where its arguments are JSON and its name has ended."""
 
     @property
     def in_call(self) -> bool:
@@ -143,6 +162,8 @@ class NativeReader(CallReader):
                 out.append(TextDelta(text))
             case _Place.NAME | _Place.KEY:
                 self._name += text[: MAX_NAME_CHARACTERS + 1 - len(self._name)]
+            case _Place.VALUE if self._json is not None:
+                self._json.feed(text, out)
             case _Place.VALUE if self._is_boolean():
                 self._word += text[: MAX_NAME_CHARACTERS - len(self._word)]
             case _Place.VALUE:
@@ -168,6 +189,8 @@ class NativeReader(CallReader):
             self._end_value(out)
         elif place is _Place.KEY and name == tags.key_end:
             self._end_key()
+        elif place is _Place.GAP and name == tags.value:
+            self._place = _Place.VALUE
         elif place is _Place.OUTSIDE:
             self._begin(name, out)
         else:
@@ -185,8 +208,13 @@ class NativeReader(CallReader):
         """A word of the form outside of any call."""
         if name == self._tags.section:
             self._place, self._num_calls = _Place.SECTION, 0
+            if not self._tags.call:
+                self._begin_name()
         else:
             self._end_section(f"stray {_shown(name)}", out)
+
+    def _begin_name(self) -> None:
+        self._place, self._name, self._call = _Place.NAME, "", OpenCall("")
 
     def _take_structure(self, name: str, out: list[ParseEvent]) -> None:
         """A word of the form in a section or a call, but for what ends a name or a value."""
@@ -198,8 +226,12 @@ class NativeReader(CallReader):
             if call is not None:
                 self._fail(f"unclosed {printable(call.name) or _shown(name)}", out)
                 self._finish(out)
-            self._place, self._name, self._call = _Place.NAME, "", OpenCall("")
+            self._begin_name()
         elif name == tags.section_end:
+            if call is not None and not tags.call:
+                call.check_complete(self._tools.get(call.name, {}))
+                self._finish(out)
+            call = self._call
             error = "" if self._num_calls else "no call"
             self._end_section(f"unclosed {printable(call.name)}" if call is not None else error, out)
         elif name == tags.call_end and call is not None:
@@ -214,11 +246,27 @@ class NativeReader(CallReader):
 
     def _end_name(self, out: list[ParseEvent]) -> None:
         assert self._call is not None
-        self._call.name = self._name.strip()
+        name, error = self._read_id(self._name.strip())
+        self._place, self._call.name = _Place.SECTION, name
+        if self._tags.is_json and not (error or self._call.error):
+            self._json = JsonCall(self._tools)
+            self._json.feed(f'{{"name": {json.dumps(name)}, "arguments": ', out)
+            self._place, self._call = _Place.VALUE, self._json.call
+            return
         call = self._start(self._call, out)
-        self._place = _Place.SECTION
-        if call.name not in self._tools:
-            call.fail(f"unknown tool {printable(call.name)}" if call.name else "missing name")
+        if error:
+            call.fail(error)
+        elif name not in self._tools:
+            call.fail(f"unknown tool {printable(name)}")
+
+    def _read_id(self, text: str) -> tuple[str, str]:
+        """The name in what stands where one does, and what is wrong with it."""
+        before, behind = self._tags.form.id
+        name, _, number = text.rpartition(behind) if behind else (text, "", "0")
+        if not (text.startswith(before) and number.isdecimal()):
+            return "", f"{printable(text)} is no {before}NAME{behind}NUMBER"
+        name = name.removeprefix(before)
+        return name, "" if name else "missing name"
 
     def _end_key(self) -> None:
         call, name = self._call, self._name.strip()
@@ -229,7 +277,7 @@ class NativeReader(CallReader):
             call.fail(f"repeated {printable(name)}")
         call.open_body(name, self._tags.padded)
         self._word = ""
-        self._place = _Place.VALUE
+        self._place = _Place.GAP if self._tags.value else _Place.VALUE
 
     def _is_boolean(self) -> bool:
         """Whether the open value is a boolean with a capital."""
@@ -237,6 +285,11 @@ class NativeReader(CallReader):
         return self._tags.form.python_words and parameter is not None and parameter.kind == "boolean"
 
     def _end_value(self, out: list[ParseEvent]) -> None:
+        if self._json is not None:
+            self._json.feed("}", out)
+            self._finish(out)
+            self._place = _Place.SECTION
+            return
         call, parameter = self._call, self._parameter()
         assert call is not None
         if self._is_boolean():
@@ -257,11 +310,13 @@ class NativeReader(CallReader):
     def _end_unfinished(self, out: list[ParseEvent]) -> None:
         """Ends what another word, or the message's end, cut short: a name or a parameter."""
         if self._place is _Place.NAME:
-            self._fail(f"unclosed {_shown(self._tags.call)}", out)
+            if self._tags.name_end:
+                self._fail(f"unclosed {_shown(self._tags.call)}", out)
             self._end_name(out)
-        elif self._place in (_Place.KEY, _Place.VALUE):
+        elif self._place in (_Place.KEY, _Place.GAP, _Place.VALUE):
             assert self._call is not None
-            self._call.fail(f"unclosed {printable(self._call.parameter or self._name.strip())}")
+            open_name = self._call.name if self._json else self._call.parameter or self._name.strip()
+            self._call.fail(f"unclosed {printable(open_name)}")
             self._call.parameter = None
             self._place = _Place.SECTION
 
@@ -278,10 +333,13 @@ class NativeReader(CallReader):
         self._place = _Place.OUTSIDE
 
     def _finish(self, out: list[ParseEvent]) -> None:
+        if self._json is not None:
+            self._json.end(out)
+            self._json = None
         super()._finish(out)
         self._num_calls += 1
 
 
 def _shown(tag: str) -> str:
     """A word of the form as errors name it."""
-    return tag.strip('<>=" ').removesuffix(" name")
+    return tag.strip('<>=|" ').removesuffix(" name")
