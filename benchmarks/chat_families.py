@@ -75,6 +75,11 @@ _MALFORMED = (
     '{"name": "run_tests", "parameters": {}}',
     "",
 )
+_GLM_MARKS = (
+    "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>",
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>",
+)  # fmt: skip
 _ID, _MAX_TOKENS = TrajectoryId("families", "task", 0, 0, 0), 8192
 _ANSWER = "Aanswerz"
 _ASK: Message = {"role": "user", "content": _TEXTS[0]}
@@ -135,16 +140,8 @@ def families(find_gguf: Callable[[], Path]) -> list[Family]:
             options={"date_string": "26 Jul 2024"},
         ),
         Family("deepseek-v3", "", partial(_published, "deepseek_v3")),
-        Family(
-            "glm",
-            "GLM-4.6",
-            partial(
-                _built, "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
-                "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
-                "</tool_response>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
-            ),
-            is_built=True,
-        ),
+        Family("glm-4.6", "GLM-4.6", partial(_built, *_GLM_MARKS), is_built=True),
+        Family("glm-4.7", "GLM-4.7-Flash", partial(_built, *_GLM_MARKS), is_built=True),
         Family(
             "kimi-k2",
             "moonshotai-Kimi-K2",

@@ -11,44 +11,34 @@ and what is new.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from etude.errors import ConfigError
-from etude.records import ToolCall
+from etude.tokens.call_probes import (
+    ANSWER,
+    FIRST,
+    PROBE_CALL,
+    PROBE_TOOLS,
+    SECOND,
+    SYSTEM,
+    USER,
+    names_its_call,
+    probe_calls,
+    probe_results,
+    said,
+    speaks,
+)
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
-from etude.tokens.grammar import Grammar, HermesGrammar, Parameter, ToolSchema
+from etude.tokens.grammar import HermesGrammar
 from etude.tokens.grammar.channels import CHANNEL, THINK_CLOSE, THINK_OPEN
 from etude.tokens.grammar.native import TOLD_GRAMMARS
 from etude.tokens.pieces import Control, Piece, join_text, spell
-from etude.tokens.renderer import Renderer
 from etude.tokens.template import CHATML_TEMPLATE, QWEN3_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
 
-_SYSTEM, _USER, _ANSWER, _FIRST, _SECOND = "Ssystemz", "Quserz", "Aanswerz", "Rfirstz", "Rsecondz"
-_TOOLS = (
-    ToolSchema(
-        "look_up",
-        "Looks it up.",
-        (
-            Parameter("key", "what"),
-            Parameter("most", "n", False, "integer"),
-            Parameter("deep", "whether", False, "boolean"),
-            Parameter("rows", "which", False, "array", schema={"items": {"type": "integer"}}),
-        ),
-    ),
-    ToolSchema("end", "Ends it."),
-)
 _BARE = Template("derived", (), (), (), (), (), (), Control(""))
-_ID = "call0000"
-"""Calls have one digit more, and so nine characters, as Mistral's templates demand."""
-_NUMBERED_ID = "functions.look_up:"
-"""As Kimi-K2's have to be."""
-_ARGUMENTS = {"key": "a ß", "most": 3, "deep": True, "rows": [1, 2]}
-_CALL = ToolCall("look_up", {"key": "a ß", "most": "3", "deep": "true", "rows": "[1, 2]"})
 _TEXTS = (
     "plain words",
     "two\nlines, the second of which ends here",
@@ -90,8 +80,8 @@ def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> tuple[Tem
     if with_results is not None and not jinja.names_a_day:
         others = TOLD_GRAMMARS.values() if in_any_form else ()
         own = with_results if names_calls else template
-        for grammar in (HermesGrammar(_TOOLS), *(make(_TOOLS) for make in others)):
-            if _speaks(jinja, written, reader.pieces, tokenizer, grammar, own):
+        for grammar in (HermesGrammar(PROBE_TOOLS), *(make(PROBE_TOOLS) for make in others)):
+            if speaks(jinja, written, reader.pieces, tokenizer, grammar, own):
                 return own, tokenizer, grammar.name
     return template, tokenizer.with_chat_template(write_chat_template(template)), "hermes"
 
@@ -107,14 +97,17 @@ class _Reader:
 
     def frame(self) -> Template:
         """All but how results are shown."""
-        user, answer = _said("user", _USER), _said("assistant", _ANSWER)
-        opened, to_user, to_answer = self._between([_said("system", _SYSTEM), user], _SYSTEM, _USER)
-        bare, prompt = self._between([user], _USER)
+        user, answer = said("user", USER), said("assistant", ANSWER)
+        opened, to_user, to_answer = self._between([said("system", SYSTEM), user], SYSTEM, USER)
+        bare, prompt = self._between([user], USER)
         _, to_said, after_said, again = self._between(
-            [user, answer, _said("user", _FIRST)], _USER, _ANSWER, _FIRST
+            [user, answer, said("user", FIRST)], USER, ANSWER, FIRST
         )
         thinking = prompt[len(to_said) :] if prompt.startswith(to_said) else ""
         shown = to_said[len(prompt) :] if to_said.startswith(prompt) else ""
+        unopened = prompt.removesuffix(THINK_OPEN)
+        if unopened != prompt and to_said.startswith(unopened + THINK_CLOSE):
+            thinking, shown = THINK_OPEN, to_said.removeprefix(unopened)
         is_alike = prompt == to_said or thinking == f"{THINK_OPEN}\n"
         is_alike = is_alike or CHANNEL.name in shown or THINK_CLOSE in shown
         is_alike = is_alike and prompt == to_answer == again
@@ -140,7 +133,7 @@ class _Reader:
         template = replace(template, thinking=self.pieces(thinking), shown=self.pieces(shown))
         if not template.has_channels:
             return template
-        _, last = self._between([user, answer], _ANSWER, prompts=False)
+        _, last = self._between([user, answer], ANSWER, prompts=False)
         (end, *_) = self._ended(last)
         return replace(template, end=end, shown_end=template.end)
 
@@ -180,11 +173,10 @@ class _Reader:
         system = self.pieces(opened)
         if not (user_pieces and answer_pieces and system):
             raise _unstable("messages do not begin with control tokens, or with words of their own")
-        has_default = bare.startswith(opened) and bare.endswith(to_user)
         before = bare.removesuffix(spell(user_pieces))
         default, found, closed = before.removeprefix(opened).partition(end.name)
-        default_close = closed if found and bare.startswith(opened) and not has_default else ""
-        has_default = has_default or bool(default_close)
+        has_default = bool(found) and bare.startswith(opened) and closed.startswith(spell(after_end))
+        default_close = closed.removeprefix(spell(after_end)) if has_default else ""
         if opened.startswith(before):
             begin, system = self.pieces(before), self.pieces(opened.removeprefix(before))
         elif user_pieces[0] in system:
@@ -193,8 +185,6 @@ class _Reader:
         else:  # where there is always a system message, what stands before it counts as its opening
             begin = () if has_default else self.pieces(before)
             system = system[len(begin) :]
-        if not default_close:
-            default = bare.removeprefix(opened).removesuffix(to_user)
         return replace(
             _BARE,
             system=system,
@@ -229,13 +219,13 @@ class _Reader:
         return numbered if found or (numbered and numbered.result_named) else None
 
     def _results(self, template: Template, *, is_numbered: bool) -> Template | None:
-        calls = _calls(2, is_numbered)
-        start = [_said("user", _USER), {**_said("assistant", _ANSWER), "tool_calls": calls}]
+        calls = probe_calls(2, is_numbered)
+        start = [said("user", USER), {**said("assistant", ANSWER), "tool_calls": calls}]
         try:
-            told = [*start, *_results(calls, [_FIRST, _SECOND], is_numbered)]
-            _, _, opened, between, rest = self._between(told, _USER, _ANSWER, _FIRST, _SECOND)
+            told = [*start, *probe_results(calls, [FIRST, SECOND], is_numbered)]
+            _, _, opened, between, rest = self._between(told, USER, ANSWER, FIRST, SECOND)
             if template.openers_end:
-                _, _, called, _ = self._between([*start, _said("user", _FIRST)], _USER, _ANSWER, _FIRST)
+                _, _, called, _ = self._between([*start, said("user", FIRST)], USER, ANSWER, FIRST)
                 called = called.removesuffix(spell(template.user))
                 found, opened = opened.startswith(called), opened.removeprefix(called)
                 self._ended(opened)
@@ -250,9 +240,9 @@ class _Reader:
             return None
         opened, between = opened.removeprefix(lead), between.removeprefix(close)
         # What stands behind its name and number, where a result names the call that it answers.
-        opened, is_named, named = opened.partition(f"{_CALL.name}:0")
-        between = between.removesuffix(f"{_CALL.name}:1{named}") if is_named else between
-        if any(_names_its_call(part) for part in (opened, named, between, close)):
+        opened, is_named, named = opened.partition(f"{PROBE_CALL.name}:0")
+        between = between.removesuffix(f"{PROBE_CALL.name}:1{named}") if is_named else between
+        if any(names_its_call(part) for part in (opened, named, between, close)):
             return None
         return replace(
             template,
@@ -300,45 +290,18 @@ def _unstable(why: str) -> ConfigError:
     )
 
 
-def _said(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
-
-
-def _names_its_call(frame: str) -> bool:
-    """Whether a result's frame says which call it answers: then it is another one for every call."""
-    return _CALL.name in frame or _ID in frame
-
-
-def _results(
-    calls: Sequence[Mapping[str, Any]], outputs: Sequence[str], is_numbered: bool
-) -> list[Message]:
-    """The results of calls, with the tool's name unless the ids are numbered: it would be another role."""
-    name = {} if is_numbered else {"name": _CALL.name}
-    return [
-        {"role": "tool", "tool_call_id": call["id"], **name, "content": output}
-        for call, output in zip(calls, outputs, strict=True)
-    ]
-
-
-def _calls(count: int, is_numbered: bool, num_before: int = 0) -> list[Mapping[str, Any]]:
-    function = {"name": _CALL.name, "arguments": _ARGUMENTS}
-    prefix = _NUMBERED_ID if is_numbered else _ID
-    numbers = range(num_before, num_before + count)
-    return [{"type": "function", "id": f"{prefix}{number}", "function": function} for number in numbers]
-
-
 def _probes() -> Iterator[list[Message]]:
     """Conversations of users and answers: with and without the system's words, of one to four turns."""
     for number, text in enumerate(_TEXTS):
         following = _TEXTS[number + 1 :] + _TEXTS[:number]
-        for system in ((), (_said("system", following[0]),)):
+        for system in ((), (said("system", following[0]),)):
             for num_answers in range(4):
                 turns = [
                     one
                     for words in following[:num_answers]
-                    for one in (_said("assistant", words), _said("user", text))
+                    for one in (said("assistant", words), said("user", text))
                 ]
-                yield [*system, _said("user", text), *turns]
+                yield [*system, said("user", text), *turns]
 
 
 def _check_alike(jinja: ChatTemplate, written: ChatTemplate, messages: Sequence[Message]) -> None:
@@ -350,74 +313,6 @@ def _check_alike(jinja: ChatTemplate, written: ChatTemplate, messages: Sequence[
     raise _unstable(
         f"{rendered[place - 20 : place + 40]!r} stands where {framed[place - 20 : place + 40]!r} is expected"
     )
-
-
-def _speaks(
-    jinja: ChatTemplate,
-    frame: ChatTemplate,
-    split: Callable[[str], tuple[Piece, ...]],
-    tokenizer: Tokenizer,
-    grammar: Grammar,
-    template: Template,
-) -> bool:
-    """Whether the template announces tools and writes calls as sessions with this grammar do."""
-    try:
-        renderer = Renderer(tokenizer, grammar, template)
-    except ConfigError:  # the tokenizer has some of the tags only
-        return False
-    return _writes_calls(jinja, frame, renderer) and _tells_tools(jinja, renderer, split)
-
-
-def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], tuple[Piece, ...]]) -> bool:
-    """Whether the template announces tools as sessions do, before words of the system's and without any, and
-    with all control tokens that it then shows written out in its own text."""
-    template, is_native = renderer.template, renderer.grammar.announce(()) is None
-    try:
-        for words in ("", _SYSTEM):
-            told = renderer.describe(words, _TOOLS)
-            opening = renderer.tokenizer.decode(renderer.opening(told))
-            if is_native and told != split(opening):
-                return False
-            if not all(tool.description in opening for tool in _TOOLS):
-                return False
-            talk = [*([_said("system", words)] if words else []), _said("user", _USER)]
-            answered = [*talk, _said("assistant", _ANSWER), _said("user", _FIRST)]
-            functions = [tool.function_schema() for tool in _TOOLS]
-            rendered = jinja.render(answered, functions)
-            if not rendered.startswith(opening + spell(template.user) + _USER):
-                return False
-    except ConfigError:
-        return False
-    return True
-
-
-def _writes_calls(jinja: ChatTemplate, frame: ChatTemplate, renderer: Renderer) -> bool:
-    """Whether the template shows calls, with and without words before them, as the grammar writes them."""
-    template, grammar = renderer.template, renderer.grammar
-    for words, count in itertools.product(("", _ANSWER), (1, 2)):
-        asked, is_numbered = [_said("user", _USER)], bool(template.result_named)
-        answer: dict[str, Any] = {**_said("assistant", words)}
-        begun: Sequence[Piece] = template.shown
-        if template.thinking or template.shows_empty_reasoning:
-            answer["reasoning_content"] = _FIRST
-            begun = (*template.reasoning_open, _FIRST, *template.reasoning_close)
-        told: list[Message] = [*asked]
-        for num_before in (0, count):
-            calls = _calls(count, is_numbered, num_before)
-            told += [{**answer, "tool_calls": calls}, *_results(calls, [_FIRST] * count, is_numbered)]
-        try:
-            rendered = jinja.render(told)
-        except ConfigError:
-            return False
-        end = spell(template.tool[:1]) if template.openers_end else (template.shown_end or template.end).name
-        said, again = (
-            spell(begun) + words + spell(grammar.render_calls([_CALL] * count, bool(words), num_before)) + end
-            for num_before in (0, count)
-        )
-        before = frame.render(asked).removesuffix(spell(template.thinking)) + said
-        if not rendered.startswith(before) or again not in rendered.removeprefix(before):
-            return False
-    return True
 
 
 def _layout(template: Template) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class CallForm:
     tags: tuple[str, ...]
     """Those of the words below that are one token each in the family's tokenizers."""
     section: tuple[str, str]
-    """Stands around all calls of an answer, or where there is `between`, around each of them."""
+    """Stands around all calls of an answer, or where there is `between` or no `call`, around each of them."""
     call: tuple[str, str]
     name_end: str
     """Stands behind a name; nothing but a newline where the next of these words ends it."""
@@ -79,6 +79,17 @@ GLM_XML = CallForm(
 )
 """GLM-4.5 and GLM-4.6."""
 
+GLM_XML_DENSE = replace(
+    GLM_XML,
+    name="glm_xml_dense",
+    between="",
+    name_end="",
+    key=("<arg_key>", "</arg_key>"),
+    value=("<arg_value>", "</arg_value>"),
+    lead=("", ""),
+)
+"""GLM-4.7."""
+
 KIMI_JSON = CallForm(
     name="kimi_json",
     tags=(
@@ -99,4 +110,4 @@ KIMI_JSON = CallForm(
 KIMI_JSON_RESTARTING = replace(KIMI_JSON, name="kimi_json_restarting", numbers_restart=True)
 """Kimi-K2 as it was first published: its template numbers the calls of each answer."""
 
-CALL_FORMS = (QWEN_XML, MINIMAX_XML, GLM_XML, KIMI_JSON, KIMI_JSON_RESTARTING)
+CALL_FORMS = (QWEN_XML, MINIMAX_XML, GLM_XML, GLM_XML_DENSE, KIMI_JSON, KIMI_JSON_RESTARTING)

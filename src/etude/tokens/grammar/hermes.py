@@ -68,9 +68,7 @@ class HermesGrammar(Grammar):
         listed = "\n".join([BEFORE_TOOLS, *lines])
         return join_text([listed, *self.split(AFTER_TOOLS)])
 
-    def render_calls(
-        self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0
-    ) -> list[Piece]:
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
         """The calls, each on lines of its own."""
         pieces = [piece for call in calls for piece in ("\n", *self.render_call(call))]
         return join_text(pieces if behind_words else pieces[1:])

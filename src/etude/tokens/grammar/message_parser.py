@@ -304,9 +304,7 @@ class Grammar:
         None: the model's own chat template says it."""
         raise NotImplementedError
 
-    def render_calls(
-        self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0
-    ) -> list[Piece]:
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
         """Calls that follow each other as their author would write them, with what stands before the first:
         behind words or another call, or at the beginning of an answer. `num_before`: of the conversation's
         calls, which some families number."""

@@ -47,15 +47,13 @@ class NativeGrammar(Grammar):
     def announce(self, schemas: Sequence[ToolSchema]) -> None:
         """The model's own chat template does."""
 
-    def render_calls(
-        self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0
-    ) -> list[Piece]:
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
         """All calls of an answer, with what stands between them and before the first."""
         form = self.form
         opened, closed = form.section
         pieces: list[Piece] = []
         for number, call in enumerate(calls, 0 if form.numbers_restart else num_before):
-            if form.between and pieces:
+            if pieces and (form.between or not form.call[0]):
                 pieces += self.split(closed + form.between + opened)
             pieces += self._render_call(call, number)
         return join_text([*self.split(form.lead[behind_words] + opened), *pieces, *self.split(closed)])

@@ -68,9 +68,7 @@ class XmlGrammar(Grammar):
         """How to call each tool, by example."""
         return ["\n\n".join([_HEAD, *(self._describe(schema) for schema in schemas)])]
 
-    def render_calls(
-        self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0
-    ) -> list[Piece]:
+    def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
         """The calls, one after the other."""
         return [piece for call in calls for piece in self.render_call(call)]
 
