@@ -24,6 +24,7 @@ from etude.tokens.training import train_tokenizer
 from etude.training import Document, save_checkpoint
 from tests.controller.test_pretraining import MODEL, TEXTS
 from tests.model.builders import small_model
+from tests.tokens.chat_models import glm_tokenizer
 from tests.training.builders import Rollouts, as_group
 
 CHAT = [
@@ -103,6 +104,30 @@ def test_messages_have_the_tokens_of_a_rollout_and_only_answers_count(
     written = np.repeat([False, True, False, True], [len(part) for part in expected])
     assert document.agent.tolist() == written.tolist()
     assert document.weights.tolist() == written.astype(float).tolist()
+
+
+def test_an_opener_that_ends_an_answer_stands_once_and_is_learnt(tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "ls", "arguments": {}}}
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "a.py"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "So?"},
+    ]
+    path = _write_chats(tmp_path / "chats.jsonl", [chat])
+    reader = _reader(glm_tokenizer(), window=512)
+    (document,) = reader.load("own", SessionsConfig(path=str(path))).documents
+    learnt = [
+        glm_tokenizer().decode(document.tokens[[place]]) for place in np.flatnonzero(document.agent).tolist()
+    ]
+    assert "".join(learnt) == (
+        "\n<think></think>\n<tool_call>ls\n</tool_call><|observation|>\n<think></think>\nYes.<|user|>"
+    )
+    assert glm_tokenizer().decode(document.tokens) == (
+        "<sop><|user|>\nHi<|assistant|>\n<think></think>\n<tool_call>ls\n</tool_call><|observation|>"
+        "\n<tool_response>\na.py\n</tool_response><|assistant|>\n<think></think>\nYes.<|user|>\nSo?"
+    )
 
 
 def _no_tools() -> Any:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 
 from etude.tokens import CHATML_TEMPLATE, QWEN3_TEMPLATE, Tokenizer, train_tokenizer
 from etude.tokens.chat_template import write_chat_template
+from etude.tokens.grammar.call_forms import KIMI_JSON
 
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 TEXTS = (
@@ -158,3 +159,52 @@ CODER = """\
 
 def coder_tokenizer() -> Tokenizer:
     return chat_tokenizer(CODER, tags=True)
+
+
+GLM = """\
+{{- '<sop>' }}{%- if tools %}{{- '<|system|>\\n# Tools' }}\
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}\
+{{- '\\nCall: <tool_call>NAME' }}{%- endif %}\
+{%- set ns = namespace(last=-1) %}{%- for message in messages %}\
+{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}\
+{%- for message in messages %}\
+{%- if message.role == 'assistant' %}{{- '<|assistant|>\\n<think>' }}\
+{{- (message.reasoning_content or '') if loop.index0 > ns.last else '' }}{{- '</think>' }}\
+{{- '\\n' + message.content if message.content else '' }}\
+{%- for call in message.tool_calls or [] %}{{- '\\n<tool_call>' + call.function.name + '\\n' }}\
+{%- for name, value in call.function.arguments.items() %}{{- '<arg_key>' + name + '</arg_key>\\n' }}\
+{{- '<arg_value>' + (value if value is string else value | tojson) + '</arg_value>\\n' }}{%- endfor %}\
+{{- '</tool_call>' }}{%- endfor %}\
+{%- elif message.role == 'tool' %}{{- '<|observation|>' if loop.previtem.role != 'tool' else '' }}\
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}\
+{%- elif message.role == 'user' %}{{- '<|user|>\\n' + message.content }}\
+{%- else %}{{- '<|system|>\\n' + message.content }}{%- endif %}{%- endfor %}\
+{{- '<|assistant|>' if add_generation_prompt else '' }}"""
+"""No message ends with a token: the one that opens the next ends an answer. Calls are written as GLM's."""
+
+KIMI = """\
+{{- '<|im_system|>tools<|im_middle|>' + (tools | tojson) + '<|im_end|>' if tools else '' }}\
+{%- for message in messages %}{%- if loop.first and message.role != 'system' %}\
+{{- '<|im_system|>system<|im_middle|>You help.<|im_end|>\\n' }}{%- endif %}\
+{%- if message.role == 'user' %}{{- '<|im_user|>user<|im_middle|>' }}\
+{%- elif message.role == 'assistant' %}{{- '<|im_assistant|>assistant<|im_middle|>' }}\
+{%- else %}{{- '<|im_system|>' + (message.name or message.role) + '<|im_middle|>' }}{%- endif %}\
+{{- '## Return of ' + message.tool_call_id + '\\n' if message.role == 'tool' else '' }}\
+{{- message.content }}\
+{%- if message.tool_calls %}{{- '<|tool_calls_section_begin|>' }}{%- for call in message.tool_calls %}\
+{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}\
+{{- call.function.arguments | tojson }}{{- '<|tool_call_end|>' }}{%- endfor %}\
+{{- '<|tool_calls_section_end|>' }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}\
+{{- '<|im_assistant|>assistant<|im_middle|>' if add_generation_prompt else '' }}"""
+"""Calls have ids, which their results name, and the words that it adds itself are followed by a newline."""
+
+
+def glm_tokenizer() -> Tokenizer:
+    marks = ("<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    keys = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    return chat_tokenizer(GLM, tags=True, marks=(*marks, *keys))
+
+
+def kimi_tokenizer(template: str = KIMI) -> Tokenizer:
+    roles = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>")
+    return chat_tokenizer(template, marks=(*roles, *KIMI_JSON.tags))

@@ -18,7 +18,9 @@ from tests.tokens.chat_models import (
     chat_tokenizer,
     coder_tokenizer,
     dated_tokenizer,
+    glm_tokenizer,
     headers_tokenizer,
+    kimi_tokenizer,
     openers_tokenizer,
     plain_chatml,
     qwen_like,
@@ -255,6 +257,8 @@ def test_results_that_name_their_call_are_shown_in_the_name_of_the_user() -> Non
         thinking_tokenizer,
         channels_tokenizer,
         coder_tokenizer,
+        glm_tokenizer,
+        kimi_tokenizer,
     ],
 )
 def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> None:
@@ -278,6 +282,7 @@ def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> Non
         qwen_like,
         thinking_tokenizer,
         channels_tokenizer,
+        glm_tokenizer,
     ],
 )
 @pytest.mark.parametrize("system", [[], [SYSTEM]])
@@ -321,7 +326,16 @@ def test_a_template_without_tools_still_renders_what_it_always_did() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [told_chatml, headers_tokenizer, unended_tokenizer, qwen_like, etude_tokenizer]
+    "make",
+    [
+        told_chatml,
+        headers_tokenizer,
+        unended_tokenizer,
+        qwen_like,
+        etude_tokenizer,
+        glm_tokenizer,
+        kimi_tokenizer,
+    ],
 )
 def test_content_never_becomes_a_control_token(make: Any) -> None:
     renderer = open_renderer(make(), AgentConfig())

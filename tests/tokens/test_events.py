@@ -305,11 +305,19 @@ def test_a_session_reads_as_qwen3s_template_says():
     "unit", ["<", "<think></think>", "</thin", "<tool_call>", '{"a":', "[1],", "\\n", "\\ud83d"]
 )
 def test_time_is_linear_by_character(grammar, unit):
+    kimi = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.plan:0<|tool_call_argument_begin|>"
+        '{"todos": ["'
+    )
     heads = {
         "xml": "<edit><text>",
         "hermes": '<tool_call>{"name": "plan", "arguments": {"todos": ["',
         "qwen_xml": "<tool_call>\n<function=edit>\n<parameter=text>\n",
         "minimax_xml": '<minimax:tool_call>\n<invoke name="edit">\n<parameter name="text">',
+        "glm_xml": "<tool_call>edit\n<arg_key>text</arg_key>\n<arg_value>",
+        "glm_xml_dense": "<tool_call>edit<arg_key>text</arg_key><arg_value>",
+        "kimi_json": kimi,
+        "kimi_json_restarting": kimi,
     }
 
     def seconds(count):

@@ -18,12 +18,23 @@ from etude.tokens.chat.messages import Answer, Call, Opening
 from etude.tokens.chat_format import choose_format
 from etude.tokens.chat_template import ChatTemplate
 from etude.tokens.grammar import NativeGrammar, Parameter, ToolSchema, parse_calls
-from etude.tokens.grammar.call_forms import MINIMAX_XML, QWEN_XML
+from etude.tokens.grammar.call_forms import GLM_XML, KIMI_JSON, MINIMAX_XML, QWEN_XML
 from etude.tokens.pieces import Control, spell
 
-QWEN, MINIMAX = (NativeGrammar(form, TYPED_TOOLS) for form in (QWEN_XML, MINIMAX_XML))
+FORMS = (QWEN_XML, MINIMAX_XML, GLM_XML, KIMI_JSON)
+QWEN, MINIMAX, GLM, KIMI = (NativeGrammar(form, TYPED_TOOLS) for form in FORMS)
 READ = ToolCall("read_file", {"path": "a.py", "offset": "3"})
 PLAN = ToolCall("plan", {"todos": '[{"id": 1}]', "merge": "true"})
+
+
+def kimi_text(*calls: tuple[str, str]) -> str:
+    """A section of calls, each with an id and its arguments."""
+    written = (
+        f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        for name, arguments in calls
+    )
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
+
 
 values = st.text(alphabet=st.sampled_from('ab<>/ \n"\\{}é'), max_size=8)
 calls = st.one_of(
@@ -45,6 +56,17 @@ calls = st.one_of(
             '\n<minimax:tool_call>\n<invoke name="plan">\n<parameter name="todos">[1]</parameter>\n'
             '<parameter name="merge">true</parameter>\n</invoke>\n<invoke name="finish">\n</invoke>\n'
             "</minimax:tool_call>",
+        ),
+        (
+            GLM,
+            "\n<tool_call>plan\n<arg_key>todos</arg_key>\n<arg_value>[1]</arg_value>\n<arg_key>merge</arg_key>\n"
+            "<arg_value>true</arg_value>\n</tool_call>\n<tool_call>finish\n</tool_call>",
+        ),
+        (
+            KIMI,
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.plan:0<|tool_call_argument_begin|>"
+            '{"todos": [1], "merge": true}<|tool_call_end|><|tool_call_begin|>functions.finish:1'
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
         ),
     ],
 )
@@ -83,13 +105,19 @@ def test_newlines_around_the_words_of_a_form_may_be_missing_or_doubled() -> None
         "</parameter></function>\n\n</tool_call>",
         MINIMAX: '<minimax:tool_call><invoke name="read_file"><parameter name="path">a.py</parameter>'
         '<parameter name="offset">3</parameter></invoke>\n\n</minimax:tool_call>',
+        GLM: "<tool_call>read_file<arg_key>path</arg_key><arg_value>a.py</arg_value>\n\n"
+        "<arg_key>offset</arg_key>\n\n<arg_value>3</arg_value></tool_call>",
+        KIMI: "<|tool_calls_section_begin|>\n<|tool_call_begin|>functions.read_file:12\n"
+        '<|tool_call_argument_begin|>\n{"path": "a.py", "offset": 3}\n<|tool_call_end|>\n'
+        "<|tool_calls_section_end|>",
     }
     for grammar, text in loose.items():
         assert parse_calls(grammar.parser(True), [text]) == [READ]
 
 
 def test_tags_in_characters_are_text_of_a_value_where_they_are_tokens() -> None:
-    call = ToolCall("edit", {"path": "a", "text": "<tool_call></tool_call></minimax:tool_call>"})
+    tags = "".join(tag for form in FORMS for tag in form.tags)
+    call = ToolCall("edit", {"path": "a", "text": tags})
     for grammar in NATIVE:
         assert parse_calls(grammar.parser(False), grammar.render_calls([call], False)) == [call]
 
@@ -128,6 +156,43 @@ def test_tags_in_characters_are_text_of_a_value_where_they_are_tokens() -> None:
             MINIMAX,
             '<minimax:tool_call><invoke name="finish"></invoke><invoke name="',
             ["", "unclosed invoke"],
+        ),
+        (GLM, "<tool_call>\n</tool_call>", ["missing name"]),
+        (GLM, "<tool_call>read_file", ["unclosed tool_call"]),
+        (GLM, "<tool_call>read_file\n</tool_call>", ["missing path"]),
+        (GLM, "<tool_call>open\n</tool_call></tool_call>", ["unknown tool open", "stray /tool_call"]),
+        (GLM, '<tool_call>\n{"name": "finish"}\n</tool_call>', ['unknown tool {"name": "finish"}']),
+        (GLM, "<tool_call>read_file\n<arg_key>path</tool_call>", ["unclosed path"]),
+        (GLM, "<tool_call>read_file\n<arg_key>path</arg_key></tool_call>", ["unclosed path"]),
+        (GLM, "<tool_call>read_file\n<arg_value>a</arg_value></tool_call>", ["stray arg_value"]),
+        (
+            GLM,
+            "<tool_call>read_file\n<arg_key>path</arg_key>a<arg_value>b</arg_value></tool_call>",
+            ["text outside of parameters"],
+        ),
+        (GLM, "<tool_call>finish<tool_call>finish\n</tool_call>", ["unclosed tool_call", ""]),
+        (KIMI, kimi_text(), ["no call"]),
+        (KIMI, kimi_text(("finish", "{}")), ["finish is no functions.NAME:NUMBER"]),
+        (KIMI, kimi_text(("functions.finish:", "{}")), ["functions.finish: is no functions.NAME:NUMBER"]),
+        (KIMI, kimi_text(("functions.:0", "{}")), ["missing name"]),
+        (KIMI, kimi_text(("functions.open:0", "{}")), ["unknown tool open"]),
+        (KIMI, kimi_text(("functions.finish:0", "")), ["unexpected } in the JSON"]),
+        (KIMI, kimi_text(("functions.finish:0", "{}}")), ["text after the JSON"]),
+        (KIMI, kimi_text(("functions.finish:0", '{}, "name": "read_file"')), ["repeated name"]),
+        (KIMI, kimi_text(("functions.read_file:0", '{"path": "a"')), ["the JSON is cut off"]),
+        (KIMI, kimi_text(("functions.read_file:0", '{"path": 1}')), ["path is not a string"]),
+        (KIMI, kimi_text(("functions.finish:0", "[]")), ["arguments are not an object"]),
+        (KIMI, kimi_text(("functions.finish:0", "{}"))[:-26], ["", "unclosed tool_calls_section_begin"]),
+        (
+            KIMI,
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.finish:0<|tool_calls_section_end|>",
+            ["unclosed tool_call_begin"],
+        ),
+        (
+            KIMI,
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.finish:0<|tool_call_argument_begin|>{}"
+            "<|tool_calls_section_end|>",
+            ["unclosed finish"],
         ),
     ],
 )

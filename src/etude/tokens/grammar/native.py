@@ -124,7 +124,7 @@ class FormTags:
             _Place.NAME: TagSet(spelled, other=name_end),
             _Place.KEY: TagSet(spelled, other=key_end),
             _Place.GAP: TagSet(spelled),
-            _Place.VALUE: TagSet({self.value_end} & in_characters),
+            _Place.VALUE: TagSet(spelled if self.is_json else {self.value_end} & in_characters),
         }
 
 
