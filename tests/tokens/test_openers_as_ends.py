@@ -117,6 +117,13 @@ def test_other_programs_end_answers_with_the_same_tokens(tmp_path: Path) -> None
     assert (again.digest, again.tokenizer) == (glm().digest, glm().tokenizer)
 
 
+def test_calls_as_hermes_has_them_stand_in_the_same_frame() -> None:
+    learnt = choose_format(glm_tokenizer(), grammar="hermes")
+    assert learnt.template == glm().template and learnt.grammar == "hermes"
+    assert learnt.tokenizer.chat_template != glm_tokenizer().chat_template
+    assert choose_format(learnt.tokenizer).digest == learnt.digest
+
+
 def test_scripted_answers_end_with_the_opener_of_results_where_they_call_a_tool() -> None:
     assert decoded(renderer().message(["Done."])) == "\n<think></think>\nDone.<|user|>"
     assert decoded(renderer().message([READ])) == f"\n<think></think>\n{CALL}<|observation|>"

@@ -223,8 +223,8 @@ class AgentSession:
         self._said.append(text)
         if progress.summarising or progress.summary is not None:
             return  # the context is full: the next one begins with all that was said
-        if not self._message_is_closed() and len(self.renderer.close):
-            self.recording.give(self.renderer.close, "assistant")
+        if not self._message_is_closed() and len(self.renderer.closing):
+            self.recording.give(self.renderer.closing, "assistant")
         spans = self.recording.turn_spans
         outputs: list[str] = []
         if self.turns and spans and spans[-1].role == "assistant":  # its results were not shown yet

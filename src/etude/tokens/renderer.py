@@ -53,7 +53,7 @@ class Renderer:
         self.end_token = tokenizer.control_id(template.end.name)
         self.end_tokens = frozenset(tokenizer.control_id(one.name) for one in template.ends)
         """Those of which one ends an answer."""
-        self.close = self.encode(() if template.openers_end else (template.end,))
+        self.closing = self.encode(() if template.openers_end else (template.end,))
         """Ends an answer that was cut: nothing where what follows does."""
         self.text_mode = _needs_text_mode(tokenizer, grammar)
         self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
@@ -217,8 +217,9 @@ class Renderer:
 
     def without_end(self, decoded: str) -> str:
         """The text of a decoded message without the name of its end token."""
-        end = next((one.name for one in self.template.ends if decoded.endswith(one.name)), "")
-        return decoded.removesuffix(end)
+        return decoded.removesuffix(
+            next((e.name for e in self.template.ends if decoded.endswith(e.name)), "")
+        )
 
     def pieces(self, message: Tokens) -> list[Piece]:
         """One sampled message as text and control tokens, without its end token."""

@@ -37,7 +37,7 @@ class Framing:
         self._has_words = words is not None
         self._opened = renderer.opening(words)
         """All that stands before the first message."""
-        self.end = renderer.close
+        self.end = renderer.closing
         self.shown_end = renderer.encode([self.template.shown_end]) if self.template.shown_end else self.end
 
     def given(self, message: Message, first: bool) -> Tokens:

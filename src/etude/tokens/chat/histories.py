@@ -81,7 +81,7 @@ class ChatFrames:
     def remember(self, prompt: ChatPrompt, answer: Answer, tokens: Tokens) -> None:
         """Keeps an answer that was sampled from a prompt, for the conversation's next turn."""
         if all(int(token) in prompt.renderer.end_tokens for token in tokens[:2]):
-            return
+            return  # nothing was said
         state = _next(prompt.state, answer)
         with self._lock:
             before = self._answers.pop(state, None)
