@@ -25,16 +25,17 @@ from etude.model.huggingface import save_model
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
-from etude.records import TrajectoryId
+from etude.records import ToolCall, TrajectoryId
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import Tokenizer
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.grammar import HermesGrammar
 from etude.tokens.pieces import spell
+from etude.tokens.renderer import number_calls
 from etude.training.checkpoints.exchange import convert_model
 from etude_quickstart.corpus import load_sessions
 from tests.controller.running import run_here, tiny_config
-from tests.tokens.chat_models import HEADERS, TOLD, chat_tokenizer
+from tests.tokens.chat_models import GLM, GLM_MARKS, HEADERS, KIMI, KIMI_MARKS, TOLD, chat_tokenizer
 
 CORE = core_registry().schemas
 GENERATION = '{"eos_token_id": 257, "temperature": 0.6}'
@@ -54,8 +55,9 @@ AGENT = {"tools": "core", "max_turns": 2, "max_tokens": 2400, "max_message_token
 def small_tokenizer(template: str = TOLD) -> Tokenizer:
     """One that tells the tools in few tokens."""
     texts = (spell(HermesGrammar(CORE).announce(CORE) or ()) * 4, "def tally(xs):\n    return sum(xs)\n" * 50)
-    marks = ("<|begin|>", "<|start|>", "<|header|>", "<|eot|>")
-    return chat_tokenizer(template, marks=marks, vocab_size=900, texts=texts)
+    others = ("<|begin|>", "<|start|>", "<|header|>", "<|eot|>")
+    marks = {GLM: GLM_MARKS, KIMI: KIMI_MARKS}.get(template, others)
+    return chat_tokenizer(template, template == GLM, marks=marks, vocab_size=900, texts=texts)
 
 
 def save_checkpoint(directory: Path, tokenizer: Tokenizer, num_rows: int | None = None) -> Path:
@@ -85,12 +87,14 @@ def check_kept(directory: Path, tokenizer: Tokenizer) -> None:
     assert agent_format(kept, agent).digest == agent_format(tokenizer, agent).digest
     assert kept.chat_template and kept.chat_template == agent_format(tokenizer, agent).tokenizer.chat_template
     generation = json.loads((directory / "generation_config.json").read_text())
-    end = "<|eot|>" if "<|eot|>" in (tokenizer.chat_template or "") else "<|im_end|>"
-    assert generation == {"eos_token_id": [kept.control_id(end), 257], "temperature": 0.6}
+    ends = {GLM: ["<|user|>", "<|observation|>"], HEADERS: ["<|eot|>"]}.get(
+        tokenizer.chat_template, ["<|im_end|>"]
+    )
+    assert generation == {"eos_token_id": [*map(kept.control_id, ends), 257], "temperature": 0.6}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", [TOLD, HEADERS])
+@pytest.mark.parametrize("template", [TOLD, HEADERS, GLM, KIMI])
 def test_a_model_of_others_is_fine_tuned_trained_evaluated_and_exported(
     tmp_path: Path, template: str
 ) -> None:
@@ -137,21 +141,27 @@ def test_a_model_of_others_is_fine_tuned_trained_evaluated_and_exported(
     check_kept(tmp_path / "exported", tokenizer)
 
 
-def test_an_experts_chat_is_what_a_session_with_the_same_calls_would_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [TOLD, GLM, KIMI])
+def test_an_experts_chat_is_what_a_session_with_the_same_calls_would_be(
+    tmp_path: Path, template: str
+) -> None:
     from etude.config import SessionsConfig
     from etude.controller.sessions import SessionReader
 
-    chosen = agent_format(small_tokenizer(), AgentConfig(tools="core"))
+    chosen = agent_format(small_tokenizer(template), AgentConfig(tools="core"))
     renderer, sessions = chosen.renderer(), load_sessions(24, SilentObserver())
     reader = SessionReader(chosen.tokenizer, chosen.shelf, 0.0, 8192)
     source = SessionsConfig(path=str(write_expert_chats(tmp_path)))
     documents = {document.tokens.tobytes(): document for document in reader.load("expert", source).documents}
     found = 0
     for session in sessions:
-        parts = [renderer.prompt(session.instruction)]
+        parts, count = [renderer.prompt(session.instruction)], 0
         for turn in session.turns:
-            parts.append(renderer.message(turn.parts))
-            parts += [renderer.observations(turn.outputs)] if turn.outputs else []
+            names = [part.name for part in turn.parts if isinstance(part, ToolCall)]
+            parts.append(renderer.message(turn.parts, count))
+            shown = renderer.observations(turn.outputs, number_calls(names, count))
+            parts += [renderer.follow(parts[-1], shown)] if turn.outputs else []
+            count += len(names)
         document = documents.get(np.concatenate(parts).tobytes())
         if document is not None:
             found += 1
@@ -160,14 +170,14 @@ def test_an_experts_chat_is_what_a_session_with_the_same_calls_would_be(tmp_path
     assert found == len(documents) > 8
 
 
-@pytest.mark.parametrize("template", [TOLD, HEADERS])
+@pytest.mark.parametrize("template", [TOLD, HEADERS, GLM])
 def test_serving_and_the_agent_speak_to_a_model_as_training_does(tmp_path: Path, template: str) -> None:
     tokenizer = small_tokenizer(template)
     initial = save_checkpoint(tmp_path / "model", tokenizer)
     trained = agent_format(tokenizer, AgentConfig(tools="core"))
     served = open_checkpoint(initial, None, ("auto", "auto"), None, 64).served
     assert served.shelf is not None and served.shelf.digest == trained.shelf().digest
-    assert trained.renderer().end_token in served.end_tokens
+    assert trained.renderer().end_tokens <= served.end_tokens
 
     async def prompt() -> np.ndarray:
         async with open_policy(ModelChoice(model=str(initial), tools="core"), True) as policy:

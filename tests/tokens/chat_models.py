@@ -199,12 +199,16 @@ KIMI = """\
 """Calls have ids, which their results name, and the words that it adds itself are followed by a newline."""
 
 
+GLM_MARKS = (
+    *("<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+KIMI_MARKS = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", *KIMI_JSON.tags)
+
+
 def glm_tokenizer() -> Tokenizer:
-    marks = ("<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-    keys = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    return chat_tokenizer(GLM, tags=True, marks=(*marks, *keys))
+    return chat_tokenizer(GLM, tags=True, marks=GLM_MARKS)
 
 
 def kimi_tokenizer(template: str = KIMI) -> Tokenizer:
-    roles = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>")
-    return chat_tokenizer(template, marks=(*roles, *KIMI_JSON.tags))
+    return chat_tokenizer(template, marks=KIMI_MARKS)
