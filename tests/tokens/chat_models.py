@@ -211,4 +211,4 @@ def glm_tokenizer() -> Tokenizer:
 
 
 def kimi_tokenizer(template: str = KIMI) -> Tokenizer:
-    return chat_tokenizer(template, marks=KIMI_MARKS)
+    return chat_tokenizer(template, "<think>" in template, marks=KIMI_MARKS)

@@ -18,7 +18,7 @@ from etude.records import PolicyVersion, SampleChunk, ToolCall, ToolResult, Traj
 from etude.tokens import Renderer
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.histories import ChatFrames
-from etude.tokens.chat.messages import Opening
+from etude.tokens.chat.messages import Answer, Opening
 from etude.tokens.chat.openai_chat import read_messages, read_tools
 from etude.tokens.chat_format import ChatFormat, choose_format
 from etude.tokens.chat_template import write_chat_template
@@ -124,6 +124,28 @@ def test_words_that_the_template_adds_itself_are_closed_as_it_closes_them() -> N
     bare = renderer().tokenizer.decode(kimi().renderer().prompt("Hi"))
     assert bare.startswith("<|im_system|>system<|im_middle|>You help.<|im_end|>\n<|im_user|>")
     assert "<|im_end|>\n" not in renderer().tokenizer.decode(kimi().renderer().prompt("Hi", "Be brief."))
+
+
+@pytest.mark.parametrize(
+    ("opened", "empty"), [("", "<think></think>"), ("<think>", "<think></think>"), ("<think>", "</think>")]
+)
+def test_answers_may_be_shown_with_the_marks_of_an_empty_reasoning(opened: str, empty: str) -> None:
+    shown = f"<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '{empty}"
+    said, prompt = "assistant<|im_middle|>' }}", "assistant<|im_middle|>' if add_generation_prompt"
+    template = KIMI.replace(said, f"{said}{{{{- '{shown}' }}}}").replace(
+        prompt, prompt.replace("' if", f"{opened}' if")
+    )
+    chosen = choose_format(kimi_tokenizer(template))
+    assert (chosen.grammar, chosen.tokenizer.chat_template) == ("kimi_json", template)
+    renderer = replace(chosen, tools=(READ_TOOL,), system="Be brief.").renderer()
+    pieces = [*renderer.reasoned("Why?"), "So.", *renderer.grammar.render_calls([READ], True)]
+    said = renderer.read(renderer.encode([*pieces, chosen.template.end]))
+    assert (said.reasoning, said.text, said.calls) == ("Why?", "So.", (READ,))
+    framing = Framing(renderer, Opening())
+    told = [framing.given(Answer("So.", reasoning=why), first=False) for why in ("", "Why?")]
+    texts = [renderer.tokenizer.decode(tokens).partition("<|im_middle|>")[2] for tokens in told]
+    assert texts == [f"{empty}So.<|im_end|>", "<think>Why?</think>So.<|im_end|>"]
+    assert not framing.without_reasoning(renderer.encode([*renderer.reasoned("Why?")[:-1]])).size
 
 
 @pytest.mark.parametrize("template", [KIMI, RESTARTING])

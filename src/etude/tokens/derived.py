@@ -106,10 +106,10 @@ class _Reader:
         thinking = prompt[len(to_said) :] if prompt.startswith(to_said) else ""
         shown = to_said[len(prompt) :] if to_said.startswith(prompt) else ""
         unopened = prompt.removesuffix(THINK_OPEN)
-        if unopened != prompt and to_said.startswith(unopened + THINK_CLOSE):
+        if unopened != prompt and to_said.startswith(unopened) and THINK_CLOSE in to_said:
             thinking, shown = THINK_OPEN, to_said.removeprefix(unopened)
         is_alike = prompt == to_said or thinking == f"{THINK_OPEN}\n"
-        is_alike = is_alike or CHANNEL.name in shown or THINK_CLOSE in shown
+        is_alike = is_alike or any(mark in shown for mark in (CHANNEL.name, THINK_CLOSE))
         is_alike = is_alike and prompt == to_answer == again
         joins = opened == bare and self._is_text(to_user)
         if not (is_alike and (joins or after_said.endswith(to_user) or to_user.endswith(after_said))):
