@@ -118,9 +118,10 @@ class _Reader:
                 f"{after_said!r}, where words of the system stand before {to_user!r}"
             )
         to_answer = prompt.removesuffix(thinking)
+        is_opener = after_said == to_user and bare.endswith(to_user)
         if joins:
             template = self._joined(after_said, to_answer, bare, to_user)
-        elif after_said == to_user and bare.endswith(to_user) and self._opens_apart(to_user, to_answer):
+        elif is_opener and self.pieces(to_user)[:1] != self.pieces(to_answer)[:1]:  # it ends answers
             begin = bare.removesuffix(to_user)
             template = self._unended(begin, to_user, to_answer, "")
             template = replace(template, system=self.pieces(opened.removeprefix(begin)))
@@ -147,10 +148,6 @@ class _Reader:
             begin = bare.removesuffix(spell(user))
             template = self._unended(begin, spell(user), to_answer, to_user.removesuffix(spell(user)))
         return replace(template, system=template.user, system_close=self.pieces(between), joins_system=True)
-
-    def _opens_apart(self, user: str, answer: str) -> bool:
-        """Whether an answer and what the user says open with tokens of their own."""
-        return self.pieces(user)[:1] != self.pieces(answer)[:1]
 
     def _is_text(self, frame: str) -> bool:
         return all(isinstance(piece, str) for piece in self.pieces(frame))
