@@ -52,6 +52,22 @@ def test_git_says_which_files_count(root: Path) -> None:
     assert unwanted == {"build/b.py", "secret.env", ".git/hooks/x"}
 
 
+def test_nothing_is_taken_from_a_work_tree_of_which_git_does_not_answer(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(("git", "-c", "init.defaultBranch=main", "init", "-q"), cwd=root, check=True)
+    (root / ".gitignore").write_text("secret.env\n")
+    (root / "secret.env").write_text("key")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(ConfigError, match="ownership"):
+        scan(root)
+    with pytest.raises(ConfigError, match="ownership"):
+        asyncio.run(DirectoryTree(root / "src").unwanted(["secret.env"]))
+    monkeypatch.setenv("PATH", str(root))
+    with pytest.raises(ConfigError, match="work tree"):
+        scan(root)
+
+
 def test_what_the_repository_configures_for_git_is_not_run(root: Path) -> None:
     subprocess.run(("git", "-c", "init.defaultBranch=main", "init", "-q"), cwd=root, check=True)
     monitor = root / "monitor"

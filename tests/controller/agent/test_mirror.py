@@ -140,7 +140,7 @@ def test_advice_about_too_much_fits_the_directory(
     monkeypatch.setattr(trees, "MAX_BYTES", 10)
     (tmp_path / "a").write_text("x" * 11)
     if is_git:
-        (tmp_path / ".git").mkdir()
+        subprocess.run(("git", "init", "-q"), cwd=tmp_path, check=True)
 
     with pytest.raises(ConfigError) as caught:
         run(DirectoryTree(tmp_path).scan())

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from etude.errors import ConfigError, UserError
 from etude.kit.durable import write_bytes
-from etude.kit.git import run_git
+from etude.kit.git import git_fault, run_git
 
 MAX_FILES = 20_000
 MAX_BYTES = 128 << 20
@@ -278,14 +278,23 @@ def _walk(root: Path) -> list[str]:
 
 
 def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str] | None:
-    """What git answers, NUL-separated; None outside of a work tree and where there is no git."""
+    """What git answers, NUL-separated; None outside of a work tree.
+
+    Raises ConfigError where there is a work tree and git does not answer: nobody knows which files it ignores.
+    """
     given = "\0".join(names).encode("utf-8", "surrogateescape")
     try:
         listed = run_git(root, *arguments, stdin=given, timeout_s=_GIT_S)
-    except subprocess.CalledProcessError as error:
-        if error.returncode != 1 or arguments[0] != "check-ignore":  # which says 1 where nothing is ignored
+    except (OSError, subprocess.SubprocessError) as error:
+        if isinstance(error, subprocess.CalledProcessError) and error.returncode == 1:
+            listed: bytes = error.stdout  # of check-ignore, which says 1 where nothing is ignored
+        elif any((folder / ".git").exists() for folder in (root, *root.parents)):
+            raise ConfigError(
+                "is in a git work tree, and git does not say which files it ignores",
+                field="PATH",
+                received=git_fault(error),
+                fix="correct what git names, or name a copy without .git",
+            ) from error
+        else:
             return None
-        listed = error.stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
     return [name for name in listed.decode("utf-8", "surrogateescape").split("\0") if name]
