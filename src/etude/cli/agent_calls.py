@@ -42,8 +42,13 @@ def call_title(call: ToolCall) -> str:
 
 
 def call_preview(call: ToolCall) -> list[str]:
-    """What the call would write or run, one line each: `-` and `+` before text that goes and comes."""
+    """What the call would write or run, one line each: `-` and `+` before text that goes and comes.
+
+    Of an MCP server's tool nobody here knows what counts: all its arguments.
+    """
     arguments = call.arguments
+    if call.name not in KINDS:
+        return _head([line for name in arguments for line in f"{name}: {arguments[name]}".splitlines()])
     if "command" in arguments:
         return _head([f"$ {line}" for line in arguments["command"].splitlines()])
     if paths := _paths(call):
