@@ -90,6 +90,7 @@ if [ -f greeting.txt ]; then echo "1.$(date +%N)"; else echo 0; fi > /logs/verif
     write_task(tasks / "network", NETWORK)
     write_task(tasks / "no-solution", solve=None)
     write_task(tasks / "no-tests", toml="", solve="#!/bin/sh\ntrue\n")
+    write_task(tasks / "unable", toml="", solve="#!/bin/sh\necho no compiler >&2\nexit 3\n")
     write_task(tasks / "silent", "#!/bin/sh\n[ -f greeting.txt ] && echo 1 > /logs/verifier/reward.txt\n")
     write_task(tasks / "slow", solve="#!/bin/sh\nsleep 60\n", toml="[agent]\ntimeout_sec = 0.5\n")
     write_task(tasks / "refused", toml="gpus = 1\n")
@@ -100,6 +101,7 @@ if [ -f greeting.txt ]; then echo "1.$(date +%N)"; else echo 0; fi > /logs/verif
         "network": "its reference solution fails: tests/test.sh wrote no reward and ended with 1",
         "no-solution": "has no reference solution",
         "no-tests": "its reference solution fails: tests/test.sh gave 0",
+        "unable": "tests/test.sh gave 0; solution/solve.sh said: no compiler ended with 3",
         "silent": "doing nothing earns no reward, not 0",
         "slow": "timeout: solution/solve.sh did not end within 0.5 s",
         "refused": "task.toml: environment.gpus: is not supported; received 1",

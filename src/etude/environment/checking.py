@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin
-from etude.environment.scripts import check_isolation, find_left, run_solution
+from etude.environment.scripts import check_isolation, find_left, run_solution, solution_words
 from etude.environment.steps import StepRun
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError, TaskError, UserError
@@ -130,7 +130,9 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
             failure = await run_solution(task.at_step(len(run.verdicts)), sandbox)
         if failure is not None:
             return failure
-        return await run.end() if task.steps else await grader.judge(task, *await find_left(task, sandbox))
+        verdict = await (run.end() if task.steps else grader.judge(task, *await find_left(task, sandbox)))
+        words = "" if verdict.passed else await solution_words(sandbox)
+        return replace(verdict, cause=f"{verdict.cause}; solution/solve.sh said: {words}") if words else verdict
 
 
 async def judge_nothing(task: Task, grader: Grader) -> Verdict:

@@ -45,6 +45,7 @@ FORGEABLE = "code of the agent's runs in the same sandbox as tests/test.sh, and 
 _MAX_SOLUTION_S = 3600.0
 """Of a reference solution whose task gives the agent no time limit."""
 _LOGS = "/logs/verifier"
+_SOLUTION_LOG = "/logs/agent/oracle.txt"
 _REWARDS = ("reward.json", "reward.txt")
 _REWARD_BYTES = 256 << 10
 _SAID_CHARS = 200
@@ -238,12 +239,18 @@ async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
     try:
         await _unpack(sandbox, task, "/solution", solution.archive)
         limit_s = machine.agent_s if machine is not None and machine.agent_s else _MAX_SOLUTION_S
-        command = "(/solution/solve.sh) > /logs/agent/oracle.txt 2>&1"
+        command = f'{{ /solution/solve.sh || echo "ended with $?"; }} > {_SOLUTION_LOG} 2>&1'
         env = {"DEBIAN_FRONTEND": "noninteractive", **solution.env}
         result = await sandbox.commands.run(command, limit_s, env)
     except AgentError as error:
         return str(error)
     return f"timeout: solution/solve.sh did not end within {limit_s:g} s" if result.timed_out else None
+
+
+async def solution_words(sandbox: Sandbox) -> str:
+    """What `solve.sh` said last, and how it ended if not with 0."""
+    read = await sandbox.commands.run(f"tail -c 1000 {_SOLUTION_LOG}", OWN_S, OWN_ENV)
+    return " ".join(read.stdout.split())[-_SAID_CHARS:]
 
 
 async def _find_kinds(task: Task, sandbox: Sandbox) -> FileKinds:
