@@ -336,6 +336,13 @@ exclude = ["*.log", "big"]
     assert rewards(directory, make + leads_out, "true") == [1.0, 0.0]
 
 
+def test_a_test_script_in_the_verifiers_image_runs_without_the_right_to_be_executed(tmp_path: Path) -> None:
+    save_image("plain:1", file_member("tests/test.sh", PUBLISHED.encode(), 0o644))
+    toml = '[verifier.environment]\ndocker_image = "plain:1"\n'
+    directory = write_task(tmp_path / "task", PUBLISHED, PUBLISH, toml, image=IMAGE)
+    assert rewards(directory, None, "true") == [1.0, 0.0]
+
+
 def test_artifacts_of_an_image_are_there_though_nothing_was_done(tmp_path: Path) -> None:
     test = reward_if('[ "$(cat /data/old/a)" = new ]')
     solve = "#!/bin/sh\necho new > /data/old/a\n"
