@@ -140,11 +140,11 @@ def test_a_row_becomes_a_task_directory(tmp_path: Path, rows: list[dict[str, Any
         ({"patch": "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}, "patch: does not apply"),
         ({"test_patch": "nonsense"}, "test_patch: does not apply"),
         ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS: list should have at least 1 item"),
-        ({"FAIL_TO_PASS": "no list"}, "FAIL_TO_PASS: value error"),
+        ({"FAIL_TO_PASS": "no list"}, "FAIL_TO_PASS: is neither a list nor one as JSON"),
         ({"FAIL_TO_PASS": ["test_x (tests.Case)"]}, "tests: no file of pytest's is named by test_x"),
         ({"base_commit": "0" * 40}, "commit: "),
         ({"base_commit": "--output=x"}, "base_commit: string should match"),
-        ({"repo": "acme/../shop"}, "repo: string should match"),
+        ({"repo": "acme/../shop"}, "repo: string should match pattern '^[A-Za-z0-9_]"),
         ({"repo": "acme/none"}, "repository: there is no acme/none"),
         ({"instance_id": "../x"}, "instance_id: string should match"),
         ({"instance_id": "a" * 300}, "instance_id: string should have at most"),
@@ -163,7 +163,7 @@ def test_a_row_that_lacks_something_is_a_reject_with_its_reason(
     report = run_import(tmp_path, ["{broken\n", {**rows[0], **changes}, rows[1]])
     assert report.written == ["acme__shop-2"]
     line, row = report.rejects
-    assert line["row"] == "line 1"
+    assert line == {"row": "line 1", "reason": "row: is no JSON object"}
     named = {**rows[0], **changes}["instance_id"][:200].replace("\ud800", "\\ud800")
     assert row["row"] == named and row["reason"].startswith(reason)
     assert f"{asdict(report)}".encode(), "can be printed"

@@ -41,7 +41,16 @@ _REPORT = "report.json"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 
 Files = Mapping[str, bytes]
-TestIds = Annotated[list[str], BeforeValidator(lambda ids: json.loads(ids) if isinstance(ids, str) else ids)]
+
+
+def _listed(ids: object) -> object:
+    try:
+        return json.loads(ids) if isinstance(ids, str) else ids
+    except ValueError:
+        raise ValueError("is neither a list nor one as JSON") from None
+
+
+TestIds = Annotated[list[str], BeforeValidator(_listed)]
 
 
 class Row(BaseModel):
@@ -130,12 +139,15 @@ def _json(line: bytes) -> object:
 
 
 def _parse(raw: object) -> Row:
+    if not isinstance(raw, dict):
+        raise RejectedRowError("row: is no JSON object")
     try:
         return Row.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "row"
-        raise RejectedRowError(f"{name}: {first['msg'].lower()}") from error
+        said = first["msg"].removeprefix("Value error, ")
+        raise RejectedRowError(f"{name}: {said[:1].lower()}{said[1:]}") from error
 
 
 async def _find_image(name: str | None, store: ImageStore, bases: Mapping[str, str]) -> str:
