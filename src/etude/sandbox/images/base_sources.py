@@ -15,6 +15,8 @@ from etude.sandbox.template import Image
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 EPOCH_S = 946684800
+_NUM_NAMED = 12
+"""Images of the store that an error names: each task of a set has one."""
 """Time of all files: 2000-01-01. Not 1970, because zip archives (and so Python wheels) begin at 1980."""
 _SLIM = tuple(f"path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man"))
 _CLEANING = (
@@ -139,16 +141,18 @@ async def find_in_store(name: str, store: ImageStore) -> Image:
 
     Raises TemplateError if there is none, ResourceError if it cannot be made.
     """
-    stored = await asyncio.to_thread(find_stored, name, store)
-    if stored is not None:
-        return stored
+    found = await asyncio.to_thread(find_stored, name, store)
+    if found is not None:
+        return found
     for candidate in _candidates(name):
         if candidate in BASES:
             return await make_base(candidate, store)
-    known = sorted({*await asyncio.to_thread(store.list), *BASES})
+    stored = [one for one in await asyncio.to_thread(store.list) if one not in BASES]
+    rest = [f"{len(stored) - _NUM_NAMED} more of the store"] if len(stored) > _NUM_NAMED else []
+    known = ", ".join([*stored[:_NUM_NAMED], *rest, *sorted(BASES)])
     raise TemplateError(
         "no such base image", field="images.bases", received=name,
-        fix=f"known: {', '.join(known)}; save another one with another tool, and import it under this name "
+        fix=f"known: {known}; save another one with another tool, and import it under this name "
         "or give its place (oci:DIRECTORY)",
     )  # fmt: skip
 
