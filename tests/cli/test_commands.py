@@ -195,6 +195,8 @@ def test_tasks_are_exported_as_harbor_directories(tmp_path: Path) -> None:
     again = etude("tasks", "export", str(target))
     assert again.exit_code == 2
     assert "is not empty" in again.stderr
+    unknown = etude("tasks", "export", str(target / "more"), "--split", "none")
+    assert "unknown split" in unknown.stderr and "train, heldout" in unknown.stderr
 
 
 def test_making_tasks_in_containers_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -292,13 +292,14 @@ def _read_tasks(
 ) -> Iterator[Task]:
     """Tasks of the configured family; fewer where a split has no more. A finite set is read once."""
     from etude.config import load_config
-    from etude.controller.families import open_family
+    from etude.controller.families import check_split, open_family
 
     if seed is not None and split != "train":
         fix = "leave it out, or --split train"
         raise ConfigError("only the split train has a seed", field="--seed", received=seed, fix=fix)
     chosen = [f"seed={seed}"] if seed is not None else []
     family = open_family(load_config(config, [*(settings or []), *chosen]))
+    check_split(split, ("train", *family.splits))
     if split == "train":
         source = family.source()
         sized: object = source
