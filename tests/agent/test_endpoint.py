@@ -344,6 +344,15 @@ def test_any_answer_becomes_tokens_and_messages_again(text, reasoning, calls) ->
             assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_answer_that_says_nothing_is_not_sent_as_an_empty_message(text: str) -> None:
+    silent, again = answer_tokens(Answer(text, finish="stop"), NATIVE), NATIVE.user_message("go on")
+    messages = chat_messages(np.concatenate([NATIVE.prompt("hello"), silent, again]), NATIVE)
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("user", "hello"), ("assistant", "(no answer)"), ("user", "go on")
+    ]  # fmt: skip
+
+
 def test_lines_are_cut_at_newlines_alone_wherever_the_chunks_are() -> None:
     words = "a\u2028b\x0cc\u0085é\U0001f600"
     event_text = json.dumps({"choices": [{"delta": {"content": words}}]}, ensure_ascii=False)

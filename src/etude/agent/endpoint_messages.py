@@ -30,6 +30,8 @@ Message = dict[str, Any]
 _THINK, _END_THINK = THINK_MARKS
 _ROLES = {"<|system|>": "system", "<|user|>": "user", "<|assistant|>": "assistant", "<|tool|>": "tool"}
 _NOT_RUN = "error: not run"
+_SILENT = "(no answer)"
+"""An answer without words and calls, such as one that was interrupted: many servers refuse an empty one."""
 
 
 def byte_tokenizer(tags: Sequence[str] = ()) -> Tokenizer:
@@ -139,8 +141,8 @@ def _assistant(one: _Spoken, identities: Sequence[str]) -> Message:
             {"id": identity, "type": "function", "function": _function(raw)}
             for identity, raw in zip(identities, one.calls, strict=True)
         ]
-    elif message["content"] is None:
-        message["content"] = ""
+    elif not (message["content"] or "").strip():
+        message["content"] = _SILENT
     return message
 
 
