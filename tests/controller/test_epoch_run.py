@@ -113,14 +113,17 @@ def test_a_directory_of_their_own_may_hold_the_tasks_that_are_judged_on(tmp_path
 
 @pytest.mark.parametrize(
     ("made", "expected"),
-    [("", "no such directory"), ("empty", "holds no task"), ("one", "one task cannot be")],
-)
+    [
+        ("", "no such directory"), ("empty", "holds no task"), ("one", "one task cannot be"),
+        ("itself", "is a task itself"),
+    ],
+)  # fmt: skip
 def test_directories_without_enough_tasks_are_refused(tmp_path: Path, made: str, expected: str) -> None:
     directory = tmp_path / "tasks"
-    if made:
+    if made in ("empty", "one"):
         directory.mkdir()
-    if made == "one":
-        write_harbor(TaskGenerator(0, "train").task(0), directory / "one")
+    if made in ("one", "itself"):
+        write_harbor(TaskGenerator(0, "train").task(0), directory / "one" if made == "one" else directory)
     with pytest.raises(TaskError, match=expected):
         open_family(epoch_config(tmp_path, directory))
 
@@ -132,7 +135,7 @@ def test_two_tasks_of_one_id_are_refused_before_anything_is_trained(
     for name in ("one", "copy", "other"):
         write_harbor(TaskGenerator(0, "train").task(int(name == "other")), tmp_path / "twice" / name)
     directories = {"directory": str(tasks), section: str(tmp_path / "twice")}
-    with pytest.raises(TaskError, match=f"another task of tasks.{section} has this id") as caught:
+    with pytest.raises(TaskError, match=f"copy of tasks.{section} has this id, too") as caught:
         open_family(tiny_config(tmp_path, tasks={"family": "directory", **directories}))
     assert caught.value.received == TaskGenerator(0, "train").task(0).id
 

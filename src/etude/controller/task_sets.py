@@ -307,11 +307,11 @@ def _with_network(task: Task, public: tuple[str, ...]) -> Task:
 
 
 def _refuse_twice_named(rows: Sequence[CheckedTask], field: str) -> None:
-    num_of_id = Counter(row.task.id for row in rows if row.task is not None)
+    name_of: dict[str, str] = {}
     for row in rows:
-        if row.task is not None and num_of_id[row.task.id] > 1:
+        if row.task is not None and name_of.setdefault(row.task.id, row.name) != row.name:
             raise TaskError(
-                f"another task of {field} has this id",
+                f"{name_of[row.task.id]} of {field} has this id, too",
                 field=f"{row.task.directory}/task.toml: id",
                 received=row.task.id,
                 fix="give each its own",

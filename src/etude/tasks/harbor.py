@@ -269,6 +269,9 @@ def find_directories(directory: Path, field: str) -> list[Path]:
             "no such directory", field=field, received=str(directory), fix="name one that holds tasks"
         )
     found = [path for path in sorted(directory.iterdir()) if (path / "task.toml").is_file()]
+    if not found and (directory / "task.toml").is_file():
+        fix = "name the directory that it lies in"
+        raise TaskError("is a task itself, not a set of them", field=field, received=str(directory), fix=fix)
     if not found:
         raise TaskError(
             "holds no task: no directory below it has a task.toml",
