@@ -118,7 +118,8 @@ async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line
     except TimeoutError as error:
         raise TemplateError(
             f"the build took longer than {options.deadline_s:g} s and was ended", field=build.dockerfile,
-            received=str(build.context), fix="make the build shorter, or allow it more time",
+            received=str(build.context),
+            fix="make it shorter, or allow it more: `--timeout`, for tasks `environment.build_timeout_sec`",
         ) from error  # fmt: skip
 
 
