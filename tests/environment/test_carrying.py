@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etude.environment.carrying import leads_to_no_verifier, stays_inside
-from etude.environment.checking import check_tasks
+from etude.environment.checking import TaskReport, check_tasks
 from etude.environment.grading import Verdict
 from etude.environment.origins import task_origin
 from etude.environment.scripts import run_solution
@@ -95,6 +95,30 @@ def play(directory: Path, *commands: str | None, backend: type[LocalBackend] = L
 
 def rewards(directory: Path, *commands: str | None) -> list[float | None]:
     return [verdict.reward for verdict in play(directory, *commands)]
+
+
+def check(directory: Path) -> TaskReport:
+    """What a task's check says."""
+
+    async def scenario(_: SandboxBackend) -> TaskReport:
+        task = await TaskImages("local").find(read_harbor(directory))
+        backend = LocalBackend(images=default_state_directory() / "images")
+        try:
+            return (await check_tasks([task], backend))[0]
+        finally:
+            await backend.close()
+
+    return with_backend("local", scenario)
+
+
+def test_a_check_names_what_of_a_solution_does_not_reach_grading(tmp_path: Path) -> None:
+    solve = "#!/bin/sh\nmkdir /opt /tmp/out\necho 1 > /tmp/out/answer\necho 2 > /opt/tool\necho 3 > /data/3\n"
+    test = reward_if('[ "$(cat /tmp/out/answer)" = 1 ]')
+    reason = check(write_task(tmp_path / "task", test, solve, image=IMAGE)).reason
+    assert reason == (
+        "its reference solution fails: tests/test.sh gave 0; "
+        "allowed_paths keeps /opt/tool, /tmp/out/answer from grading"
+    )
 
 
 def test_files_anywhere_in_an_image_reach_grading(tmp_path: Path) -> None:
@@ -350,15 +374,8 @@ def test_artifacts_of_an_image_are_there_though_nothing_was_done(tmp_path: Path)
     directory = write_task(tmp_path / "task", test, solve, SEPARATE, image=IMAGE)
     (directory / "task.toml").write_text(toml + (directory / "task.toml").read_text())
 
-    async def scenario(_: SandboxBackend) -> list[tuple[str | None, tuple[str, ...]]]:
-        task = await TaskImages("local").find(read_harbor(directory))
-        backend = LocalBackend(images=default_state_directory() / "images")
-        try:
-            return [(row.reason, row.forgeable) for row in await check_tasks([task], backend)]
-        finally:
-            await backend.close()
-
-    assert with_backend("local", scenario) == [(None, ())]
+    report = check(directory)
+    assert (report.reason, report.forgeable) == (None, ())
 
 
 def test_a_shared_verifier_is_forgeable_and_a_separate_one_not(tmp_path: Path) -> None:

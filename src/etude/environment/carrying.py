@@ -116,6 +116,17 @@ async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[
     )
 
 
+async def left_behind(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[str, str]) -> list[str]:
+    """What changed outside of the working directory and does not reach grading, without the directories
+    above it. `env` and errors: see `carry_root`."""
+    programs, home = tuple(_installations(env, workspace)), env.get("HOME", "/root").rstrip("/")
+    found = await sandbox.changed_root(sorted(_VERIFIERS))
+    above = {folder for path in found for folder in folders_above(path)}
+    return sorted(
+        path for path in found.keys() - above if not _crosses(path, task.allowed_paths, programs, home)
+    )
+
+
 async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Carried:
     """What the agent left at the places of its artifacts; first come, first laid. Raises as `carry_root`."""
     parts: list[Carried] = []

@@ -131,8 +131,8 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
         if failure is not None:
             return failure
         verdict = await (run.end() if task.steps else grader.judge(task, *await find_left(task, sandbox)))
-        words = "" if verdict.passed else await solution_words(sandbox)
-        return replace(verdict, cause=f"{verdict.cause}; solution/solve.sh said: {words}") if words else verdict
+        words = "" if verdict.passed else await solution_words(task, sandbox)
+        return replace(verdict, cause=f"{verdict.cause}; {words}") if words else verdict
 
 
 async def judge_nothing(task: Task, grader: Grader) -> Verdict:

@@ -29,13 +29,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
-from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, stays_inside
+from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, left_behind, stays_inside
 from etude.environment.grading import Verdict, allowed_changes, lay_files
 from etude.environment.origins import OWN_ENV, OWN_S, run_own, task_origin, task_template, verifier_origin
 from etude.errors import AgentError, TaskError
 from etude.kit.tasks import off_loop
 from etude.records import Task, TestScript
-from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, Unsupported
+from etude.sandbox.errors import DiffTooLargeError, PathMissingError, SandboxKilledByAgentError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.archives import pack_texts
@@ -49,6 +49,7 @@ _SOLUTION_LOG = "/logs/agent/oracle.txt"
 _REWARDS = ("reward.json", "reward.txt")
 _REWARD_BYTES = 256 << 10
 _SAID_CHARS = 200
+_NUM_NAMED = 3
 _BYTES_PER_MATCH = 16
 """As many of these as characters that are looked at are worth a thread."""
 _UNPACK = """set -e
@@ -249,10 +250,29 @@ async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
     return f"timeout: solution/solve.sh did not end within {limit_s:g} s" if result.timed_out else None
 
 
-async def solution_words(sandbox: Sandbox) -> str:
-    """What `solve.sh` said last, and how it ended if not with 0."""
+async def solution_words(task: Task, sandbox: Sandbox) -> str:
+    """What may be why `solve.sh` earned nothing: what of its work was not graded, and what it said last."""
+    words: list[str] = []
+    if lost := await _find_lost(task, sandbox):
+        named = ", ".join(lost[:_NUM_NAMED]) + (", ..." if len(lost) > _NUM_NAMED else "")
+        words.append(f"allowed_paths keeps {named} from grading")
     read = await sandbox.commands.run(f"tail -c 1000 {_SOLUTION_LOG}", OWN_S, OWN_ENV)
-    return " ".join(read.stdout.split())[-_SAID_CHARS:]
+    if said := " ".join(read.stdout.split())[-_SAID_CHARS:]:
+        words.append(f"solution/solve.sh said: {said}")
+    return "; ".join(words)
+
+
+async def _find_lost(task: Task, sandbox: Sandbox) -> list[str]:
+    """What changed in an image's root and did not reach the task's script; nothing where it is too much."""
+    script = task.verifier
+    if script is None or script.machine is not None:
+        return []
+    template = task_template(task, script.user)
+    if template.image is None:
+        return []
+    with contextlib.suppress(DiffTooLargeError):
+        return await left_behind(task, sandbox, template.workspace, {**template.image.env, **script.env})
+    return []
 
 
 async def _find_kinds(task: Task, sandbox: Sandbox) -> FileKinds:
