@@ -280,7 +280,7 @@ def _walk(root: Path) -> list[str]:
 def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str] | None:
     """What git answers, NUL-separated; None outside of a work tree.
 
-    Raises ConfigError where there is a work tree and git does not answer: nobody knows which files it ignores.
+    Raises ConfigError where there is a work tree and git does not say which files it ignores.
     """
     given = "\0".join(names).encode("utf-8", "surrogateescape")
     try:
