@@ -69,8 +69,8 @@ def test_shown_commands_have_their_options() -> None:
     assert wrong == []
 
 
-def test_docs_commands_and_settings_use_plain_words() -> None:
-    sources = [file for folder in ("cli", "config") for file in (ROOT / "src/etude" / folder).glob("*.py")]
+def test_docs_and_sources_use_plain_words() -> None:
+    sources = [file for folder in ("src", "examples") for file in (ROOT / folder).rglob("*.py")]
     found = [
         f"{file.name}: {match.group()}"
         for file in (*PAGES, *sources)

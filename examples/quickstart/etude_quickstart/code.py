@@ -14,7 +14,7 @@ from etude_quickstart.mutations import mutations
 NUMBERED_SHARE = 0.5
 """Documents written as the file tool shows them: line number, tab, line."""
 FIX_MARK = "\nfix "
-"""What stands between a broken file and the line that mends it: its number, a tab, its text."""
+"""What stands between a broken file and the line that corrects it: its number, a tab, its text."""
 REWRITE_MARK = "\nrewrite "
 """What stands between a broken file and its function's body as it should be: its lines, then the body."""
 _MAX_BUGS = 3
@@ -35,7 +35,7 @@ def code_documents(seed: int, count: int) -> Iterator[str]:
 
 
 def fix_documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
-    """What a history of fixes teaches: a broken file, numbered, then the line that mends it.
+    """What a history of fixes teaches: a broken file, numbered, then the line that corrects it.
 
     Documents `first` .. `first + count - 1`, the same for the same seed. They hold no tool calls: how a fix
     is made with tools, only sessions show.
@@ -44,8 +44,8 @@ def fix_documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
     for index in range(first, first + count):
         task = tasks.task(index)
         path, line = str(task.metadata["path"]), int(task.metadata["line"])
-        mended = task.solution_files[path].split("\n")[line - 1]
-        yield f"{numbered(task.files[path])}{FIX_MARK}{line}\t{mended}"
+        corrected = task.solution_files[path].split("\n")[line - 1]
+        yield f"{numbered(task.files[path])}{FIX_MARK}{line}\t{corrected}"
 
 
 def rewrite_documents(seed: int, count: int) -> Iterator[str]:

@@ -115,7 +115,7 @@ def make_documents(
 
 
 def _fix_document(text: str, mark: str, renderer: Renderer, config: MidtrainConfig) -> Document:
-    """The broken file is code like any other; what mends it is what the document is about."""
+    """The broken file is code like any other; what corrects it is what the document is about."""
     broken, _, fix = text.rpartition(mark)
     encode = renderer.tokenizer.encode
     return _weighted([(encode(broken), config.code_weight), (encode(mark + fix), config.fix_weight)])

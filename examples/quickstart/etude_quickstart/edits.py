@@ -69,7 +69,7 @@ class ReferenceFix:
         ]
 
     def right_edit(self, text: Sequence[str]) -> Edit:
-        """Mends the first wrong line."""
+        """Corrects the first wrong line."""
         line = self._wrong_lines(text)[0]
         return Edit(self.path, line, self.fixed[line - 1])
 
@@ -98,15 +98,15 @@ class ReferenceFix:
         edits = [edit for edit in edits if edit.text != text[edit.line - 1]]
         return rng.choice(edits or [Edit(self.path, wrong, "    pass")])
 
-    def rewritten(self, edit: Edit, text: Sequence[str], mended: bool) -> Edit:
-        """The edit written as the function's whole body; with `mended`, whatever else is wrong is mended too.
+    def rewritten(self, edit: Edit, text: Sequence[str], corrected: bool) -> Edit:
+        """The edit written as the function's whole body; with `corrected`, all else that is wrong, too.
 
         An edit above the body stays as it is.
         """
         first = body_start(text)
         if edit.line < first:
             return edit
-        after = self.fixed if mended else edit.apply(text)
+        after = self.fixed if corrected else edit.apply(text)
         return Edit(self.path, first, "\n".join(after[first - 1 :]))
 
     def edit_of(self, call: ToolCall, text: Sequence[str] | None) -> Edit | None:

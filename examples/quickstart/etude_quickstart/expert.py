@@ -217,7 +217,7 @@ class Expert:
         else:
             edit = self._fix.wrong_edit(text, self._rng, skill.other_line, skill.misplaced)
         if rewrite:
-            edit = self._fix.rewritten(edit, text, mended=right)
+            edit = self._fix.rewritten(edit, text, corrected=right)
         self._num_tries += 1
         return as_call(edit, text, by_text=self._chance(skill.search_replace))
 

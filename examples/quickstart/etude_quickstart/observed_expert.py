@@ -61,7 +61,7 @@ class ObservedExpert(Expert):
             line = change.apply("\n".join(text)).split("\n")[change.line - 1]
             edit = Edit(self._fix.path, change.line, line)
         if self._chance(self._skill.rewrite):
-            edit = self._fix.rewritten(edit, text, mended=False)
+            edit = self._fix.rewritten(edit, text, corrected=False)
         return as_call(edit, text, by_text=self._chance(self._skill.search_replace))
 
 

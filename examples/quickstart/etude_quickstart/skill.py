@@ -16,7 +16,7 @@ class ExpertSkill:
     """
 
     right_edit: float = 0.48
-    """An edit mends what is wrong; otherwise it changes another line, or the right line wrongly."""
+    """An edit corrects what is wrong; otherwise it changes another line, or the right line wrongly."""
     other_line: float = 0.45
     """A wrong edit changes a line that was right."""
     misplaced: float = 0.1
@@ -26,7 +26,7 @@ class ExpertSkill:
     retry: float = 0.45
     """Failing tests after an edit lead to another edit; otherwise the expert gives up."""
     right_retry: float = 0.75
-    """An edit after one that did not help mends what is wrong."""
+    """An edit after one that did not help corrects what is wrong."""
     reread: float = 0.3
     """Before another edit the file is read again."""
     rewrite: float = 0.15

@@ -101,7 +101,7 @@ class TrailAuthor:
     It works from what it was shown since its context began, as a model must: a key that it left out of a
     summary is gone, and it writes 00. In other sessions it notes the key as well. Which kind succeeds is left
     for reinforcement learning to find out. It says the key aloud where it finds it. Now and then it names a
-    file that is not there, is told so, and looks again where it was to go: a slip need not be the end.
+    file that is not there, reads so, and looks again where it was to go: a slip need not be the end.
     """
 
     def __init__(self, task: Task, rng: Random, note_key: float, slip: float = _SLIP) -> None:

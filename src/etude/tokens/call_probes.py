@@ -60,9 +60,9 @@ def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str],
     template, is_native = renderer.template, renderer.grammar.announce(()) is None
     try:
         for words in ("", SYSTEM):
-            told = renderer.describe(words, PROBE_TOOLS)
-            opening = renderer.tokenizer.decode(renderer.opening(told))
-            if is_native and told != split(opening):
+            described = renderer.describe(words, PROBE_TOOLS)
+            opening = renderer.tokenizer.decode(renderer.opening(described))
+            if is_native and described != split(opening):
                 return False
             if not all(tool.description in opening for tool in PROBE_TOOLS):
                 return False
@@ -88,12 +88,12 @@ def _writes_calls(jinja: ChatTemplate, frame: ChatTemplate, renderer: Renderer) 
         if template.thinking or template.shows_empty_reasoning:
             answer["reasoning_content"] = FIRST
             begun = (*template.reasoning_open, FIRST, *template.reasoning_close)
-        told: list[Message] = [*asked]
+        messages: list[Message] = [*asked]
         for num_before in (0, count):
             calls = probe_calls(count, is_numbered, num_before)
-            told += [{**answer, "tool_calls": calls}, *probe_results(calls, [FIRST] * count, is_numbered)]
+            messages += [{**answer, "tool_calls": calls}, *probe_results(calls, [FIRST] * count, is_numbered)]
         try:
-            rendered = jinja.render(told)
+            rendered = jinja.render(messages)
         except ConfigError:
             return False
         end = template.tool[:1] if template.openers_end else (template.shown_end or template.end,)

@@ -219,8 +219,8 @@ class _Reader:
         calls = probe_calls(2, is_numbered)
         start = [said("user", USER), {**said("assistant", ANSWER), "tool_calls": calls}]
         try:
-            told = [*start, *probe_results(calls, [FIRST, SECOND], is_numbered)]
-            _, _, opened, between, rest = self._between(told, USER, ANSWER, FIRST, SECOND)
+            messages = [*start, *probe_results(calls, [FIRST, SECOND], is_numbered)]
+            _, _, opened, between, rest = self._between(messages, USER, ANSWER, FIRST, SECOND)
             if template.openers_end:
                 _, _, called, _ = self._between([*start, said("user", FIRST)], USER, ANSWER, FIRST)
                 called = called.removesuffix(spell(template.user))

@@ -144,9 +144,10 @@ class Framing:
         reasoning = self.renderer.reasoned(answer.reasoning) if self.has_reasoning(answer) else []
         pieces: list[Piece] = [answer.text] if answer.text else []
         number = answer.num_before
-        for is_call, run in groupby(map(self._told, answer.calls), lambda told: isinstance(told, ToolCall)):
+        shown = map(self._shown_call, answer.calls)
+        for is_call, run in groupby(shown, lambda one: isinstance(one, ToolCall)):
             if is_call:
-                calls = [told for told in run if isinstance(told, ToolCall)]
+                calls = [one for one in run if isinstance(one, ToolCall)]
                 pieces += self.renderer.grammar.render_calls(calls, bool(pieces), number)
                 number += len(calls)
             else:
@@ -154,7 +155,7 @@ class Framing:
                 pieces.append(f"\n{words}" if pieces else words)
         return [*reasoning, *pieces]
 
-    def _told(self, call: Call) -> ToolCall | str:
+    def _shown_call(self, call: Call) -> ToolCall | str:
         """A call that a client tells, for the grammar to write; one whose arguments are no object is text."""
         if not isinstance(call.arguments, dict):
             return f"{call.name} {call.arguments}"

@@ -1,4 +1,4 @@
-"""From a told conversation to the tokens of its prompt, with answers as they were sampled.
+"""From a conversation as a client sends it to the tokens of its prompt, with answers as they were sampled.
 
 A client sends the whole conversation with each turn, as text. Encoding an answer anew would often give other
 tokens than were sampled: the engine's held keys and values would be missed, and the model would read what it
@@ -6,7 +6,7 @@ never wrote. So the last answers are remembered, each by its key, its conversati
 sampled tokens stand in the next prompt. What is not remembered is encoded from its text.
 
 Reasoning that a client leaves out of the conversation stays in the prompt, as in training; one that it
-changes is taken as told.
+changes is taken as sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A conversation by content: what two requests must agree in to be the same history.
 
-A client sends its whole history with each request, and not quite as it was told: spaces trimmed, arguments
+A client sends its whole history with each request, and not quite as it was: spaces trimmed, arguments
 serialised again, reasoning left out, blocks merged. `content_key` is equal for what counts as the same:
 
     opening, system, user, results    equal text (and tools as equal JSON)
@@ -33,7 +33,7 @@ class Opening:
     system: str = ""
     tools: tuple[ClientTool, ...] = ()
     agent: str = ""
-    """Name that the client gave the agent; empty: told apart by what it says."""
+    """Name that the client gave the agent; empty: distinguished by what it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ def content_key(message: Message) -> bytes:
     return blake3(json.dumps(described).encode()).digest(_DIGEST_BYTES)
 
 
-def same_reasoning(known: str, told: str) -> bool:
+def same_reasoning(known: str, sent: str) -> bool:
     """Whether a client tells an answer's reasoning as it was, but for spaces at its ends, or not at all."""
-    told = told.strip()
-    return not told or told == known.strip()
+    sent = sent.strip()
+    return not sent or sent == known.strip()
 
 
 def canonical(value: Any) -> str:

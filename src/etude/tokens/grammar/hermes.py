@@ -166,8 +166,8 @@ class _CallSink(JsonSink):
     def start(self) -> None:
         """Tells that the call has begun, and the arguments that came before its name."""
         self.out.append(CallStarted(self.call.name))
-        told = self.call.arguments.items()
-        self.out.extend(ArgumentDelta(name, text) for name, text in told if text)
+        arguments = self.call.arguments.items()
+        self.out.extend(ArgumentDelta(name, text) for name, text in arguments if text)
 
 
 class JsonCall:

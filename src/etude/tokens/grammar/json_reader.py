@@ -1,7 +1,7 @@
 """Reads one JSON value (RFC 8259) as it comes, in pieces of any size, and checks it while it does.
 
 Stricter than Python's own parser: no NaN or Infinity, no key twice in one object, no half of a surrogate
-pair, a bounded depth, bounded numbers. What lies within `REPORTED_DEPTH` containers is told to a sink as it
+pair, a bounded depth, bounded numbers. What lies within `REPORTED_DEPTH` containers is passed to a sink as it
 comes; what lies deeper is part of the raw text of the value that holds it.
 """
 
@@ -44,7 +44,7 @@ class JsonFault(Exception):
 
 
 class JsonSink:
-    """Is told of values within `REPORTED_DEPTH`. `depth`: how many containers are open around the value.
+    """Receives values within `REPORTED_DEPTH`. `depth`: how many containers are open around the value.
 
     May raise JsonFault for what it does not want.
     """
@@ -80,7 +80,7 @@ class JsonReader:
         """The last piece, with what was left of those before it, and how far it is read."""
         self._ended = False
         self._raw_start: int | None = None
-        """In a container at `REPORTED_DEPTH`: where text begins that was read and not told."""
+        """In a container at `REPORTED_DEPTH`: where text begins that was read and not passed on."""
         self._open_string: Callable[[str], object] | None = None
         """What gets the parts of the string that is being read, where nothing else does."""
         self._steps = self._document()

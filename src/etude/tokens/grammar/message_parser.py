@@ -90,7 +90,7 @@ class OpenCall:
     """Whether the body will be an argument."""
 
     def fail(self, message: str) -> None:
-        """Only the first thing wrong is told: what follows is mostly its consequence."""
+        """Only the first thing wrong is reported: what follows is mostly its consequence."""
         self.error = self.error or message
 
     def open_body(self, parameter: str, padded: bool = True) -> None:
@@ -133,7 +133,7 @@ class OpenCall:
 
 
 class CallReader:
-    """What differs between grammars: the state of calls, told tag by tag. Appends events to `out`."""
+    """What differs between grammars: the state of calls, advanced tag by tag. Appends events to `out`."""
 
     _call: OpenCall | None = None
 
