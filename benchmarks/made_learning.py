@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from common import Figures
-from demonstration import CHATS, SFT_SEED, Demonstration, pass_rate
+from demonstration import CHATS, SFT_SEED, Demonstration, lead_of, pass_rate
 
-from etude.evaluation import EvaluationResult, compare_results, pass_at_k
+from etude.evaluation import EvaluationResult, pass_at_k
 from etude.evaluation.statistics import verdicts_by_task
 from etude.observe import RunDirectory, read_metrics
 from etude.tasks.harbor import find_directories, read_harbor
@@ -136,13 +136,6 @@ def count_changed_lines(task: Path) -> int:
         changes = difflib.ndiff(before, path.read_text().splitlines())
         total += sum(line[0] in "+-" for line in changes)
     return total
-
-
-def lead_of(before: EvaluationResult, after: EvaluationResult, name: str) -> Figures:
-    """By how much the pass rate rose on the same tasks, with its 95 % interval where there is one."""
-    found = compare_results(before, after)["sampled"]["pass_rate"]
-    low, high = found["ci95"] or (-1.0, 1.0)
-    return {name: found["difference"], f"{name}_low": low, f"{name}_high": high}
 
 
 def solved_share(result: EvaluationResult) -> float:

@@ -198,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sft-rounds", type=int, default=0, help="of the demonstration at most; 0: until SFT stops helping"
     )
+    parser.add_argument("--no-control", action="store_true", help="no SFT for as long as its RL took")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in its runs")
     parser.add_argument("--sft-steps", type=int, default=360, help="of `gpu`")
     parser.add_argument("--rl-steps", type=int, default=20, help="of `gpu`")
@@ -226,7 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             peers |= rounds
         if _DEMONSTRATION in options.parts:
             sizes = (options.tasks, options.validation_tasks, options.sft_rounds)
-            shown = Demonstration(options.directory, find_gguf(), options.seed, options.set, *sizes)
+            gguf, control = find_gguf(), not options.no_control
+            shown = Demonstration(
+                options.directory, gguf, options.seed, options.set, *sizes, has_control=control
+            )
             figures |= {f"demonstration_{name}": value for name, value in shown.measure().items()}
         if _GPU in options.parts:
             settings = ('device="cuda"', *options.set)

@@ -212,7 +212,7 @@ def test_tasks_of_the_families_of_acting_are_shown_by_the_names_of_their_suites(
     shown = etude("tasks", "show", "1", "--split", "observed_train")
     assert shown.stdout.startswith("eval-observed_train-0001: ")
     refused = etude("tasks", "show", "0", "--split", "unseen")
-    assert (refused.exit_code, "one of heldout, validation, " in refused.stderr) == (2, True)
+    assert (refused.exit_code, "one of train, heldout, validation, " in refused.stderr) == (2, True)
 
 
 def test_tasks_for_training_are_those_of_the_seed_and_the_configured_family() -> None:

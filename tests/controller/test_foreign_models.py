@@ -75,7 +75,7 @@ def test_what_a_models_routers_cannot_do_is_refused() -> None:
 
 def test_replay_of_what_nobody_records_is_refused() -> None:
     engine = {"backend": "vllm", "vllm": {"url": "http://localhost:1", "record_routes": False}}
-    with pytest.raises(ConfigError, match="told to record none"):
+    with pytest.raises(ConfigError, match="set to record none"):
         check_routing(RunConfig.model_validate({"engine": engine}), tiny_model("mixtral"))
     check_routing(RunConfig.model_validate({"engine": engine}), tiny_model("llama"))
     off = RunConfig.model_validate({"engine": engine, "rl": {"router_replay": "r2"}})

@@ -35,8 +35,8 @@ from etude.weights.folders import Folder, open_folder
 from tests.environment.playing import SOLVES, TASK, new_environment, script_of
 from tests.fakes.scripted import ScriptedSampler
 
-MAKINGS = RunFingerprint({"model": "tiny", "tokenizer": "bytes"})
-OFFER = {"name": "run", "config": "", "tokenizer": {}, "vocab_size": 256, "fingerprint": dict(MAKINGS.parts)}
+FINGERPRINT = RunFingerprint({"model": "tiny", "tokenizer": "bytes"})
+OFFER = {"name": "run", "config": "", "tokenizer": {}, "vocab_size": 256, "fingerprint": dict(FINGERPRINT.parts)}
 TOKEN = "a-token"
 LEASE_S = 60.0
 """Of the run. Its clusters are told less, and beat more often than they must."""
@@ -178,7 +178,7 @@ class World:
         link: Link | None = None,
         runner: EpisodeRunner | None = None,
         draining: asyncio.Event | None = None,
-        fingerprint: RunFingerprint = MAKINGS,
+        fingerprint: RunFingerprint = FINGERPRINT,
         sampled_step: int = 0,
         sink: NoWeights | None = None,
         token: str | None = TOKEN,

@@ -20,7 +20,7 @@ from etude.controller.clusters.server import build_app
 from etude.controller.clusters.wire import API, RunFingerprint, config_document, order_document, order_of
 from etude.environment.runners import Order
 from etude.records import SamplingParams, TrajectoryId
-from tests.controller.clusters.playing import MAKINGS, OFFER, TOKEN
+from tests.controller.clusters.playing import FINGERPRINT, OFFER, TOKEN
 from tests.environment.playing import TASK, renderer
 
 SETTINGS = RunConfig().clusters.model_copy(update={"poll_s": 0.0, "max_result_bytes": 1 << 16})
@@ -128,7 +128,7 @@ def test_malformed_requests_are_refused_as_such(tmp_path: Path, path: str, body:
 
 def test_names_that_are_none_versions_of_others_and_other_makings_are_refused(tmp_path: Path) -> None:
     async def scenario(client: httpx.AsyncClient, control: Control) -> None:
-        right = {"name": "a", "api": API, "fingerprint": dict(MAKINGS.parts)}
+        right = {"name": "a", "api": API, "fingerprint": dict(FINGERPRINT.parts)}
         for change in ({"name": "a/b"}, {"api": 7}, {"fingerprint": {"model": "another"}}):
             answer = await client.post("/v1/join", json=right | change, headers=HEADERS)
             assert answer.status_code == 409, answer.text
