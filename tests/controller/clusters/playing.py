@@ -36,7 +36,13 @@ from tests.environment.playing import SOLVES, TASK, new_environment, script_of
 from tests.fakes.scripted import ScriptedSampler
 
 FINGERPRINT = RunFingerprint({"model": "tiny", "tokenizer": "bytes"})
-OFFER = {"name": "run", "config": "", "tokenizer": {}, "vocab_size": 256, "fingerprint": dict(FINGERPRINT.parts)}
+OFFER = {
+    "name": "run",
+    "config": "",
+    "tokenizer": {},
+    "vocab_size": 256,
+    "fingerprint": {**FINGERPRINT.parts},
+}
 TOKEN = "a-token"
 LEASE_S = 60.0
 """Of the run. Its clusters are told less, and beat more often than they must."""
