@@ -106,7 +106,8 @@ def test_eval_prints_a_table_and_json(run: RunDirectory, monkeypatch: pytest.Mon
     measured = json.loads(etude("eval", str(run.path), "--json").stdout)
     assert measured["greedy"]["pass_rate"] == pytest.approx(10 / 12)
     assert (asked[1].target, asked[1].suite, asked[1].num_tasks) == (str(run.path), "heldout", 240)
-    assert "heldout holds 12 tasks" in etude("eval", str(run.path), "--tasks", "13").stderr
+    smaller = etude("eval", str(run.path), "--suite", "tasks")
+    assert "demo on tasks, 12 tasks" in smaller.stdout and "--tasks" not in smaller.stderr
     assert "| solved (pass@1) | 83.3 %" in etude("eval", "--markdown", str(run.path)).stdout
 
 

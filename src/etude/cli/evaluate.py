@@ -16,7 +16,6 @@ from etude.cli.agent_options import (
     ToolCallsOption,
     ToolsOption,
 )
-from etude.cli.exits import error_console
 from etude.cli.output import print_json
 from etude.cli.progress import open_observer
 
@@ -136,8 +135,6 @@ def run_command(
         print_json(figures)
         return
     num_judged = max(mode.figures["tasks"] for mode in result.modes.values())
-    if num_judged < num_tasks:
-        error_console().print(f"{suite} holds {num_judged} tasks, fewer than --tasks {num_tasks}")
     title = f"{result.target['label']} on {suite}, {num_judged} task{'' if num_judged == 1 else 's'}"
     _print_table(title, result_rows(figures), as_markdown)
 
