@@ -137,6 +137,16 @@ def test_tasks_without_a_solution_are_taken_where_none_is_required(tmp_path: Pat
             load_task_set(tmp_path, "DIR", config())
 
 
+def test_of_two_tasks_with_one_id_the_second_is_left_out_by_name(tmp_path: Path) -> None:
+    for name in ("copy", "one"):
+        write_harbor(TaskGenerator(0).task(3), tmp_path / name)
+    found = {name: one.report.reason or "" for name, one in reports(tmp_path, "unisolated").items()}
+    assert found["copy"] == ""
+    assert "copy has this id, too" in found["one"]
+    verified, _ = load_task_set(tmp_path, "DIR", config("unisolated"))
+    assert [Path(task.directory).name for task in verified] == ["copy"]
+
+
 def test_a_script_is_not_run_where_nothing_is_isolated(tmp_path: Path) -> None:
     write_task(tmp_path / "tasks/one")
     (found,) = reports(tmp_path / "tasks", "unisolated").values()

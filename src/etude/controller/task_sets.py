@@ -74,8 +74,8 @@ def check_task_set(
     """Checks the tasks of a directory, in the order of their names; with `only`, those that have these
     metadata.
 
-    Raises TaskError where there is none, or if two have one id; what is wrong with a task stands in its
-    report.
+    Raises TaskError where there is none; what is wrong with a task stands in its report. Of two that have one
+    id the second is wrong.
     """
     return asyncio.run(_check(directory, field, config, observer or SilentObserver(), only or {}))
 
@@ -248,10 +248,16 @@ async def _check(
 ) -> list[CheckedTask]:
     checks, at_once = TaskChecks(config), max(2, os.cpu_count() or 1)
     rows: list[CheckedTask] = []
+    name_of: dict[str, str] = {}
     for path in find_directories(directory, field):
         try:
             task = checks.read(path)
             if all(task.metadata.get(key) == value for key, value in only.items()):
+                if name_of.setdefault(task.id, path.name) != path.name:
+                    raise TaskError(
+                        f"{name_of[task.id]} has this id, too", field="id of the task", received=task.id,
+                        fix="give each its own",
+                    )  # fmt: skip
                 rows.append(CheckedTask(path.name, task, TaskReport(task.id, None)))
         except UserError as error:
             rows.append(CheckedTask(path.name, None, TaskReport(path.name, str(error))))
@@ -261,7 +267,6 @@ async def _check(
             f"holds no task whose metadata have {wanted}", field=field, received=str(directory),
             fix="change tasks.only",
         )  # fmt: skip
-    _refuse_twice_named(rows, field)
 
     async def find_images(row: CheckedTask) -> CheckedTask:
         try:
@@ -304,18 +309,6 @@ def _with_network(task: Task, public: tuple[str, ...]) -> Task:
         machine = replace(machine, hosts=public)
     scripts = [replace(one, hosts=public) if one.hosts is None else one for one in task.verifiers]
     return replace(task, machine=machine).with_verifiers(scripts)
-
-
-def _refuse_twice_named(rows: Sequence[CheckedTask], field: str) -> None:
-    name_of: dict[str, str] = {}
-    for row in rows:
-        if row.task is not None and name_of.setdefault(row.task.id, row.name) != row.name:
-            raise TaskError(
-                f"{name_of[row.task.id]} of {field} has this id, too",
-                field=f"{row.task.directory}/task.toml: id",
-                received=row.task.id,
-                fix="give each its own",
-            )
 
 
 def _without_names(task: Task) -> Task:
