@@ -22,6 +22,7 @@ from etude.errors import ConfigError
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.template import Image
+from etude.tasks.calibration import calibrate
 from etude.tasks.harbor import read_harbor
 
 OLD_TEST = "from shop.prices import total\n\n\ndef test_empty():\n    assert total([1]) == 0\n"
@@ -186,16 +187,25 @@ def test_every_test_file_that_is_named_is_laid_and_what_is_gone_goes_first(
     assert report.rejects[0]["reason"].startswith("tests: no file of pytest's")
 
 
-def test_a_row_without_an_image_and_a_task_that_is_there_are_rejects(
+def test_a_repeated_import_counts_what_is_done_and_rejects_what_is_another(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    run_import(tmp_path, rows[:1])
+    calibrate(tmp_path / "out/acme__shop-1", 1, 2)
+    assert run_import(tmp_path, rows) == run_import(tmp_path, rows)
+    changed = {**rows[0], "problem_statement": "total is one too large"}
+    report = run_import(tmp_path, [changed, rows[1], rows[1]])
+    assert report.written == ["acme__shop-2"]
+    assert [one["row"] for one in report.rejects] == ["acme__shop-1", "acme__shop-2"]
+    assert {one["reason"] for one in report.rejects} == {"directory: its name is taken"}
+
+
+def test_a_row_without_an_image_and_a_file_that_cannot_be_read_are_rejects(
     tmp_path: Path, rows: list[dict[str, Any]]
 ) -> None:
     assert (
         run_import(tmp_path, rows, None).rejects[0]["reason"].startswith("image: the row has no docker_image")
     )
-    run_import(tmp_path, rows)
-    assert [one["reason"] for one in run_import(tmp_path, rows).rejects] == [
-        "directory: its name is taken"
-    ] * 2
     with pytest.raises(ConfigError, match="ROWS: cannot be read"):
         asyncio.run(import_rows(tmp_path / "no", tmp_path, tmp_path, ImageStore(tmp_path), {}, None))
 

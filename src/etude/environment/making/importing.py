@@ -87,7 +87,8 @@ class RejectedRowError(ValueError):
 async def import_rows(
     rows: Path, repositories: Path, out: Path, store: ImageStore, bases: Mapping[str, str], image: str | None
 ) -> ImportReport:
-    """Writes a task directory below `out` for each row of a JSONL or parquet file, and `report.json`.
+    """Writes a task directory below `out` for each row of a JSONL or parquet file, and `report.json`. One
+    that is there already with the same files counts as written.
 
     `image`: name of the base of rows that name none. Raises ConfigError for a file that cannot be read.
     """
@@ -96,11 +97,11 @@ async def import_rows(
         named = raw.get("instance_id") if isinstance(raw, dict) else None
         try:
             row = _parse(raw)
-            if row.instance_id == _REPORT or await asyncio.to_thread((out / row.instance_id).exists):
-                raise RejectedRowError("directory: its name is taken")
             base = await _find_image(row.docker_image or image, store, bases)
             files = await _files_of(row, base, repositories)
-            await asyncio.to_thread(write_files, files, out / row.instance_id)
+            taken = row.instance_id in (_REPORT, *report.written)
+            if taken or not await asyncio.to_thread(_write, files, out / row.instance_id):
+                raise RejectedRowError("directory: its name is taken")
         except (RejectedRowError, OSError, UnicodeError, RecursionError) as error:
             name = named[:_MOST_CHARS] if named and isinstance(named, str) else place
             reason = f"{error}" if isinstance(error, RejectedRowError) else f"row: {error}"
@@ -110,6 +111,16 @@ async def import_rows(
     await asyncio.to_thread(make_directory, out)
     await asyncio.to_thread(write_json, out / _REPORT, asdict(report))
     return report
+
+
+def _write(files: Files, target: Path) -> bool:
+    """Writes a task directory, or finds it as an earlier import wrote it; False where it is something else.
+    `task.toml` is not compared: calibration adds to it."""
+    if not target.exists():
+        write_files(files, target)
+        return True
+    places = {target / path: data for path, data in files.items() if path != "task.toml"}
+    return all(place.is_file() and place.read_bytes() == data for place, data in places.items())
 
 
 def _printable(text: str) -> str:
