@@ -296,10 +296,15 @@ def test_a_server_that_fails_or_hangs_is_never_an_answer():
         use(foreign(hanging), ("p_list_issues", {"state": "open"}), call_s=0.2)
 
 
-@pytest.mark.parametrize("command", ["/no/such/program", "/bin/false"])
-def test_a_server_that_does_not_start_is_named(command):
-    with pytest.raises(InfrastructureError, match=r"agent\.mcp\.bad: the MCP server does not start"):
+@pytest.mark.parametrize("command", ["/no/such/program", "no-such-program --stdio"])
+def test_a_server_whose_program_is_missing_is_the_users_mistake(command):
+    with pytest.raises(ConfigError, match=r"agent\.mcp\.bad\.command: there is no such program here"):
         asyncio.run(describe_servers({"bad": McpConfig(command=command, where="host")}))
+
+
+def test_a_server_that_does_not_start_is_named():
+    with pytest.raises(InfrastructureError, match=r"agent\.mcp\.bad: the MCP server does not start"):
+        asyncio.run(describe_servers({"bad": McpConfig(command="/bin/false", where="host")}))
 
 
 def test_a_server_that_does_not_start_says_why(capfd):

@@ -263,7 +263,7 @@ def test_a_run_whose_mcp_server_does_not_start_gets_no_directory(tmp_path: Path)
         f"runs_directory={tmp_path / 'runs'}",
         *server,
     )
-    assert done.exit_code and "agent.mcp.bad: the MCP server does not start" in done.stderr
+    assert done.exit_code == 2 and "agent.mcp.bad.command: there is no such program here" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

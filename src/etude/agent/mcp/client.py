@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,13 +44,20 @@ async def describe_servers(
 ) -> dict[str, McpConfig]:
     """The same servers, each with the tools that it offers: it is started, asked and ended.
 
-    Raises InfrastructureError for one that does not start or answer, ConfigError for a tool that it does not
-    have.
+    Raises InfrastructureError for one that does not start or answer, ConfigError for a program or a tool that
+    there is not.
     """
     return {name: await _described(name, config, sandbox) for name, config in servers.items()}
 
 
 async def _described(name: str, config: McpConfig, sandbox: Sandbox | None) -> McpConfig:
+    transport = _transport(name, config, sandbox)
+    is_program = isinstance(transport, StdioServerParameters)
+    if is_program and shutil.which(transport.command, path=(transport.env or {}).get("PATH")) is None:
+        raise ConfigError(
+            "there is no such program here", field=f"agent.mcp.{name}.command", received=transport.command,
+            fix="install it, or give its path",
+        )  # fmt: skip
     async with _connected(name, config, sandbox) as client:
         tools = await _offered(name, config, client)
     return config.model_copy(update={"described": write_described(tools)})
