@@ -51,6 +51,14 @@ def test_what_is_counted_has_its_name() -> None:
     assert "s/session" in text and "31 sessions in" in text and "step" not in text
 
 
+def test_a_stage_without_steps_says_only_what_it_took() -> None:
+    observer, output, clock = plain()
+    observer.stage_begins("image", 0, unit="run")
+    clock.now_s += 55.6
+    observer.stage_ends()
+    assert output.getvalue().splitlines() == ["image", "image: 55.6 s"]
+
+
 def test_a_resumed_stage_and_a_slow_beginning_do_not_distort_the_first_line() -> None:
     observer, output, clock = plain()
     observer.stage_begins("rl", 1000)

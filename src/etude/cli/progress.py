@@ -154,10 +154,9 @@ class PlainObserver:
         """Prints where the stage stands and what it took."""
         if self._name:
             values = describe_values(self._values)
+            steps = f"{count_steps(self._step, self._unit)} in " if self._step or self._total_steps else ""
             seconds = self._clock() - self._begun_s
-            self.say(
-                f"{self._name}: {count_steps(self._step, self._unit)} in {seconds:.1f} s  {values}".rstrip()
-            )
+            self.say(f"{self._name}: {steps}{seconds:.1f} s  {values}".rstrip())
         self._name = ""
 
     def say(self, text: str) -> None:

@@ -204,8 +204,9 @@ class _Maker:
             made, is_short = list[MadeTask](), True
             # What turns out to be no task is made up for, as long as there are changes and time.
             while is_short and report.num_tested > num_tested:
+                name = "changes" if num_tested < 0 else "more changes"
                 num_tested = report.num_tested
-                with show_stage(self._observer, "changes", settings.quotas.most_tasks, "task") as advance:
+                with show_stage(self._observer, name, 0, "candidate") as advance:
                     await search.run(settings.at_once, until, advance)
                 asked = [self._made(one, image, twins, limit_s) for one in planner.select()]
                 made = await self._check_and_write(asked, report)
@@ -236,17 +237,20 @@ class _Maker:
             if folder.name not in names:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
 
-        async def check(one: MadeTask) -> bool:
-            target = self._out / one.id
-            return target.exists() or await self._write_if_verified(one, target, report)
+        async def check(one: MadeTask) -> None:
+            await self._write_if_verified(one, self._out / one.id, report)
 
-        with show_stage(self._observer, "check", len(made), "task") as advance:
-            is_written = await gather_bounded(check, made, self._settings.at_once, advance)
-        return [one for one, is_there in zip(made, is_written, strict=True) if is_there]
+        if new := self._not_written(made):
+            with show_stage(self._observer, "check", len(new), "task") as advance:
+                await gather_bounded(check, new, self._settings.at_once, advance)
+        return [one for one in made if (self._out / one.id).exists()]
+
+    def _not_written(self, made: Sequence[MadeTask]) -> list[MadeTask]:
+        return [one for one in made if not (self._out / one.id).exists()]
 
     async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
         """Those whose solution the image does not hold; what was written before was scanned before."""
-        new = [one for one in made if not (self._out / one.id).exists()]
+        new = self._not_written(made)
         if not new:
             return list(made)
         layers = [self._store.layers.path(digest) for digest in new[0].image.image.layers]
@@ -259,9 +263,9 @@ class _Maker:
                 report.reject(one.verified.change, "leaks", reason)
         return [one for one in made if one.verified.change.id not in reasons]
 
-    async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> bool:
+    async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> None:
         """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
-        nothing 0, twice, and returns True; else `report` is given the reason."""
+        nothing 0, twice; else `report` is given the reason."""
         with ScratchDirectory(self._out / STATE, "check-") as scratch:
             draft = scratch / made.id
             await asyncio.to_thread(write_files, task_files(made), draft)
@@ -269,13 +273,12 @@ class _Maker:
             leak = await asyncio.to_thread(scan_workspace, top, made.verified, made.workspace)
             if leak is not None:
                 report.reject(made.verified.change, "leaks", leak)
-                return False
+                return
             found = await self._check(draft)
             if found.reason is not None:
                 report.count_check(made, found.reason)
-                return False
+                return
             publish_directory(draft, target)
-            return True
 
 
 def seed_exams(project: Project, verified: Verified) -> str:
