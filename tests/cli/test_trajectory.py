@@ -1,10 +1,16 @@
+import dataclasses
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from etude.cli.output import program
+from etude.cli.trajectory_printing import SessionPrinter
 from etude.observe import RunDirectory
 from etude.records import ToolCall
 from etude.store import TrajectoryLog, trajectory_from_atif, trajectory_to_atif
@@ -29,6 +35,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.chdir(tmp_path)
     return make_run(tmp_path, summaries=True)
+
+
+def test_a_term_that_took_nothing_is_not_in_the_header() -> None:
+    output, one = io.StringIO(), make_chain()
+    assert one.reward is not None
+    reward = dataclasses.replace(one.reward, terms={"malformed": -0.0, "brevity": 0.1})
+    SessionPrinter(Console(file=output), dataclasses.replace(one, reward=reward), None).header()
+    assert "brevity +0.10" in output.getvalue() and "malformed" not in output.getvalue()
+
+
+def test_hints_name_the_program_as_it_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "project/.venv/bin/python"))
+    for place, name in (("project", ".venv/bin/etude"), ("project/a/b", "etude")):
+        (tmp_path / place).mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / place)
+        assert program() == name
 
 
 def write_atif(path: Path, trajectory: Any) -> str:

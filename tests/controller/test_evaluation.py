@@ -108,7 +108,7 @@ def test_a_killed_evaluation_of_an_endpoint_goes_on_where_it_was(
     assert evaluate(request, SilentObserver()) == result == EvaluationResult.read(tmp_path / "a")
     assert server.num_asked == 14
     assert "| solved (pass@1) | 100.0 % (29.2 to 100.0) |" in (tmp_path / "a" / "result.md").read_text()
-    with pytest.raises(ConfigError, match="an evaluation with another temperature"):
+    with pytest.raises(ConfigError, match="an evaluation that differs in: temperature"):
         evaluate(replace(request, temperature=0.5), SilentObserver())
 
 

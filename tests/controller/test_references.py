@@ -104,9 +104,9 @@ def test_what_cannot_be_played_is_left_out_with_its_reason() -> None:
     sessions, said = play([wrong, TARGET, unsolved, new])
     assert [one.instruction for one in sessions] == [TARGET.instruction]
     assert sorted(said) == [
-        "1 tasks left out: has no reference solution that changes a file",
-        "1 tasks left out: its session does not pass",
-        "1 tasks left out: needs the tool write_file",
+        "1 task left out: has no reference solution that changes a file",
+        "1 task left out: its session does not pass",
+        "1 task left out: needs the tool write_file",
     ]
     [session], _ = play([new], "full")
     assert "write_file" in [call.name for call in calls_of(session)]

@@ -216,8 +216,8 @@ class _Program:
             self._sum_up(num_files, kept_back, conversation.mode != "preview")
         if unanswered:
             self._note(
-                f"refused, because nobody answered: {unanswered} calls; --approve auto-edit allows edits, "
-                "--approve full commands as well"
+                f"refused, because nobody answered: {unanswered} call{'s' * (unanswered != 1)}; --approve "
+                "auto-edit allows edits, --approve full commands as well"
             )
         if outcome.cause == STOPPED_BY_USER:
             return EXIT_INTERRUPTED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,10 +38,10 @@ def shown(text: str, style: str = "") -> Text:
 
 
 def program() -> str:
-    """How this program can be called again from the current directory."""
-    if shutil.which("etude"):
-        return "etude"
-    return os.path.relpath(Path(sys.executable).with_name("etude"))
+    """How this program can be called again: by its name, or as `.venv/bin/etude` if it is not on the path."""
+    beside, here = Path(sys.executable).with_name("etude"), Path.cwd()
+    is_near = not shutil.which("etude") and beside.is_relative_to(here)
+    return str(beside.relative_to(here)) if is_near else "etude"
 
 
 def print_json(value: Any) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from etude.cli.agent import DIFF_STYLES
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json, print_table
-from etude.cli.progress import open_observer
+from etude.cli.progress import count_steps, open_observer
 from etude.errors import ConfigError, TaskError
 from etude.records import Task
 
@@ -166,7 +166,7 @@ def calibrate_command(
 
     levels = calibrate_task_set(directory, evaluation)
     shown = ", ".join(f"{count} {level}" for level, count in sorted(levels.items()))
-    error_console().print(f"{levels.total()} tasks: {shown}", highlight=False)
+    error_console().print(f"{count_steps(levels.total(), 'task')}: {shown}", highlight=False)
 
 
 @tasks_app.command("make")
@@ -258,9 +258,8 @@ def import_command(
     else:
         for one in report.rejects:
             typer.echo(f"{one['row']}: rejected: {one['reason']}")
-    error_console().print(
-        f"{len(report.written)} tasks, {len(report.rejects)} rows rejected", highlight=False
-    )
+    made, rejected = count_steps(len(report.written), "task"), count_steps(len(report.rejects), "row")
+    error_console().print(f"{made}, {rejected} rejected", highlight=False)
     if not report.written:
         raise typer.Exit(1)
 

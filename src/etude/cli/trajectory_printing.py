@@ -34,7 +34,8 @@ class SessionPrinter:
     def header(self) -> None:
         """What became of the session."""
         trajectory, reward = self._trajectory, self._trajectory.reward
-        terms = "".join(f"  {name} {value:+.2f}" for name, value in reward.terms.items()) if reward else ""
+        worth = {name: value for name, value in reward.terms.items() if value} if reward else {}
+        terms = "".join(f"  {name} {value:+.2f}" for name, value in worth.items())
         cause = f" ({trajectory.cause})" if trajectory.cause else ""
         total = (
             "not graded" if reward is None else f"reward {reward.total:.2f}  task {reward.task:.2f}{terms}"

@@ -215,7 +215,7 @@ def _check_plan(out: Path, plan: Mapping[str, Any]) -> None:
     other = [name for name in plan if before.get(name) != plan[name]]
     if other:
         raise ConfigError(
-            f"holds an evaluation with another {', another '.join(other)}",
+            f"holds an evaluation that differs in: {', '.join(other)}",
             field="--out",
             received=str(out),
             fix="name another directory, or remove this one",

@@ -99,7 +99,7 @@ async def play_references(
         observer.stage_ends()
         await backend.close()
     for reason, number in reasons.most_common():
-        observer.say(f"{number} tasks left out: {reason}")
+        observer.say(f"{number} task{'s' * (number != 1)} left out: {reason}")
     return [one for one in played if one is not None][:count]
 
 
