@@ -30,7 +30,7 @@ from etude_quickstart.generator import TaskGenerator
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.cli.commands import etude
 from tests.environment.target import TARGET
-from tests.tasks.harbor_tasks import KINDS, write_task
+from tests.tasks.harbor_tasks import KINDS, REWARD_TEXT, write_task
 
 NETWORK = """#!/bin/sh
 python3 -c 'import urllib.request; urllib.request.urlopen("http://packages.example/", timeout=5)' || exit 1
@@ -135,6 +135,21 @@ def test_tasks_without_a_solution_are_taken_where_none_is_required(tmp_path: Pat
         assert any("always: doing nothing earns 1" in line for line in words)
         with pytest.raises(TaskError, match="require_solution = false"):
             load_task_set(tmp_path, "DIR", config())
+
+
+def test_what_makes_no_task_of_a_directory_is_its_reason(tmp_path: Path) -> None:
+    write_harbor(replace(TARGET, id="right"), tmp_path / "right")
+    write_task(tmp_path / "crlf", REWARD_TEXT.replace("\n", "\r\n"))
+    write_task(tmp_path / "empty", files={"instruction.md": " \n"})
+    for name, file in (("bare", "instruction.md"), ("tests-only", "tests/test.sh"), ("other", "notes.md")):
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        (tmp_path / name / file).write_text("x\n")
+    found = {name: one.report.reason or "" for name, one in reports(tmp_path, "unisolated").items()}
+    assert found.keys() == {"right", "crlf", "empty", "bare", "tests-only"}
+    assert found["right"] == ""
+    assert "tests/test.sh: has CRLF line ends" in found["crlf"]
+    assert "instruction.md: is empty" in found["empty"]
+    assert all("task.toml: file is missing" in found[name] for name in ("bare", "tests-only"))
 
 
 def test_of_two_tasks_with_one_id_the_second_is_left_out_by_name(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ FILES = st.dictionaries(PATHS.map(lambda path: f"lib/{path}"), TEXT, max_size=3)
     st.builds(
         Task,
         id=st.text(min_size=1, max_size=10, alphabet='abc-019"\\'),
-        instruction=TEXT,
+        instruction=TEXT.filter(str.strip),
         files=FILES,
         hidden_files=FILES,
         solution_files=FILES,

@@ -144,6 +144,8 @@ def calibrate_task_set(directory: Path, evaluation: Path) -> Counter[str]:
     verdicts = verdicts_by_task((modes.get("sampled") or modes["greedy"]).rows)
     levels = Counter[str]()
     for path in find_directories(directory, "DIRECTORY"):
+        if not (path / "task.toml").is_file():
+            continue
         if tried := verdicts.get(read_harbor(path).id):
             calibrate(path, sum(tried), len(tried))
             levels[find_difficulty(sum(tried) / len(tried)) if any(tried) else NOT_CALIBRATED] += 1

@@ -21,8 +21,8 @@ def pack_directories(
     """Tar file of what lies below `tops`, a later one over those before, but for the file `without`; its file
     `script` can be executed.
 
-    Raises TaskError without the script, where it is needed, for what is neither file, directory nor a link
-    within its top, and for more than MAX_ARCHIVE_BYTES.
+    Raises TaskError without the script, where it is needed, for one with CRLF line ends, for what is neither
+    file, directory nor a link within its top, and for more than MAX_ARCHIVE_BYTES.
     """
     found: dict[str, tuple[Path, Path]] = {}
     for top in tops:
@@ -55,6 +55,9 @@ def pack_directories(
                 archive.addfile(row)
             elif path.is_file():
                 data = path.read_bytes()
+                if relative == script and data.partition(b"\n")[0].endswith(b"\r"):
+                    fix = "end its lines with LF alone: no system has an interpreter whose name ends with CR"
+                    raise TaskError("has CRLF line ends", field=f"{name}/{script}", fix=fix)
                 row.size, total = len(data), total + len(data)
                 if total > MAX_ARCHIVE_BYTES:
                     fix = f"{MAX_ARCHIVE_BYTES >> 20} MiB at most: put large files into the image"

@@ -56,6 +56,8 @@ _NOT_READ = (
     "environment/docker-compose.yaml",
 )
 """Patterns of files of Harbor's that change what a task is, and are not honoured."""
+_MARKS = ("task.toml", "instruction.md", "tests/test.sh")
+"""Files by one of which a directory is meant as a task."""
 _CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _DOCKERFILE = f"""FROM python:3.11-slim
 RUN pip install --no-cache-dir pytest
@@ -146,10 +148,10 @@ def read_harbor(directory: Path, host_env: Sequence[str] = ()) -> Task:
 def _read(directory: Path, host_env: Sequence[str]) -> Task:
     fields = check_fields(_parse_toml(_text(directory, "task.toml")))
     own, metadata = fields.metadata.etude, fields.metadata.model_extra or {}
-    instruction = "" if fields.steps else _text(directory, "instruction.md")
+    instruction = "" if fields.steps else _instruction(directory, "instruction.md")
     task = Task(
         id=own.id or (fields.task.name if fields.task is not None else directory.name),
-        instruction=instruction.removesuffix("\n"),
+        instruction=instruction,
         files={},
         allowed_paths=_paths(("**",) if own.allowed_paths is None else own.allowed_paths, "allowed_paths"),
         test_paths=_paths(own.test_paths, "test_paths"),
@@ -243,7 +245,7 @@ def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Se
     workdir = top / "workdir"
     return TaskStep(
         step.name,
-        _without_canary(_text(directory, f"steps/{step.name}/instruction.md").removesuffix("\n")),
+        _without_canary(_instruction(directory, f"steps/{step.name}/instruction.md")),
         verifier,
         solution,
         pack_directories([workdir], "setup.sh", needs_script=False) if workdir.is_dir() else b"",
@@ -252,6 +254,13 @@ def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Se
         health_check(step.healthcheck),
         min_reward_of(step),
     )
+
+
+def _instruction(directory: Path, name: str) -> str:
+    text = _text(directory, name)
+    if not _without_canary(text).strip():
+        raise TaskError("is empty", field=name, received=str(directory), fix="say what the agent is to do")
+    return text.removesuffix("\n")
 
 
 def _without_canary(text: str) -> str:
@@ -263,12 +272,14 @@ def _without_canary(text: str) -> str:
 
 
 def find_directories(directory: Path, field: str) -> list[Path]:
-    """The Harbor directories below `directory`, which `field` names in errors. Raises TaskError for none."""
+    """The Harbor directories below `directory`, which `field` names in errors, and those that are meant as
+    some and have no task.toml. Raises TaskError for none."""
     if not directory.is_dir():
         raise TaskError(
             "no such directory", field=field, received=str(directory), fix="name one that holds tasks"
         )
-    found = [path for path in sorted(directory.iterdir()) if (path / "task.toml").is_file()]
+    folders = sorted(directory.iterdir())
+    found = any((path / "task.toml").is_file() for path in folders)
     if not found and (directory / "task.toml").is_file():
         fix = "name the directory that it lies in"
         raise TaskError("is a task itself, not a set of them", field=field, received=str(directory), fix=fix)
@@ -279,7 +290,7 @@ def find_directories(directory: Path, field: str) -> list[Path]:
             received=str(directory),
             fix="`etude tasks export` shows what one looks like",
         )
-    return found
+    return [path for path in folders if any((path / name).is_file() for name in _MARKS)]
 
 
 def _toml(task: Task) -> str:
