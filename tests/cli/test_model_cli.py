@@ -48,6 +48,7 @@ def test_a_hugging_face_directory_comes_in_whole(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", local_files_only=True)
     assert theirs.dtype == torch.bfloat16
     assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["eos_token_id"] == [3]
+    assert theirs.config.eos_token_id == [3], "not 2, which a Llama's config.json means without one"
     shown = etude("model", "show", str(tmp_path / "ours")).stdout
     assert "llama, " in shown and "128 tokens" in shown
 
@@ -72,9 +73,9 @@ def test_a_gguf_file_becomes_a_directory_that_transformers_loads(tmp_path: Path)
     text = "def add(left): return 345"
     assert reader(text)["input_ids"] == Tokenizer.load(tmp_path / "ours").encode(text).tolist()
     assert reader.chat_template == "{{ messages }}"
-    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text()) == {
-        "eos_token_id": tokenizer.vocab_size - 1
-    }
+    ends = {"eos_token_id": tokenizer.vocab_size - 1}
+    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text()) == ends
+    assert ends.items() <= json.loads((tmp_path / "ours" / "config.json").read_text()).items()
 
 
 @pytest.mark.parametrize("mistake", ["exists", "absent", "tokenizer", "tokens", "head", "memory"])

@@ -85,7 +85,7 @@ def convert_model(
         for name in _COMPANIONS:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, partial / name)
-        _write_generation(next(place for place in places if (place / _CONFIG).is_file()), partial)
+        copy_token_ids(next(place for place in places if (place / _CONFIG).is_file()), partial)
 
     write_whole(target, fill)
     return model
@@ -124,12 +124,26 @@ def _cast(model: AnyModel, dtype: torch.dtype) -> AnyModel:
     return model.cast(dtype) if isinstance(model, LanguageModel) else model.to(dtype)
 
 
-def _write_generation(source: Path, target: Path) -> None:
-    """Which tokens end an answer, as the source says: there, or in its config.json."""
+def copy_token_ids(source: Path, target: Path) -> None:
+    """Which tokens begin and end texts, as `source` says: in both files of `target`, since engines differ in
+    which they read, and transformers reads Llama 2's out of a config.json that names none."""
+    found = _token_ids(source / _CONFIG)
     if (source / _GENERATION).is_file():
-        shutil.copyfile(source / _GENERATION, target / _GENERATION)
-        return
-    config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
-    found = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
-    if found:
+        found |= _token_ids(source / _GENERATION)
+        if source != target:
+            shutil.copyfile(source / _GENERATION, target / _GENERATION)
+    elif found:
         (target / _GENERATION).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    config = json.loads((target / _CONFIG).read_text(encoding="utf-8"))
+    (target / _CONFIG).write_text(json.dumps(config | found, indent=2) + "\n", encoding="utf-8")
+
+
+def _token_ids(file: Path) -> dict[str, Any]:
+    """Raises CheckpointError for a file that cannot be read."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"is not a JSON object: {error}", field=file.name, received=str(file), fix="fetch it again"
+        ) from error

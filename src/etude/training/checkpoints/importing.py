@@ -17,7 +17,7 @@ from etude.model.huggingface.fields import parse_fields
 from etude.model.loading import read_architecture, read_vocab_size, read_window
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
-from etude.training.checkpoints.exchange import convert_model
+from etude.training.checkpoints.exchange import convert_model, copy_token_ids
 from etude.training.checkpoints.files import write_whole
 
 
@@ -52,6 +52,7 @@ def import_model(source: Path, target: Path, dtype: torch.dtype = torch.float32)
         save_model(model, partial)
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
+        copy_token_ids(partial, partial)
 
     write_whole(target, fill)
 
