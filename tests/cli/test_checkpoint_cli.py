@@ -132,6 +132,15 @@ def test_adapters_go_out_merged_with_the_base_of_their_run(tmp_path: Path) -> No
     assert not (tmp_path / "wrong").exists()
 
 
+def test_a_run_that_was_stopped_goes_out_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> None:
+    source, run = _source(tmp_path / "theirs", "dense"), tmp_path / "run"
+    save_checkpoint(run / "checkpoints" / "latest", load_model(source), {"stage": "sft", "step": 3})
+    (run / "config.toml").write_text(f'initial_checkpoint = "{source}"\n')
+    _run("export", run, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").exists()
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [3]
+
+
 def test_what_ranks_have_saved_is_shown_verified_and_exported(tmp_path: Path) -> None:
     on_ranks(storing.save, ParallelConfig(ranks=2, fsdp=2), tmp_path / "c", 1)
     (row,) = json.loads(_run("show", tmp_path / "c", "--json"))

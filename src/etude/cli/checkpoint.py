@@ -119,17 +119,18 @@ def export_command(
 
     directory = _checkpoints(source)[0]
     tokenizers = [parent / "tokenizer" for parent in list(directory.resolve().parents)[:3]]
-    base = base or _base_of(directory)
+    if not all((directory / name).is_file() for name in ("config.json", "tokenizer.json")):
+        initial = _initial_of(directory)
+        tokenizers += [] if initial is None else [initial]
+        base = base or (None if (directory / "config.json").is_file() else initial)
     model = convert_model(directory, target, getattr(torch, dtype), int(max_file_gb * 1e9), tokenizers, base)
     count = sum(parameter.numel() for parameter in model.parameters())
     console = output_console()
     console.print(f"{count:,} parameters in {dtype}: {target}", markup=False, soft_wrap=True)
 
 
-def _base_of(directory: Path) -> Path | None:
-    """What reinforcement learning began with, of the run that a checkpoint without a model lies in."""
-    if (directory / "config.json").is_file():
-        return None
+def _initial_of(directory: Path) -> Path | None:
+    """What the run that a checkpoint lies in, if any, began reinforcement learning or fine-tuning with."""
     run = next(
         (parent for parent in directory.resolve().parents[:3] if (parent / "config.toml").is_file()), None
     )

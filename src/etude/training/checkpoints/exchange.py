@@ -85,7 +85,7 @@ def convert_model(
         for name in _COMPANIONS:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, partial / name)
-        copy_token_ids(next(place for place in places if (place / _CONFIG).is_file()), partial)
+        copy_token_ids(next(place for place in (tokenizer, *places) if (place / _CONFIG).is_file()), partial)
 
     write_whole(target, fill)
     return model
