@@ -111,13 +111,14 @@ def test_eval_prints_a_table_and_json(run: RunDirectory, monkeypatch: pytest.Mon
     assert "| solved (pass@1) | 83.3 %" in etude("eval", "--markdown", str(run.path)).stdout
 
 
-def test_a_run_whose_mid_training_was_stopped_has_no_model_and_says_how_to_get_one(run: RunDirectory) -> None:
+def test_a_run_that_was_stopped_has_no_model_and_says_how_to_get_one(run: RunDirectory) -> None:
     (run.checkpoints / "latest").mkdir()
     for command in ("eval", "serve"):
         result = etude(command, str(run.path))
         assert result.exit_code == 2
         assert "has no trained model yet" in result.stderr
-        assert "--resume" in result.stderr and "latest" in result.stderr
+        assert "mid-training" not in result.stderr, "it may be a run of `etude sft`, or of RL alone"
+        assert "--resume" in result.stderr and "export" in result.stderr and "latest" in result.stderr
 
 
 def test_eval_refuses_what_it_does_not_know(run: RunDirectory, tmp_path: Path) -> None:

@@ -75,10 +75,11 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
     known = ", ".join(_names(run)) or "none"
     if checkpoint is None:
         raise RunDirectoryError(
-            "has no trained model yet: its mid-training has not ended",
+            "has no trained model yet: it was not trained to its end",
             field="run",
             received=str(run.path),
-            fix=f"end it with `etude train ... --resume`; resumable checkpoints so far: {known}",
+            fix="continue it with --resume; `etude checkpoint export` makes a model of what it has so far: "
+            + known,
         )
     raise RunDirectoryError(
         "no such checkpoint", field="checkpoint", received=checkpoint, fix=f"one of {known}"
