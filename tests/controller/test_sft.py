@@ -165,6 +165,23 @@ def test_atif_files_without_tokens_are_rendered(tmp_path: Path, tokenizer: Token
     ]
 
 
+def test_sessions_that_are_all_too_long_are_said_to_be(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    _write_log(tmp_path / "log", tokenizer, [1.0])
+    with pytest.raises(ConfigError, match="longer window than 8 tokens"):
+        _reader(tokenizer, window=8).load("own", SessionsConfig(path=str(tmp_path / "log")))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("[]", "not a JSON object"), ("{}", "schema_version"), ("{", "JSON")]
+)
+def test_a_json_file_that_is_no_atif_is_named_with_its_source_as_a_mistake(
+    tmp_path: Path, tokenizer: Tokenizer, text: str, reason: str
+) -> None:
+    (tmp_path / "chats.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"source own: .*chats\.json.*{reason}.*\.jsonl"):
+        _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "chats.json")))
+
+
 def test_calls_and_results_of_atif_become_messages() -> None:
     call = {"tool_call_id": "c1", "function_name": "read", "arguments": {"path": "a"}}
     steps = [

@@ -30,6 +30,8 @@ from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
 
 _HASHES = 1 << 32
+_TOO_LONG = "longer than the window"
+_SOURCES = "name a run, ATIF files or a JSONL file (.jsonl) of chats"
 
 OpenShelf = Callable[[], RendererShelf]
 """Called only where messages are to be rendered."""
@@ -59,22 +61,23 @@ class SessionReader:
 
     def load(self, name: str, config: SessionsConfig) -> LoadedSessions:
         """Every session of a source. Raises ConfigError for one that is not there, holds none that can be
-        trained on, or has tokens of another tokenizer; StoreError for damaged files."""
+        trained on, or has tokens of another tokenizer; StoreError for a damaged log."""
         path, loaded = Path(config.path), LoadedSessions()
         for documents in self._sessions(name, path, config, loaded):
             for document in documents:
                 if len(document.tokens) > self.window:
-                    loaded.skip("longer than the window")
+                    loaded.skip(_TOO_LONG)
                 elif not document.weights[1:].any():
                     loaded.skip("nothing that an agent wrote")
                 else:
                     loaded.documents.append(document)
         if not loaded.documents:
+            longer = f"take a model with a longer window than {self.window} tokens, or shorter sessions"
             raise ConfigError(
                 "has no sessions to train on",
                 field=f"source {name}",
                 received=loaded.skipped or config.path,
-                fix="name a run, ATIF files or a JSONL file of chats",
+                fix=longer if _TOO_LONG in loaded.skipped else _SOURCES,
             )
         return loaded
 
@@ -92,11 +95,22 @@ class SessionReader:
             yield from self._chats(name, path)
         else:
             for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
-                data = file.read_bytes()
-                trajectory = parse_atif(data, str(file))
-                if self._wanted(trajectory, config, loaded):
-                    recorded = self._recorded(name, trajectory)
-                    yield recorded or [self._rendered(name, str(file), atif_messages(json.loads(data)), [])]
+                yield self._atif(name, file, config, loaded)
+
+    def _atif(self, name: str, file: Path, config: SessionsConfig, loaded: LoadedSessions) -> list[Document]:
+        try:
+            data = file.read_bytes()
+            trajectory = parse_atif(data, str(file))
+            if not self._wanted(trajectory, config, loaded):
+                return []
+            recorded = self._recorded(name, trajectory)
+            return recorded or [self._rendered(name, str(file), atif_messages(json.loads(data)), [])]
+        except StoreError as error:
+            raise ConfigError(
+                f"{file}: is no ATIF file: {error.field}: {error.message}",
+                field=f"source {name}",
+                fix=_SOURCES,
+            ) from error
 
     def _wanted(self, trajectory: Trajectory, config: SessionsConfig, loaded: LoadedSessions) -> bool:
         if trajectory.status is Status.INFRASTRUCTURE:
