@@ -11,6 +11,7 @@ from typing import Any
 
 from etude.agent.prompts import agent_words
 from etude.config import AgentConfig
+from etude.errors import ConfigError
 from etude.kit.durable import write_text
 from etude.records import ToolCall
 from etude.tokens.chat.client_tools import call_arguments
@@ -46,7 +47,7 @@ def write_chats(
 
     Sessions are left out in which the author shows what is malformed in tags of our own, or calls a tool that
     is not offered. `flawless`: also those whose tests did not pass the first and only time they ran. Raises
-    ConfigError for a tool that there is not.
+    ConfigError for a tool that there is not, and where nothing is left to write.
     """
     tools, system = agent_words(agent)
     names = {schema.name for schema in tools}
@@ -58,6 +59,15 @@ def write_chats(
         for session in sessions
         if _is_written(session, names) and (not flawless or _is_flawless(session))
     ]
+    if not rows:
+        parts = [part for session in sessions for turn in session.turns for part in turn.parts]
+        called = sorted({part.name for part in parts if isinstance(part, ToolCall)})
+        raise ConfigError(
+            f"of {len(sessions)} sessions none calls these tools alone" + " and passes at once" * flawless,
+            field="agent.tools",
+            received=agent.tools,
+            fix=f"offer more of those that the author calls ({', '.join(called)}), or read more sessions",
+        )
     write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)
 
