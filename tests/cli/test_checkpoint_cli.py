@@ -105,6 +105,12 @@ def test_a_run_is_shown_and_its_damage_found(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_of_others_is_not_said_to_be_damaged_for_want_of_hashes(tmp_path: Path) -> None:
+    source = _source(tmp_path / "theirs", "dense")
+    words = _words(_run("verify", source, code=2))
+    assert "without hashes" in words and "etude model import" in words and "restore" not in words
+
+
 def test_adapters_go_out_merged_with_the_base_of_their_run(tmp_path: Path) -> None:
     source = _source(tmp_path / "theirs", "dense")
     model = load_model(source)

@@ -76,14 +76,22 @@ def verify_command(path: PathArgument, json: JsonOption = False) -> None:
     if flawed:
         whole = [row["checkpoint"] for row in rows if row["state"] == "whole"]
         raise CheckpointError(
-            "is damaged or incomplete", field="checkpoint", received=flawed, fix=_way_on(path, whole)
+            "is damaged, incomplete or without hashes",
+            field="checkpoint",
+            received=flawed,
+            fix=_way_on(path, whole),
         )
 
 
 def _way_on(path: Path, whole: list[str]) -> str:
     """What is left to do where checkpoints are damaged. `whole`: names of those that are not."""
+    from etude.training.checkpoints.files import DIGESTS
     from etude.training.checkpoints.saving import read_state
 
+    if (path / "config.json").is_file() and not (path / DIGESTS).is_file():
+        return (
+            "others' models bring no digests.json to compare with: `etude model import` checks and writes one"
+        )
     if not (path / "config.toml").is_file():
         return "restore it from a copy; in a run, --resume continues from the newest intact checkpoint"
     resumable = [name for name in whole if read_state(path / "checkpoints" / name)]
