@@ -375,3 +375,16 @@ def test_a_field_that_stretches_positions_is_named_where_it_is_missing(tmp_path:
     reference_checkpoint(tmp_path, "llama_scaled")
     _edit(tmp_path / "config.json", lambda values: values["rope_parameters"].pop(name))
     assert (_refused(tmp_path).field or "").endswith(name)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("model.safetensors", "git lfs pull"), ("pytorch_model-1.bin", "save_pretrained")]
+)
+def test_weights_that_lie_elsewhere_or_are_pickled_are_said_to_be(
+    tmp_path: Path, file: str, words: str
+) -> None:
+    _saved(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    error = _refused(tmp_path / "model")
+    assert error.field == "model.safetensors" and words in str(error.fix)

@@ -17,6 +17,8 @@ from etude.errors import CheckpointError
 from etude.model.huggingface.layout import Entry
 
 _SINGLE = "model.safetensors"
+_PICKLED = "pytorch_model*.bin"
+_LFS = b"version https://git-lfs"
 _INDEX = "model.safetensors.index.json"
 _SCALES = "_scale_inv"
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,8 +154,19 @@ def _open(stack: ExitStack, path: Path) -> Any:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot be read: {error}", field=path.name, received=str(path), fix="fetch it again"
+            f"cannot be read: {error}", field=path.name, received=str(path), fix=_way_to_get(path)
         ) from error
+
+
+def _way_to_get(path: Path) -> str:
+    """A file of weights that is missing or damaged."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                return "it is a pointer of Git LFS: run `git lfs pull` where it was cloned"
+    elif any(path.parent.glob(_PICKLED)):
+        return f"convert {_PICKLED} with transformers: from_pretrained, then save_pretrained"
+    return "fetch it again"
 
 
 def _read_index(path: Path) -> dict[str, str]:
