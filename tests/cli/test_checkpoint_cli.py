@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,21 @@ def test_a_run_is_shown_and_its_damage_found(tmp_path: Path) -> None:
     assert "in a run, --resume" in _words(
         CliRunner().invoke(app, ["checkpoint", "verify", str(run / "checkpoints" / "latest")]).stderr
     )
+
+
+def test_a_file_that_cannot_be_opened_is_named_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run("export", _source(tmp_path / "theirs", "dense"), tmp_path / "ours")
+    weights, opened = tmp_path / "ours" / "model.safetensors", Path.open
+
+    def open_as_others(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == weights:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_as_others)  # root may read what no one may
+    assert f"{weights}: Permission denied" in _run("verify", tmp_path / "ours", code=2).replace("\n", "")
 
 
 def test_a_model_of_others_is_not_said_to_be_damaged_for_want_of_hashes(tmp_path: Path) -> None:

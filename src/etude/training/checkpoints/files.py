@@ -180,5 +180,6 @@ def full_disk_named(directory: Path) -> Iterator[None]:
 
 
 def digest_of(path: Path) -> str:
-    """BLAKE3 of a file."""
-    return blake3().update_mmap(path).hexdigest()
+    """BLAKE3 of a file. Raises OSError with its name, which blake3's own errors lack."""
+    with path.open("rb"):
+        return blake3().update_mmap(path).hexdigest()
