@@ -14,7 +14,6 @@ from etude.cli.bench_options import (
     ApiOption,
     ConcurrencyOption,
     ExtraOption,
-    JsonOption,
     KeyFileOption,
     ModelOption,
     ObservationOption,
@@ -33,7 +32,7 @@ from etude.cli.bench_options import (
     read_object,
 )
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.errors import EtudeError, InfrastructureError, UserError
 from etude.kit.secrets import read_secret_file
 

@@ -46,7 +46,6 @@ TurnLimitOption = Annotated[float, typer.Option(min=0.1, help="Time limit of one
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn at random.")]
 KeyFileOption = Annotated[Path | None, typer.Option(help="File that holds the server's bearer token.")]
 ExtraOption = Annotated[str, typer.Option(help="JSON object of further fields for each request.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def check_load(api: str, recorded: Path | None, concurrency: int | None, rate: float | None) -> None:

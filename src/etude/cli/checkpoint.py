@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.errors import CheckpointError
 from etude.observe import RunDirectory
 
@@ -21,7 +21,6 @@ SourceArgument = Annotated[
     Path, typer.Argument(help="Directory of a checkpoint, Hugging Face model or run.", show_default=False)
 ]
 TargetArgument = Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Number formats of weights."""
 

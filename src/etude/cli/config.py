@@ -12,6 +12,9 @@ from etude.config import dump_config, load_config
 from etude.errors import UserError
 
 FileArgument = Annotated[Path | None, typer.Argument(help="TOML file, such as configs/quickstart.toml.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
+]
 FileOption = Annotated[Path | None, typer.Option("--config", help="The same file, as in etude train.")]
 
 config_app = typer.Typer(name="config", help="Show and document configurations.", no_args_is_help=True)
@@ -21,9 +24,7 @@ config_app = typer.Typer(name="config", help="Show and document configurations."
 def show_command(
     file: FileArgument = None,
     config: FileOption = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
-    ] = None,
+    overrides: SetOption = None,
 ) -> None:
     """Print the resolved configuration as TOML: of a file, or the defaults."""
     typer.echo(dump_config(load_config(chosen_file(file, config), overrides or [])), nl=False)

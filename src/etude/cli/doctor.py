@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.text import Text
@@ -13,7 +13,7 @@ from rich.text import Text
 from etude.cli.doctor_parity import parity_command
 from etude.cli.doctor_parts import Part, find_parts, print_parts
 from etude.cli.exits import EXIT_MISTAKE
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.errors import ResourceError
 from etude.observe import describe_machine, versions
 from etude.observe.machine import available_cores, available_memory_bytes
@@ -30,7 +30,7 @@ doctor_app.command("parity")(parity_command)
 @doctor_app.callback()
 def doctor_command(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check namespaces, memory, disk space, versions and optional parts.
 

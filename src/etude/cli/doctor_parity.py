@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.cli.serving_options import CacheDtypeOption, KernelsOption, NumberFormat, WeightDtypeOption
 from etude.config import parse_config
 from etude.errors import UserError
@@ -46,7 +46,7 @@ def parity_command(
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to sample and score.")] = 8,
     limit: Annotated[float, typer.Option(min=0, help="Largest divergence (k3) that passes.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random prompts.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Sample from a checkpoint with an engine, score the same tokens with the trainer, and compare.
 

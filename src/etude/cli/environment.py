@@ -14,8 +14,8 @@ import typer
 from rich.text import Text
 
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json, print_table
-from etude.cli.serving_options import AllowedHostOption
+from etude.cli.output import JsonOption, output_console, print_json, print_table
+from etude.cli.serving_options import AllowedHostOption, CertificateOption, KeyOption, PortOption
 from etude.errors import UserError
 from etude.kit.secrets import read_secret_file
 
@@ -32,7 +32,7 @@ env_app = typer.Typer(name="env", help="Serve and examine agent environments.", 
 TokenOption = Annotated[
     Path | None, typer.Option("--token-file", help="File with the clients' token. Created if missing.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+ReadTokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the token.")]
 EXIT_TELLS = 1
 
 
@@ -49,7 +49,7 @@ def serve_command(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     allowed_host: AllowedHostOption = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8652,
+    port: PortOption = 8652,
     tasks: Annotated[
         Path | None, typer.Option(help="Directory of Harbor task directories that clients may open by name.")
     ] = None,
@@ -81,8 +81,8 @@ def serve_command(
         bool,
         typer.Option("--tenants-share", help="Several tenants though one's sandbox can starve another's."),
     ] = False,
-    certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM file).")] = None,
-    key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM file).")] = None,
+    certificate: CertificateOption = None,
+    key: KeyOption = None,
 ) -> None:
     """Serve environment sessions until SIGTERM. Without tokens only this machine can reach the server."""
     from etude.environment.server import HostLimits, SessionHost, read_tenants, serve
@@ -124,7 +124,7 @@ def serve_command(
 @env_app.command("list")
 def list_command(
     server: Annotated[str, typer.Option(help="Address of the environment server.")] = "http://127.0.0.1:8652",
-    token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the token.")] = None,
+    token_file: ReadTokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the open sessions of an environment server."""
@@ -157,7 +157,7 @@ def tells_command(
     num_calls: Annotated[
         int, typer.Option("--calls", min=1, help="Number of calls per latency measurement.")
     ] = 9,
-    token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the token.")] = None,
+    token_file: ReadTokenOption = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also print what is equal in both.")] = False,
     as_json: JsonOption = False,
 ) -> None:

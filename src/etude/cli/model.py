@@ -8,19 +8,17 @@ from typing import Annotated
 
 import typer
 
-from etude.cli.checkpoint import Dtype
-from etude.cli.output import output_console, print_json
+from etude.cli.checkpoint import Dtype, TargetArgument
+from etude.cli.output import JsonOption, output_console, print_json
 from etude.errors import CheckpointError
 
 model_app = typer.Typer(name="model", help="Import and inspect published models.", no_args_is_help=True)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @model_app.command("import")
 def import_command(
     source: Annotated[Path, typer.Argument(help="GGUF file or Hugging Face directory.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
+    target: TargetArgument,
     dtype: Annotated[Dtype, typer.Option(help="Number format to keep the weights in.")] = "float32",
     json: JsonOption = False,
 ) -> None:

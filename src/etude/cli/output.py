@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +19,8 @@ from etude.cli.agent_output import OutputConsole
 if TYPE_CHECKING:
     # Heavy at run time: matplotlib comes with it.
     from etude.observe.report import Comparison, Suggestion
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 # C0 and C1 controls but tab and newline, each as its picture or as a replacement character.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.table import Table
 
-from etude.cli.config import FileArgument, FileOption, chosen_file
-from etude.cli.output import output_console, print_json
+from etude.cli.config import FileArgument, FileOption, SetOption, chosen_file
+from etude.cli.output import JsonOption, output_console, print_json
 from etude.config import load_config
 from etude.errors import UserError
 
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
 def plan_command(
     file: FileArgument = None,
     config: FileOption = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Estimate memory, time and cost of the RL stage before it starts.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from etude.cli.config import SetOption
 from etude.cli.output import output_console, print_json, print_table
 from etude.cli.progress import open_observer
 from etude.cli.train import Asked, DropOption, config_to_run, with_short_forms
@@ -19,9 +20,6 @@ from etude.observe import Observer, RunDirectory
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Configuration file (TOML). See docs/config.md.")
-]
-OverridesOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
 ]
 DataOption = Annotated[
     list[str] | None,
@@ -74,7 +72,7 @@ def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Calla
         config: ConfigOption = None,
         data: DataOption = None,
         checkpoint: CheckpointOption = None,
-        overrides: OverridesOption = None,
+        overrides: SetOption = None,
         name: NameOption = None,
         draft_layers: DraftLayersOption = None,
         ranks: RanksOption = None,

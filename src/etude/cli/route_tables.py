@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from etude.cli.output import print_json
+from etude.cli.output import JsonOption, print_json
 from etude.errors import InfrastructureError, UserError
 from etude.kit.secrets import read_secret_file
 
@@ -18,7 +18,6 @@ TokenOption = Annotated[
     Path | None, typer.Option("--admin-token-file", help="File with the router's administrator token.")
 ]
 PoolOption = Annotated[str, typer.Option(help="Pool that the replica serves while it is lent.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _URL = "http://127.0.0.1:8670"
 _WITHIN_S = 180.0
 

@@ -12,16 +12,17 @@ import typer
 from rich.text import Text
 
 from etude.cli.exits import EXIT_MISTAKE, error_console
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.cli.sandbox_image import image_app
 from etude.cli.sandbox_options import (
     AllowOption,
     AllowPrivateOption,
     BackendOption,
+    CommandArgument,
+    CommandTimeOption,
     DirectoryOption,
     DiskOption,
     ImageOption,
-    JsonOption,
     MemoryOption,
     StateOption,
     exit_code,
@@ -60,7 +61,7 @@ class Finding:
 
 @sandbox_app.command("run", context_settings={"allow_interspersed_args": False})
 def run_command(
-    command: Annotated[list[str], typer.Argument(help="Command, after -- if it has options.")],
+    command: CommandArgument,
     backend: BackendOption = "local",
     directory: DirectoryOption = None,
     image: ImageOption = None,
@@ -68,9 +69,7 @@ def run_command(
     allow_private: AllowPrivateOption = None,
     memory_mb: MemoryOption = 512,
     disk_mb: DiskOption = 256,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Time limit of the command in seconds.")
-    ] = 600.0,
+    timeout_s: CommandTimeOption = 600.0,
     save: Annotated[
         Path | None,
         typer.Option("--save", help="Directory to copy the workspace's files to afterwards."),

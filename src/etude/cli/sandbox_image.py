@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etude.cli.exits import error_console
-from etude.cli.output import print_json
-from etude.cli.sandbox_options import AllowOption, AllowPrivateOption, JsonOption, StateOption, run
+from etude.cli.output import JsonOption, print_json
+from etude.cli.sandbox_options import AllowOption, AllowPrivateOption, StateOption, run
 from etude.errors import UserError
 
 if TYPE_CHECKING:

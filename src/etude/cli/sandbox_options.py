@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+CommandArgument = Annotated[list[str], typer.Argument(help="Command, after -- if it has options.")]
+CommandTimeOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="Time limit of the command in seconds.")
+]
 BackendOption = Annotated[
     str, typer.Option("--backend", help="Sandbox backend: local, gvisor, vm, docker or podman.")
 ]
@@ -44,7 +48,6 @@ StateOption = Annotated[
     Path | None,
     typer.Option("--state", help="Directory of snapshots and images. Default: ~/.local/state/etude."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def make_template(directory: Path | None, image: str | None, state: Path | None) -> Template:

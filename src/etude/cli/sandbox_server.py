@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.cli.sandbox_connection import (
     NOTE,
     ServerOption,
@@ -25,10 +25,11 @@ from etude.cli.sandbox_connection import (
 from etude.cli.sandbox_options import (
     AllowOption,
     AllowPrivateOption,
+    CommandArgument,
+    CommandTimeOption,
     DirectoryOption,
     DiskOption,
     ImageOption,
-    JsonOption,
     MemoryOption,
     StateOption,
     exit_code,
@@ -38,7 +39,7 @@ from etude.cli.sandbox_options import (
     make_template,
     pass_on,
 )
-from etude.cli.serving_options import AllowedHostOption
+from etude.cli.serving_options import AllowedHostOption, CertificateOption, KeyOption
 from etude.errors import SandboxError, UserError
 from etude.kit.secrets import read_secret_file
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
     from etude.sandbox.remote import RemoteBackend
 
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="Backend to use. Default: the server's first.")
+]
 IdArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of the sandbox.")]
 
 
@@ -80,8 +84,8 @@ def serve_command(
     peers: Annotated[
         list[str] | None, typer.Option("--peer", help="Server to which sandboxes may move. Repeatable.")
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM file).")] = None,
-    key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM file).")] = None,
+    certificate: CertificateOption = None,
+    key: KeyOption = None,
     state: StateOption = None,
 ) -> None:
     """Serve sandboxes to other processes and hosts until SIGTERM."""
@@ -141,9 +145,7 @@ def _refuse_second(note: Path) -> None:
 
 
 def create_command(
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="Backend to use. Default: the server's first.")
-    ] = None,
+    backend: BackendOption = None,
     directory: DirectoryOption = None,
     image: ImageOption = None,
     snapshot: Annotated[str | None, typer.Option("--snapshot", help="Snapshot to start from.")] = None,
@@ -178,9 +180,7 @@ def create_command(
 
 def list_command(
     as_json: JsonOption = False,
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="Backend to use. Default: the server's first.")
-    ] = None,
+    backend: BackendOption = None,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
@@ -200,10 +200,8 @@ def list_command(
 
 def exec_command(
     sandbox: IdArgument,
-    command: Annotated[list[str], typer.Argument(help="Command, after -- if it has options.")],
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Time limit of the command in seconds.")
-    ] = 600.0,
+    command: CommandArgument,
+    timeout_s: CommandTimeOption = 600.0,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,

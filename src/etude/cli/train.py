@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from etude.cli.config import SetOption
 from etude.cli.exits import EXIT_INTERRUPTED, error_console
 from etude.cli.output import (
     output_console,
@@ -50,9 +51,7 @@ def train_command(
     config: Annotated[
         Path, typer.Option("--config", help="Configuration file, such as configs/quickstart.toml.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
-    ] = None,
+    overrides: SetOption = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the run. Short for --set seed=N.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run. Short for --set name=NAME.")] = None,
     from_log: Annotated[

@@ -10,7 +10,7 @@ import typer
 
 import etude
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.cli.trajectory_finding import ID_HELP, find, open_source
 from etude.cli.trajectory_printing import (
     SessionPrinter,
@@ -33,7 +33,7 @@ EXIT_DIFFERENT = 1
 def list_command(
     run: RunArgument,
     limit: Annotated[int, typer.Option(min=1, help="Number of sessions to list, from the first.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the stored sessions in the order in which they were collected."""
     summaries = open_source(run).open().summaries()
@@ -91,7 +91,7 @@ def show_command(
 @trajectory_app.command("diff")
 def diff_command(
     words: Annotated[list[str], typer.Argument(metavar="[RUN]... A B", help=ID_HELP)],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the first turn in which two sessions differ.
 

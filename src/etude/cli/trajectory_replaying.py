@@ -13,7 +13,7 @@ from rich.text import Text
 
 import etude
 from etude.cli.exits import error_console
-from etude.cli.output import output_console, print_json, program, shown
+from etude.cli.output import JsonOption, output_console, print_json, program, shown
 from etude.cli.trajectory_finding import ID_HELP, find
 from etude.cli.trajectory_printing import DIFF_STYLES, SessionPrinter
 from etude.errors import ConfigError
@@ -31,7 +31,6 @@ TaskOption = Annotated[
     Path | None, typer.Option("--task", help="Harbor directory of the task, if the run cannot generate it.")
 ]
 BackendOption = Annotated[str | None, typer.Option(help="Sandbox backend. Default: that of the run.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def replay_command(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from etude.cli.output import output_console, print_json, print_table
+from etude.cli.output import JsonOption, output_console, print_json, print_table
 from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.observe.workers import WantedWorkers, WorkerFiles
@@ -23,7 +23,7 @@ def workers_command(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the rollout workers of a run over Ray, or change their number while it is in progress."""
     files = WorkerFiles(RunDirectory.open(run).path)
