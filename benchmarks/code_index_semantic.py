@@ -30,7 +30,8 @@ from benchmarks.common import print_table, write_result
 from numpy.typing import NDArray
 
 from etude.agent.index.semantic import Embedder, SemanticIndex, default_embedder
-from etude.agent.index.semantic.index import VECTOR_SHARE, Hit, best, fuse_scores
+from etude.agent.index.semantic.index import VECTOR_SHARE, best, fuse_scores
+from etude.agent.tools.ports import CodeHit
 
 Figures = dict[str, float]
 
@@ -168,7 +169,7 @@ def _ranks(scores: NDArray[np.float32]) -> NDArray[np.int64]:
     return ranks
 
 
-def _answers(chunk: Hit, question: Question) -> bool:
+def _answers(chunk: CodeHit, question: Question) -> bool:
     overlaps = chunk.first_line <= question.last_line and chunk.last_line >= question.first_line
     return chunk.path == question.path and overlaps
 

@@ -35,7 +35,7 @@ from etude.inference.sequences import Answer
 from etude.inference.tickets import Reply, Ticket, TicketLine
 from etude.inference.times import EngineCounters, EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_in_thread
 from etude.protocols import KvPolicy, Pace
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 from etude.weights.manifest import digest_base
@@ -195,7 +195,7 @@ class EngineService:
                 self._unheld.clear()
             began = time.perf_counter()
             try:
-                await to_the_end(asyncio.to_thread(self._stage, manifest))  # two at once would mix versions
+                await finish_in_thread(self._stage, manifest)  # two at once would mix versions
             finally:
                 self.times.stage_s += time.perf_counter() - began
                 self._unheld.set()

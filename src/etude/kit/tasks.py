@@ -165,6 +165,13 @@ async def to_the_end(work: Awaitable[Result]) -> Result:
         raise
 
 
+async def finish_in_thread(
+    work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """Like `asyncio.to_thread`, but a cancelled caller waits: nothing goes on behind it."""
+    return await to_the_end(asyncio.to_thread(work, *args, **kwargs))
+
+
 @contextlib.asynccontextmanager
 async def closing(items: AsyncIterator[Result]) -> AsyncIterator[AsyncIterator[Result]]:
     """Ends a generator with the block that reads it, so that nobody computes what nobody reads."""

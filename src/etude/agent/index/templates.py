@@ -15,7 +15,7 @@ from etude.agent.index.workspace import MOST_BYTES, WorkspaceSearch
 from etude.errors import InfrastructureError, ResourceError, StoreError
 from etude.kit.durable import DRAFTS, whole_directory
 from etude.kit.leftovers import sweep
-from etude.kit.tasks import Tasks, end_tasks, start_watched, to_the_end
+from etude.kit.tasks import Tasks, end_tasks, finish_in_thread, start_watched
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Template
 
@@ -158,7 +158,7 @@ class _TemplateIndex:
     async def _laid_out(self, directory: Path) -> Path:
         if self._template.image is None:
             # What goes on behind a cancelled build would write where a run has tidied up.
-            return await to_the_end(asyncio.to_thread(lay_out, self._template, directory))
+            return await finish_in_thread(lay_out, self._template, directory)
         if self._make is None:
             raise ResourceError("the files of an image can be read in a sandbox only", field="agent.index")
         sandbox = await self._make()
@@ -204,7 +204,7 @@ async def lay_out_from(sandbox: Sandbox, template: Template, directory: Path) ->
             some = paths[start : start + _FILES_AT_ONCE]
             for path, content in zip(some, await sandbox.files.read_many(some, MOST_BYTES), strict=True):
                 if isinstance(content, bytes):  # else it has gone, or may not be read
-                    await to_the_end(asyncio.to_thread(_write, draft / path, content))
+                    await finish_in_thread(_write, draft / path, content)
     return target
 
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import xxhash
 
 from etude.agent.index import grep, semantic
-from etude.agent.tools.ports import CodeHit, CodeHits, GrepRequest
+from etude.agent.tools.ports import CodeHits, GrepRequest
 from etude.agent.tools.state import HARNESS_DIRECTORY, is_harness_path
 from etude.errors import AgentError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
@@ -87,11 +87,7 @@ class WorkspaceSearch:
             raise ToolArgumentError("no semantic index here: use grep", field="query")
         current = await self._refresh()
         result = await self._meaning.search(query, limit, "" if path == "." else path)
-        hits = [
-            CodeHit(hit.path, hit.first_line, hit.last_line, hit.symbol, hit.score, hit.text)
-            for hit in result.hits
-        ]
-        return CodeHits(tuple(hits), result.complete and current)
+        return CodeHits(result.hits, result.complete and current)
 
     def close(self) -> None:
         """Removes what the overlays keep on disk, and needs the indexes no longer. Idempotent."""

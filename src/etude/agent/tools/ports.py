@@ -37,8 +37,9 @@ class CodeHit:
     last_line: int
     """Both included, from 1."""
     symbol: str
-    """Function or class, dotted; empty for a module's remainder."""
+    """Function or class, dotted; empty for lines between definitions."""
     score: float
+    """Comparable within one result only."""
     text: str
 
 

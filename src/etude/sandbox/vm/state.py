@@ -13,13 +13,11 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec
 
 from etude.errors import SandboxError
-from etude.kit.tasks import end_tasks, to_the_end
+from etude.kit.tasks import end_tasks, finish_in_thread
 from etude.sandbox.channel import Channel
 from etude.sandbox.machine import greeting
 from etude.sandbox.vm.image import VmImage
@@ -28,14 +26,6 @@ from etude.sandbox.vm.qemu import Hardware, Qemu
 
 RAM, DISK, DEVICES = "ram", "disk", "devices"
 HELLO_S = 60.0
-Arguments = ParamSpec("Arguments")
-
-
-async def in_thread(
-    work: Callable[Arguments, None], *args: Arguments.args, **named: Arguments.kwargs
-) -> None:
-    """Like `asyncio.to_thread`, to the end: else the thread goes on making files that its caller removes."""
-    await to_the_end(asyncio.to_thread(work, *args, **named))
 
 
 @dataclass
@@ -72,8 +62,8 @@ class Machine:
         try:
             await self.qemu.save_devices(target / DEVICES)
             await asyncio.gather(
-                in_thread(save_memory, self.qemu.pid, self.qemu.memory, target / RAM),
-                in_thread(copy_sparse, self.disk, target / DISK),
+                finish_in_thread(save_memory, self.qemu.pid, self.qemu.memory, target / RAM),
+                finish_in_thread(copy_sparse, self.disk, target / DISK),
             )
         except OSError as error:
             raise _no_room("the state", self.name, error) from error
@@ -93,7 +83,7 @@ async def start_machine(
     """
     qemu: Qemu | None = None
     try:
-        await in_thread(_make_files, directory, source)
+        await finish_in_thread(_make_files, directory, source)
         qemu = await Qemu.spawn(name, hardware, image.root, directory / DISK, directory / RAM)
         await qemu.load_devices(source / DEVICES)
     except BaseException as error:

@@ -25,6 +25,7 @@ from blake3 import blake3
 from etude.errors import SandboxError
 from etude.kit.durable import DRAFTS, publish_directory, read_record, write_json
 from etude.kit.leftovers import ScratchDirectory, sweep
+from etude.kit.tasks import finish_in_thread
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.snapshots import this_machine
 from etude.sandbox.types import Resources
@@ -32,7 +33,7 @@ from etude.sandbox.vm.guest_boot import kernel_arguments, machine_archive
 from etude.sandbox.vm.image import VmImage
 from etude.sandbox.vm.memory import make_sparse
 from etude.sandbox.vm.qemu import Boot, Hardware, Qemu, command_line, qemu_version
-from etude.sandbox.vm.state import DEVICES, DISK, RAM, Machine, in_thread
+from etude.sandbox.vm.state import DEVICES, DISK, RAM, Machine
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -82,8 +83,8 @@ class WarmTemplates:
                 finally:
                     channel.close("the template is warmed")
                     await asyncio.shield(qemu.kill())
-            await in_thread(_finish, making, key)
-            await in_thread(_publish, making, self._root / key)
+            await finish_in_thread(_finish, making, key)
+            await finish_in_thread(_publish, making, self._root / key)
 
 
 async def boot_guest(
@@ -96,7 +97,7 @@ async def boot_guest(
 ) -> tuple[Qemu, Channel]:
     """Boots a guest with its files in `directory`; its program answers. Raises SandboxError."""
     initrd, console = directory / "initrd", directory / "console"
-    await in_thread(_join, image.initrd, machine_archive(resources), initrd)
+    await finish_in_thread(_join, image.initrd, machine_archive(resources), initrd)
     make_sparse(directory / RAM, hardware.memory_bytes)
     make_sparse(directory / DISK, hardware.disk_bytes)
     boot = Boot(image.kernel, initrd, kernel_arguments(hardware.accelerator), console)

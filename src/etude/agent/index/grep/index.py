@@ -9,7 +9,6 @@ since.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from pathlib import Path
@@ -30,7 +29,7 @@ from etude.agent.index.walk import walk
 from etude.errors import StoreError
 from etude.kit.durable import DRAFTS, whole_directory
 from etude.kit.leftovers import sweep
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_in_thread
 
 __all__ = ["GrepIndex"]
 
@@ -69,7 +68,7 @@ class GrepIndex:
         Raises ConfigError, StoreError, ResourceError without ripgrep.
         """
         ripgrep = Ripgrep()
-        contents = await to_the_end(asyncio.to_thread(_write, root, into, key))
+        contents = await finish_in_thread(_write, root, into, key)
         return cls(into, contents, ripgrep)
 
     def overlay(self) -> Overlay:

@@ -3,7 +3,6 @@
 from etude.agent.index.semantic.embedding import Embedder as Embedder
 from etude.agent.index.semantic.embedding import EmbedderMissingError as EmbedderMissingError
 from etude.agent.index.semantic.index import Changes as Changes
-from etude.agent.index.semantic.index import Hit as Hit
 from etude.agent.index.semantic.index import SearchResult as SearchResult
 from etude.agent.index.semantic.index import SemanticIndex as SemanticIndex
 from etude.agent.index.semantic.models import SentenceTransformerEmbedder as SentenceTransformerEmbedder

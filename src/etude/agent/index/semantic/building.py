@@ -7,24 +7,21 @@ so a build that was cancelled or killed goes on where it stopped.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from blake3 import blake3
 
 from etude.agent.index.semantic.embedding import Embedder
 from etude.agent.index.semantic.store import CutChunk, FileRow, FileStat, SemanticStore, cut_file, cut_key
 from etude.agent.index.walk import walk
-from etude.kit.tasks import to_the_end
+from etude.kit.tasks import finish_in_thread
 
-__all__ = ["MAX_FILE_BYTES", "Build", "Changes", "finish_in_thread"]
+__all__ = ["MAX_FILE_BYTES", "Build", "Changes"]
 
-Result = TypeVar("Result")
 MAX_FILE_BYTES = 1 << 20
 """Larger files are data or generated; they are not indexed."""
 _RACY_NS = 1_000_000_000
@@ -42,11 +39,6 @@ class Changes:
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
-
-
-async def finish_in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Like `asyncio.to_thread`, but a cancelled caller waits: nothing goes on behind it."""
-    return await to_the_end(asyncio.to_thread(work, *arguments))
 
 
 class Build:

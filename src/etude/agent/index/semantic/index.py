@@ -16,14 +16,16 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from etude.agent.index.semantic.building import Build, Changes, finish_in_thread
+from etude.agent.index.semantic.building import Build, Changes
 from etude.agent.index.semantic.embedding import Embedder, feed
 from etude.agent.index.semantic.overlay import SYMBOL_WEIGHT, Edits, Overlay, WordStatistics
 from etude.agent.index.semantic.store import STORED, SemanticStore
 from etude.agent.index.semantic.words import question_stems
+from etude.agent.tools.ports import CodeHit
 from etude.errors import ToolArgumentError
+from etude.kit.tasks import finish_in_thread
 
-__all__ = ["Comparison", "Hit", "SearchResult", "SemanticIndex", "best", "fuse_scores"]
+__all__ = ["Comparison", "SearchResult", "SemanticIndex", "best", "fuse_scores"]
 
 MAX_FRESH_CHUNKS = 128
 """Chunks of edited files that one search embeds: a second or two. The rest waits for the next search."""
@@ -36,26 +38,10 @@ _BLOCK_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
-    """A chunk that answers."""
-
-    path: str
-    first_line: int
-    """From 1."""
-    last_line: int
-    """Inclusive."""
-    symbol: str
-    """`Class.method`; "" for lines between definitions."""
-    score: float
-    """Comparable within one result only."""
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class SearchResult:
     """Hits, best first, and how far to trust their absence."""
 
-    hits: tuple[Hit, ...]
+    hits: tuple[CodeHit, ...]
     complete: bool
     """False while the index is being built or brought up to date, or while edits wait to be embedded."""
     semantic: bool
@@ -182,7 +168,7 @@ class SemanticIndex:
             lambda: self._compare(question, "", Edits(), self._embedded(question, Edits()))
         )
 
-    async def describe(self, chunks: NDArray[np.int64]) -> tuple[Hit, ...]:
+    async def describe(self, chunks: NDArray[np.int64]) -> tuple[CodeHit, ...]:
         """The chunks at places of a `Comparison`, with score 0, while the index stays as it is."""
         nothing = np.zeros(len(chunks), np.float32)
         return await finish_in_thread(lambda: self._hits(self._current(), chunks, nothing, Edits()))
@@ -258,12 +244,12 @@ class SemanticIndex:
 
     def _hits(
         self, view: _View, chunks: NDArray[np.int64], scores: NDArray[np.float32], edits: Edits
-    ) -> tuple[Hit, ...]:
+    ) -> tuple[CodeHit, ...]:
         fresh, num_base = edits.chunks, len(view.chunks)
         columns = "SELECT id, first_line, last_line, symbol, text FROM chunks WHERE id"
         wanted = view.chunks[chunks[chunks < num_base]].tolist()
         rows = {row[0]: row[1:] for row in self._store.select(columns, wanted)}
-        hits: list[Hit] = []
+        hits: list[CodeHit] = []
         for number, score in zip(chunks.tolist(), scores.tolist(), strict=True):
             if number < num_base:
                 path = view.paths[view.file_of[number]]
@@ -272,7 +258,7 @@ class SemanticIndex:
                 path, cut = fresh[number - num_base]
                 chunk = cut.chunk
                 first, last, symbol, text = chunk.first_line, chunk.last_line, chunk.symbol, chunk.text
-            hits.append(Hit(path, first, last, symbol, score, text))
+            hits.append(CodeHit(path, first, last, symbol, score, text))
         return tuple(hits)
 
     def _current(self) -> _View:
