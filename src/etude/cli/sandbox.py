@@ -31,7 +31,6 @@ from etude.cli.sandbox_options import (
     make_resources,
     make_template,
     pass_on,
-    run,
 )
 from etude.cli.sandbox_server import add_server_commands
 from etude.errors import EtudeError, UserError
@@ -103,7 +102,7 @@ def run_command(
             error_console().print(f"ended at the timeout of {timeout_s:g} s", markup=False)
         return exit_code(result)
 
-    raise typer.Exit(run(work()))
+    raise typer.Exit(asyncio.run(work()))
 
 
 @sandbox_app.command("doctor")
@@ -116,7 +115,7 @@ def doctor_command(as_json: JsonOption = False, state: StateOption = None) -> No
     async def work() -> list[Finding]:
         return [await _examine(name, state) for name in _CHECKED]  # one after the other
 
-    findings = run(work())
+    findings = asyncio.run(work())
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     else:

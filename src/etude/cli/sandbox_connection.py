@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from etude.cli.sandbox_options import run
 from etude.errors import UserError
 from etude.kit.secrets import read_secret_file
 
@@ -47,7 +47,7 @@ def on_server(
         finally:
             await remote.disconnect()
 
-    return run(connected())
+    return asyncio.run(connected())
 
 
 def in_sandbox(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from etude.cli.exits import error_console
 from etude.cli.output import JsonOption, print_json
-from etude.cli.sandbox_options import AllowOption, AllowPrivateOption, StateOption, run
+from etude.cli.sandbox_options import AllowOption, AllowPrivateOption, StateOption
 from etude.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def build_command(
     from etude.sandbox.types import Network
 
     if context is None:
-        typer.echo(run(_build_guest(state or default_state_directory())))
+        typer.echo(asyncio.run(_build_guest(state or default_state_directory())))
         return
     if not context.is_dir():
         raise UserError("is not a directory", field="CONTEXT", received=str(context), fix="name a directory")
@@ -71,7 +72,7 @@ def build_command(
         fresh=fresh,
     )
     say = error_console()
-    image = run(
+    image = asyncio.run(
         build_image(
             context,
             name or context.resolve().name,
@@ -92,7 +93,7 @@ def prune_command(state: StateOption = None) -> None:
     from etude.sandbox.images.buildah import remove_storage
     from etude.sandbox.images.building import BUILDAH
 
-    run(remove_storage(_store(state).layers.root / BUILDAH))
+    asyncio.run(remove_storage(_store(state).layers.root / BUILDAH))
 
 
 @image_app.command("list")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +14,6 @@ from etude.errors import UserError
 if TYPE_CHECKING:
     from etude.sandbox.template import Template
     from etude.sandbox.types import CommandResult, Network, Resources
-
-Result = TypeVar("Result")
 
 CommandArgument = Annotated[list[str], typer.Argument(help="Command, after -- if it has options.")]
 CommandTimeOption = Annotated[
@@ -107,8 +103,3 @@ def exit_code(result: CommandResult) -> int:
     if result.timed_out:
         return 124
     return result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
-
-
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a command's coroutine."""
-    return asyncio.run(work)

@@ -15,9 +15,9 @@ from etude.sandbox.template import Image
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 EPOCH_S = 946684800
+"""Time of all files: 2000-01-01. Not 1970, because zip archives (and so Python wheels) begin at 1980."""
 _NUM_NAMED = 12
 """Images of the store that an error names: each task of a set has one."""
-"""Time of all files: 2000-01-01. Not 1970, because zip archives (and so Python wheels) begin at 1980."""
 _SLIM = tuple(f"path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man"))
 _CLEANING = (
     'find "$1"/var/lib/apt/lists "$1"/var/cache/apt "$1"/var/cache/ldconfig "$1"/var/log -type f -delete',
