@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
@@ -38,12 +37,11 @@ from etude.kit.secrets import read_secret_file
 
 if TYPE_CHECKING:
     from etude.inference.load import LoadReport, LoadSession
-    from etude.inference.load.http_target import Api
 
 bench_app = typer.Typer(name="bench", help="Measure a server under load.", no_args_is_help=True)
 
 EXIT_ERRORS = 1
-_TOLD_S = 30.0
+_ANSWER_S = 30.0
 _CONTEXT_SHARE = 0.85
 """Of a model's context, what the lengths of a session may fill as they are planned."""
 
@@ -72,6 +70,8 @@ def bench_serve_command(
 
     The exit code is 1 if any turn was not answered completely.
     """
+    from etude.inference.load import run_load, summarise
+    from etude.inference.load.http_target import HttpTarget
     from etude.inference.load.recorded import recorded_sessions
 
     check_load(api, recorded, concurrency, rate)
@@ -80,9 +80,34 @@ def bench_serve_command(
     else:
         played = made_up_sessions(sessions, turns, prompt, observation, output, tools, seed)
     bearer = read_secret_file(key_file, "--key-file")
-    load = _Load(url, model, api, bearer, read_object(extra), concurrency, rate, turn_limit_s, seed)
+    more = read_object(extra)
+
+    async def play() -> LoadReport:
+        name, context = await _served_model(url, bearer, model)
+        target = HttpTarget(url, name, api, bearer, more)
+        try:
+            fitted, inputs = played, "as they were recorded"
+            if api != "tokens":
+                async with asyncio.timeout(_ANSWER_S):
+                    inputs = f"{await target.calibrate():.2f} words a token"
+                if context is not None:
+                    fitted, said = _fitted(played, context, target.message_tokens)
+                    inputs += said
+            _tell(fitted, name, inputs)
+            records = await run_load(
+                target,
+                fitted,
+                concurrency=concurrency,
+                arrivals_per_s=rate,
+                turn_limit_s=turn_limit_s,
+                seed=seed,
+            )
+            return summarise(records)
+        finally:
+            await target.close()
+
     try:
-        report = asyncio.run(load.play(played))
+        report = asyncio.run(play())
     except TimeoutError as error:
         raise InfrastructureError("the server does not answer", field="url", received=url) from error
     if as_json:
@@ -91,49 +116,6 @@ def bench_serve_command(
         _print(report)
     if report.errors:
         raise typer.Exit(EXIT_ERRORS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """How a server is loaded."""
-
-    url: str
-    model: str | None
-    api: Api
-    key: str | None
-    extra: dict[str, Any]
-    concurrency: int | None
-    arrivals_per_s: float | None
-    turn_limit_s: float
-    seed: int
-
-    async def play(self, sessions: list[LoadSession]) -> LoadReport:
-        """Plays the sessions; says on stderr what it is about to do. Raises LoadError, TimeoutError."""
-        from etude.inference.load import run_load, summarise
-        from etude.inference.load.http_target import HttpTarget
-
-        name, context = await _served_model(self.url, self.key, self.model)
-        target = HttpTarget(self.url, name, self.api, self.key, self.extra)
-        try:
-            inputs = "as they were recorded"
-            if self.api != "tokens":
-                async with asyncio.timeout(_TOLD_S):
-                    inputs = f"{await target.calibrate():.2f} words a token"
-                if context is not None:
-                    sessions, said = _fitted(sessions, context, target.message_tokens)
-                    inputs += said
-            _tell(sessions, name, inputs)
-            records = await run_load(
-                target,
-                sessions,
-                concurrency=self.concurrency,
-                arrivals_per_s=self.arrivals_per_s,
-                turn_limit_s=self.turn_limit_s,
-                seed=self.seed,
-            )
-        finally:
-            await target.close()
-        return summarise(records)
 
 
 def _tell(sessions: list[LoadSession], model: str, inputs: str) -> None:
@@ -162,7 +144,7 @@ async def _served_model(url: str, key: str | None, wanted: str | None) -> tuple[
     from etude.serving.client import Client
 
     try:
-        async with Client(url.rstrip("/").removesuffix("/v1"), key, within_s=_TOLD_S) as client:
+        async with Client(url.rstrip("/").removesuffix("/v1"), key, within_s=_ANSWER_S) as client:
             models = (await client.ask("GET", "/v1/models"))["data"]
         name = wanted or str(models[0]["id"])
         return name, next((one.get("max_model_len") for one in models if one["id"] == name), None)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from etude.cli.following import following
-from etude.cli.served_model import EngineChoice, GrammarOption, OpenedModel, open_checkpoint, running_engine
+from etude.cli.served_model import EngineChoice, GrammarOption, open_checkpoint, running_engine
 from etude.cli.serving_options import (
     AllowedHostOption,
     CertificateOption,
@@ -25,9 +24,6 @@ from etude.cli.serving_options import (
 )
 from etude.config import TemplateName
 from etude.records import PolicyVersion
-
-if TYPE_CHECKING:
-    from etude.environment.recording import RecordingLimits
 
 record_app = typer.Typer(
     name="record",
@@ -80,7 +76,8 @@ def serve_command(
 ) -> None:
     """Serve a model to any agent, and store its sessions as trajectories that can be trained on."""
     # Heavy: torch and FastAPI come with them.
-    from etude.environment.recording import MapLimits, RecordingLimits
+    from etude.environment.recording import MapLimits, RecordingLimits, Recordings
+    from etude.environment.recording.server import serve
     from etude.environment.recording.server.app import SERVER
     from etude.serving.listening import check_host, open_listeners
     from etude.serving.token_files import read_or_make_tenants
@@ -99,37 +96,23 @@ def serve_command(
             default_max_tokens=max_answer_tokens,
         )
         version = PolicyVersion(lineage or opened.served.name, step)
-        serving: dict[str, Any] = {"listeners": listeners, "drain_s": drain_s}
-        serving["allowed_hosts"] = (host, *(allowed_host or ()))
-        recording = _Recording(
-            opened, version, EngineChoice(num_slots, 0, kernels, 0), store, tenants, limits, follow
-        )
-        asyncio.run(recording.run({**serving, "certificate": certificate, "key": key}))
-
-
-@dataclass(frozen=True, slots=True)
-class _Recording:
-    """All that was chosen on the command line, but for where the server listens."""
-
-    opened: OpenedModel
-    version: PolicyVersion
-    engine: EngineChoice
-    store: Path
-    tenants: dict[str, str]
-    limits: RecordingLimits
-    follow: Path | None
-    """Where new weights come from."""
-
-    async def run(self, serving: dict[str, Any]) -> None:
-        """An engine that takes requests as they come, and the server before it, until a signal."""
-        from etude.environment.recording import Recordings
-        from etude.environment.recording.server import serve
-
-        shelf = self.opened.served.shelf
+        shelf = opened.served.shelf
         assert shelf is not None, "only the template `none` has no shelf, and it is refused"
-        async with running_engine(self.opened, self.version, self.engine) as engine:
-            service = engine.service
-            recordings = Recordings(service, shelf, self.store, self.tenants, self.limits)
-            note = f"it samples from {self.version} and stores trajectories in {self.store}"
-            async with following(engine, self.follow, engine.manifest.version, self.opened.directory):
-                await serve(recordings, note=note, **serving)
+
+        async def run() -> None:
+            """An engine that takes requests as they come, and the server before it, until a signal."""
+            choice = EngineChoice(num_slots, 0, kernels, 0)
+            async with running_engine(opened, version, choice) as engine:
+                recordings = Recordings(engine.service, shelf, store, tenants, limits)
+                async with following(engine, follow, engine.manifest.version, opened.directory):
+                    await serve(
+                        recordings,
+                        note=f"it samples from {version} and stores trajectories in {store}",
+                        listeners=listeners,
+                        drain_s=drain_s,
+                        allowed_hosts=(host, *(allowed_host or ())),
+                        certificate=certificate,
+                        key=key,
+                    )
+
+        asyncio.run(run())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,7 +41,7 @@ from etude.records import PolicyVersion
 
 if TYPE_CHECKING:
     from etude.inference import EngineService
-    from etude.inference.server import KeyLimits, Keys, ServerLimits
+    from etude.inference.server import KeyLimits, Keys
     from etude.inference.server.loans import LoanDesk
 
 _MIB = 1 << 20
@@ -99,7 +99,7 @@ def serve_command(
 ) -> None:
     """Serve a model with OpenAI's API: chat completions, completions, models and tokenisation."""
     # Heavy: torch and FastAPI come with them.
-    from etude.inference.server import KeyLimits, ServerLimits
+    from etude.inference.server import KeyLimits, ServerLimits, ServerState, serve
     from etude.serving.listening import open_listeners
 
     engine = EngineChoice(
@@ -111,18 +111,36 @@ def serve_command(
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in open_listeners(host, port)]
         opened = open_checkpoint(model, name, (grammar, template), max_context, max_answer)
-        serving = _Serving(
-            opened,
-            PolicyVersion(lineage or opened.served.name, step),
-            engine,
-            keys,
-            ServerLimits(max_body, max_requests, answer_s),
-            admin_token,
-            pool,
-        )
-        listening: dict[str, Any] = {"listeners": listeners, "drain_s": drain_s}
-        listening["allowed_hosts"] = (host, *(allowed_host or ()))
-        asyncio.run(serving.run({**listening, "certificate": certificate, "key": key}))
+        version = PolicyVersion(lineage or opened.served.name, step)
+
+        async def run() -> None:
+            """An engine that takes requests as they come, and the server before it, until a signal."""
+            async with running_engine(opened, version, engine) as running:
+                service = running.service
+                # Who has no administrator is not lent.
+                desk = _desk(running, opened, engine) if admin_token else None
+                state = ServerState(
+                    opened.served,
+                    service,
+                    desk.home if desk is not None else service,
+                    keys,
+                    ServerLimits(max_body, max_requests, answer_s),
+                    admin_token,
+                    pool,
+                    desk,
+                    lambda: _gauges(service),
+                    lambda: service.failure,
+                )
+                await serve(
+                    state,
+                    listeners=listeners,
+                    drain_s=drain_s,
+                    allowed_hosts=(host, *(allowed_host or ())),
+                    certificate=certificate,
+                    key=key,
+                )
+
+        asyncio.run(run())
 
 
 def _access(host: str, tokens: Path | None, admin_token: Path | None, limits: KeyLimits) -> tuple[Keys, str]:
@@ -136,53 +154,19 @@ def _access(host: str, tokens: Path | None, admin_token: Path | None, limits: Ke
     return keys, read_token(admin_token, SERVER) if admin_token is not None else ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """All that was chosen on the command line, but for where the server listens."""
+def _desk(engine: RunningEngine, opened: OpenedModel, choice: EngineChoice) -> LoanDesk:
+    """What lends the engine to runs."""
+    from etude.inference.exchange import Build
+    from etude.inference.server.loans import LoanDesk
 
-    opened: OpenedModel
-    version: PolicyVersion
-    engine: EngineChoice
-    keys: Keys
-    limits: ServerLimits
-    admin_token: str
-    pool: str
-
-    async def run(self, listening: dict[str, Any]) -> None:
-        """An engine that takes requests as they come, and the server before it, until a signal."""
-        from etude.inference.server import ServerState, serve
-
-        async with running_engine(self.opened, self.version, self.engine) as engine:
-            # Who has no administrator is not lent.
-            desk = self._desk(engine) if self.admin_token else None
-            state = ServerState(
-                self.opened.served,
-                engine.service,
-                desk.home if desk is not None else engine.service,
-                self.keys,
-                self.limits,
-                self.admin_token,
-                self.pool,
-                desk,
-                lambda: _gauges(engine.service),
-                lambda: engine.service.failure,
-            )
-            await serve(state, **listening)
-
-    def _desk(self, engine: RunningEngine) -> LoanDesk:
-        from etude.inference.exchange import Build
-        from etude.inference.server.loans import LoanDesk
-
-        about = {
-            "build": asdict(Build.here(self.opened.weights.config)),
-            "numerics": self.engine.numerics,
-            "tokenizer": self.opened.served.tokenizer.digest,
-            "max_context_tokens": self.opened.served.max_context_tokens,
-        }
-        service = engine.service
-        return LoanDesk(
-            service, service, engine.weights, engine.manifest, about, usage=lambda: _usage(service)
-        )
+    about = {
+        "build": asdict(Build.here(opened.weights.config)),
+        "numerics": choice.numerics,
+        "tokenizer": opened.served.tokenizer.digest,
+        "max_context_tokens": opened.served.max_context_tokens,
+    }
+    service = engine.service
+    return LoanDesk(service, service, engine.weights, engine.manifest, about, usage=lambda: _usage(service))
 
 
 def _usage(service: EngineService) -> dict[str, float]:
