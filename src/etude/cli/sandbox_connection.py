@@ -15,7 +15,6 @@ from etude.kit.secrets import read_secret_file
 if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
     from etude.sandbox.remote import RemoteBackend
-    from etude.sandbox.types import Capabilities
 
 Result = TypeVar("Result")
 
@@ -81,16 +80,3 @@ def find_server(server: str | None, token_file: Path | None, state: Path | None)
             )
         server, token_file = row["url"], token_file or Path(row["token_file"])
     return str(server), read_secret_file(token_file, "--token-file")
-
-
-async def capabilities_of(
-    backend: str, server: str | None, token_file: Path | None, state: Path | None
-) -> Capabilities:
-    """What a backend of a server can do."""
-    from etude.sandbox.remote import RemoteBackend
-
-    remote = RemoteBackend(*find_server(server, token_file, state), backend)
-    try:
-        return await remote.hello()
-    finally:
-        await remote.disconnect()

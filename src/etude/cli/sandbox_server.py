@@ -18,7 +18,6 @@ from etude.cli.sandbox_connection import (
     NOTE,
     ServerOption,
     TokenOption,
-    capabilities_of,
     in_sandbox,
     on_server,
 )
@@ -253,16 +252,11 @@ def pause_command(
     state: StateOption = None,
 ) -> None:
     """Write a sandbox to disk and stop it; print what was kept."""
-
-    async def work(found: Sandbox) -> str:
-        info = await found.get_info()
-        able = (await capabilities_of(info.backend, server, token_file, state)).pause
-        kind = mode or ("full" if "full" in able else "filesystem")
-        await found.pause(kind)
-        return kind
-
-    kept = in_sandbox(work, sandbox, server, token_file, state)
-    error_console().print("kept: files" + (", memory and processes" if kept == "full" else " only"))
+    info = in_sandbox(lambda found: found.get_info(), sandbox, server, token_file, state)
+    able = on_server(lambda remote: remote.hello(), server, token_file, state, info.backend)
+    kind = mode or ("full" if "full" in able.pause else "filesystem")
+    in_sandbox(lambda found: found.pause(kind), sandbox, server, token_file, state)
+    error_console().print("kept: files" + (", memory and processes" if kind == "full" else " only"))
 
 
 def resume_command(

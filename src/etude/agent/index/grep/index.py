@@ -40,8 +40,7 @@ class GrepIndex:
     def __init__(self, into: Path, contents: Contents, ripgrep: Ripgrep) -> None:
         """Use `open` or `build`."""
         self.directory = into
-        self._ripgrep = ripgrep
-        self._searcher = Searcher(Base(contents), self._ripgrep)
+        self._searcher = Searcher(Base(contents), ripgrep)
 
     @classmethod
     def open(cls, into: Path, *, key: str | None = None) -> GrepIndex:

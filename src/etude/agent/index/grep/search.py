@@ -132,7 +132,7 @@ class Searcher:
     async def _explicit(self, query: GrepQuery, paths: list[bytes]) -> _Found:
         """Searches these files of the base, and no others."""
         if not paths:
-            await self._check(query)
+            await self.ripgrep.check_pattern(query.pattern_flags(), self.base.root)
             return _Found([], False)
         plain = [path for path in paths if path not in self.base.with_nul]
         runs = [await self._run(query, part, self.base.root) for part in _parts_by_size(plain)]
@@ -191,9 +191,6 @@ class Searcher:
             else parse_matches(output)
         )
         return _Found(files, output.cut)
-
-    async def _check(self, query: GrepQuery) -> None:
-        await self.ripgrep.check_pattern(query.pattern_flags(), self.base.root)
 
 
 def _keeps(query: GrepQuery, path: bytes, changes: Overlay | None, file: bytes) -> bool:
