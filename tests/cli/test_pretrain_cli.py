@@ -60,3 +60,14 @@ def test_mistakes_are_told_before_there_is_a_run(tmp_path: Path, command: list[s
     assert result.exit_code == 2
     assert words in result.output
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["pretrain", "sft"])
+def test_a_run_that_nothing_names_has_the_command_s_name(tmp_path: Path, command: str) -> None:
+    named = tmp_path / "named.toml"
+    named.write_text('name = "own"\n', encoding="utf-8")
+    line = [command, "--resume", "--set", f"runs_directory={tmp_path / 'runs'}"]
+    for more, name in (([], command), (["--config", str(named)], "own"), (["--name", "mine"], "mine")):
+        result = CliRunner().invoke(app, [*line, *more])
+        assert result.exit_code == 2
+        assert f"runs/{name}" in "".join(result.output.split())

@@ -35,7 +35,10 @@ CheckpointOption = Annotated[
         "--from", metavar="DIR", help="Initial model. Short for --set initial_checkpoint=DIRECTORY."
     ),
 ]
-NameOption = Annotated[str | None, typer.Option(help="Name of the run. Short for --set name=NAME.")]
+NameOption = Annotated[
+    str | None,
+    typer.Option(help="Name of the run. Short for --set name=NAME. Default: the file's, or the command's."),
+]
 DraftLayersOption = Annotated[
     int | None,
     typer.Option("--draft-layers", help="Draft layers. Short for --set SECTION.drafts.num_layers=N."),
@@ -81,14 +84,10 @@ def _stage_command(section: str, words: str, load: Callable[[], Stage]) -> Calla
         as_json: JsonOption = False,
     ) -> None:
         settings = merge(section, overrides, data, checkpoint, name, draft_layers, ranks)
-        asked = Asked(
-            section,
-            config_to_run(config, settings, resume, drop or []),
-            config,
-            settings,
-            resume,
-            drop or [],
-        )
+        wanted = config_to_run(config, settings, resume, drop or [])
+        if "name" not in wanted.model_fields_set:
+            wanted = wanted.model_copy(update={"name": section})
+        asked = Asked(section, wanted, config, settings, resume, drop or [])
         check, train = load()
         from etude.controller.ranks import follow_torchrun
 

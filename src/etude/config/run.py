@@ -228,7 +228,8 @@ class RunConfig(Section):
     """All settings of a run. They are stored with it as `config.toml`."""
 
     name: str = Field(default="quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run: its directory under `runs_directory`."""
+    """Name of the run: its directory under `runs_directory`. `etude pretrain` and `etude sft` without one:
+    `pretrain`, `sft`."""
     runs_directory: str = "runs"
     """Directory in which run directories are created."""
     seed: int = Field(default=0, ge=0, lt=2**31)
