@@ -89,8 +89,9 @@ def test_a_foreign_checkpoint_is_told_its_tools(tmp_path: Path) -> None:
     assert "<tool_call>" in tokenizer.decode(tokens)
     assert '"name": "read_file"' in tokenizer.decode(tokens)
     save_model(small_model(tokenizer, 512), directory)
-    with pytest.raises(ConfigError, match="fill half"):
+    with pytest.raises(ConfigError, match="fill half") as refused:
         speak(tmp_path / "again", ModelChoice(model=str(directory), tools="read_file,finish"))
+    assert refused.value.field == str(directory), "whichever command named it, and however"
 
 
 def test_a_runs_model_works_with_the_runs_limits(tmp_path: Path) -> None:

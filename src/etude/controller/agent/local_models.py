@@ -77,7 +77,7 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
     """The model of a Hugging Face directory, or of a run's last checkpoint. Raises CheckpointError,
     ConfigError."""
     directory = Path(choice.to_dict()["model"])
-    tokenizer, model = load_own(directory, "--model")
+    tokenizer, model = load_own(directory, "model")
     renderer = open_renderer(tokenizer, agent)
 
     def system_with(words: str) -> tuple[Piece, ...] | None:
@@ -87,7 +87,7 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
             tokenizer, agent.model_copy(update={"system": people_words(agent) + words})
         ).system
 
-    limits = _limits(model.config.max_positions, renderer)
+    limits = _limits(directory, model.config.max_positions, renderer)
     name, weights = directory.name, MemoryWeights()
     engine = Engine(
         model.config,
@@ -115,14 +115,14 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
         )
 
 
-def _limits(max_positions: int, renderer: Renderer) -> SessionLimits:
+def _limits(directory: Path, max_positions: int, renderer: Renderer) -> SessionLimits:
     """As much context as the model has, at most what is useful on one machine."""
     limits, _ = people_session_limits(min(max_positions, 32_768))
     used = len(renderer.prompt(""))
     if used >= limits.max_tokens // 2:
         raise ConfigError(
             "the tools' descriptions fill half of the model's context",
-            field="--model",
+            field=str(directory),
             received=f"{used} of {limits.max_tokens} tokens",
             fix="offer fewer tools, such as --tools core",
         )
