@@ -63,6 +63,20 @@ def test_a_machine_that_becomes_ten_times_slower_meanwhile_is_judged_by_medians(
     assert choice.chosen == 2
 
 
+def test_what_is_said_is_what_decided() -> None:
+    """The ratio within a round. Medians over all rounds say that one thread is four times as fast."""
+    machine, lines = Machine({1: 1.0}), list[str]()
+    choice = choose(machine, 1, lines)
+    for one, two in ((1.0, 0.8), (1.0, 0.8), (1.0, 5.0), (5.0, 4.0), (5.0, 4.0)):
+        machine.seconds = {1: one, 2: two}
+        choice.step(machine.step)
+        choice.step(machine.step)
+    assert choice.chosen == 2
+    assert lines == [
+        "stage: 2 of 2 threads (relative speed: 1.00 on 1, 1.25 on 2; within 5% the most threads are taken)"
+    ]
+
+
 def test_a_machine_that_others_leave_in_mid_run_is_measured_again() -> None:
     machine, lines = Machine({1: 1.0, 2: 1.3}), []
     choice = choose(machine, 11 + 200, lines)

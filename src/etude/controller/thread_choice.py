@@ -86,7 +86,9 @@ class ThreadChoice:
         most = _TIE * min(ratios)
         chosen = max(count for count, ratio in zip(self._counts, ratios, strict=True) if ratio <= most)
         if chosen != self.chosen:
-            rates = [1 / statistics.median(one[place] for one in rounds) for place in range(size)]
-            shown = ", ".join(f"{rate:,.0f} on {n}" for rate, n in zip(rates, self._counts, strict=True))
-            self._say(f"{self._title}: {chosen} of {self._counts[-1]} threads (tokens/s: {shown})")
+            shown = ", ".join(f"{1 / one:.2f} on {n}" for one, n in zip(ratios, self._counts, strict=True))
+            self._say(
+                f"{self._title}: {chosen} of {self._counts[-1]} threads (relative speed: {shown}; "
+                f"within {_TIE - 1:.0%} the most threads are taken)"
+            )
         self.chosen, self._times, self._wait = chosen, [], _STEPS_BETWEEN
