@@ -130,6 +130,27 @@ def test_an_opener_that_ends_an_answer_stands_once_and_is_learnt(tmp_path: Path)
     )
 
 
+def _chat_with_call(name: str, arguments: object) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tool = {"name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}
+    return {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+
+
+def test_sessions_with_calls_that_could_not_be_made_are_left_out_and_counted(tmp_path: Path) -> None:
+    path, good = tmp_path / "chats.jsonl", _chat_with_call("ls", '{"path": "."}')
+    unlisted = _chat_with_call("cat", '{"path": "."}')
+    chats = [good, _chat_with_call("ls", '{"path": '), _chat_with_call("ls", "[1]"), unlisted]
+    chats.append(unlisted | {"tools": []})
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    loaded = _reader(glm_tokenizer(), window=2048).load("own", SessionsConfig(path=str(path)))
+    assert len(loaded.documents) == 2, "a chat that lists no tools may call any"
+    assert loaded.skipped == {
+        "the arguments of a call of ls are no JSON object": 2,
+        "a call of cat, which is not among the tools of the chat": 1,
+    }
+
+
 def _no_tools() -> Any:
     from etude.tokens.chat.messages import Opening
 

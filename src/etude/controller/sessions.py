@@ -23,7 +23,7 @@ from etude.store import TrajectoryLog, parse_atif
 from etude.store.trajectories import find_log
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.framing import Framing
-from etude.tokens.chat.messages import Answer, Opening
+from etude.tokens.chat.messages import Answer, Message, Opening
 from etude.tokens.chat.openai_chat import read_messages, read_tools
 from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ class SessionReader:
                     if self._wanted(trajectory, config, loaded):
                         yield self._recorded(name, trajectory)
         elif path.name.endswith(".jsonl"):
-            yield from self._chats(name, path)
+            yield from self._chats(name, path, loaded)
         else:
             for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
                 yield self._atif(name, file, config, loaded)
@@ -104,7 +104,7 @@ class SessionReader:
             if not self._wanted(trajectory, config, loaded):
                 return []
             recorded = self._recorded(name, trajectory)
-            return recorded or [self._rendered(name, str(file), atif_messages(json.loads(data)), [])]
+            return recorded or self._rendered(name, str(file), atif_messages(json.loads(data)), [], loaded)
         except StoreError as error:
             raise ConfigError(
                 f"{file}: is no ATIF file: {error.field}: {error.message}",
@@ -144,7 +144,7 @@ class SessionReader:
         weights = np.where(sampled, 1.0, self.observation_weight).astype(np.float32)
         return Document(tokens, weights, sampled)
 
-    def _chats(self, name: str, path: Path) -> Iterator[list[Document]]:
+    def _chats(self, name: str, path: Path, loaded: LoadedSessions) -> Iterator[list[Document]]:
         for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             where = f"{path}, line {number}"
             try:
@@ -156,15 +156,24 @@ class SessionReader:
                     field=f"source {name}",
                     fix='write one object per line, with "messages" and perhaps "tools"',
                 ) from error
-            yield [self._rendered(name, where, messages, tools)]
+            yield self._rendered(name, where, messages, tools, loaded)
 
     def _rendered(
-        self, name: str, where: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> Document:
-        """A chat as the renderer makes it; the answers are marked, their ends included."""
+        self,
+        name: str,
+        where: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        loaded: LoadedSessions,
+    ) -> list[Document]:
+        """A chat as the renderer makes it; the answers are marked, their ends included. None of one with a
+        call that could not be made."""
         try:
             system, rest = read_messages(messages)
             opening = Opening(system, read_tools(list(tools)))
+            if fault := _fault_of_calls(opening, rest):
+                loaded.skip(fault)
+                return []
             framing = Framing(self.open_shelf().find(opening), opening)
             parts: list[NDArray[np.int32]] = []
             for message in (opening, *rest):
@@ -186,7 +195,19 @@ class SessionReader:
             marks.append(mark)
         if not rest and not len(parts[0]):
             raise ConfigError(f"{where}: has no messages", field=f"source {name}")
-        return self._document(np.concatenate(parts).astype(np.int32), np.concatenate(marks))
+        return [self._document(np.concatenate(parts).astype(np.int32), np.concatenate(marks))]
+
+
+def _fault_of_calls(opening: Opening, messages: Sequence[Message]) -> str:
+    """Why a model that learns these calls would make mistakes; empty if there is no reason. A chat without
+    `tools` may call any."""
+    listed = {tool.name for tool in opening.tools}
+    for call in (one for message in messages if isinstance(message, Answer) for one in message.calls):
+        if not isinstance(call.arguments, dict):
+            return f"the arguments of a call of {call.name} are no JSON object"
+        if listed and call.name not in listed:
+            return f"a call of {call.name}, which is not among the tools of the chat"
+    return ""
 
 
 def split_heldout(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
