@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,19 @@ def test_files_of_the_caller_are_part_of_the_whole(tmp_path: Path) -> None:
     (directory / "tokenizer.json").write_text("[]")
     with pytest.raises(CheckpointError, match="damaged"):
         load_checkpoint(directory)
+
+
+def test_the_ends_of_answers_that_lie_beside_a_model_are_in_its_configuration_too(tmp_path: Path) -> None:
+    """Transformers and engines that read config.json alone take a default otherwise."""
+    ends = {"eos_token_id": [5, 3], "pad_token_id": 3}
+
+    def write_more(directory: Path) -> None:
+        (directory / "generation_config.json").write_text(json.dumps(ends | {"temperature": 0.6}))
+
+    save_checkpoint(tmp_path / "final", small_model(), write_more=write_more)
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert ends.items() <= config.items() and "temperature" not in config
+    assert load_checkpoint(tmp_path / "final")[1] is None, "and its hash is of what is there"
 
 
 def test_a_writer_that_fails_leaves_the_older_checkpoint(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from etude.model.lora import Adapters
 from etude.training.checkpoints.files import DIGESTS, check_whole, write_whole
 from etude.training.checkpoints.saving import has_checkpoint, load_checkpoint, load_state
 from etude.training.checkpoints.shards import has_shards
+from etude.training.checkpoints.token_ids import copy_token_ids
 
 TOKENIZER = "tokenizer.json"
 _CONFIG = "config.json"
@@ -35,8 +35,6 @@ _COMPANIONS = (
     "chat_template.json",
 )
 """Files of a tokenizer. All of one directory belong together."""
-_GENERATION = "generation_config.json"
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def convert_model(
@@ -122,28 +120,3 @@ def _merged(source: Path, state: Mapping[str, Any], base: Path) -> AnyModel:
 
 def _cast(model: AnyModel, dtype: torch.dtype) -> AnyModel:
     return model.cast(dtype) if isinstance(model, LanguageModel) else model.to(dtype)
-
-
-def copy_token_ids(source: Path, target: Path) -> None:
-    """Which tokens begin and end texts, as `source` says: in both files of `target`, since engines differ in
-    which they read, and transformers reads Llama 2's out of a config.json that names none."""
-    found = _token_ids(source / _CONFIG)
-    if (source / _GENERATION).is_file():
-        found |= _token_ids(source / _GENERATION)
-        if source != target:
-            shutil.copyfile(source / _GENERATION, target / _GENERATION)
-    elif found:
-        (target / _GENERATION).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    config = json.loads((target / _CONFIG).read_text(encoding="utf-8"))
-    (target / _CONFIG).write_text(json.dumps(config | found, indent=2) + "\n", encoding="utf-8")
-
-
-def _token_ids(file: Path) -> dict[str, Any]:
-    """Raises CheckpointError for a file that cannot be read."""
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"is not a JSON object: {error}", field=file.name, received=str(file), fix="fetch it again"
-        ) from error

@@ -17,8 +17,9 @@ from etude.model.huggingface.fields import parse_fields
 from etude.model.loading import read_architecture, read_vocab_size, read_window
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
-from etude.training.checkpoints.exchange import convert_model, copy_token_ids
+from etude.training.checkpoints.exchange import convert_model
 from etude.training.checkpoints.files import write_whole
+from etude.training.checkpoints.token_ids import copy_token_ids
 
 
 def import_model(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -39,6 +39,7 @@ from etude.training.checkpoints.shards import (
     split_shards,
     together,
 )
+from etude.training.checkpoints.token_ids import copy_token_ids
 
 STATE = "state.pt"
 _CONFIG = "config.json"
@@ -77,7 +78,8 @@ def save_checkpoint(
     """Writes a Hugging Face directory, and beside it `state` (tensors and plain values) if given.
 
     Without a model there is the state alone: that of adapters to a model which lies elsewhere.
-    `write_more` adds files of the caller's, such as the tokenizer's: it gets the directory to write to.
+    `write_more` adds files of the caller's, such as the tokenizer's: it gets the directory to write to. The
+    ids in its generation_config.json get into config.json too.
     Everything is written, hashed and synced under another name first: `directory` exists only when it is
     whole. An older checkpoint of that name is replaced, and given to `retire` under another name.
     Raises ResourceError where the disk is full; the older one then stays.
@@ -146,6 +148,8 @@ def _write_rest(partial: Path, state: Mapping[str, Any] | None, write_more: _Wri
             torch.save(dict(state), file)
     if write_more is not None:
         write_more(partial)
+        if (partial / _CONFIG).is_file():
+            copy_token_ids(partial, partial)
 
 
 def has_checkpoint(directory: Path) -> bool:
