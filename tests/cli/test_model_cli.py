@@ -78,7 +78,9 @@ def test_a_gguf_file_becomes_a_directory_that_transformers_loads(tmp_path: Path)
     assert ends.items() <= json.loads((tmp_path / "ours" / "config.json").read_text()).items()
 
 
-@pytest.mark.parametrize("mistake", ["exists", "absent", "tokenizer", "tokens", "head", "memory"])
+@pytest.mark.parametrize(
+    "mistake", ["exists", "absent", "text", "pointer", "tokenizer", "tokens", "head", "memory"]
+)
 def test_what_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path, mistake: str) -> None:
     source, target = _published(tmp_path / "theirs"), tmp_path / "ours"
     config = source / "config.json"
@@ -86,6 +88,12 @@ def test_what_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path, mista
         target.mkdir()
     elif mistake == "absent":
         source = tmp_path / "elsewhere"
+    elif mistake == "text":
+        gguf_package()
+        source = tmp_path / "README.md"
+        source.write_text("# A model\n")
+    elif mistake == "pointer":
+        (source / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     elif mistake == "tokenizer":
         (source / "tokenizer.json").write_text(
             '{"model": {"type": "Unigram"}, "decoder": {"type": "Metaspace"}}'
@@ -99,6 +107,8 @@ def test_what_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path, mista
     named = {
         "exists": "target: exists already",
         "absent": "SOURCE: does not exist",
+        "text": "cannot be read as GGUF: it is none",
+        "pointer": "git lfs pull",
         "tokenizer": "is neither a byte-level BPE",
         "tokens": "vocab_size: the tokenizer has",
         "head": "must have shape",
@@ -107,6 +117,13 @@ def test_what_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path, mista
     assert named[mistake] in _fails("import", source, target)
     assert not target.exists() or not list(target.iterdir())
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_model_of_another_architecture_is_shown_with_what_is_not_defined_here(tmp_path: Path) -> None:
+    config = _published(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))
+    result = etude("model", "show", str(tmp_path))
+    assert "(config.json: model_type 'gemma': this architecture is not defined here)" in result.stdout
 
 
 def _make_huge(directory: Path) -> None:

@@ -50,8 +50,9 @@ def show_command(
         print_json(asdict(found))
         return
     computed = f"{found.architecture}, {found.parameters:,} parameters, computed natively"
+    elsewhere = f"trains through transformers, samples through vLLM ({found.foreign})"
     lines = {
-        "model": computed if found.architecture else "trains through transformers, samples through vLLM",
+        "model": computed if found.architecture else elsewhere,
         "window": f"{found.window:,} tokens",
         "weights": f"{found.weight_bytes:,} bytes",
         "tokenizer": f"{found.tokens:,} tokens, {found.control_tokens} of them control tokens",

@@ -1,4 +1,7 @@
-"""Asks this machine's git about a repository: nothing is fetched, and nothing that it configures is run."""
+"""Asks this machine's git about a repository: nothing is fetched, and nothing that it configures is run.
+
+Files that git left as pointers are recognised.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import IO
 
 _SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 _SAID_CHARS = 300
+_LFS = b"version https://git-lfs"
 
 
 def run_git(
@@ -42,3 +46,10 @@ def git_fault(error: OSError | subprocess.SubprocessError) -> str:
     """Why `run_git` failed: git's own words, if it said any."""
     said: bytes = getattr(error, "stderr", None) or b""
     return said.decode(errors="replace").strip()[:_SAID_CHARS] or str(error)
+
+
+def lfs_fix(path: Path) -> str:
+    """What to do about a file that is a pointer of Git LFS; empty for any other."""
+    with path.open("rb") as file:
+        is_pointer = file.read(len(_LFS)) == _LFS
+    return "it is a pointer of Git LFS: run `git lfs pull` where it was cloned" if is_pointer else ""

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from etude.errors import CheckpointError
 from etude.errors.packages import missing_package
+from etude.kit.git import lfs_fix
 from etude.model.huggingface.fields import ForeignModelError
 
+_MAGIC = b"GGUF"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -61,6 +63,15 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """How all Llama 3 models that stretch positions do it. GGUF stores only the divisors that follow from it."""
 
 
+def _check_magic(path: Path) -> None:
+    """Raises CheckpointError for a file that does not begin as GGUF does."""
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) == _MAGIC:
+            return
+    fix = lfs_fix(path) or "name a GGUF file, or the model's Hugging Face directory"
+    raise CheckpointError("cannot be read as GGUF: it is none", field=path.name, received=str(path), fix=fix)
+
+
 class GgufFile:
     """One open file. Implements `Tensors` of `etude.model.huggingface.files`."""
 
@@ -72,6 +83,7 @@ class GgufFile:
         except ImportError as error:
             raise missing_package("reading GGUF files", "gguf") from error
         self._dequantize = gguf.dequantize
+        _check_magic(path)
         try:
             reader = gguf.GGUFReader(path)
             self.metadata: Mapping[str, Any] = {

@@ -24,6 +24,7 @@ from tokenizers import AddedToken
 
 from etude.errors import CheckpointError, ConfigError
 from etude.kit.durable import write_text
+from etude.kit.git import lfs_fix
 from etude.tokens.definition import SPACE, read_definition
 from etude.tokens.pieces import Control, Piece
 
@@ -357,6 +358,8 @@ class Tokenizer:
 
 
 def _read_text(path: Path) -> str:
+    if fix := lfs_fix(path):
+        raise ConfigError("is not the file itself", field="tokenizer", received=str(path), fix=fix)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

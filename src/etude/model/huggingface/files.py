@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from etude.errors import CheckpointError
+from etude.kit.git import lfs_fix
 from etude.model.huggingface.layout import Entry
 
 _SINGLE = "model.safetensors"
+_FETCH = "fetch it again"
 _PICKLED = "pytorch_model*.bin"
-_LFS = b"version https://git-lfs"
 _INDEX = "model.safetensors.index.json"
 _SCALES = "_scale_inv"
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -161,12 +162,10 @@ def _open(stack: ExitStack, path: Path) -> Any:
 def _way_to_get(path: Path) -> str:
     """A file of weights that is missing or damaged."""
     if path.is_file():
-        with path.open("rb") as file:
-            if file.read(len(_LFS)) == _LFS:
-                return "it is a pointer of Git LFS: run `git lfs pull` where it was cloned"
-    elif any(path.parent.glob(_PICKLED)):
+        return lfs_fix(path) or _FETCH
+    if any(path.parent.glob(_PICKLED)):
         return f"convert {_PICKLED} with transformers: from_pretrained, then save_pretrained"
-    return "fetch it again"
+    return _FETCH
 
 
 def _read_index(path: Path) -> dict[str, str]:

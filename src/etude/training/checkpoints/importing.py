@@ -13,7 +13,7 @@ from etude.model import build_model
 from etude.model.gguf_file import GgufFile
 from etude.model.huggingface import save_model
 from etude.model.huggingface.checkpoint import check_memory, fill_model, outline_model
-from etude.model.huggingface.fields import parse_fields
+from etude.model.huggingface.fields import ForeignModelError, parse_fields, read_fields
 from etude.model.loading import read_architecture, read_vocab_size, read_window
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
@@ -76,6 +76,8 @@ class ModelSummary:
     architecture: str
     """Empty where it is not defined here: such a model trains through transformers and samples through
     vLLM."""
+    foreign: str
+    """What of it is not defined here, if anything."""
     parameters: int
     """Of an architecture that is defined here, else 0."""
     window: int
@@ -90,14 +92,20 @@ class ModelSummary:
 
 def describe_model(directory: Path) -> ModelSummary:
     """Raises CheckpointError and ConfigError for a configuration or a tokenizer that cannot be read."""
-    config, parameters = read_architecture(directory), 0
-    if config is not None:
+    architecture, parameters, foreign = "", 0, ""
+    try:
+        fields = read_fields(directory / "config.json")
+    except ForeignModelError as error:
+        foreign = f"{error.field} {error.received!r}: {error.message}"
+    else:
+        architecture = fields.config.architecture
         with torch.device("meta"):
-            model = build_model(config, read_vocab_size(directory))
+            model = build_model(fields.config, fields.vocab_size)
         parameters = sum(parameter.numel() for parameter in model.parameters())
     tokenizer = Tokenizer.load(directory)
     return ModelSummary(
-        config.architecture if config is not None else "",
+        architecture,
+        foreign,
         parameters,
         read_window(directory),
         sum(file.stat().st_size for file in directory.glob("*.safetensors")),
