@@ -34,7 +34,7 @@ TODOS = Parameter(
         (Parameter("p", "", enum=("a", "b")), "a", "a"),
         (Parameter("p", "", kind="integer"), " -12\n", -12),
         (Parameter("p", "", kind="integer", enum=(1, 2)), "2", 2),
-        (Parameter("p", "", kind="number"), "3", 3.0),
+        (Parameter("p", "", kind="number"), "3", 3),
         (Parameter("p", "", kind="number"), "-1.5e3", -1500.0),
         (Parameter("p", "", kind="boolean"), "true", True),
         (Parameter("p", "", kind="boolean"), "false\n", False),

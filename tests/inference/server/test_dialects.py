@@ -130,7 +130,7 @@ def test_a_response_that_is_cut_says_so(asked: Asked) -> None:
     ("options", "field"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "x", "type": "function", "parameters": 5}]}, "tools[0].parameters"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"background": True}, "background"),
         ({"tool_choice": "required"}, "tool_choice"),

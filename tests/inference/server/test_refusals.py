@@ -76,7 +76,6 @@ def post(served: Served, path: str, body: Any, **headers: str) -> tuple[int, dic
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
@@ -135,6 +134,7 @@ def test_what_is_no_json_object_is_refused(served: Served, path: str, body: byte
 def test_neutral_values_of_what_is_not_supported_are_taken(served: Served) -> None:
     neutral = {"frequency_penalty": 0, "response_format": {"type": "text"}, "logit_bias": {}, "store": False}
     harmless = {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "functions": None}
+    harmless |= {"reasoning_effort": "low", "verbosity": "low"}
     answer = served.openai().chat.completions.create(
         model=MODEL, messages=MESSAGES, extra_body={**neutral, **harmless}
     )

@@ -82,12 +82,12 @@ TOOL = {"type": "function", "name": "f", "parameters": {}}
 @pytest.mark.parametrize(
     ("dialect", "more", "field", "passes"),
     [
-        ("messages", {"output_config": {"effort": "high"}}, "output_config.effort", True),
+        ("messages", {"output_config": {"other": "high"}}, "output_config.other", True),
         ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format", False),
         ("messages", {"stream_options": {"include_usage": True}}, "stream_options", True),
-        ("responses", {"text": {"verbosity": "low"}}, "text.verbosity", True),
+        ("responses", {"text": {"other": "low"}}, "text.other", True),
         ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format", False),
-        ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary", True),
+        ("responses", {"reasoning": {"other": "auto"}}, "reasoning.other", True),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_by_name_and_passed_over_for_agents_where_it_may_be(

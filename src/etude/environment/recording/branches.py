@@ -37,7 +37,9 @@ class History:
     @classmethod
     def of(cls, messages: Sequence[Message]) -> History:
         """Computes the keys."""
-        return cls(tuple(messages), tuple(content_key(message) for message in messages))
+        opening = messages[0]
+        tools = opening.tools if isinstance(opening, Opening) else ()
+        return cls(tuple(messages), tuple(content_key(message, tools) for message in messages))
 
 
 @dataclass(slots=True, eq=False)

@@ -197,7 +197,7 @@ class SessionMap:
         closed = int(branch.recording.tokens[-1]) in branch.framing.renderer.end_tokens
         entry = Entry(
             answer,
-            content_key(answer),
+            content_key(answer, branch.framing.opening.tools),
             end,
             start,
             sampled=True,

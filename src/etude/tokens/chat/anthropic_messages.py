@@ -33,7 +33,7 @@ _FIELDS |= {"output_config"}
 _NEUTRAL: Neutral = {"mcp_servers": ([],), "container": (), "output_format": ()}
 _NEUTRAL_STRICT: Neutral = {
     "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
-    "context_management": (),
+    "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
 }
 _ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "abort": "end_turn"}
 _USER_JOINT = "\n\n"
@@ -49,13 +49,13 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     if max_tokens is None:
         raise wrong("max_tokens", None, "a whole number from 1 on")
     calls, single = _calls_wanted(body.get("tool_choice"), bool(tools))
-    system = words(body.get("system") or "", "system", _USER_JOINT)
-    messages = _messages(objects(body.get("messages"), "messages"))
+    begun, messages = _read_conversation(objects(body.get("messages"), "messages"))
+    system = [words(body["system"], "system", _USER_JOINT)] if body.get("system") else []
     if not messages:
         raise wrong("messages", "none", "a list with at least one user message")
     stops = stop_strings(body.get("stop_sequences"), "stop_sequences")
     return ChatRequest(
-        messages=(Opening(system, tools, agent), *messages),
+        messages=(Opening(_USER_JOINT.join(system + begun), tools, agent), *messages),
         rules=ReadingRules(stops, single, calls, whole_calls=True),
         sampling=read_sampling(body, max_tokens, max_temperature=1.0),
         stream=read_stream(body, strict)[0],
@@ -76,7 +76,9 @@ def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
     return client_tool(entry.get("name"), entry.get("description"), entry.get("input_schema"), field)
 
 
-def _messages(entries: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _read_conversation(entries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Message]]:
+    """The system's words at the start, and the messages that follow. Claude Code sends some of the system's
+    words among the messages (`mid-conversation-system`)."""
     talk = Conversation()
     for place, entry in enumerate(entries):
         role, where = entry.get("role"), f"messages[{place}].content"
@@ -84,9 +86,11 @@ def _messages(entries: Sequence[Mapping[str, Any]]) -> list[Message]:
             _add_user(talk, entry.get("content"), where)
         elif role == "assistant":
             talk.add_answer(_answer(entry.get("content"), where))
+        elif role == "system":
+            talk.add_words(words(entry.get("content"), where, _USER_JOINT), by_user=False)
         else:
-            raise wrong(f"messages[{place}].role", role, "user or assistant")
-    return talk.messages()
+            raise wrong(f"messages[{place}].role", role, "user, assistant or system")
+    return talk.system, talk.messages()
 
 
 def _add_user(talk: Conversation, content: object, where: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from etude.errors import ToolArgumentError
@@ -31,6 +32,13 @@ class ClientTool(ToolSchema):
     def function_schema(self) -> dict[str, object]:
         """The client's own words."""
         return dict(self.raw)
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The values that its schema names for parameters that a call leaves out."""
+        properties = self.raw["function"]["parameters"].get("properties") or {}
+        entries = {name: entry for name, entry in properties.items() if isinstance(entry, dict)}
+        return {name: entry["default"] for name, entry in entries.items() if "default" in entry}
 
 
 def read_entries(

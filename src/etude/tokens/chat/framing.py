@@ -30,7 +30,7 @@ class Framing:
     """Renders the messages of conversations with one opening."""
 
     def __init__(self, renderer: Renderer, opening: Opening) -> None:
-        self.renderer = renderer
+        self.renderer, self.opening = renderer, opening
         self.template = renderer.template
         tools = self._announced(opening)
         words = renderer.describe(opening.system, tools) if tools else opening.system or None

@@ -33,9 +33,14 @@ class ChatPrompt:
     """A conversation, ready to be sampled from."""
 
     tokens: Tokens
-    renderer: Renderer
+    framing: Framing
     state: bytes
     """Names the conversation, for `ChatFrames.remember`."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """What renders its messages and reads its answer."""
+        return self.framing.renderer
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +70,7 @@ class ChatFrames:
         parts: list[Tokens] = []
         state = blake3(key_name.encode()).digest()
         for message in messages:
-            state = _next(state, message)
+            state = _next(state, message, opening)
             first = not any(len(part) for part in parts)
             known = self._find(state, message) if isinstance(message, Answer) else None
             if known is not None:
@@ -76,13 +81,13 @@ class ChatFrames:
                 parts.append(renderer.follow(before, framing.given(message, first)))
         if open_answer:
             parts.append(framing.answer_frame(not any(len(part) for part in parts)))
-        return ChatPrompt(np.concatenate(parts), renderer, state)
+        return ChatPrompt(np.concatenate(parts), framing, state)
 
     def remember(self, prompt: ChatPrompt, answer: Answer, tokens: Tokens) -> None:
         """Keeps an answer that was sampled from a prompt, for the conversation's next turn."""
         if all(int(token) in prompt.renderer.end_tokens for token in tokens[:2]):
             return  # nothing was said
-        state = _next(prompt.state, answer)
+        state = _next(prompt.state, answer, prompt.framing.opening)
         with self._lock:
             before = self._answers.pop(state, None)
             self._num_tokens += len(tokens) - (0 if before is None else len(before[1]))
@@ -101,5 +106,5 @@ class ChatFrames:
         return tokens if same_reasoning(answer.reasoning, given.reasoning) else None
 
 
-def _next(state: bytes, message: Message) -> bytes:
-    return blake3(state + content_key(message)).digest()
+def _next(state: bytes, message: Message, opening: Opening) -> bytes:
+    return blake3(state + content_key(message, opening.tools)).digest()

@@ -5,7 +5,8 @@ serialised again, reasoning left out, blocks merged. `content_key` is equal for 
 
     opening, system, user, results    equal text (and tools as equal JSON)
     answer                            text equal but for spaces at its ends; calls equal in name and, as JSON,
-                                      in arguments (order of keys, spaces, 1 for 1.0); call ids do not count
+                                      in arguments (order of keys, spaces, 1 for 1.0; what has the value that
+                                      the schema names as default may be left out); call ids do not count
 
 Reasoning is no part of the key: a history that leaves it out is the same, one that changes it is not
 (`same_reasoning`).
@@ -14,7 +15,7 @@ Reasoning is no part of the key: a history that leaves it out is the same, one t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,8 +106,8 @@ def least_tokens(messages: Sequence[Message], longest_bytes: int) -> int:
     return num_characters(messages) // longest_bytes + max(0, len(messages) - 1)
 
 
-def content_key(message: Message) -> bytes:
-    """Equal for messages that are the same by content (see above); 16 bytes."""
+def content_key(message: Message, tools: Sequence[ClientTool] = ()) -> bytes:
+    """Equal for messages that are the same by content (see above); 16 bytes. `tools`: of the conversation."""
     match message:
         case Opening(system, tools, agent):
             described: object = ["opening", agent, system, [canonical(tool.raw) for tool in tools]]
@@ -117,8 +118,20 @@ def content_key(message: Message) -> bytes:
         case Results(outputs):
             described = ["results", *outputs]
         case Answer(text, calls):
-            described = ["answer", text.strip(), [[call.name, canonical(call.arguments)] for call in calls]]
+            defaults = {tool.name: tool.defaults for tool in tools} if calls else {}
+            described = ["answer", text.strip(), [_described(call, defaults) for call in calls]]
     return blake3(json.dumps(described).encode()).digest(_DIGEST_BYTES)
+
+
+def _described(call: Call, defaults: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    given, assumed = call.arguments, defaults.get(call.name)
+    if assumed and isinstance(given, dict):
+        given = {
+            name: value
+            for name, value in given.items()
+            if name not in assumed or canonical(value) != canonical(assumed[name])
+        }
+    return [call.name, canonical(given)]
 
 
 def same_reasoning(known: str, sent: str) -> bool:

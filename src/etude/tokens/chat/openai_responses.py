@@ -1,16 +1,22 @@
 """OpenAI's responses: requests read, answers written. Nothing is stored: each request tells its history.
 
-Each block of an answer is an item: `reasoning`, `message` or `function_call`. In a history, the items between
-what the user says and the results of tools are one answer.
+Each block of an answer is an item: `reasoning`, `message`, `function_call` or `custom_tool_call`. In a
+history, the items between what the user says and the results of tools are one answer.
+
+Codex offers more than functions. Those of a namespace are announced as `NAMESPACE__NAME`, a custom tool as a
+function with one text, `input`; tools that only OpenAI's servers run are not announced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended
-from etude.tokens.chat.client_tools import ClientTool, client_tool, read_entries
+from etude.tokens.chat.client_tools import MAX_TOOLS, ClientTool, client_tool
 from etude.tokens.chat.fields import flag, integer, objects, text, unsupported, words, wrong
 from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
 from etude.tokens.chat.openai_chat import read_arguments
@@ -47,7 +53,10 @@ _NEUTRAL: Neutral = {
     "top_logprobs": (0,),
     "include": ([], ["reasoning.encrypted_content"]),
 }
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer_use", "mcp")
+"""How the types of tools begin that OpenAI's servers run."""
 _SYSTEM_JOINT = "\n\n"
+_CALLS = ("function_call", "custom_tool_call")
 _WORDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 
@@ -56,7 +65,10 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     check_fields(body, _FIELDS, _NEUTRAL, strict)
     check_options(body, "text", ("format",), strict)
     check_options(body, "reasoning", (), strict)
-    tools = read_entries(body.get("tools"), _tool)
+    offered = tuple(_offered_tools(body, strict))
+    if len(offered) > MAX_TOOLS:
+        raise wrong("tools", len(offered), f"at most {MAX_TOOLS} tools")
+    tools = tuple(one.announced() for one in offered)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     system, messages = _read_items(items)
@@ -67,6 +79,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     rules = ReadingRules(
         single_call=not flag(body, "parallel_tool_calls", True),
         calls=calls_wanted(body.get("tool_choice"), bool(tools)),
+        whole_calls=any(one.is_custom for one in offered),
     )
     return ChatRequest(
         messages=(Opening(_SYSTEM_JOINT.join(system), tools, agent), *messages),
@@ -77,10 +90,59 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     )
 
 
-def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
-    if entry.get("type") != "function":
-        raise unsupported(f"{field}.type", entry.get("type"), "only function tools are supported here")
-    return client_tool(entry.get("name"), entry.get("description"), entry.get("parameters"), field)
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """A tool as the client offers it."""
+
+    entry: Mapping[str, Any]
+    field: str
+    namespace: str = ""
+
+    @property
+    def is_custom(self) -> bool:
+        """It takes a text instead of arguments."""
+        return self.entry.get("type") == "custom"
+
+    @property
+    def name(self) -> str:
+        """Its name for the model."""
+        return _joined(self.namespace, str(self.entry.get("name") or ""))
+
+    def announced(self) -> ClientTool:
+        """Raises BadRequestError."""
+        words, schema = self.entry.get("description"), self.entry.get("parameters")
+        if self.is_custom:
+            words, schema = "\n".join([str(words or ""), *self._format()]), _CUSTOM_SCHEMA
+        return client_tool(self.name, words, schema, self.field)
+
+    def _format(self) -> list[str]:
+        form = self.entry.get("format")
+        definition = form.get("definition") if isinstance(form, dict) else None
+        return [f"The input has this grammar:\n{definition}"] if isinstance(definition, str) else []
+
+
+_CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _joined(namespace: object, name: str) -> str:
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _offered_tools(body: Mapping[str, Any], strict: bool) -> Iterator[_Offered]:
+    """The tools that a request brings, but for those that its client does not run. Raises BadRequestError for
+    tools of another type, if `strict`."""
+    for place, entry in enumerate(objects(body.get("tools") or [], "tools")):
+        kind, field = entry.get("type"), f"tools[{place}]"
+        if kind == "namespace":
+            name = text(entry.get("name"), f"{field}.name")
+            for inner, tool in enumerate(objects(entry.get("tools") or [], f"{field}.tools")):
+                yield _Offered(tool, f"{field}.tools[{inner}]", name)
+        elif kind in ("function", "custom"):
+            yield _Offered(entry, field)
+        elif strict and not str(kind).startswith(_HOSTED):
+            raise unsupported(
+                f"{field}.type", kind, "only functions, custom tools and namespaces are supported"
+            )
 
 
 def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Message]]:
@@ -88,10 +150,12 @@ def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Mes
     talk = Conversation()
     for place, item in enumerate(items):
         kind, role, field = item.get("type", "message"), item.get("role"), f"input[{place}]"
-        if kind == "function_call_output":
+        if kind in ("function_call_output", "custom_tool_call_output"):
             output = words(item.get("output"), f"{field}.output", "\n", _WORDS)
             talk.add_result(text(item.get("call_id"), f"{field}.call_id"), output)
-        elif kind in ("function_call", "reasoning") or (kind == "message" and role == "assistant"):
+        elif kind in ("function_call", "custom_tool_call", "reasoning") or (
+            kind == "message" and role == "assistant"
+        ):
             talk.add_answer(_part_of_answer(item, kind, field), goes_on=True)
         elif kind != "message":
             raise unsupported(f"{field}.type", kind, "no such item can be sent to this model")
@@ -104,9 +168,11 @@ def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Mes
 
 
 def _part_of_answer(item: Mapping[str, Any], kind: str, field: str) -> Answer:
-    if kind == "function_call":
-        name, call_id = text(item.get("name"), f"{field}.name"), str(item.get("call_id") or "")
-        return Answer(calls=(Call(call_id, name, read_arguments(item.get("arguments"))),))
+    if kind in _CALLS:
+        name = _joined(item.get("namespace"), text(item.get("name"), f"{field}.name"))
+        is_custom = kind == "custom_tool_call"
+        arguments = {"input": item.get("input")} if is_custom else read_arguments(item.get("arguments"))
+        return Answer(calls=(Call(str(item.get("call_id") or ""), name, arguments),))
     if kind == "reasoning":
         said = item.get("content") or item.get("summary") or []
         return Answer(reasoning=words(said, f"{field}.content", "", _WORDS))
@@ -174,12 +240,25 @@ class ResponseWriter(AnswerWriter):
             status = "incomplete"
         head = {"id": f"{_ITEM_IDS[block.kind]}_{self.id.removeprefix(self.id_prefix)}_{index}"}
         if block.kind == "call":
-            head |= {"type": "function_call", "call_id": block.id, "name": block.name, "status": status}
-            return {**head, "arguments": block.text if is_done else ""}
+            return self._call_item(block, head, status, is_done)
         content = [_content(block)] if is_done else []
         if block.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content, "status": status}
         return {**head, "type": "message", "role": "assistant", "content": content, "status": status}
+
+    def _call_item(self, block: Block, head: Document, status: str, is_done: bool) -> Document:
+        tool = self._tools.get(block.name)
+        head |= {"call_id": block.id, "name": block.name, "status": status}
+        if tool is not None and tool.namespace:
+            head |= {"name": tool.entry["name"], "namespace": tool.namespace}
+        if tool is not None and tool.is_custom:
+            head |= {"type": "custom_tool_call", "id": head["id"].replace("fc_", "ctc_", 1)}
+            return {**head, "input": _custom_input(block) if is_done else ""}
+        return {**head, "type": "function_call", "arguments": block.text if is_done else ""}
+
+    @cached_property
+    def _tools(self) -> dict[str, _Offered]:
+        return {tool.name: tool for tool in _offered_tools(self.request.body, strict=False)}
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
         index, block = len(choice.blocks) - 1, choice.blocks[-1]
@@ -193,7 +272,7 @@ class ResponseWriter(AnswerWriter):
                 empty = {**where, "content_index": 0, "part": _content(Block("text"))}
                 documents += self._numbered(("response.content_part.added", empty))
         added = getattr(part, "text", "")
-        if added:
+        if added and item["type"] != "custom_tool_call":
             place = {} if block.kind == "call" else {"content_index": 0}
             more = {"logprobs": []} if block.kind == "text" else {}
             documents += self._numbered(
@@ -209,8 +288,12 @@ class ResponseWriter(AnswerWriter):
         where: Document = {"item_id": item["id"], "output_index": index}
         done = f"response.{_DELTAS[block.kind]}.done"
         events: list[tuple[str, Document]] = []
-        if block.kind == "call":
-            events.append((done, {**where, "name": block.name, "arguments": block.text}))
+        if item["type"] == "custom_tool_call":
+            said = item["input"]
+            events.append(("response.custom_tool_call_input.delta", {**where, "delta": said}))
+            events.append(("response.custom_tool_call_input.done", {**where, "input": said}))
+        elif block.kind == "call":
+            events.append((done, {**where, "name": item["name"], "arguments": block.text}))
         elif block.kind == "reasoning":
             events.append((done, {**where, "content_index": 0, "text": block.text}))
         else:
@@ -228,6 +311,12 @@ class ResponseWriter(AnswerWriter):
 
 _ITEM_IDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _DELTAS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+
+
+def _custom_input(block: Block) -> str:
+    """Of a call that has ended: such are served whole."""
+    arguments = json.loads(block.text or "{}")
+    return str(arguments.get("input", ""))
 
 
 def _content(block: Block) -> Document:

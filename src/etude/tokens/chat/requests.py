@@ -26,8 +26,11 @@ Neutral = Mapping[str, tuple[object, ...]]
 
 DRAWING_FIELDS = frozenset(("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed"))
 SHARED_FIELDS = DRAWING_FIELDS | {"stream_options", "n", "stop"}
-_HARMLESS_FIELDS = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))
+_HARMLESS_FIELDS = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "client_metadata"))
 """Say something of the request, and nothing of the answer."""
+_HINTS = frozenset(("reasoning_effort", "verbosity", "effort", "summary"))
+"""Fields and options that ask a model to think or say more or less. No model is steered so here, and coding
+agents send them always."""
 _NEUTRAL: Neutral = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -37,8 +40,6 @@ _NEUTRAL: Neutral = {
 _NEUTRAL_STRICT: Neutral = {
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
-    "reasoning_effort": (),
-    "verbosity": (),
 }
 """Refused with `strict` alone."""
 
@@ -89,7 +90,7 @@ def check_fields(body: Mapping[str, Any], known: Set[str], neutral: Neutral, str
     """Raises BadRequestError for a field that is not supported; with `strict` also for one not known."""
     refused = {**_NEUTRAL, **neutral, **(_NEUTRAL_STRICT if strict else {})}
     for name, value in body.items():
-        if name in known or name in _HARMLESS_FIELDS or value is None:
+        if name in known or name in _HARMLESS_FIELDS or name in _HINTS or value is None:
             continue
         if name in refused:
             if not any(_same(value, one) for one in refused[name]):
@@ -101,12 +102,14 @@ def check_fields(body: Mapping[str, Any], known: Set[str], neutral: Neutral, str
 
 
 def check_options(body: Mapping[str, Any], name: str, refused: Sequence[str], strict: bool) -> None:
-    """Raises BadRequestError for an option of the object `name`: for any if `strict`, else if `refused`."""
+    """Raises BadRequestError for an option of the object `name` that is `refused`; with `strict` for any that
+    is no hint."""
     options = body.get(name) or {}
     if not isinstance(options, dict):
         raise wrong(name, options, "an object")
     for option, value in options.items():
-        if (strict or option in refused) and value not in (None, {"type": "text"}):
+        is_refused = option in refused or (strict and option not in _HINTS)
+        if is_refused and value not in (None, {"type": "text"}):
             raise unsupported(f"{name}.{option}", value, "is not supported here")
 
 

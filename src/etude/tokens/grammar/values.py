@@ -62,7 +62,7 @@ def _read(parameter: Parameter, text: str) -> object:
         case "integer" if _INTEGER.match(text):
             return int(text)
         case "number" if _NUMBER.match(text) and math.isfinite(float(text)):
-            return float(text)
+            return int(text) if _INTEGER.match(text) else float(text)
         case "boolean" if text in ("true", "false"):
             return text == "true"
         case "array" | "object" as kind:

@@ -1,0 +1,132 @@
+"""What coding agents send that is in no client library: of Claude Code 2.1.197 and Codex 0.171."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.environment.recording.recording_builders import qwen_tokenizer
+
+from etude.records import ToolCall
+from etude.tokens.chat.answers import Ended, Sampled
+from etude.tokens.chat.client_tools import call_arguments
+from etude.tokens.chat.dialects import MESSAGES, RESPONSES
+from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.messages import Answer, Call, Opening, Results, SystemWords, UserWords, content_key
+from etude.tokens.chat.reader import CallHead, CallMore
+
+SHELL = {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}}
+AGENTS = {"type": "namespace", "name": "agents", "tools": [{**SHELL, "name": "close"}]}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin end"},
+}
+SEARCH = {"type": "web_search", "external_web_access": True}
+CODEX: dict[str, Any] = {
+    "input": "Fix it.",
+    "tools": [SHELL, AGENTS, PATCH, SEARCH],
+    "include": ["reasoning.encrypted_content"],
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "text": {"verbosity": "low"},
+    "prompt_cache_key": "k",
+    "client_metadata": {"session_id": "s"},
+    "store": False,
+}
+CLAUDE: dict[str, Any] = {
+    "max_tokens": 64000,
+    "system": [{"type": "text", "text": "You are an agent."}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Fix it."}]},
+        {"role": "system", "content": "There are two kinds of agents."},
+    ],
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "metadata": {"user_id": "u"},
+}
+
+
+def test_claude_codes_system_words_among_the_messages_stay_in_their_place() -> None:
+    request = MESSAGES.read(CLAUDE)
+    said = (UserWords("Fix it."), SystemWords("There are two kinds of agents."))
+    assert request.messages == (Opening("You are an agent."), *said)
+
+
+def test_system_words_before_all_messages_are_the_openings() -> None:
+    first, second = CLAUDE["messages"]
+    request = MESSAGES.read({**CLAUDE, "messages": [second, first]})
+    assert request.messages[0] == Opening("You are an agent.\n\nThere are two kinds of agents.")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_codex_tools_are_announced_but_for_those_of_openais_servers(strict: bool) -> None:
+    opening = RESPONSES.read(CODEX, "", strict).messages[0]
+    assert isinstance(opening, Opening)
+    assert [tool.name for tool in opening.tools] == ["exec_command", "agents__close", "apply_patch"]
+    assert opening.tools[2].description == "Edit files.\nThe input has this grammar:\nstart: begin end"
+    assert [one.name for one in opening.tools[2].parameters] == ["input"]
+
+
+def test_a_tool_of_an_unknown_type_is_refused_by_serve_and_passed_over_for_agents() -> None:
+    body = {**CODEX, "tools": [SHELL, {"type": "other"}]}
+    with pytest.raises(BadRequestError) as caught:
+        RESPONSES.read(body)
+    assert caught.value.field == "tools[1].type"
+    opening = RESPONSES.read(body, "", strict=False).messages[0]
+    assert isinstance(opening, Opening) and len(opening.tools) == 1
+
+
+def test_codex_gets_calls_in_its_own_form_and_tells_them_so() -> None:
+    request = RESPONSES.read(CODEX)
+    writer = RESPONSES.writer(request, "a", 1, qwen_tokenizer(), "m")
+    parts = [
+        CallHead("call_1", "agents__close"),
+        CallMore('{"target": "x"}'),
+        CallHead("call_2", "apply_patch"),
+        CallMore('{"input": "begin\\nend"}'),
+    ]
+    events = [*writer.take(Sampled(parts, None)), *writer.take(Ended("calls", 4))]
+    closed, patch = writer.whole()["output"]
+    assert (closed["type"], closed["namespace"], closed["name"]) == ("function_call", "agents", "close")
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", "begin\nend")
+    changes = [one for one in events if one["type"] == "response.custom_tool_call_input.delta"]
+    assert [one["delta"] for one in changes] == ["begin\nend"]
+    assert [one["item"] for one in events if one["type"] == "response.output_item.done"] == [closed, patch]
+
+    results = [
+        {"type": "function_call_output", "call_id": "call_1", "output": "closed"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "patched"},
+    ]
+    again = RESPONSES.read({**CODEX, "input": [{"role": "user", "content": "Fix."}, closed, patch, *results]})
+    calls = (
+        Call("call_1", "agents__close", {"target": "x"}),
+        Call("call_2", "apply_patch", {"input": "begin\nend"}),
+    )
+    assert again.messages[2:] == (Answer("", calls), Results(("closed", "patched")))
+
+
+def test_an_argument_that_has_its_default_may_be_left_out_of_a_call_and_another_value_may_not() -> None:
+    properties = {"path": {"type": "string"}, "replace_all": {"type": "boolean", "default": False}}
+    tool = {"name": "Edit", "input_schema": {"type": "object", "properties": properties}}
+    opening = MESSAGES.read({**CLAUDE, "tools": [tool]}).messages[0]
+    assert isinstance(opening, Opening)
+
+    def key(name: str, **arguments: Any) -> bytes:
+        return content_key(Answer("", (Call("1", name, arguments),)), opening.tools)
+
+    assert key("Edit", path="a") == key("Edit", replace_all=False, path="a")
+    assert key("Edit", path="a") != key("Edit", path="a", replace_all=True)
+    assert key("Edit", path="a") != key("Edit", path="a", replace_all=0)
+    assert key("Other", path="a") != key("Other", path="a", replace_all=False)
+
+
+def test_a_number_is_served_as_the_model_wrote_it() -> None:
+    properties = {name: {"type": "number"} for name in "abc"}
+    body = {**CODEX, "tools": [{**SHELL, "parameters": {"type": "object", "properties": properties}}]}
+    opening = RESPONSES.read(body).messages[0]
+    assert isinstance(opening, Opening)
+    found = call_arguments(ToolCall("exec_command", {"a": "1000", "b": "0.5", "c": "1e3"}), opening.tools)
+    assert json.dumps(found) == '{"a": 1000, "b": 0.5, "c": 1000.0}'
