@@ -83,7 +83,7 @@ max_tokens = 512
 max_message_tokens = 48
 
 [agent.harness]
-python = "{environment}"
+directory = "{environment}"
 timeout_s = 300.0
 max_running = 4
 

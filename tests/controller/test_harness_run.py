@@ -77,7 +77,7 @@ def test_a_command_that_never_asks_ends_the_run_with_its_reason(tmp_path: Path) 
     [
         ("sandbox.server", {"sandbox": {"server": "http://127.0.0.1:1"}}),
         ("rl.forks.share", {"rl": {"forks": {"share": 0.5}}}),
-        ("agent.harness.python", {"sandbox": {"backend": "gvisor"}, "agent": {"python": "/opt/agent"}}),
+        ("agent.harness.directory", {"sandbox": {"backend": "gvisor"}, "agent": {"directory": "/opt/agent"}}),
         ("agent.harness.command", {"agent": {"command": "  "}}),
     ],
 )
@@ -103,16 +103,16 @@ def test_tools_of_our_own_agent_are_refused_with_a_foreign_one(field: str, agent
     assert "token-of-mine" not in error["msg"]
 
 
-@pytest.mark.parametrize("python", ["/etc", "/nowhere"])
-def test_an_environment_that_sandboxes_cannot_be_shown_is_refused_before_the_run(
-    tmp_path: Path, python: str
+@pytest.mark.parametrize("directory", ["/etc", "/nowhere", str(Path.home())])
+def test_a_directory_that_sandboxes_cannot_be_shown_is_refused_before_the_run(
+    tmp_path: Path, directory: str
 ) -> None:
     config = harness_config(tmp_path, "agent")
-    harness = config.agent.harness.model_copy(update={"python": python})
+    harness = config.agent.harness.model_copy(update={"directory": directory})
     config = config.model_copy(update={"agent": config.agent.model_copy(update={"harness": harness})})
     with pytest.raises(ConfigError) as caught:
         check_start(config)
-    assert (caught.value.field, caught.value.received) == ("agent.harness.python", python)
+    assert (caught.value.field, caught.value.received) == ("agent.harness.directory", directory)
 
 
 def test_the_command_is_named_on_the_command_line() -> None:

@@ -19,10 +19,10 @@ class HarnessConfig(Section):
     the task's instruction, quoted. In its environment: `ETUDE_INSTRUCTION`, `ETUDE_TASK`, and the endpoint as
     `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. Empty:
     Étude's own agent."""
-    python: str = ""
-    """Directory of a Python environment of this machine, with the agent in it, that sandboxes see read-only
-    at its own path. Needs `sandbox.backend = "local"`; tasks with an image of their own have the agent in the
-    image. Empty: none."""
+    directory: str = ""
+    """Directory of this machine with the agent in it, such as a Python environment or where npm installed it,
+    that sandboxes see read-only at its own path (what is installed below `/usr` they see without). Needs
+    `sandbox.backend = "local"`; tasks with an image of their own have the agent in the image. Empty: none."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Time limit of the command in seconds. At its end the session is graded as it stands, with status
     `limit`. A shorter limit of the task itself holds instead."""

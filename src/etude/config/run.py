@@ -410,9 +410,9 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{field}: must not be set with agent.harness.command, received {received!r}: {why}"
                 )
-        if self.agent.harness.python and sandbox.backend != "local":
+        if self.agent.harness.directory and sandbox.backend != "local":
             raise ValueError(
-                'agent.harness.python: needs sandbox.backend = "local", received '
+                'agent.harness.directory: needs sandbox.backend = "local", received '
                 f"{sandbox.backend!r}; put the agent into the image instead"
             )
 

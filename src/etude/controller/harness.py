@@ -64,7 +64,7 @@ async def _open_harness(
 
     assert isinstance(backend, MachineBackend), "so RunConfig wants it"
     harness, reward = config.agent.harness, config.rl.reward
-    _show_python(harness, backend)
+    _show_directory(harness, backend)
     held = MapLimits(limits.session.max_tokens)
     if limits.session.max_session_tokens:
         held = replace(held, max_session_tokens=limits.session.max_session_tokens)
@@ -82,25 +82,29 @@ async def _open_harness(
 
 
 def check_harness(config: RunConfig) -> None:
-    """Raises ConfigError, before a run has a directory, for an environment that its sandboxes cannot see."""
+    """Raises ConfigError, before a run has a directory, for a directory that its sandboxes cannot see."""
     if config.agent.harness.command:
-        _show_python(config.agent.harness, LocalBackend())
+        _show_directory(config.agent.harness, LocalBackend())
 
 
-def _show_python(harness: HarnessConfig, backend: SandboxBackend) -> None:
-    """Has sandboxes see the environment with the agent, if one is named. Raises ConfigError."""
-    if not harness.python:
+def _show_directory(harness: HarnessConfig, backend: SandboxBackend) -> None:
+    """Has sandboxes see the directory with the agent, if one is named. Raises ConfigError."""
+    if not harness.directory:
         return
     assert isinstance(backend, LocalBackend), "so RunConfig wants it"
     view = HostView()
     try:
-        view.add_python(Path(harness.python).absolute())
+        place = Path(harness.directory).absolute()
+        if (place / "bin" / "python").exists():
+            view.add_python(place)
+        else:
+            view.add_directory(place)
     except ConfigError as error:
         raise ConfigError(
             error.message,
-            field="agent.harness.python",
-            received=harness.python,
-            fix="name one made with `python -m venv DIR`, not below /tmp, that other users may read",
+            field="agent.harness.directory",
+            received=harness.directory,
+            fix="name one that holds the agent and nothing private, not below /tmp, that others may read",
         ) from error
     view.programs = ""  # the command names its own: tests find the Python that they find without it
     backend.view = view

@@ -99,6 +99,17 @@ class HostView:
         self._add_homes(python)
         self.programs = str(prefix / "bin")
 
+    def add_directory(self, directory: Path) -> None:
+        """Shows a directory that its user names, at its own path.
+
+        Raises ConfigError for what is none, cannot be shown, or cannot be read by a sandbox's user.
+        """
+        source = directory.resolve()
+        reason = self._why_hidden(source, True) if source.is_dir() else "is no directory"
+        if reason:
+            raise _refusal(reason, str(directory))
+        self._show(str(directory), source)
+
     def _add_homes(self, python: Path) -> None:
         """Shows the installations that the links from `python` lead to; of other places the link alone."""
         for _ in range(_NUM_LINKS):
