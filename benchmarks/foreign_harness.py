@@ -1,10 +1,11 @@
 """Claim: an agent that was not written for Étude is trained by RL, unmodified, in a closed loop.
 
-    python benchmarks/foreign_harness.py --harness-env DIR --json FILE
+    python benchmarks/foreign_harness.py --agent mini --directory DIR --json FILE
 
-mini-swe-agent, from the virtual environment DIR (`pip install mini-swe-agent==2.4.6 mcp`; not below /tmp,
-since sandboxes have a /tmp of their own), plays every session of `etude train --harness` in the sandboxes of
-24 tasks: a word that the instruction names is to be written into a file, and `tests/test.sh` looks at the
+An agent plays every session of `etude train --harness` in the sandboxes of 24 tasks. It is `mini`, in a
+virtual environment DIR (`pip install mini-swe-agent==2.4.6 mcp`), or `claude`, below DIR (`npm install
+--prefix DIR @anthropic-ai/claude-code`); DIR is not below /tmp, since sandboxes have a /tmp of their own.
+The tasks: a word that the instruction names is to be written into a file, and `tests/test.sh` looks at the
 file. A small model from random weights is first fine-tuned (`etude sft`) on chats that show the form alone:
 the word that they write is drawn at random from four. So it earns 1 in about a quarter of the sessions, and
 some groups have both rewards.
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import statistics
 import subprocess
 import sys
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Figures, print_table, write_result
+from harness_agents import AGENTS, HarnessAgent
 
 from etude.config import ModelConfig
 from etude.model import LanguageModel
@@ -38,7 +39,6 @@ from etude.tokens import train_tokenizer
 
 WORDS = ("red", "blue", "green", "black")
 ORDERS = ("Write", "Put", "Store", "Save", "Note", "Keep")
-SYSTEM = "Answer with one command."
 _COMMAND = "from etude.cli import main; main()"
 MARKS = ["<|im_start|>", "<|im_end|>"]
 MODEL = ModelConfig(
@@ -49,24 +49,11 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     intermediate_size=192,
-    max_positions=1024,
+    max_positions=4096,
 )
 TEST = """#!/bin/sh
 if [ "$(cat word.txt)" = {word} ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
-VARIABLES = {
-    "MSWEA_CONFIGURED": "true",
-    "MSWEA_COST_TRACKING": "ignore_errors",
-    "MSWEA_SILENT_STARTUP": "1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-}
-SETTINGS = {
-    "agent.system_template": SYSTEM,
-    "agent.instance_template": "{{task}}",
-    "agent.step_limit": "3",
-    "model.observation_template": "exit {{output.returncode}}",
-    "model.format_error_template": "no command",
-}
 CONFIG = """
 name = "harness"
 device = "cpu"
@@ -79,13 +66,19 @@ family = "directory"
 directory = "{tasks}"
 
 [agent]
-max_tokens = 512
-max_message_tokens = 48
+max_tokens = {max_tokens}
+max_message_tokens = {max_message_tokens}
 
 [agent.harness]
-directory = "{environment}"
+directory = "{agent}"
 timeout_s = 300.0
 max_running = 4
+
+[sandbox]
+memory_bytes = {memory_bytes}
+
+[engine]
+cache_tokens = 65536
 
 [rl]
 num_steps = {num_steps}
@@ -111,7 +104,8 @@ num_repeated_tasks = 1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--harness-env", type=Path, required=True, help="Virtual environment of the agent.")
+    parser.add_argument("--agent", choices=AGENTS, default="mini", help="Which agent.")
+    parser.add_argument("--directory", type=Path, required=True, help="Where the agent is installed.")
     parser.add_argument("--steps", type=int, default=4, help="RL steps.")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="As rl.optimizer.learning_rate.")
     parser.add_argument("--max-staleness", type=int, default=0, help="As rl.max_staleness.")
@@ -120,9 +114,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = options.keep or Path(folder)
+        agent = AGENTS[options.agent](options.directory)
         write_tasks(directory / "tasks")
-        model = fine_tune(directory)
-        run = train(directory, model, options)
+        model = fine_tune(directory, agent)
+        run = train(directory, model, agent, options)
         figures, notes = measure(run)
     print_table("a foreign agent in a closed loop", figures)
     if options.json:
@@ -150,64 +145,43 @@ def instruction(order: str, word: str) -> str:
     return f"{order} the word {word} into word.txt."
 
 
-def answer(command: str) -> str:
-    """A message with one command, as the agent reads it."""
-    return f"```mswea_bash_command\n{command}\n```"
-
-
-def fine_tune(directory: Path) -> Path:
+def fine_tune(directory: Path, agent: HarnessAgent) -> Path:
     """A model that knows the form of the agent's sessions, and not which word to write."""
     drawn = random.Random(0)
-    chats: list[list[dict[str, str]]] = []
-    for order in ORDERS * 20:
-        for word in WORDS:
-            messages = [
-                ("system", SYSTEM),
-                ("user", instruction(order, word)),
-                ("assistant", answer(f"echo {drawn.choice(WORDS)} > word.txt")),
-                ("user", "exit 0"),
-                ("assistant", answer("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")),
-            ]
-            chats.append([{"role": role, "content": text} for role, text in messages])
-    texts = [message["content"] for chat in chats for message in chat]
-    tokenizer = train_tokenizer(texts, 420, MARKS)
+    chats = [
+        agent.chat(instruction(order, word), f"echo {drawn.choice(WORDS)} > word.txt")
+        for order in ORDERS * 20
+        for word in WORDS
+    ]
+    texts = [json.dumps(chat, ensure_ascii=False) for chat in chats]
+    tokenizer = train_tokenizer(texts, agent.vocab_size, MARKS)
     model = LanguageModel(MODEL, tokenizer.vocab_size)
     model.initialise(0)
     save_model(model, directory / "model")
     tokenizer.save(directory / "model")
-    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
-    (directory / "chats.jsonl").write_text(lines, encoding="utf-8")
+    (directory / "chats.jsonl").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     sources = ["--from", str(directory / "model"), "--data", f"form={directory / 'chats.jsonl'}"]
     settings = {"runs_directory": f'"{directory / "runs"}"', "num_threads": "1", "device": '"cpu"'}
-    settings |= {"sft.num_steps": "150", "sft.tokens_per_step": "2048", "sft.heldout_every_steps": "0"}
+    settings |= {
+        "sft.num_steps": "150",
+        "sft.tokens_per_step": str(4 * agent.max_tokens),
+        "sft.heldout_every_steps": "0",
+    }
     settings |= {"sft.optimizer.learning_rate": "3e-3"}
     etude("sft", *sources, "--name", "form", *(f"--set={key}={value}" for key, value in settings.items()))
     return directory / "runs" / "form" / "checkpoints" / "final"
 
 
-def train(directory: Path, model: Path, options: argparse.Namespace) -> Path:
+def train(directory: Path, model: Path, agent: HarnessAgent, options: argparse.Namespace) -> Path:
     """The run's directory."""
-    environment = options.harness_env.resolve()
-    paths = {"runs": directory / "runs", "tasks": directory / "tasks", "environment": environment}
+    paths = {"runs": directory / "runs", "tasks": directory / "tasks", "agent": agent.directory}
     numbers = {"num_steps": options.steps, "max_staleness": options.max_staleness}
-    numbers["learning_rate"] = options.learning_rate
+    numbers |= {"max_tokens": agent.max_tokens, "max_message_tokens": agent.max_message_tokens}
+    numbers |= {"memory_bytes": agent.memory_bytes, "learning_rate": options.learning_rate}
     config = directory / "harness.toml"
     config.write_text(CONFIG.format(model=model, **paths, **numbers), encoding="utf-8")
-    etude("train", "--config", str(config), "--harness", harness_command(environment))
+    etude("train", "--config", str(config), "--harness", agent.command())
     return directory / "runs" / "harness"
-
-
-def harness_command(environment: Path) -> str:
-    """mini-swe-agent with commands in its messages' text and prompts that a small model has room for."""
-    words = [
-        "env",
-        *(f"{name}={value}" for name, value in VARIABLES.items()),
-        str(environment / "bin" / "mini"),
-    ]
-    words += ["--model", "openai/etude", "--model-class", "litellm_textbased", "--agent-class", "default"]
-    words += ["--config", "mini_textbased.yaml"]
-    words += [word for key, value in SETTINGS.items() for word in ("--config", f"{key}={value}")]
-    return f"{shlex.join(words)} --yolo --output /tmp/trajectory.json --task {{instruction}}"
 
 
 def etude(*words: str) -> None:

@@ -1,0 +1,162 @@
+"""Agents of the package indexes for foreign_harness.py: how each is started, and chats that show its form.
+
+mini    mini-swe-agent 2.4.6, with a command in its message's text (Python, OpenAI's chat completions)
+claude  Claude Code, with its own tools (a program of npm's, Anthropic's messages)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+from etude.tokens.chat.dialects import MESSAGES
+from etude.tokens.chat.messages import Opening, SystemWords, UserWords
+
+SYSTEM = "Answer with one command."
+Chat = dict[str, Any]
+"""A row of `etude sft`'s data: messages, and tools."""
+
+
+class HarnessAgent(ABC):
+    """An agent that is installed in a directory."""
+
+    max_tokens: ClassVar[int]
+    """Of a session's context."""
+    max_message_tokens: ClassVar[int]
+    vocab_size: ClassVar[int]
+    memory_bytes: ClassVar[int] = 512 << 20
+    """Of a sandbox."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.resolve()
+
+    @abstractmethod
+    def command(self) -> str:
+        """What `etude train --harness` is given."""
+
+    @abstractmethod
+    def chat(self, instruction: str, command: str) -> Chat:
+        """A session of one command."""
+
+
+class MiniSweAgent(HarnessAgent):
+    """With commands in its messages' text and prompts that a small model has room for."""
+
+    max_tokens, max_message_tokens, vocab_size = 512, 48, 420
+    variables: ClassVar = {
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_SILENT_STARTUP": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    settings: ClassVar = {
+        "agent.system_template": SYSTEM,
+        "agent.instance_template": "{{task}}",
+        "agent.step_limit": "3",
+        "model.observation_template": "exit {{output.returncode}}",
+        "model.format_error_template": "no command",
+    }
+
+    def command(self) -> str:
+        words = ["env", *(f"{name}={value}" for name, value in self.variables.items())]
+        words += [str(self.directory / "bin" / "mini"), "--model", "openai/etude"]
+        words += ["--model-class", "litellm_textbased", "--agent-class", "default"]
+        words += ["--config", "mini_textbased.yaml"]
+        words += [word for key, value in self.settings.items() for word in ("--config", f"{key}={value}")]
+        return f"{shlex.join(words)} --yolo --output /tmp/trajectory.json --task {{instruction}}"
+
+    def chat(self, instruction: str, command: str) -> Chat:
+        said = [
+            ("system", SYSTEM),
+            ("user", instruction),
+            ("assistant", f"```mswea_bash_command\n{command}\n```"),
+            ("user", "exit 0"),
+            ("assistant", "```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"),
+        ]
+        return {"messages": [{"role": role, "content": text} for role, text in said]}
+
+
+class ClaudeCode(HarnessAgent):
+    """With three of its tools and a short system prompt, which leave some 1,200 tokens to read."""
+
+    max_tokens, max_message_tokens, vocab_size = 4096, 96, 2048
+    memory_bytes = 1 << 30
+    options: ClassVar = ("--bare", "-p", "--tools", "Bash,Read,Edit", "--system-prompt", SYSTEM)
+    options += ("--dangerously-skip-permissions", "--max-turns", "3")
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._program = str(self.directory / "node_modules" / ".bin" / "claude")
+        self._request = self._ask("INSTRUCTION")
+
+    def command(self) -> str:
+        words = ["env", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1", self._program, *self.options]
+        return f"{shlex.join(words)} {{instruction}}"
+
+    def chat(self, instruction: str, command: str) -> Chat:
+        opening, *said = MESSAGES.read(self._request).messages
+        assert isinstance(opening, Opening)
+        messages: list[Chat] = [{"role": "system", "content": opening.system}]
+        for one in said:
+            assert isinstance(one, UserWords | SystemWords)
+            role = "user" if isinstance(one, UserWords) else "system"
+            messages.append({"role": role, "content": one.text.replace("INSTRUCTION", instruction)})
+        arguments = json.dumps({"command": command})
+        call = {"id": "1", "type": "function", "function": {"name": "Bash", "arguments": arguments}}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "(Bash completed with no output)"},
+            {"role": "assistant", "content": "Done."},
+        ]
+        return {"messages": messages, "tools": [tool.function_schema() for tool in opening.tools]}
+
+    def _ask(self, instruction: str) -> Chat:
+        """Its first request, which an endpoint without a model refuses."""
+        with _Refusing() as endpoint, tempfile.TemporaryDirectory() as home:
+            variables = {"ANTHROPIC_BASE_URL": endpoint.url, "ANTHROPIC_API_KEY": "unused", "HOME": home}
+            words = [self._program, *self.options, instruction]
+            # As root it wants to be assured that it runs in a sandbox.
+            variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
+            run = {"env": os.environ | variables, "cwd": home, "stdin": subprocess.DEVNULL}
+            subprocess.run(words, **run, timeout=120, capture_output=True)
+            return endpoint.requests[0]
+
+
+@dataclass
+class _Endpoint:
+    url: str
+    requests: list[Chat]
+
+
+class _Refusing:
+    """An endpoint on loopback that keeps the bodies of requests, and refuses them."""
+
+    def __enter__(self) -> _Endpoint:
+        kept: list[Chat] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                kept.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self.send_error(400)
+
+            def log_message(self, *words: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return _Endpoint(f"http://127.0.0.1:{self._server.server_port}", kept)
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+
+
+AGENTS: dict[str, type[HarnessAgent]] = {"mini": MiniSweAgent, "claude": ClaudeCode}
