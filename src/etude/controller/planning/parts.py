@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from etude.config import RunConfig
@@ -9,6 +10,7 @@ from etude.controller.compute import Place, choose_weight_dtype
 from etude.controller.planning.sizes import ModelSizes
 from etude.inference.cache import PAGE_TOKENS, cache_type, page_bytes
 from etude.model.logprobs import block_rows
+from etude.observe.machine import available_cores
 from etude.weights.memory import KEPT_VERSIONS
 
 SERVED, PACKED, PAGES = "engine's weights", "packed weights", "keys and values"
@@ -45,12 +47,14 @@ def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: 
     held = _sharded(config, sizes.parameters, sizes.expert_parameters)
     cut = _cut(config)
     optimizer = _optimizer(config, sizes, held, cut)
+    batches = _count_at_once(config, sizes, place)
+    logits = batches * _logits(config, sizes, vocab_size, place)
     parts = [
         MemoryPart("weights", held * element_bytes, f"the trainer's own{cut}"),
-        _gradients(sizes, held, cut, element_bytes),
+        _gradients(sizes, held, cut, element_bytes, batches),
         optimizer,
-        _activations(config, sizes),
-        MemoryPart("logits", _logits(config, sizes, vocab_size, place), "blocks and their gradient, float32"),
+        _activations(config, sizes, batches),
+        MemoryPart("logits", logits, "blocks and their gradient, float32"),
     ]
     if config.rl.loss.kl_weight > 0 and not sizes.adapter_parameters:
         parts.append(MemoryPart("reference", held * element_bytes, "weights that the KL is measured from"))
@@ -60,6 +64,16 @@ def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: 
     if place.device == "cpu":
         parts += _host_copies(config, sizes, place, held, optimizer)
     return parts
+
+
+def _count_at_once(config: RunConfig, sizes: ModelSizes, place: Place) -> float:
+    """Micro-batches of which a rank keeps what the backward pass needs: on a CPU that one rank has to itself
+    one for each thread, as far as a step's longest sessions fill them."""
+    if place.device != "cpu" or config.parallel.ranks > 1:
+        return 1
+    rl, threads = config.rl, config.num_threads or available_cores()
+    step_tokens = rl.groups_per_step * rl.group_size * config.agent.max_tokens
+    return max(1.0, min(threads, step_tokens / rl.updates_per_step / sizes.saved_tokens))
 
 
 def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[MemoryPart]:
@@ -94,18 +108,21 @@ def _optimizer(config: RunConfig, sizes: ModelSizes, held: float, cut: str) -> M
     return MemoryPart("optimizer", states * state_bytes, f"{settings.state_dtype} moments{cut}")
 
 
-def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int) -> MemoryPart:
+def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int, batches: float) -> MemoryPart:
+    """Their sum, and beside it those of each micro-batch where several are computed at once."""
+    sets = 1 if batches == 1 else 1 + math.ceil(batches)
+    each = f": their sum, and of {sets - 1} micro-batches" if sets > 1 else ""
     if adapters := sizes.adapter_parameters:
-        return MemoryPart("gradients", adapters * _FLOAT_BYTES, "of the adapters")
-    return MemoryPart("gradients", held * element_bytes, f"of every weight{cut}")
+        return MemoryPart("gradients", sets * adapters * _FLOAT_BYTES, f"of the adapters{each}")
+    return MemoryPart("gradients", sets * held * element_bytes, f"of every weight{cut}{each}")
 
 
-def _activations(config: RunConfig, sizes: ModelSizes) -> MemoryPart:
-    """Kept for the backward pass of one micro-batch. Under tensor parallelism at most: heads and inner widths
+def _activations(config: RunConfig, sizes: ModelSizes, batches: float) -> MemoryPart:
+    """Kept for the backward pass of micro-batches. Under tensor parallelism at most: heads and inner widths
     are divided, what lies between the layers is not."""
     kept = "what enters each block" if config.activation_checkpointing else "all that the backward pass needs"
-    num_bytes = sizes.saved_bytes / config.parallel.context
-    return MemoryPart("activations", num_bytes, f"{sizes.saved_tokens:,} tokens: {kept}")
+    num_bytes = batches * sizes.saved_bytes / config.parallel.context
+    return MemoryPart("activations", num_bytes, f"{batches * sizes.saved_tokens:,.0f} tokens: {kept}")
 
 
 def _logits(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> float:

@@ -118,6 +118,7 @@ def _sizes(config: RunConfig, vocab_size: int, place: Place) -> ModelSizes:
         dtype=_dtype(place),
         checkpointed=config.activation_checkpointing,
         adapter=config.rl.adapter,
+        on_cpu=place.device == "cpu",
     )
 
 
@@ -126,7 +127,7 @@ def _fix(config: RunConfig, part: str) -> str:
         "keys and values": "set engine.cache_tokens lower",
         "activations": "shorten agent.max_tokens"
         if config.activation_checkpointing
-        else "set activation_checkpointing = true",
+        else "set activation_checkpointing = true, or on a CPU num_threads lower",
         "optimizer": "set rl.optimizer.state_dtype = 'bfloat16', or train adapters (rl.adapter.rank)",
         "checkpoint": "set checkpoint.asynchronous = false",
         "processes": "start fewer of them (cluster.engines, cluster.workers)",

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from etude.config import AdapterConfig, ModelConfig
-from etude.model import LanguageModel, build_model
+from etude.model import LanguageModel, build_model, fused
 from etude.model.lora import adapted_names
+from etude.model.ops import TorchOps
 from etude.training.optimizer.optimizer import is_matrix
 
 
@@ -57,12 +58,16 @@ def measure_sizes(
     dtype: torch.dtype = torch.float32,
     checkpointed: bool = False,
     adapter: AdapterConfig | None = None,
+    on_cpu: bool = False,
 ) -> ModelSizes:
-    """Counts a model of `config`. `longest`: tokens of the sequences that a micro-batch is filled with."""
+    """Counts a model of `config`. `longest`: tokens of the sequences that a micro-batch is filled with.
+    `on_cpu`: whether the gradients of norms and gates are written out, which keeps less."""
     # Grouped products know no float32 on meta tensors.
     counted = torch.bfloat16 if config.num_moe_layers else dtype
     with torch.device("meta"):
         model = build_model(config, vocab_size).to(counted)
+    if on_cpu:
+        model.ops = _CpuOps()
     model.checkpoint_activations(checkpointed)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     sizes = {name: shape.numel() for name, shape in shapes.items()}
@@ -107,6 +112,16 @@ def _factor_size(shape: torch.Size, adapter: AdapterConfig) -> int:
     for size in stack:
         count *= size
     return count * adapter.rank * (rows + columns)
+
+
+class _CpuOps(TorchOps):
+    """What a CPU trains with, for tensors that are on the meta device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.rms_norm(x, weight, eps)
+
+    def silu_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return fused.silu_gate(gate, up)
 
 
 class _KeptAttention:
