@@ -41,6 +41,7 @@ from tests.sandbox.images.image_builders import (
     tar_bytes,
     write_tree,
 )
+from tests.sandbox.images.test_bases import fake_tool
 from tests.sandbox.network.builders import exchange
 
 BASE = "example.org/tiny:1"
@@ -463,6 +464,17 @@ def test_a_build_that_takes_too_long_is_ended_with_all_that_it_began(builds: Bui
     assert list((root / "work").iterdir()) == []
     builds.build(f"FROM {BASE}\nRUN touch /made\n")
     assert (root / "storage/overlay-containers/containers.json").read_text().strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.foreign
+def test_a_base_that_is_made_meanwhile_does_not_count(
+    builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ready.base").write_bytes(tiny())
+    fake_tool(tmp_path, monkeypatch, f'sleep 21\ncp {tmp_path}/ready.base "$target"')
+    image = builds.build("FROM debian:12\nRUN touch /made\n", {"deadline_s": 20.0})
+    assert builds.read(image, "/made") == ""
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,8 +111,11 @@ async def _build_whole(build: BuildInputs, name: str, store: ImageStore, on_line
     root, options = store.layers.root, build.options
     try:
         with open_proxy(options, root, name) as proxy:
-            async with asyncio.timeout(options.deadline_s), open_buildah(root / BUILDAH, proxy) as buildah:
-                making = _Build(buildah, store, options, build.dockerfile)
+            async with (
+                asyncio.timeout(options.deadline_s) as limit,
+                open_buildah(root / BUILDAH, proxy) as buildah,
+            ):
+                making = _Build(buildah, store, options, build.dockerfile, limit)
                 words = await asyncio.to_thread(making.make_words, build.context, build.args, build.target)
                 return await making.run(words, name, on_line)
     except TimeoutError as error:
@@ -148,11 +151,19 @@ def open_proxy(options: BuildOptions, root: Path, name: str) -> Iterator[EgressP
 class _Build:
     """One build."""
 
-    def __init__(self, buildah: Buildah, store: ImageStore, options: BuildOptions, dockerfile: str) -> None:
+    def __init__(
+        self,
+        buildah: Buildah,
+        store: ImageStore,
+        options: BuildOptions,
+        dockerfile: str,
+        limit: asyncio.Timeout,
+    ) -> None:
         self.buildah = buildah
         self.store = store
         self.options = options
         self.dockerfile = dockerfile
+        self._limit = limit
         self._names = buildah.root / "names.json"
         self._result = buildah.own / "id"
 
@@ -193,11 +204,22 @@ class _Build:
                 raise explain_failure(self.dockerfile, output, status)
             if not lacks:
                 break
-            for base in sorted(lacks):
-                await self._give_base(base)
+            async with self._paused_limit():
+                for base in sorted(lacks):
+                    await self._give_base(base)
             given |= lacks
         image_id = (await asyncio.to_thread(_read_own, self._result)).strip().removeprefix("sha256:")
         return await self._take(image_id, name)
+
+    @contextlib.asynccontextmanager
+    async def _paused_limit(self) -> AsyncIterator[None]:
+        """What passes meanwhile is no time of the build's."""
+        clock, ends_s = asyncio.get_running_loop().time, self._limit.when()
+        assert ends_s is not None
+        left_s = ends_s - clock()
+        self._limit.reschedule(None)
+        yield
+        self._limit.reschedule(clock() + left_s)
 
     async def _take(self, image_id: str, name: str) -> Image:
         """Takes what was built into the store, unless it is there from an equal build."""

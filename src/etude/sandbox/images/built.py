@@ -51,7 +51,7 @@ class BuildOptions:
     """Path inside -> file or directory of the host, shown to RUN read-only and part of no layer:
     certificates, settings of package managers."""
     deadline_s: float = DEADLINE_S
-    """For one build, bases included."""
+    """For one build. What it takes to make or give it bases does not count."""
     fresh: bool = False
     """Whether every instruction runs again."""
 
