@@ -23,6 +23,8 @@ from etude.cli.serving_options import (
     StepOption,
 )
 from etude.config import TemplateName
+from etude.errors import ConfigError
+from etude.kit.locks import locked
 from etude.records import PolicyVersion
 
 record_app = typer.Typer(
@@ -85,9 +87,18 @@ def serve_command(
     in_the_clear = "keys would cross the network in the clear"
     check_host(host, certificate is not None, in_the_clear, "give --certificate and --key")
     store.mkdir(parents=True, exist_ok=True)
-    tenants = read_or_make_tenants(token_file or store / "tokens", SERVER)
-    # Before the weights, which take long: a port that is taken is said at once.
+    # Before the weights, which take long: a store or port that is taken is said at once.
     with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(store, wait=False))
+        except BlockingIOError:
+            raise ConfigError(
+                "another server stores its sessions here",
+                field="--store",
+                received=str(store),
+                fix="give this one a directory of its own, or end the other",
+            ) from None
+        tenants = read_or_make_tenants(token_file or store / "tokens", SERVER)
         listeners = [stack.enter_context(listener) for listener in open_listeners(host, port)]
         speech = (grammar, template)
         opened = open_checkpoint(model, None, speech, max_tokens, max_answer_tokens, "--max-tokens")

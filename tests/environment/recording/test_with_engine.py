@@ -16,6 +16,7 @@ import pytest
 from etude.config import ModelConfig
 from etude.environment.recording import AnswerService, MapLimits, SessionMap
 from etude.inference import Engine, EngineService
+from etude.kit.locks import locked
 from etude.kit.ports import free_port
 from etude.model import LanguageModel
 from etude.model.huggingface import save_model
@@ -139,3 +140,9 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         assert answer.exit_code == 2 and option.strip("-") in answer.stderr, (option, answer.output)
     assert etude("record", "serve", "--model", str(tmp_path), "--store", str(tmp_path / "s")).exit_code == 2
     assert "Usage" in etude("record", "serve", "--help").stdout
+
+
+def test_a_second_server_on_one_store_is_refused_before_it_reads_weights(tmp_path: Path) -> None:
+    with locked(tmp_path):  # as the first one has it
+        answer = etude("record", "serve", "--model", str(tmp_path / "no"), "--store", str(tmp_path))
+    assert answer.exit_code == 2 and "--store: another server stores its sessions here" in answer.stderr
