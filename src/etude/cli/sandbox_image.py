@@ -112,12 +112,15 @@ def list_command(as_json: JsonOption = False, state: StateOption = None) -> None
 def import_command(
     path: Annotated[Path, typer.Argument(help="OCI layout, OCI archive or archive made by `docker save`.")],
     name: Annotated[str, typer.Argument(help="Name of the image, for FROM and --image.")],
+    tag: Annotated[
+        str | None, typer.Option("--tag", help="Which of several images in PATH, by its name there.")
+    ] = None,
     state: StateOption = None,
 ) -> None:
     """Import an image that another tool wrote."""
     from etude.sandbox.images.oci import import_image
 
-    typer.echo(import_image(path, _store(state), name).digest)
+    typer.echo(import_image(path, _store(state), name, tag).digest)
 
 
 @image_app.command("export")

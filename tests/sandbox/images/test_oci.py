@@ -24,6 +24,7 @@ from etude.sandbox.images.oci import (
     import_image,
 )
 from etude.sandbox.template import Image
+from tests.cli.commands import etude
 from tests.sandbox.images.image_builders import (
     Layout,
     add_files,
@@ -106,7 +107,7 @@ def test_an_archive_of_docker_save_is_imported(store: ImageStore, tmp_path: Path
     path = tmp_path / "saved.tar"
     path.write_bytes(docker_archive())
     check(store, import_image(path, store, "x", reference="x:1"))
-    with pytest.raises(TemplateError, match="holds 0 images"):
+    with pytest.raises(TemplateError, match=r"holds 0 images that fit.* x:1$"):
         import_image(path, store, "x", reference="y:1")
 
 
@@ -140,8 +141,10 @@ def test_one_of_several_images_is_chosen_by_its_name(store: ImageStore, tmp_path
         for name, image in (("a", layout.image(LAYER)), ("b", layout.image(LAYER, UPPER)))
     ]
     path = layout.index(*named).write(tmp_path / "in")
-    with pytest.raises(TemplateError, match="choose one by its name: a, b"):
-        import_image(path, store, "x")
+    command = ["sandbox", "image", "import", str(path), "x", "--state", str(tmp_path / "state")]
+    for wrong in ([], ["--tag", "c"]):
+        assert r"there (`--tag`): a, b" in etude(*command, *wrong).stderr
+    assert etude(*command, "--tag", "b").exit_code == 0
     check(store, import_image(path, store, "x", reference="b"))
 
 

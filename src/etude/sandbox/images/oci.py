@@ -60,8 +60,8 @@ def architecture() -> str:
 def import_image(source: Path, store: ImageStore, name: str, reference: str | None = None) -> Image:
     """Imports the image for this machine and keeps it under `name`. Blocks.
 
-    `reference` chooses among several images of one archive, by its tag. Raises TemplateError for whatever is
-    missing, damaged, unknown or ambiguous; layers that were whole stay in the store.
+    `reference` chooses among several images of one archive, by its name there. Raises TemplateError for
+    whatever is missing, damaged, unknown or ambiguous; layers that were whole stay in the store.
     """
     check_name(name)
     with store.layers.scratch() as scratch, open_blobs(source, scratch) as blobs:
@@ -88,17 +88,11 @@ def import_image(source: Path, store: ImageStore, name: str, reference: str | No
 
 def _read_oci(blobs: Blobs, reference: str | None) -> tuple[Document, list[Layer]]:
     index = _object(read_document(blobs, "index.json"), "index.json")
-    found = _candidates(blobs, index, (), 0)
-    if reference is not None:
-        found = [(descriptor, names) for descriptor, names in found if reference in names]
-    if len({descriptor["digest"] for descriptor, _ in found}) != 1:
-        names = sorted({label for _, labels in found for label in labels})
-        raise TemplateError(
-            f"holds {len(found)} images that fit, not one", field="image",
-            received=reference or architecture(),
-            fix=f"choose one by its name: {', '.join(names) or 'they have none'}",
-        )  # fmt: skip
-    descriptor, _ = found[0]
+    every = _candidates(blobs, index, (), 0)
+    found = [descriptor for descriptor, names in every if reference is None or reference in names]
+    if len({descriptor["digest"] for descriptor in found}) != 1:
+        raise _not_one(len(found), reference or architecture(), {n for _, names in every for n in names})
+    descriptor = found[0]
     manifest = _linked(blobs, descriptor, MANIFESTS)
     config = _linked(blobs, _field(manifest, "config", dict, "manifest"), CONFIGS)
     rows = _field(manifest, "layers", list, "manifest")
@@ -108,6 +102,13 @@ def _read_oci(blobs: Blobs, reference: str | None) -> tuple[Document, list[Layer
             raise _unknown("layer", row.get("mediaType") if isinstance(row, dict) else row)
         layers.append((blob_name(row.get("digest")), row["digest"]))
     return config, layers
+
+
+def _not_one(num_images: int, received: str | None, names: set[str]) -> TemplateError:
+    return TemplateError(
+        f"holds {num_images} images that fit, not one", field="image", received=received,
+        fix=f"choose one by its name there (`--tag`): {', '.join(sorted(names)) or 'they have none'}",
+    )  # fmt: skip
 
 
 def _candidates(blobs: Blobs, index: Document, names: tuple[str, ...], depth: int) -> list[Candidate]:
@@ -145,13 +146,11 @@ def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[La
     rows = _parse(read_document(blobs, "manifest.json"), "manifest.json")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise _broken("manifest.json", "list of images")
+    names = {str(tag) for row in rows for tag in row.get("RepoTags") or ()}
     if reference is not None:
         rows = [row for row in rows if reference in (row.get("RepoTags") or ())]
     if len(rows) != 1:
-        raise TemplateError(
-            f"holds {len(rows)} images that fit, not one", field="image", received=reference,
-            fix="choose one by its tag",
-        )  # fmt: skip
+        raise _not_one(len(rows), reference, names)
     name = _field(rows[0], "Config", str, "manifest.json")
     # Its file is named after its digest; newer archives keep it among the blobs.
     stem = name.rpartition("/")[2].removesuffix(".json")
