@@ -397,6 +397,20 @@ def test_a_tokenizer_keeps_its_template_and_generation_settings(tmp_path: Path) 
     assert Tokenizer(again._definition, {"chat_template": named}).chat_template == "b"
 
 
+@pytest.mark.parametrize("generation", [None, {"eos_token_id": [2, 9], "temperature": 0.6}])
+def test_tokens_that_the_models_own_configuration_alone_names_are_kept(
+    tmp_path: Path, generation: dict[str, Any] | None
+) -> None:
+    qwen_like().save(tmp_path / "a")
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"model_type": "llama", **ids}))
+    if generation:
+        (tmp_path / "a" / "generation_config.json").write_text(json.dumps(generation))
+    Tokenizer.load(tmp_path / "a").save(tmp_path / "b")
+    kept = json.loads((tmp_path / "b" / "generation_config.json").read_text())
+    assert kept == ids | (generation or {})
+
+
 def test_a_model_without_a_chat_template_gets_that_of_its_frame(tmp_path: Path) -> None:
     bare = chat_tokenizer()
     chosen = choose_format(bare)

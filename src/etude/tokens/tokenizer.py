@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from etude.errors import CheckpointError, ConfigError
-from etude.kit.durable import write_text
+from etude.kit.durable import read_record, write_text
 from etude.kit.git import lfs_fix
 from etude.tokens.definition import SPACE, read_definition
 from etude.tokens.pieces import Control, Piece
@@ -32,6 +32,7 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COMPANIONS = (TEMPLATE_FILE, GENERATION_FILE, "special_tokens_map.json")
 """Texts beside a tokenizer without which a model is not spoken to as it was trained."""
 _PROBE = "a  b\n\n\tc\r\n    d <h1> ß🙂漢字 e\u0301 \n "
@@ -304,7 +305,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads a Hugging Face directory. Raises ConfigError if there is no whole `tokenizer.json`."""
+        """Reads a Hugging Face directory. Raises ConfigError if there is no whole `tokenizer.json`.
+
+        The tokens that its `config.json` alone says to begin, end and pad texts are kept with the rest in
+        `generation_config.json`."""
         path = directory / TOKENIZER_FILE
         if not path.is_file():
             raise ConfigError(
@@ -317,6 +321,10 @@ class Tokenizer:
         config = _parse_json(_read_text(config_path), CONFIG_FILE) if config_path.is_file() else {}
         beside = {name: directory / name for name in _COMPANIONS}
         texts = {name: _read_text(file) for name, file in beside.items() if file.is_file()}
+        model, kept = (read_record(directory / name) for name in ("config.json", GENERATION_FILE))
+        alone = {name: model[name] for name in _TOKEN_IDS if model.get(name) is not None and name not in kept}
+        if alone and (kept or GENERATION_FILE not in texts):
+            texts[GENERATION_FILE] = json.dumps(alone | kept, indent=2) + "\n"
         return cls(_read_text(path), config, texts)
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, dict[str, Any], dict[str, str]]]:
