@@ -119,6 +119,21 @@ def test_what_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path, mista
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_chat_template_that_is_broken_is_shown_as_such(tmp_path: Path) -> None:
+    source = _published(tmp_path)
+    broken = {
+        "{% if %}": "is not a Jinja template",
+        "{{ raise_exception('no talk') }}": "fails: no talk",
+        "{{ messages[0].x.y }}": "fails: ",
+    }
+    for template, why in broken.items():
+        (source / "chat_template.jinja").write_text(template)
+        shown = etude("model", "show", str(source)).stdout
+        assert f"chat template {why}" in shown, (template, shown)
+    summary = json.loads(etude("model", "show", str(source), "--json").stdout)
+    assert summary["has_chat_template"] and summary["chat_template_error"].startswith("fails: ")
+
+
 def test_a_model_of_another_architecture_is_shown_with_what_is_not_defined_here(tmp_path: Path) -> None:
     config = _published(tmp_path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))

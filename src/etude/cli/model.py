@@ -56,7 +56,7 @@ def show_command(
         "window": f"{found.window:,} tokens",
         "weights": f"{found.weight_bytes:,} bytes",
         "tokenizer": f"{found.tokens:,} tokens, {found.control_tokens} of them control tokens",
-        "chat template": "yes" if found.has_chat_template else "none",
+        "chat template": found.chat_template_error or ("yes" if found.has_chat_template else "none"),
     }
     console = output_console()
     for name, value in lines.items():

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, ConfigError
 from etude.model import build_model
 from etude.model.gguf_file import GgufFile
 from etude.model.huggingface import save_model
 from etude.model.huggingface.checkpoint import check_memory, fill_model, outline_model
 from etude.model.huggingface.fields import ForeignModelError, parse_fields, read_fields
 from etude.model.loading import read_architecture, read_vocab_size, read_window
+from etude.tokens.chat_template import ChatTemplate
 from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from etude.training.checkpoints.exchange import convert_model
@@ -88,6 +89,8 @@ class ModelSummary:
     """Of the tokenizer."""
     control_tokens: int
     has_chat_template: bool
+    chat_template_error: str
+    """Why it renders no plain conversation, if it does not."""
 
 
 def describe_model(directory: Path) -> ModelSummary:
@@ -112,4 +115,14 @@ def describe_model(directory: Path) -> ModelSummary:
         tokenizer.vocab_size,
         len(tokenizer.control_tokens),
         bool(tokenizer.chat_template),
+        _template_error(tokenizer) if tokenizer.chat_template else "",
     )
+
+
+def _template_error(tokenizer: Tokenizer) -> str:
+    try:
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.template_variables)
+        template.render([{"role": "user", "content": "Hello"}])
+    except ConfigError as error:
+        return error.message
+    return ""
