@@ -103,18 +103,28 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [{**common, **first}, {**common, **second}]
 
 
-def run_import(tmp_path: Path, rows: list[Any], image: str | None = "base") -> ImportReport:
+def run_import(
+    tmp_path: Path, rows: list[Any], image: str | None = "base", name: str = "rows.jsonl"
+) -> ImportReport:
     store = ImageStore(default_state_directory() / "images")
     store.save(Image("base", (), {}, "/"))
-    file = tmp_path / "rows.jsonl"
+    file = tmp_path / name
     file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
     return asyncio.run(import_rows(file, tmp_path / "clones", tmp_path / "out", store, {}, image))
+
+
+def test_the_report_covers_every_file_of_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    run_import(tmp_path, ["{broken\n"], name="a.jsonl")
+    reports = {name: asdict(run_import(tmp_path, rows, name=name)) for name in ("a.jsonl", "b.jsonl")}
+    said = json.loads((tmp_path / "out/report.json").read_text())
+    assert said == {str(tmp_path / name): report for name, report in reports.items()}
 
 
 def test_a_row_becomes_a_task_directory(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     report = run_import(tmp_path, rows)
     assert asdict(report) == {"written": ["acme__shop-1", "acme__shop-2"], "rejects": []}
-    assert json.loads((tmp_path / "out/report.json").read_text()) == asdict(report)
+    said = {str(tmp_path / "rows.jsonl"): asdict(report)}
+    assert json.loads((tmp_path / "out/report.json").read_text()) == said
     first = tmp_path / "out/acme__shop-1"
     task = read_harbor(first)
     assert (task.id, task.instruction) == ("acme__shop-1", "total is one too small")

@@ -27,7 +27,7 @@ from etude.environment.making.suites import PROGRAM
 from etude.environment.making.writing import TEST, below, task_toml
 from etude.environment.origins import repository_template
 from etude.errors import ConfigError, ResourceError, TaskError
-from etude.kit.durable import make_directory, write_json
+from etude.kit.durable import make_directory, read_record, write_json
 from etude.kit.git import git_fault, run_git
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import find_base
@@ -87,8 +87,9 @@ class RejectedRowError(ValueError):
 async def import_rows(
     rows: Path, repositories: Path, out: Path, store: ImageStore, bases: Mapping[str, str], image: str | None
 ) -> ImportReport:
-    """Writes a task directory below `out` for each row of a JSONL or parquet file, and `report.json`. One
-    that is there already with the same files counts as written.
+    """Writes a task directory below `out` for each row of a JSONL or parquet file, and what came of them into
+    `report.json`, under the name of the file, beside what came of others. A directory that is there already
+    with the same files counts as written.
 
     `image`: name of the base of rows that name none. Raises ConfigError for a file that cannot be read.
     """
@@ -109,7 +110,8 @@ async def import_rows(
         else:
             report.written.append(row.instance_id)
     await asyncio.to_thread(make_directory, out)
-    await asyncio.to_thread(write_json, out / _REPORT, asdict(report))
+    reports = read_record(out / _REPORT) | {str(rows): asdict(report)}
+    await asyncio.to_thread(write_json, out / _REPORT, reports)
     return report
 
 
