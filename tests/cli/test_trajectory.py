@@ -275,6 +275,9 @@ def test_a_fork_goes_on_and_is_written(run: RunDirectory, tmp_path: Path) -> Non
     document = json.loads(etude("trajectory", "fork", SOLVED, *options, "--json").stdout)
     assert document["replay"]["equal"]
     assert document["trajectory"]["facts"]["forked_at"] == 1
+    shown = json.loads(etude("trajectory", "show", SOLVED, "--json").stdout)
+    for arrays in (document["trajectory"]["arrays"][0], shown["arrays"][0]):
+        assert len(arrays["sampled"]) == len(arrays["tokens"]) and {*arrays["sampled"]} == {True, False}
 
 
 def test_a_fork_is_taken_up_by_the_agent(run: RunDirectory, tmp_path: Path) -> None:

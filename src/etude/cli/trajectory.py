@@ -16,6 +16,7 @@ from etude.cli.trajectory_printing import (
     SessionPrinter,
     comparison_document,
     print_comparison,
+    session_document,
     turn_document,
 )
 from etude.cli.trajectory_replaying import fork_command, replay_command
@@ -71,7 +72,6 @@ def show_command(
             fix=f"a number from 1 to {len(trajectory.turns)}",
         )
     from etude.store import trajectory_to_atif
-    from etude.store.documents import trajectory_document
 
     if as_atif:
         tokenizer = found.tokenizer
@@ -80,8 +80,7 @@ def show_command(
     elif as_json and turn is not None:
         print_json(turn_document(trajectory, turn))
     elif as_json:
-        arrays = [_arrays(segment) for segment in trajectory.segments]
-        print_json({**trajectory_document(trajectory), "id": str(trajectory.id), "arrays": arrays})
+        print_json(session_document(trajectory))
     else:
         printer = SessionPrinter(output_console(), trajectory, found.tokenizer)
         printer.header()
@@ -116,7 +115,3 @@ trajectory_app.command("fork")(fork_command)
 
 def _identity(identity: Any) -> dict[str, Any]:
     return {"id": str(identity), "task": identity.task, "group": identity.group, "index": identity.index}
-
-
-def _arrays(segment: Any) -> dict[str, Any]:
-    return {name: getattr(segment, name).tolist() for name in ("tokens", "sampled", "logprobs")}

@@ -110,6 +110,15 @@ def summary_ends(trajectory: Trajectory) -> set[tuple[str, int]]:
     }
 
 
+def session_document(trajectory: Trajectory) -> dict[str, Any]:
+    """A session with its tokens, as plain JSON values."""
+    from etude.store.documents import trajectory_document
+
+    names = ("tokens", "sampled", "logprobs")
+    arrays = [{name: getattr(segment, name).tolist() for name in names} for segment in trajectory.segments]
+    return {**trajectory_document(trajectory), "id": str(trajectory.id), "arrays": arrays}
+
+
 def turn_document(trajectory: Trajectory, number: int) -> dict[str, Any]:
     """One turn, from 1, with its context and tokens, as plain JSON values."""
     from etude.store.documents import trajectory_document

@@ -15,7 +15,7 @@ import etude
 from etude.cli.exits import error_console
 from etude.cli.output import JsonOption, output_console, print_json, program, shown
 from etude.cli.trajectory_finding import ID_HELP, find
-from etude.cli.trajectory_printing import DIFF_STYLES, SessionPrinter
+from etude.cli.trajectory_printing import DIFF_STYLES, SessionPrinter, session_document
 from etude.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,14 +94,11 @@ def fork_command(
     trajectory, replay = asyncio.run(go_on(stored, fork))
     from etude.kit.durable import write_json
     from etude.store import trajectory_to_atif
-    from etude.store.documents import array_document, trajectory_document
 
     if output is not None:
         write_json(output, trajectory_to_atif(trajectory, agent_version=etude.__version__))
     if as_json:
-        arrays = [array_document(segment) for segment in trajectory.segments]
-        document = {**trajectory_document(trajectory), "id": str(trajectory.id), "arrays": arrays}
-        print_json({"trajectory": document, "replay": replay_document(replay)})
+        print_json({"trajectory": session_document(trajectory), "replay": replay_document(replay)})
         return
     print_replay(error_console(), replay)
     printer = SessionPrinter(output_console(), trajectory, stored.tokenizer)
