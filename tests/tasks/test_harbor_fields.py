@@ -116,7 +116,6 @@ def test_a_refused_field_is_named_with_its_value(tmp_path: Path, field: str) -> 
             "verifier.environment_mode",
         ),
         ('[verifier]\nenvironment_mode = "apart"', "verifier.environment_mode"),
-        ('[[artifacts]]\nsource = "/app"', "artifacts"),
         (f'{SEPARATE}[[artifacts]]\nsource = "app"', "artifacts.source"),
         (f'{SEPARATE}[[artifacts]]\nsource = "/app/../x"', "artifacts.source"),
         (f'{SEPARATE}[[artifacts]]\nsource = "/"', "artifacts.source"),
@@ -144,6 +143,15 @@ def test_a_value_that_cannot_be_honoured_is_refused_by_its_field(
     with pytest.raises(TaskError) as caught:
         read_with(tmp_path, toml)
     assert caught.value.field is not None and caught.value.field.startswith(f"task.toml: {field}")
+
+
+def test_artifacts_of_a_shared_verifier_change_nothing(tmp_path: Path) -> None:
+    """Harbor keeps them beside the results, and grades where they lie."""
+    listed = '[[artifacts]]\nsource = "/tmp/out"\ndestination = "out"\n'
+    with_artifacts, without = (read_with(tmp_path / name, toml) for name, toml in (("a", listed), ("b", "")))
+    assert with_artifacts.verifier == without.verifier
+    with pytest.raises(TaskError, match=r"artifacts\.0\."):
+        read_with(tmp_path / "c", f'{listed}service = "db"\n')
 
 
 @pytest.mark.parametrize("value", ["${ETUDE_TESTS_SECRET}", "${ETUDE_TESTS_SECRET:-plain}"])

@@ -138,7 +138,6 @@ memory_mb = 300
         ('[[steps]]\nname = "a."', {}, "task.toml: steps.0.name"),
         ('[[steps]]\nname = "one"\n[[steps]]\nname = "ONE"', {}, "task.toml: steps.name"),
         ('[[steps]]\nname = "first"\nmin_reward = nan', {}, "task.toml: steps.0.min_reward"),
-        ('[[steps]]\nname = "first"\nartifacts = ["/a"]', {}, "task.toml: steps.first.artifacts"),
         ('[[steps]]\nname = "first"\ncolour = 3', {}, "task.toml: steps.0.colour"),
         ('[[steps]]\nname = "third"', {}, "steps/third/instruction.md"),
         (TWO, {"steps/second/trajectory.json": "x"}, "steps/second/trajectory.json"),

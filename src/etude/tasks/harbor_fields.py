@@ -74,7 +74,8 @@ class HealthTable(_Table):
 
 
 class ArtifactTable(_Table):
-    """One of `artifacts`. Where Harbor keeps them (`destination`) is no matter of grading."""
+    """One of `artifacts`, which a separate verifier sees. Where Harbor keeps them (`destination`), as it also
+    does in shared mode, is no matter of grading."""
 
     source: str
     destination: str | None = None
@@ -217,16 +218,10 @@ def check_fields(table: Mapping[str, Any]) -> TaskTable:
     _check_verifier(found.verifier, "", found.agent.user)
     for step in found.steps:
         _check_verifier(step.verifier, f"steps.{step.name}.", found.agent.user)
-        if step.artifacts and not at_step(found, step).verifier.is_separate:
-            raise _artifacts_of_none(f"steps.{step.name}.", step.artifacts)
     names = Counter(step.name.casefold() for step in found.steps)
     for step in found.steps:
         if names[step.name.casefold()] > 1:
             raise refused("steps.name", "names two steps", step.name, "give each its own")
-    if found.artifacts and not any(
-        at_step(found, step).verifier.is_separate for step in found.steps or [None]
-    ):
-        raise _artifacts_of_none("", found.artifacts)
     if found.multi_step_reward_strategy is not None and not found.steps:
         value, fix = found.multi_step_reward_strategy, "leave it out"
         raise refused("multi_step_reward_strategy", "needs [[steps]]", value, fix)
@@ -251,11 +246,6 @@ def _check_verifier(verifier: VerifierTable, place: str, user: User) -> None:
         if hook.user is not None and user_name(hook.user) != user_name(user):
             fix = "leave it out: it runs as the agent does"
             raise refused(f"{place}verifier.collect.user", "is not the agent's", hook.user, fix)
-
-
-def _artifacts_of_none(place: str, artifacts: object) -> TaskError:
-    fix = 'leave it out (what a session leaves behind is kept as its diff), or "separate"'
-    return refused(f"{place}artifacts", "need verifier.environment_mode", artifacts, fix)
 
 
 def at_step(table: TaskTable, step: StepTable | None) -> TaskTable:
