@@ -49,7 +49,9 @@ def renderer(template: str = KIMI) -> Renderer:
 
 def new_session(template: str) -> AgentSession:
     name = TrajectoryId("run", "t", 0, 0, 0)
-    return AgentSession("Fix it.", renderer(template), name, SessionLimits(max_calls_per_turn=2))
+    return AgentSession(
+        "Fix it.", renderer(template), name, SessionLimits(max_calls_per_turn=2, max_tokens=4096)
+    )
 
 
 def say(session: AgentSession, tokens: Any, *outputs: str) -> str:
@@ -88,6 +90,14 @@ def test_results_name_the_call_that_they_answer_by_its_number(
     assert say(session, renderer(template).message(["hm"]), "error: no call").startswith(
         of(0 if template == RESTARTING else 3, "error: no call", "unknown")
     )
+
+
+def test_numbers_go_on_from_calls_that_were_not_run_and_not_from_a_message_without_any() -> None:
+    session, too_many = new_session(KIMI), [READ] * 5
+    rest = say(session, renderer().message(too_many), "a", "b", "error: more than 2 calls")
+    assert rest.startswith(of(0, "a") + of(1, "b") + of(2, "error: more than 2 calls"))
+    say(session, renderer().message(["hm"]), "error: no call")
+    assert say(session, renderer().message([READ], num_before=5), "c").startswith(of(5, "c"))
 
 
 def test_results_name_a_tool_that_there_is_not_and_its_name_stays_text() -> None:

@@ -403,10 +403,14 @@ class AgentSession:
         self.recording.give(observation.tokens, "tool" if outputs else "user")
 
     def _answered(self) -> list[str]:
-        """The calls of the last turn by name and number, as the results name them of some families."""
+        """The calls of the last turn by name and number, as the results name them of some families; none for
+        others. Numbers go on from all calls that earlier messages hold, those included that were not run."""
         turns = [turn for turn in self.turns if turn.segment_id == self.segment_id]
-        num_before = sum(len(turn.calls) for turn in turns[:-1])
-        return number_calls([call.name for call in turns[-1].calls] if turns else [], num_before)
+        if not (turns and self.renderer.template.result_named):
+            return []
+        messages = (self.recording.tokens[turn.start : turn.end] for turn in turns[:-1])
+        num_before = sum(len(self.renderer.parse(message)) for message in messages)
+        return number_calls([call.name for call in turns[-1].calls], num_before)
 
     def _end(self, status: Status, cause: str = "") -> None:
         if self.progress.message_start is not None:
