@@ -6,9 +6,9 @@ An agent plays every session of `etude train --harness` in the sandboxes of 24 t
 virtual environment DIR (`pip install mini-swe-agent==2.4.6 mcp`), or `claude`, below DIR (`npm install
 --prefix DIR @anthropic-ai/claude-code`); DIR is not below /tmp, since sandboxes have a /tmp of their own.
 The tasks: a word that the instruction names is to be written into a file, and `tests/test.sh` looks at the
-file. A small model from random weights is first fine-tuned (`etude sft`) on chats that show the form alone:
-the word that they write is drawn at random from four. So it earns 1 in about a quarter of the sessions, and
-some groups have both rewards.
+file. A small model from random weights is first fine-tuned (`etude sft`) on chats that show the form: they
+write the right word in a share of them (`--right`), and else one drawn from four. So it earns 1 in a part of
+the sessions, and some groups have both rewards.
 
     harness_steps        RL steps that trained on groups with rewards 1 and 0
     reward_first, _last  mean reward of the first and the last step's sessions
@@ -106,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agent", choices=AGENTS, default="mini", help="Which agent.")
     parser.add_argument("--directory", type=Path, required=True, help="Where the agent is installed.")
+    parser.add_argument("--right", type=float, default=0.3, help="Share of chats that write the right word.")
     parser.add_argument("--steps", type=int, default=4, help="RL steps.")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="As rl.optimizer.learning_rate.")
     parser.add_argument("--max-staleness", type=int, default=0, help="As rl.max_staleness.")
@@ -116,7 +117,7 @@ def main() -> None:
         directory = options.keep or Path(folder)
         agent = AGENTS[options.agent](options.directory)
         write_tasks(directory / "tasks")
-        model = fine_tune(directory, agent)
+        model = fine_tune(directory, agent, options.right)
         run = train(directory, model, agent, options)
         figures, notes = measure(run)
     print_table("a foreign agent in a closed loop", figures)
@@ -145,11 +146,15 @@ def instruction(order: str, word: str) -> str:
     return f"{order} the word {word} into word.txt."
 
 
-def fine_tune(directory: Path, agent: HarnessAgent) -> Path:
-    """A model that knows the form of the agent's sessions, and not which word to write."""
+def fine_tune(directory: Path, agent: HarnessAgent, right: float) -> Path:
+    """A model that knows the form of the agent's sessions, and in a share of them which word to write."""
     drawn = random.Random(0)
+
+    def draw(word: str) -> str:
+        return word if drawn.random() < right else drawn.choice(WORDS)
+
     chats = [
-        agent.chat(instruction(order, word), f"echo {drawn.choice(WORDS)} > word.txt")
+        agent.chat(instruction(order, word), f"echo {draw(word)} > word.txt")
         for order in ORDERS * 20
         for word in WORDS
     ]
