@@ -217,6 +217,11 @@ def test_what_the_agent_was_refused_is_the_reason_of_a_session_without_an_answer
     assert "never had an answer" in trajectory.cause and told in trajectory.cause
 
 
+def test_a_program_that_aborts_before_it_asks_may_lack_memory(tmp_path: Path) -> None:
+    trajectory, _ = play(tmp_path, [], command="exit 134")
+    assert "fix: raise sandbox.memory_bytes" in trajectory.cause
+
+
 def test_an_answer_that_the_sampler_failed_begins_the_episode_again(tmp_path: Path) -> None:
     trajectory, _ = play(tmp_path, [MEND, "done"], refusals=1)
     assert (trajectory.status, trajectory.attempt) == (Status.DONE, 1)

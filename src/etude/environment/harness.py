@@ -38,6 +38,8 @@ from etude.tokens.renderer import Renderer
 MODEL = "etude"
 _SAID_CHARS = 300
 """Of what a command said last, in the cause of its end."""
+_ABORTED = "exit 134"
+"""How a cause begins of a program that aborted itself."""
 _Ending = tuple[Status, str]
 """How an agent's session ended, and why; without a cause the agent itself ended it."""
 
@@ -177,6 +179,8 @@ def _check_sampled(session: RecordedSession, cause: str) -> None:
         return
     received, refusal = cause or "it ended by itself", session.refusal
     fix = "run it in a sandbox by hand: it must ask the endpoint that OPENAI_BASE_URL names"
+    if received.startswith(_ABORTED):
+        fix = "raise sandbox.memory_bytes: the program ended itself, as some do that get no more memory"
     if refusal is not None:
         received = f"{received}; its last request was refused: {refusal}"
         fix = "have it send what the endpoint answers"
