@@ -148,7 +148,7 @@ class _Refusing:
                 kept.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
                 self.send_error(400)
 
-            def log_message(self, *words: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
