@@ -302,7 +302,8 @@ def test_what_does_not_fit_is_told_with_its_largest_part_and_a_fix() -> None:
     with pytest.raises(ResourceError, match=r"needs \d+\.\d GB, and there are 0\.1 GB") as failed:
         check_fits(plan.config, plan.memory)
     assert failed.value.field == "keys and values"
-    assert failed.value.fix is not None and "cache_tokens" in failed.value.fix
+    assert failed.value.fix is not None and "cache_tokens lower (a GB holds " in failed.value.fix
+    assert ";" in failed.value.fix, "less of that alone would not do"
     small = make_plan(planned())
     check_fits(small.config, small.memory)
 

@@ -14,6 +14,7 @@ from etude.controller.models import settle_model
 from etude.controller.planning.cost import StepTimes, plan_step, price_per_hour
 from etude.controller.planning.machine import Rates, measure_rates, memory_bytes, process_bytes
 from etude.controller.planning.memory import MemoryPlan, plan_memory
+from etude.controller.planning.parts import PAGES, MemoryPart
 from etude.controller.planning.processes import Processes
 from etude.controller.planning.sizes import ModelSizes, measure_sizes
 from etude.errors import ConfigError, ResourceError
@@ -86,17 +87,24 @@ def check_machine(config: RunConfig, place: Place) -> None:
 
 
 def check_fits(config: RunConfig, plans: Sequence[MemoryPlan]) -> None:
-    """Raises ResourceError where a device cannot hold its parts, with the largest and what would help."""
+    """Raises ResourceError where a device cannot hold its parts, with the largest and what would help: of as
+    many of them as are more than what it lacks."""
     for memory in plans:
         if memory.fits:
             continue
-        largest = max(memory.parts, key=lambda part: part.num_bytes)
+        lacking = memory.total_bytes - memory.available_bytes
+        fixes: list[str] = []
+        parts = sorted(memory.parts, key=lambda part: part.num_bytes, reverse=True)
+        for part in parts:
+            if lacking > 0:
+                fixes.append(_fix(config, part))
+                lacking -= part.num_bytes
         raise ResourceError(
             f"the {memory.device} needs {memory.total_bytes / 1e9:.1f} GB, and there are "
             f"{memory.available_bytes / 1e9:.1f} GB",
-            field=largest.name,
-            received=f"{largest.num_bytes / 1e9:.1f} GB",
-            fix=_fix(config, largest.name),
+            field=parts[0].name,
+            received=f"{parts[0].num_bytes / 1e9:.1f} GB",
+            fix="; ".join(dict.fromkeys(fixes)),
         )
 
 
@@ -122,9 +130,10 @@ def _sizes(config: RunConfig, vocab_size: int, place: Place) -> ModelSizes:
     )
 
 
-def _fix(config: RunConfig, part: str) -> str:
+def _fix(config: RunConfig, part: MemoryPart) -> str:
+    held = config.engine.cache_tokens or config.engine.num_slots * (config.agent.max_tokens + 1)
     fixes = {
-        "keys and values": "set engine.cache_tokens lower",
+        PAGES: f"set engine.cache_tokens lower (a GB holds {held * 1e9 / max(1, part.num_bytes):,.0f})",
         "activations": "shorten agent.max_tokens"
         if config.activation_checkpointing
         else "set activation_checkpointing = true, or on a CPU num_threads lower",
@@ -136,7 +145,9 @@ def _fix(config: RunConfig, part: str) -> str:
         "published weights": "keep them on disk: weights.scratch (with a store, weights.url)",
         "gradients": "train adapters (rl.adapter.rank), or cut the model over more ranks (parallel.fsdp)",
     }
-    return fixes.get(part, "take a smaller model or a larger device, or cut the model up (parallel.fsdp)")
+    return fixes.get(
+        part.name, "take a smaller model or a larger device, or cut the model up (parallel.fsdp)"
+    )
 
 
 def _place(config: RunConfig) -> tuple[Place, torch.device]:
