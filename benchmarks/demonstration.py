@@ -186,3 +186,31 @@ def lead_of(before: EvaluationResult, after: EvaluationResult, name: str) -> Fig
     found = compare_results(before, after)["sampled"]["pass_rate"]
     low, high = found["ci95"] or (-1.0, 1.0)
     return {name: found["difference"], f"{name}_low": low, f"{name}_high": high}
+
+
+def table_of(results: Sequence[Figures]) -> str:
+    """The figures of several seeds, in Markdown."""
+    rows = [
+        "| seed | before RL | after 30 steps of RL | gain | after SFT for the same time | RL's lead |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for figures in results:
+        found = {name.removeprefix("demonstration_"): value for name, value in figures.items()}
+        more = f"{found['heldout_more_sft']:.1%}" if "heldout_more_sft" in found else "not run"
+        columns = [
+            f"{found['seed']:.0f}",
+            f"{found['heldout_sft']:.1%}",
+            f"**{found['heldout_rl']:.1%}** ({found['rl_s'] / 60:.0f} min)",
+            _points({"rl_gain": found["heldout_rl"] - found["heldout_sft"], **found}, "rl_gain"),
+            more,
+            _points(found, "rl_lead"),
+        ]
+        rows.append(f"| {' | '.join(columns)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _points(found: Figures, name: str) -> str:
+    if name not in found:
+        return ""
+    ends = [f"{100 * found[key]:+.1f}" for key in (f"{name}_low", f"{name}_high") if key in found]
+    return f"{100 * found[name]:+.1f}" + (f" ({' to '.join(ends)})" if ends else "")

@@ -8,6 +8,7 @@ and vLLM (`published_serving.py`).
     python benchmarks/your_model.py --json out.json [--parts smollm2 families memory serving]
         [--prompts N] [--tokens N] [--width N] [--rounds N] [--at-once 1 16]
     python benchmarks/your_model.py --parts demonstration --seed N --directory DIR --json out-N.json
+    python benchmarks/your_model.py --table docs/models.md              # of results/demonstration_*.json
     python benchmarks/your_model.py --parts gpu --directory DIR --json out.json [--sft-steps N] [--rl-steps N]
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,8 +34,8 @@ import numpy as np
 import torch
 import transformers
 from chat_families import measure_families
-from common import Figures, merge_result, print_table
-from demonstration import Demonstration
+from common import Figures, merge_result, print_table, put_table
+from demonstration import Demonstration, table_of
 from published import FetchError
 from published_gpu import measure_gpu
 from published_memory import measure_memory
@@ -207,7 +209,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--at-once", type=int, nargs="+", choices=tuple(PEERS), default=tuple(PEERS), help="its sessions"
     )
+    parser.add_argument("--table", type=Path, help="document whose table of the demonstration is made anew")
     options = parser.parse_args(arguments)
+    if options.table:
+        kept = sorted((Path(__file__).parent / "results").glob("demonstration_*.json"))
+        shown = [json.loads(path.read_text(encoding="utf-8"))["figures"] for path in kept]
+        put_table(options.table, Path(__file__).name, table_of(shown))
+        return
     figures: Figures = {}
     peers: dict[str, Any] = {}
     try:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from demonstration import find_best, well_formed_share
+from demonstration import find_best, table_of, well_formed_share
 from made_learning import count_changed_lines, solved_share
 from published_gpu import summarize_rows
 
 from etude.evaluation import EvaluationResult, ModeResult
 from etude.evaluation.sessions import SessionRow
+
+ROOT = Path(__file__).parents[2]
 
 
 def row(task: str, passed: bool, malformed: int = 0) -> SessionRow:
@@ -29,6 +34,12 @@ def test_a_lead_is_split_by_whether_calls_were_well_formed_before() -> None:
     trained = [row("a", True), row("b", True), row("c", False), row("d", True)]
     assert well_formed_share(before, control, trained) == 0.5
     assert well_formed_share(before, trained, control) == 0.0
+
+
+def test_the_documents_table_is_that_of_the_committed_results() -> None:
+    kept = sorted((ROOT / "benchmarks" / "results").glob("demonstration_*.json"))
+    shown = [json.loads(path.read_text(encoding="utf-8"))["figures"] for path in kept]
+    assert table_of(shown) in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 def test_a_gpu_s_steps_are_summarised() -> None:
