@@ -75,6 +75,9 @@ def test_a_tool_of_an_unknown_type_is_refused_by_serve_and_passed_over_for_agent
     with pytest.raises(BadRequestError) as caught:
         RESPONSES.read(body)
     assert caught.value.field == "tools[1].type"
+    with pytest.raises(BadRequestError) as caught:
+        RESPONSES.read({**CODEX, "tools": [{**AGENTS, "tools": [{"type": "function"}]}]})
+    assert caught.value.field == "tools[0].tools[0].name"
     opening = RESPONSES.read(body, "", strict=False).messages[0]
     assert isinstance(opening, Opening) and len(opening.tools) == 1
 

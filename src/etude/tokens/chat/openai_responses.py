@@ -110,6 +110,7 @@ class _Offered:
 
     def announced(self) -> ClientTool:
         """Raises BadRequestError."""
+        text(self.entry.get("name"), f"{self.field}.name")
         words, schema = self.entry.get("description"), self.entry.get("parameters")
         if self.is_custom:
             words, schema = "\n".join([str(words or ""), *self._format()]), _CUSTOM_SCHEMA
@@ -216,7 +217,10 @@ class ResponseWriter(AnswerWriter):
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
-            "tools": [{**tool, "strict": False} for tool in body.get("tools") or []],
+            "tools": [
+                tool | ({"strict": False} if tool.get("type") == "function" else {})
+                for tool in body.get("tools") or []
+            ],
             "top_p": params.top_p,
             "truncation": "disabled",
         }
