@@ -11,7 +11,7 @@ from tests.environment.recording.recording_builders import qwen_tokenizer
 from etude.records import ToolCall
 from etude.tokens.chat.answers import Ended, Sampled
 from etude.tokens.chat.client_tools import call_arguments
-from etude.tokens.chat.dialects import MESSAGES, RESPONSES
+from etude.tokens.chat.dialects import DIALECTS, MESSAGES, RESPONSES
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Opening, Results, SystemWords, UserWords, content_key
 from etude.tokens.chat.reader import CallHead, CallMore
@@ -133,3 +133,34 @@ def test_a_number_is_served_as_the_model_wrote_it() -> None:
     assert isinstance(opening, Opening)
     found = call_arguments(ToolCall("exec_command", {"a": "1000", "b": "0.5", "c": "1e3"}), opening.tools)
     assert json.dumps(found) == '{"a": 1000, "b": 0.5, "c": 1000.0}'
+
+
+@pytest.mark.parametrize("dialect", ["messages", "responses", "chat_completions"])
+def test_an_image_that_a_tool_returns_is_named_to_the_model_and_one_of_the_users_is_refused(
+    dialect: str,
+) -> None:
+    text, image = {"type": "text", "text": "a.png"}, {"type": "image"}
+    call = {"id": "c", "type": "tool_use", "name": "f", "input": {}}
+    said: list[Any] = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": [call]}]
+    result: dict[str, Any] = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}]}
+    result["content"][0]["content"] = [text, image]
+    user: dict[str, Any] = {"role": "user", "content": [text, image]}
+    name, rest = "messages", dict(CLAUDE)
+    if dialect == "responses":
+        image = {"type": "input_image", "image_url": "data:"}
+        said[1] = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "c", "output": [text, image]}
+        name, rest = "input", dict(CODEX)
+    elif dialect == "chat_completions":
+        image = {"type": "image_url", "image_url": {"url": "data:"}}
+        said[1]["content"], function = None, {"name": "f", "arguments": "{}"}
+        said[1]["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+        result = {"role": "tool", "tool_call_id": "c", "content": [text, image]}
+        rest = {}
+    user["content"] = [text, image]
+    read = next(one.read for one in DIALECTS if one.name == dialect)
+    seen = read({**rest, name: [*said, result]}).messages[-1]
+    note = f"[{image['type']}: not shown, only text can be sent to this model]"
+    assert seen == Results((f"a.png\n{note}",))
+    with pytest.raises(BadRequestError, match="only text"):
+        read({**rest, name: [user]})

@@ -103,7 +103,7 @@ def _add_user(talk: Conversation, content: object, where: str) -> None:
     for place, block in enumerate(blocks):
         kind, here = block.get("type"), f"{where}[{place}]"
         if kind == "tool_result":
-            output = words(block.get("content") or "", f"{here}.content", "\n")
+            output = words(block.get("content") or "", f"{here}.content", "\n", unseen=("image", "document"))
             talk.add_result(text(block.get("tool_use_id"), f"{here}.tool_use_id"), output)
         elif kind == "text":
             said.append(text(block.get("text"), f"{here}.text"))

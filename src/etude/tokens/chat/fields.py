@@ -79,13 +79,19 @@ def objects(value: object, field: str) -> list[dict[str, Any]]:
     return value
 
 
-def words(content: object, field: str, joint: str, kinds: Collection[str] = ("text",)) -> str:
-    """Content that is a string or a list of parts, each of one of these kinds. `joint`: between the parts."""
+def words(
+    content: object, field: str, joint: str, kinds: Collection[str] = ("text",), unseen: Collection[str] = ()
+) -> str:
+    """Content that is a string or a list of parts, each of one of these kinds. `joint`: between the parts.
+    `unseen`: kinds in whose place a note stands, as of an image that a tool returns to an agent."""
     if isinstance(content, str):
         return content
     parts: list[str] = []
     for place, part in enumerate(objects(content, field)):
         kind = part.get("type")
+        if kind in unseen:
+            parts.append(f"[{kind}: not shown, only text can be sent to this model]")
+            continue
         if kind not in kinds:
             raise unsupported(f"{field}[{place}].type", kind, "only text can be sent to this model")
         name = "refusal" if kind == "refusal" else "text"

@@ -100,7 +100,8 @@ def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Messa
         elif role not in ("system", "developer", "user", "tool"):
             raise wrong(f"{field}.role", role, "system, developer, user, assistant or tool")
         else:
-            said = _content(entry.get("content"), f"{field}.content")
+            unseen = ("image_url",) if role == "tool" else ()
+            said = _content(entry.get("content"), f"{field}.content", unseen=unseen)
             if role == "tool":
                 talk.add_result(text(entry.get("tool_call_id"), f"{field}.tool_call_id"), said)
             else:
@@ -108,8 +109,8 @@ def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Messa
     return "\n\n".join(talk.system), talk.messages()
 
 
-def _content(content: object, field: str, joint: str = "\n") -> str:
-    return words(content, field, joint, ("text", "refusal"))
+def _content(content: object, field: str, joint: str = "\n", unseen: Sequence[str] = ()) -> str:
+    return words(content, field, joint, ("text", "refusal"), unseen)
 
 
 def _answer(entry: Mapping[str, Any], field: str) -> Answer:

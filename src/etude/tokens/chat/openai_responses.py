@@ -57,6 +57,7 @@ _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", 
 """How the types of tools begin that OpenAI's servers run."""
 _SYSTEM_JOINT = "\n\n"
 _CALLS = ("function_call", "custom_tool_call")
+_UNSEEN = ("input_image", "input_file")
 _WORDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 
@@ -152,7 +153,7 @@ def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Mes
     for place, item in enumerate(items):
         kind, role, field = item.get("type", "message"), item.get("role"), f"input[{place}]"
         if kind in ("function_call_output", "custom_tool_call_output"):
-            output = words(item.get("output"), f"{field}.output", "\n", _WORDS)
+            output = words(item.get("output"), f"{field}.output", "\n", _WORDS, _UNSEEN)
             talk.add_result(text(item.get("call_id"), f"{field}.call_id"), output)
         elif kind in ("function_call", "custom_tool_call", "reasoning") or (
             kind == "message" and role == "assistant"
