@@ -29,6 +29,8 @@ if __package__ in (None, ""):
 import httpx
 import numpy as np
 from benchmarks.common import Figures, print_table, write_result
+from benchmarks.load import LogNormal, TurnRecord, WorkloadShape, run_load, summarise, synthetic_sessions
+from benchmarks.load.http_target import HttpTarget
 from numpy.typing import NDArray
 from tests.fakes.replica import running_server
 from tests.inference.server.checkpoint import serve_process, write_checkpoint
@@ -44,8 +46,6 @@ from etude.controller.remote.engines import NO_USAGE, Usage
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal, Supervision
 from etude.inference.exchange import Build, Command, Event, Exchange
-from etude.inference.load import LogNormal, TurnRecord, WorkloadShape, run_load, summarise, synthetic_sessions
-from etude.inference.load.http_target import HttpTarget
 from etude.inference.loan_client import LoanHandle
 from etude.inference.router.server import Proxy, ReplicaAddress
 from etude.inference.router.server import build_app as build_router

@@ -25,6 +25,13 @@ if __package__ in (None, ""):
 
 import httpx
 import torch
+from benchmarks.load import (
+    LoadSession,
+    LogNormal,
+    WorkloadShape,
+    run_load,
+    synthetic_sessions,
+)
 from benchmarks.sampler_target import SamplerTarget
 from benchmarks.simulation.router.simple import RandomChoice, RoundRobin, RoundRobinSessions
 from benchmarks.simulation.router.simulated_replica import ReplicaSpec
@@ -35,13 +42,6 @@ from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 from etude.config import ModelConfig
 from etude.inference import Engine, EngineService
-from etude.inference.load import (
-    LoadSession,
-    LogNormal,
-    WorkloadShape,
-    run_load,
-    synthetic_sessions,
-)
 from etude.inference.native import find_compiler
 from etude.inference.router import Ask, Router, RoutingConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app

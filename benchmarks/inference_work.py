@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from benchmarks.load import LoadSession, LogNormal, WorkloadShape, synthetic_sessions
 
 from etude.config import ModelConfig
-from etude.inference.load import LoadSession, LogNormal, WorkloadShape, synthetic_sessions
 from etude.model import build_model
 from etude.model.huggingface import save_model
 

@@ -11,7 +11,7 @@ from typing import Any
 from common import Figures
 from inference_work import Scenario
 
-from etude.inference.load import LogNormal, WorkloadShape
+from benchmarks.load import LogNormal, WorkloadShape
 from etude.model.huggingface import read_fields
 from etude.training.checkpoints.importing import import_model
 from inference import Contest, standings

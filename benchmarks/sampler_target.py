@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from benchmarks.load.runner import Clock, TurnRecord
+from benchmarks.load.workload import LoadSession
 from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError
-from etude.inference.load.runner import Clock, TurnRecord
-from etude.inference.load.workload import LoadSession
 from etude.protocols import Sampler
 from etude.records import SampleRequest, SamplingParams
 

@@ -1,4 +1,4 @@
-"""`etude bench serve` against a fake replica, and what `etude route` refuses."""
+"""What `etude route` refuses, serves and shows, in front of fake replicas."""
 
 from __future__ import annotations
 
@@ -16,113 +16,19 @@ from typing import Any
 import httpx
 import pytest
 
-from etude.cli.bench import EXIT_ERRORS
+from benchmarks import serve_load
 from etude.cli.exits import EXIT_MISTAKE
 from etude.inference.router import Replica
 from etude.inference.router.server import Proxy, admin
 from etude.kit.ports import free_port
-from etude.records import Segment
-from etude.store import TrajectoryLog
 from tests.cli.commands import etude, option_names
 from tests.fakes.replica import FakeReplica, fake_replica
 from tests.inference.router.threads import in_thread, routing
-from tests.store.builders import make_group
 
 
 def served(replica: FakeReplica) -> AbstractContextManager[str]:
     """The replica's address; it runs in a thread of its own."""
     return in_thread(fake_replica(replica))
-
-
-SMALL = ("--sessions", "4", "--turns", "2", "--prompt", "10-20", "--observation", "3-6", "--output", "4-8")
-
-
-def test_a_load_prints_a_table_and_json() -> None:
-    with served(FakeReplica(token_s=0.001)) as url:
-        shown = etude("bench", "serve", url, *SMALL)
-        assert shown.exit_code == 0, shown.output
-        assert "time to first token" in shown.stdout
-        assert "8 turns against fake" in shown.stderr
-        report = json.loads(etude("bench", "serve", url, *SMALL, "--json").stdout)
-    assert (report["turns"], report["errors"]) == (8, {})
-    assert report["output_tokens_per_s"] > 0
-    assert 0 < report["cache_hit_rate"] < 1
-
-
-def test_the_defaults_fit_a_model_of_short_context() -> None:
-    with served(FakeReplica(context=767)) as url:
-        done = etude("bench", "serve", url, "--sessions", "3", "--json")
-    assert done.exit_code == 0, done.output
-    assert (json.loads(done.stdout)["turns"], json.loads(done.stdout)["errors"]) == (18, {})
-    assert "3 sessions are shortened to the model's context of 767 tokens" in done.stderr
-
-
-def test_recorded_sessions_are_played(tmp_path: Path) -> None:
-    TrajectoryLog(tmp_path).append([make_group(size=2)])
-    with served(FakeReplica()) as url:
-        done = etude("bench", "serve", url, "--recorded", str(tmp_path), "--json")
-    assert json.loads(done.stdout)["errors"] == {}
-
-
-def test_the_tokens_of_a_run_are_sent_as_they_were_recorded(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("")
-    group = make_group(size=2)
-    TrajectoryLog(tmp_path / "trajectories").append([group])
-    replica = FakeReplica()
-    with served(replica) as url:
-        done = etude("bench", "serve", url, "--recorded", str(tmp_path), "--api", "tokens", "--json")
-    assert json.loads(done.stdout)["errors"] == {}
-    sent = [tuple(body["prompt"]) for body in replica.requests]
-    for member in group.members:
-        for segment in member.segments:
-            for prompt in _prompts(segment):
-                sent.remove(prompt)
-    assert not sent, "and nothing else was sent"
-
-
-def _prompts(segment: Segment) -> list[tuple[int, ...]]:
-    """All tokens before each answer of a segment."""
-    starts = [n for n in range(1, len(segment.tokens)) if segment.sampled[n] and not segment.sampled[n - 1]]
-    return [tuple(segment.tokens[:start].tolist()) for start in starts]
-
-
-def test_turns_without_an_answer_are_counted_and_make_the_command_fail() -> None:
-    replica = FakeReplica()
-    with served(replica) as url:
-        replica.cut_after = 1
-        done = etude("bench", "serve", url, *SMALL, "--model", "fake")
-        assert done.exit_code != 0
-        replica.cut_after, replica.token_s = None, 0.5
-        done = etude("bench", "serve", url, *SMALL, "--turn-limit-s", "0.6")
-        assert done.exit_code == EXIT_ERRORS
-        assert "error timeout: 4 turns" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (("--output", "many"), "--output"),
-        (("--prompt", "9-3"), "--prompt"),
-        (("--turns", "0"), "--turns"),
-        (("--output", "40-4"), "--output"),
-        (("--rate", "2", "--concurrency", "2"), "--rate"),
-        (("--api", "tokens"), "--recorded"),
-        (("--api", "soap"), "--api"),
-        (("--extra", "[1]"), "--extra"),
-        (("--recorded", "/nowhere/at/all"), "recorded"),
-        (("--key-file", "/nowhere/at/all"), "--key-file"),
-    ],
-)
-def test_mistakes_in_a_load_are_named(arguments: tuple[str, str], field: str) -> None:
-    done = etude("bench", "serve", "http://127.0.0.1:9", *arguments)
-    assert done.exit_code == EXIT_MISTAKE
-    assert field in done.stderr
-
-
-def test_a_server_that_is_not_there_is_named() -> None:
-    done = etude("bench", "serve", "http://127.0.0.1:9", *SMALL)
-    assert done.exit_code == EXIT_MISTAKE
-    assert "url" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -194,17 +100,17 @@ def test_options_win_over_the_file_and_the_file_over_defaults(
 
 def test_every_option_and_path_of_the_routing_page_exists() -> None:
     page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text(encoding="utf-8")
-    commands = (["route"], ["route", "lend"], ["serve"], ["bench", "serve"])
-    known = set().union(*(option_names(*command) for command in commands))
-    page_of_commands = "\n".join(line for line in page.splitlines() if "benchmarks/" not in line)
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page_of_commands)) <= known
+    option, load = re.compile(r"(?<![\w-])--[a-z][a-z-]+"), serve_load.build_parser().format_help()
+    known = option_names("route") | option_names("route", "lend") | option_names("serve")
+    commands = (line for line in page.splitlines() if "benchmarks/" not in line or "serve_load" in line)
+    assert set(option.findall("\n".join(commands))) <= known | set(option.findall(load))
     routed = {(method, route.path) for route in admin.router.routes for method in route.methods}
     told = set(re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/router/[a-zA-Z/]+)", page))
     assert {(method, path.replace("NAME", "{name}")) for method, path in told} == routed
 
 
 @pytest.mark.slow
-def test_a_route_serves_a_load_and_ends_when_it_is_asked_to() -> None:
+def test_a_route_serves_a_load_and_ends_when_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
     replicas = [FakeReplica(token_s=0.001), FakeReplica(token_s=0.001)]
     with served(replicas[0]) as first, served(replicas[1]) as second:
         port = free_port()
@@ -217,8 +123,8 @@ def test_a_route_serves_a_load_and_ends_when_it_is_asked_to() -> None:
             end_s = time.monotonic() + 60.0
             while time.monotonic() < end_s and not _ready(url):
                 time.sleep(0.1)
-            done = etude("bench", "serve", url, *SMALL, "--json")
-            assert json.loads(done.stdout)["errors"] == {}
+            assert serve_load.main([url, "--sessions", "4", "--output", "4-8", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["errors"] == {}
             assert all(replica.requests for replica in replicas)
             route.send_signal(signal.SIGTERM)
             assert route.wait(60.0) == 0

@@ -10,10 +10,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from benchmarks.load.workload import LoadTurn
 from benchmarks.simulation.flows import VirtualClock
 from benchmarks.simulation.router.step_cost import StepCost
-
-from etude.inference.load.workload import LoadTurn
 
 
 @dataclass(slots=True, eq=False)

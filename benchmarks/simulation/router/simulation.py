@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from benchmarks.load.workload import LoadSession
 from benchmarks.simulation.flows import VirtualClock
 from benchmarks.simulation.router.simple import Routing
 from benchmarks.simulation.router.simulated_replica import Job, ReplicaSpec, SimulatedReplica
 
 from etude.errors import ConfigError
-from etude.inference.load.workload import LoadSession
 from etude.inference.router.types import Ask, NoReplicaError
 
 _PROGRESS_TOKENS = 8

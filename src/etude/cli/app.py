@@ -31,7 +31,6 @@ _COMMANDS = {
     "sandbox": "sandbox:sandbox_app",
     "record": "record:record_app",
     "env": "environment:env_app",
-    "bench": "bench:bench_app",
     "checkpoint": "checkpoint:checkpoint_app",
     "model": "model:model_app",
     "tokenizer": "tokenizer:tokenizer_app",

@@ -1,4 +1,4 @@
-"""Names of the HTTP headers that server, router and load generator share."""
+"""Names of the HTTP headers that server, router and their clients share."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from benchmarks.load import LogNormal, WorkloadShape, run_load, summarise, synthetic_sessions
+from benchmarks.load.http_target import HttpTarget
 
 from etude.config.routing import HealthCheckConfig, RouterConfig
-from etude.inference.load import LogNormal, WorkloadShape, run_load, summarise, synthetic_sessions
-from etude.inference.load.http_target import HttpTarget
 from etude.inference.router import MemberState
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.kit.ports import free_port

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from benchmarks.load.workload import LogNormal, WorkloadShape, synthetic_sessions
 from benchmarks.simulation.router.simple import RandomChoice, RoundRobin, RoundRobinSessions
 from benchmarks.simulation.router.simulated_replica import ReplicaSpec
 from benchmarks.simulation.router.simulation import Kill, RouterScenario, simulate
@@ -14,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError
-from etude.inference.load.workload import LogNormal, WorkloadShape, synthetic_sessions
 from etude.inference.router import Router, RoutingConfig
 
 COST = StepCost(0.0012, 0.00018, 0.0008, 0.0001)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.load import LogNormal, WorkloadShape, synthetic_sessions
+from benchmarks.load.recorded import recorded_sessions, session_of
+from benchmarks.load.workload import shorten
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, StoreError, UserError
-from etude.inference.load import LogNormal, WorkloadShape, synthetic_sessions
-from etude.inference.load.recorded import recorded_sessions, session_of
-from etude.inference.load.workload import shorten
 from etude.store import TrajectoryLog, trajectory_to_atif
 from tests.store.builders import make_group, make_trajectory
 

@@ -9,11 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.sampler_target import SamplerTarget
-from fastapi import FastAPI, Response
-
-from etude.errors import ConfigError
-from etude.inference.load import (
+from benchmarks.load import (
     LoadSession,
     LoadTurn,
     LogNormal,
@@ -23,8 +19,12 @@ from etude.inference.load import (
     summarise,
     synthetic_sessions,
 )
-from etude.inference.load.http_target import HttpTarget
-from etude.inference.load.runner import LoadError
+from benchmarks.load.http_target import HttpTarget
+from benchmarks.load.runner import LoadError
+from benchmarks.sampler_target import SamplerTarget
+from fastapi import FastAPI, Response
+
+from etude.errors import ConfigError
 from tests.fakes.replica import FakeReplica, fake_replica, running_server
 from tests.fakes.scripted import ScriptedSampler
 

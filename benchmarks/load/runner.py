@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from benchmarks.load.workload import LoadSession
+
 from etude.errors import ConfigError, EtudeError, InfrastructureError
-from etude.inference.load.workload import LoadSession
 
 
 class LoadError(InfrastructureError):

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from benchmarks.load.workload import LoadSession, LoadTurn
 from numpy.typing import NDArray
 
 from etude.errors import UserError
-from etude.inference.load.workload import LoadSession, LoadTurn
 from etude.records import Segment, Trajectory
 from etude.store import TrajectoryLog, parse_atif
 from etude.store.trajectories import find_log

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-
-from etude.inference.load.runner import TurnRecord
+from benchmarks.load.runner import TurnRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
+from benchmarks.load.runner import Clock, LoadError, TurnRecord
+from benchmarks.load.workload import LoadSession
 
 from etude.inference.headers import SESSION_HEADER
-from etude.inference.load.runner import Clock, LoadError, TurnRecord
-from etude.inference.load.workload import LoadSession
 from etude.serving.client import Answer, Client, NoAnswerError, check_address, error_in, read_events
 
 Api = Literal["chat", "completions", "tokens"]
