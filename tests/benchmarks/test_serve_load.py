@@ -93,8 +93,7 @@ def test_turns_without_an_answer_are_counted_and_make_the_command_fail() -> None
     with in_thread(fake_replica(replica)) as url:
         replica.cut_after = 1
         done = play(url, *SMALL, "--model", "fake")
-        assert done.returncode == EXIT_INFRASTRUCTURE
-        assert "the answer was cut" in done.stderr
+        assert done.returncode == EXIT_ERRORS
         replica.cut_after, replica.token_s = None, 0.5
         done = play(url, *SMALL, "--turn-limit-s", "0.6")
         assert done.returncode == EXIT_ERRORS
@@ -122,6 +121,13 @@ def test_mistakes_in_a_load_are_named(arguments: tuple[str, str], field: str) ->
     done = play("http://127.0.0.1:9", *arguments)
     assert done.returncode == EXIT_MISTAKE
     assert field in done.stderr
+
+
+def test_a_server_that_refuses_to_be_measured_is_no_mistake_of_the_user() -> None:
+    with in_thread(fake_replica(FakeReplica(refuse=True))) as url:
+        done = play(url, *SMALL, "--model", "fake")
+    assert done.returncode == EXIT_INFRASTRUCTURE
+    assert "error: 503" in done.stderr
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
