@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load import LogNormal, WorkloadShape
 from common import Figures
 from inference_work import Scenario
 
-from benchmarks.load import LogNormal, WorkloadShape
 from etude.model.huggingface import read_fields
 from etude.training.checkpoints.importing import import_model
 from inference import Contest, standings
