@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -156,6 +157,20 @@ def test_a_prompt_that_is_too_long_is_told_so(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         served.openai().completions.create(model=MODEL, prompt=[65] * 2000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        r"maximum context length is \d+ tokens",  # opencode 1.18
+        r"maximum context length is\s*\d+\s*tokens?[\s\S]*?resulted in\s*\d+\s*tokens?",  # Qwen Code 0.15
+        "this model's maximum context length is",  # litellm 1.81, and so aider
+    ],
+)
+def test_agents_know_a_prompt_that_is_too_long_by_the_words_of_the_error(served: Served, words: str) -> None:
+    messages = [{"role": "user", "content": "word " * 3000}]
+    status, error = post(served, "/v1/chat/completions", {"model": MODEL, "messages": messages})
+    assert status == 400 and re.search(words, error["message"])
 
 
 def test_an_answer_is_cut_to_the_room_that_the_context_has() -> None:

@@ -10,14 +10,18 @@ class BadRequestError(UserError):
 
 
 class ContextLengthError(UserError):
-    """A history that leaves no room for an answer. Units: tokens."""
+    """A history that leaves no room for an answer. Units: tokens.
+
+    Says so in the words of OpenAI's API: agents know them from other errors by these words, and shorten the
+    conversation.
+    """
 
     def __init__(self, num_tokens: int, max_tokens: int, field: str = "messages") -> None:
         super().__init__(
-            "leaves no room for an answer in the model's context",
+            f"this model's maximum context length is {max_tokens} tokens, but your request resulted in "
+            f"{num_tokens} tokens, which leaves no room for an answer",
             field=field,
-            received=num_tokens,
-            fix=f"stay under {max_tokens} tokens",
+            fix=f"reduce the length of the {field}",
         )
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
