@@ -14,7 +14,7 @@ import pytest
 from etude.environment.recording.session_map import MapLimits
 from etude.errors import SamplerError
 from etude.records import Relation, SampleChunk, SampleRequest
-from etude.tokens.chat.errors import BadRequestError, ContextLengthError
+from etude.tokens.chat.errors import ContextLengthError
 from tests.environment.recording.recording_builders import (
     ChatClient,
     TellingSampler,
@@ -409,10 +409,26 @@ def test_a_history_without_room_is_refused_and_changes_nothing() -> None:
     assert segments_of(client) == ()
 
 
-def test_an_answer_begun_for_the_agent_is_refused() -> None:
-    client = ChatClient(make_service(TellingSampler(replies([]))))
-    with pytest.raises(BadRequestError, match="last message"):
-        run(client.send([SYSTEM, USER, {"role": "assistant", "content": "Sure"}]))
+def test_a_history_that_ends_with_an_answer_gets_another_answer() -> None:
+    """As Qwen Code sends it once it has shortened a conversation that grew too long."""
+    texts = [call_text("a.py"), "Done.", "And more."]
+    sampler = TellingSampler(replies(texts))
+    client = ChatClient(make_service(sampler))
+    history = [SYSTEM, {"role": "user", "content": "<state_snapshot>"}]
+    history += [{"role": "assistant", "content": "Got it. Thanks for the additional context!"}]
+
+    async def talk() -> None:
+        history.extend(result(await client.send(history)))
+        history.extend(result(await client.send(history)))
+        await client.send(history)
+
+    run(talk())
+    check_recording(client.service, sampler)
+    (branch,) = client.service.session_map.branches
+    words = qwen_tokenizer().decode(branch.recording.tokens)
+    asked = "context!<|im_end|>\n<|im_start|>assistant\n<tool_call>"
+    assert asked in words and words.endswith("Done.<|im_end|>\n<|im_start|>assistant\nAnd more.<|im_end|>")
+    assert branch.recording.sampled.sum() == sum(len(answer_tokens(text)) for text in texts)
 
 
 def test_what_was_sampled_after_the_end_of_an_answer_is_no_part_of_it() -> None:

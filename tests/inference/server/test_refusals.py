@@ -89,7 +89,6 @@ def post(served: Served, path: str, body: Any, **headers: str) -> tuple[int, dic
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "And"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "ok"}]}, "messages[0].tool_call_id"),
         ({"max_tokns": 5}, "max_tokns"),
         ({"model": 5}, "model"),

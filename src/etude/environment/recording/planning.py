@@ -12,7 +12,7 @@ import numpy as np
 
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.records import Relation, SamplingParams
-from etude.tokens.chat.framing import Framing, Tokens, check_answerable
+from etude.tokens.chat.framing import Framing, Tokens
 from etude.tokens.chat.messages import Answer, Message, Opening, Results, UserWords, same_reasoning
 from etude.tokens.renderer import Renderer
 
@@ -56,10 +56,9 @@ class Planner:
         return [place for place, key in enumerate(history.keys) if key not in known]
 
     def plan(self, history: History, params: SamplingParams, ahead: Mapping[int, Tokens]) -> Plan:
-        """`ahead`: see `encode_messages`. Raises BadRequestError for a history that nothing can follow."""
+        """`ahead`: see `encode_messages`. Raises BadRequestError."""
         opening = history.messages[0]
         assert isinstance(opening, Opening), "a history begins with its opening"
-        check_answerable(history.messages)
         framing = self.framing(opening, history.keys[0])
         strip_before = 0 if self.keep_thinking else _last_user(history.messages)
         source, num_common, num_kept = self._find(history, strip_before)

@@ -13,7 +13,7 @@ from typing import Any
 from etude.serving.errors import ErrorAnswer
 from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, ended_choice
 from etude.tokens.chat.client_tools import ClientTool, client_tool, read_entries
-from etude.tokens.chat.errors import ContextLengthError
+from etude.tokens.chat.errors import BadRequestError, ContextLengthError
 from etude.tokens.chat.fields import integer, objects, stop_strings, text, unsupported, words, wrong
 from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
 from etude.tokens.chat.reader import Part, ReadingRules
@@ -53,6 +53,9 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     system = [words(body["system"], "system", _USER_JOINT)] if body.get("system") else []
     if not messages:
         raise wrong("messages", "none", "a list with at least one user message")
+    if isinstance(messages[-1], Answer):  # this API would go on with it; OpenAI's give another answer
+        fix = "answers cannot be begun for the model"
+        raise BadRequestError("the last message must be the user's", field="messages", fix=fix)
     stops = stop_strings(body.get("stop_sequences"), "stop_sequences")
     return ChatRequest(
         messages=(Opening(_USER_JOINT.join(system + begun), tools, agent), *messages),

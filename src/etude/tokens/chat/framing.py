@@ -167,15 +167,3 @@ class Framing:
             for key, value in call.arguments.items()
         }
         return ToolCall(call.name, values)
-
-
-def check_answerable(messages: Sequence[Message]) -> None:
-    """Raises BadRequestError for a conversation that no answer can follow."""
-    last = messages[-1]
-    if isinstance(last, Opening | Answer):
-        raise BadRequestError(
-            "the last message must be the user's or a tool's",
-            field="messages",
-            received=type(last).__name__.lower(),
-            fix="answers cannot be begun for the model",
-        )

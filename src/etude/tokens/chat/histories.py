@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from etude.tokens.chat.framing import Framing, check_answerable
+from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Message, Opening, content_key, same_reasoning
 from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.renderer import Renderer
@@ -65,8 +65,6 @@ class ChatFrames:
         with self._lock:
             renderer = self.shelf.find(opening)
         framing = Framing(renderer, opening)
-        if open_answer:
-            check_answerable(messages)
         parts: list[Tokens] = []
         state = blake3(key_name.encode()).digest()
         for message in messages:
