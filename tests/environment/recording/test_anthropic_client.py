@@ -114,7 +114,7 @@ def test_stop_sequences_are_named(served: Served) -> None:
 
 
 def test_a_malformed_call_is_text_and_counted(served: Served, sampler: SlowSampler) -> None:
-    bad = '<tool_call>\n{"name": "read_file", "arguments": {"path": 1}}\n</tool_call>'
+    bad = '<tool_call>\n{"name": "read_file", "arguments": {"path": 1}\n</tool_call>'
     sampler.answers = replies([f"I try.\n{bad}\n{call_text('a.py')}"])
     session = served.create()
     answer = ask(client_of(session), [USER])

@@ -195,6 +195,34 @@ def test_one_call_at_a_time_ends_with_the_first_call(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"path": "a.py", "why": "to see"},
+        {"offset": 3},
+        {"path": "a.py", "offset": "3"},
+        {"path": ["a.py"], "offset": None},
+    ],
+    ids=["unknown", "missing", "another kind", "null"],
+)
+def test_a_call_with_wrong_arguments_reaches_the_client_who_answers_it(
+    served: Served, sampler: SlowSampler, arguments: dict[str, Any]
+) -> None:
+    """As words it would end the session of opencode and Qwen Code, which check arguments themselves."""
+    call = json.dumps({"name": "read_file", "arguments": arguments})
+    sampler.answers = replies([f"I read.\n<tool_call>\n{call}\n</tool_call>", "Done."])
+    session = served.create()
+    client, history = client_of(session), list(MESSAGES)
+    choice = client.chat.completions.create(model="m", messages=history, tools=OPENAI_TOOLS).choices[0]
+    (told,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I read.")
+    assert (told.function.name, json.loads(told.function.arguments)) == ("read_file", arguments)
+    history += [choice.message, {"role": "tool", "tool_call_id": told.id, "content": "invalid arguments"}]
+    client.chat.completions.create(model="m", messages=history, tools=OPENAI_TOOLS)
+    summary = finish(served, session)
+    assert (summary["segments"], summary["facts"]["malformed_calls"]) == (1, 1)
+
+
 def test_a_sampler_that_is_dead_is_a_5xx_that_the_client_tries_again(
     served: Served, sampler: SlowSampler, stream: bool
 ) -> None:

@@ -151,6 +151,23 @@ def test_a_malformed_call_is_never_valid_json(served: Served, sampler: PlayedSam
     assert ask(served, tools=OPENAI_TOOLS).choices[0].message.tool_calls is None
 
 
+def test_a_call_with_wrong_arguments_is_a_call_and_text_that_was_no_text_is_never_valid_json(
+    served: Served, sampler: PlayedSampler
+) -> None:
+    body = '<tool_call>\n{"name": "read_file", "arguments": %s}\n</tool_call>'
+    wrong = {"path": "a.py", "offset": "three", "why": "to see"}
+    texts = [body % json.dumps(wrong), body % '{"path": 5}']
+    sampler.answers = replies([texts[0]] * 2 + [texts[1]])
+    whole = ask(served, tools=OPENAI_TOOLS).choices[0]
+    streamed = joined(list(ask(served, tools=OPENAI_TOOLS, stream=True)))
+    for arguments in (whole.message.tool_calls[0].function.arguments, streamed["calls"][0]["arguments"]):
+        assert json.loads(arguments) == wrong
+    assert streamed["finish"] == whole.finish_reason == "tool_calls"
+    (call,) = ask(served, tools=OPENAI_TOOLS).choices[0].message.tool_calls
+    with pytest.raises(ValueError):
+        json.loads(call.function.arguments)
+
+
 def test_calls_are_text_without_tools_or_with_tool_choice_none(
     served: Served, sampler: PlayedSampler
 ) -> None:

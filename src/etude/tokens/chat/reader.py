@@ -3,7 +3,8 @@
 Each token is read by itself, so that an answer can end at the very token that completed a stop string (or,
 where the client wants one call at a time, a call). Blanks at the answer's ends, and between text and calls,
 are not served. A malformed call is served as the text that it is, and so is the call of a tool that the
-client did not offer, its tags included.
+client did not offer, its tags included. One that can be read is served as a call, be its arguments right or
+wrong: the client says so to the model.
 
 Calls are served while they are written, or with `whole_calls` when they have ended:
 
@@ -11,8 +12,8 @@ Calls are served while they are written, or with `whole_calls` when they have en
                    CallHead {"a": "  CallMore x"      CallMore }
 
 A call's head waits for its first argument (or its end), so that a stray tag is still served as the text that
-it is. A call that turns out malformed after its head was served ends without its closing brace: its arguments
-are never valid JSON, so that no client runs half of them.
+it is. A call that turns out malformed after its head was served, or to have a number where text was served,
+ends without its closing brace: its arguments are never valid JSON, so that no client runs half of them.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.records import SampleChunk, ToolCall
+from etude.records import SampleChunk
 from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.chat.messages import Answer, Call
 from etude.tokens.grammar.channels import THINK_CLOSE, THINK_MARKS
 from etude.tokens.grammar.events import (
     ArgumentDelta,
+    CallFinished,
     CallStarted,
     ParseEvent,
     ReasoningDelta,
@@ -224,7 +226,7 @@ class AnswerReader(Reader):
             elif isinstance(event, ArgumentDelta):
                 self._take_argument(event)
             else:
-                self._take_call(event.call)
+                self._take_call(event)
 
     def _take_argument(self, delta: ArgumentDelta) -> None:
         tool = self._tools.get(self._name or "")
@@ -233,23 +235,32 @@ class AnswerReader(Reader):
             kinds = {one.name: one.kind for one in tool.parameters}
             self._serve_more(call.more(delta, as_text=kinds.get(delta.name, "string") == "string"))
 
-    def _take_call(self, call: ToolCall) -> None:
-        opened, self._open, self._name = self._open, None, None
-        is_served = call.error is None and call.name in self._tools
+    def _take_call(self, event: CallFinished) -> None:
+        call, opened, self._open, self._name = event.call, self._open, None, None
+        values = self._read_values(event)
         self.num_malformed += call.error is not None
-        raw = self._raw_call() if opened is None and not is_served else ""
+        raw = self._raw_call() if opened is None and values is None else ""
         self._raw, self._delivered = [], []
         if raw:
             self._search_stops(raw)
-        if opened is None and is_served:
+        if opened is None and values is not None:
             opened, self._open = self._begin(call.name), None
         if opened is None:
             return
-        values = call_arguments(call, self._renderer.grammar.tools) if is_served else {}
-        self._serve_more(opened.close(values) if is_served else "")
-        arguments: Any = values if is_served else opened.text
+        rest = opened.close(values) if values is not None and opened.is_begun_as(values) else None
+        self._serve_more(rest or "")
+        arguments: Any = opened.text if rest is None else values
         self._calls.append(Call(opened.id, call.name, arguments))
         self.ended = self._rules.single_call
+
+    def _read_values(self, event: CallFinished) -> dict[str, Any] | None:
+        """The arguments of a call that the client is to answer, be they right or wrong; None for one that it
+        cannot: of a tool that it did not offer, or one that cannot be read."""
+        call = event.call
+        if call.name not in self._tools or not (call.error is None or event.unfit):
+            return None
+        known = event.values
+        return call_arguments(call, self._renderer.grammar.tools) if known is None else dict(known)
 
     def _begin(self, name: str) -> _OpenCall:
         """A call begins."""
@@ -307,6 +318,10 @@ class _OpenCall:
             added = self._end_argument() + self._key(event.name) + '"'
             self._argument = event.name
         return self._keep(added + json.dumps(event.text, ensure_ascii=False)[1:-1])
+
+    def is_begun_as(self, values: dict[str, Any]) -> bool:
+        """Whether what was served as text is text: it is served before its kind is known."""
+        return all(isinstance(values.get(name), str) for name in self._begun)
 
     def close(self, values: dict[str, Any]) -> str:
         """What is left to be served of a well-formed call."""

@@ -5,7 +5,7 @@ The concatenation of neighbouring deltas of one kind does not depend on how the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from etude.records import ToolCall
@@ -45,6 +45,10 @@ class CallFinished:
     """The open call has ended. If it is well formed, the deltas of each argument add up to the argument."""
 
     call: ToolCall
+    unfit: bool = False
+    """Nothing is wrong but the arguments, of a known tool: one is missing, unknown or of another kind."""
+    values: Mapping[str, object] | None = None
+    """The arguments of such a call, where they were written as JSON."""
 
 
 ParseEvent = TextDelta | ReasoningDelta | CallStarted | ArgumentDelta | CallFinished

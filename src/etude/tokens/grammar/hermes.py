@@ -207,17 +207,20 @@ class JsonCall:
             return
         for name in call.arguments:
             if name not in parameters:
-                call.fail(f"unknown parameter {printable(name)}")
+                call.misfit(f"unknown parameter {printable(name)}")
         for name, parameter in parameters.items():
             kind = self._sink.kinds.get(name)
             if kind is None:
                 if parameter.required:
-                    call.fail(f"missing {printable(name)}")
+                    call.misfit(f"missing {printable(name)}")
             elif kind == "null":
-                call.fail(f"{printable(name)} is null" + ("" if parameter.required else ": leave it out"))
+                call.misfit(f"{printable(name)} is null" + ("" if parameter.required else ": leave it out"))
             elif kind != parameter.kind and (kind, parameter.kind) != ("integer", "number"):
                 article = "an" if parameter.kind in ("integer", "array", "object") else "a"
-                call.fail(f"{printable(name)} is not {article} {parameter.kind}")
+                call.misfit(f"{printable(name)} is not {article} {parameter.kind}")
+        if call.unfit:
+            kinds, given = self._sink.kinds, call.arguments.items()
+            call.values = {name: one if kinds[name] == "string" else json.loads(one) for name, one in given}
 
 
 class HermesReader(CallReader):

@@ -77,6 +77,9 @@ class OpenCall:
     name: str
     known: bool = True
     error: str | None = None
+    unfit: bool = False
+    """See `CallFinished`, as for `values`."""
+    values: Mapping[str, object] | None = None
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     parameter: str | None = None
     body: io.StringIO | None = None
@@ -91,7 +94,12 @@ class OpenCall:
 
     def fail(self, message: str) -> None:
         """Only the first thing wrong is reported: what follows is mostly its consequence."""
-        self.error = self.error or message
+        self.error, self.unfit = self.error or message, False
+
+    def misfit(self, message: str) -> None:
+        """The call can be read, and its arguments are not what the tool takes."""
+        if self.error is None:
+            self.error, self.unfit = message, True
 
     def open_body(self, parameter: str, padded: bool = True) -> None:
         """The text from now on is the value of `parameter`; a second value of one parameter is not kept."""
@@ -129,7 +137,7 @@ class OpenCall:
         """A call that lacks one of these that it needs is malformed."""
         for name, parameter in parameters.items():
             if parameter.required and name not in self.arguments:
-                self.fail(f"missing {name}")
+                self.misfit(f"missing {name}")
 
 
 class CallReader:
@@ -172,8 +180,10 @@ class CallReader:
         return call
 
     def _finish(self, out: list[ParseEvent]) -> None:
-        assert self._call is not None
-        out.append(CallFinished(ToolCall(self._call.name, self._call.arguments, self._call.error)))
+        call = self._call
+        assert call is not None
+        values = call.values if call.unfit else None
+        out.append(CallFinished(ToolCall(call.name, call.arguments, call.error), call.unfit, values))
         self._call = None
 
 

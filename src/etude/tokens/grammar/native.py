@@ -270,7 +270,7 @@ class NativeReader(CallReader):
         call, name = self._call, self._name.strip()
         assert call is not None
         if call.name in self._tools and name not in self._tools[call.name]:
-            call.fail(f"unknown parameter {printable(name)}")
+            call.misfit(f"unknown parameter {printable(name)}")
         elif name in call.arguments:
             call.fail(f"repeated {printable(name)}")
         call.open_body(name, self._tags.padded)

@@ -230,7 +230,7 @@ class XmlReader(CallReader):
         elif closing:
             call.fail(f"stray /{parameter}")
         elif call.known and parameter not in self._tools[call.name]:
-            call.fail(f"unknown parameter {parameter}")
+            call.misfit(f"unknown parameter {parameter}")
         elif parameter in call.arguments:
             call.fail(f"repeated {parameter}")
         if not closing:
