@@ -38,7 +38,7 @@ from etude.tokens.renderer import Renderer
 MODEL = "etude"
 _SAID_CHARS = 300
 """Of what a command said last, in the cause of its end."""
-_ABORTED = "exit 134"
+_ABORTED = ("exit 133", "exit 134")
 """How a cause begins of a program that aborted itself."""
 _Ending = tuple[Status, str]
 """How an agent's session ended, and why; without a cause the agent itself ended it."""
