@@ -194,7 +194,6 @@ def test_one_call_at_a_time_ends_with_the_first_call(served: Served) -> None:
     assert answer.usage.completion_tokens < len(answer_tokens(FIRST))
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -223,6 +222,7 @@ def test_a_call_with_wrong_arguments_reaches_the_client_who_answers_it(
     assert (summary["segments"], summary["facts"]["malformed_calls"]) == (1, 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_sampler_that_is_dead_is_a_5xx_that_the_client_tries_again(
     served: Served, sampler: SlowSampler, stream: bool
 ) -> None:
