@@ -55,6 +55,19 @@ def record() -> None:
     """Serve a model to other agent harnesses and record every token of their sessions."""
 
 
+def _take_store(store: Path, stack: contextlib.ExitStack) -> None:
+    """Keeps other servers from the directory until `stack` is closed. Raises ConfigError where one has it."""
+    try:
+        stack.enter_context(locked(store, wait=False))
+    except BlockingIOError:
+        raise ConfigError(
+            "another server stores its sessions here",
+            field="--store",
+            received=str(store),
+            fix="give this one a directory of its own, or end the other",
+        ) from None
+
+
 @record_app.command("serve")
 def serve_command(
     model: ModelOption,
@@ -89,15 +102,7 @@ def serve_command(
     store.mkdir(parents=True, exist_ok=True)
     # Before the weights, which take long: a store or port that is taken is said at once.
     with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(locked(store, wait=False))
-        except BlockingIOError:
-            raise ConfigError(
-                "another server stores its sessions here",
-                field="--store",
-                received=str(store),
-                fix="give this one a directory of its own, or end the other",
-            ) from None
+        _take_store(store, stack)
         tenants = read_or_make_tenants(token_file or store / "tokens", SERVER)
         listeners = [stack.enter_context(listener) for listener in open_listeners(host, port)]
         speech = (grammar, template)

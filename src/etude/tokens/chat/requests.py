@@ -28,9 +28,10 @@ DRAWING_FIELDS = frozenset(("model", "stream", "temperature", "top_p", "top_k", 
 SHARED_FIELDS = DRAWING_FIELDS | {"stream_options", "n", "stop"}
 _HARMLESS_FIELDS = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "client_metadata"))
 """Say something of the request, and nothing of the answer."""
-_HINTS = frozenset(("reasoning_effort", "verbosity", "effort", "summary"))
-"""Fields and options that ask a model to think or say more or less. No model is steered so here, and coding
-agents send them always."""
+_HINTS = frozenset(("reasoning_effort", "verbosity"))
+"""Ask a model to think or say more or less. No model is steered so here, and coding agents always send them."""
+_HINT_OPTIONS = frozenset(("verbosity", "effort", "summary"))
+"""The same, within objects such as `reasoning`."""
 _NEUTRAL: Neutral = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -108,7 +109,7 @@ def check_options(body: Mapping[str, Any], name: str, refused: Sequence[str], st
     if not isinstance(options, dict):
         raise wrong(name, options, "an object")
     for option, value in options.items():
-        is_refused = option in refused or (strict and option not in _HINTS)
+        is_refused = option in refused or (strict and option not in _HINT_OPTIONS)
         if is_refused and value not in (None, {"type": "text"}):
             raise unsupported(f"{name}.{option}", value, "is not supported here")
 
