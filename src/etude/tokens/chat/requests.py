@@ -29,7 +29,7 @@ SHARED_FIELDS = DRAWING_FIELDS | {"stream_options", "n", "stop"}
 _HARMLESS_FIELDS = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "client_metadata"))
 """Say something of the request, and nothing of the answer."""
 _HINTS = frozenset(("reasoning_effort", "verbosity"))
-"""Ask a model to think or say more or less. No model is steered so here, and coding agents always send them."""
+"""Ask a model to think or say more or less. Coding agents always send them; no model is steered so here."""
 _HINT_OPTIONS = frozenset(("verbosity", "effort", "summary"))
 """The same, within objects such as `reasoning`."""
 _NEUTRAL: Neutral = {
