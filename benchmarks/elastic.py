@@ -42,7 +42,7 @@ from etude.config.routing import HealthCheckConfig, RouterConfig
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import ElasticPool
 from etude.controller.local import LocalHandle
-from etude.controller.remote.engines import NO_USAGE, Usage
+from etude.controller.remote.engines import NO_USAGE, EngineProcess, Usage
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal, Supervision
 from etude.inference.exchange import Build, Command, Event, Exchange
@@ -359,17 +359,18 @@ async def recalled(url: str, store: str, manifest: WeightManifest, number: int) 
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as http:
         lent = await http.post("/admin/loan", json={"borrower": "run", "lease_s": 30.0})
         handle = LoanHandle(url, lent.json()["token"], store)
-        await handle.call("begin")
-        await handle.call("stage", manifest)
-        await handle.call("activate", manifest.version, "recompute")
+        await handle.call(EngineProcess.begin)
+        await handle.call(EngineProcess.stage, manifest)
+        await handle.call(EngineProcess.activate, manifest.version, "recompute")
         for place in range(8):
             session = f"r{number}-{place}"
-            await handle.call("exchange", [("open", session), ("stream", rollout(session, 0, 500))])
+            commands: list[Command] = [("open", session), ("stream", rollout(session, 0, 500))]
+            await handle.call(EngineProcess.exchange, commands)
         await asyncio.sleep(0.05)
         recalling = asyncio.create_task(http.delete("/admin/loan"))
         elapsed = await first_user_token(url)
         await recalling
-        events = await handle.call("poll")
+        events = await handle.call(EngineProcess.poll)
         assert any(isinstance(one, SampleChunk) and one.finish == "abort" for _, one in events)
         await handle.stop()
     return elapsed

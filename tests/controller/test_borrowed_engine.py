@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.controller.borrowed_engine import BorrowedEngine, Needs
+from etude.controller.remote.engines import EngineProcess
 from etude.inference.exchange import Event
 from etude.inference.loan_client import LoanEndedError
 from etude.records import SampleChunk
@@ -29,20 +30,22 @@ def test_no_other_call_says_that_a_loan_has_ended_before_its_tokens_are_told(
             lent = http.post("/admin/loan", json={"borrower": "run", "lease_s": 60.0}).json()
             needs = Needs(NUMERICS, qwen_tokenizer().digest, 100)
             engine = BorrowedEngine(served.url, lent["token"], store.url, needs, ended.set)
-            await engine.call("begin")
+            await engine.call(EngineProcess.begin)
             manifest = store.publish(1)
-            await engine.call("stage", manifest)
-            await engine.call("activate", manifest.version, "recompute")
-            await engine.call("exchange", [("open", "a"), ("stream", rollout("a", max_tokens=500))])
-            events: list[Event] = await engine.call("poll")
+            await engine.call(EngineProcess.stage, manifest)
+            await engine.call(EngineProcess.activate, manifest.version, "recompute")
+            await engine.call(
+                EngineProcess.exchange, [("open", "a"), ("stream", rollout("a", max_tokens=500))]
+            )
+            events: list[Event] = await engine.call(EngineProcess.poll)
             await asyncio.to_thread(http.delete, "/admin/loan")
-            asked = asyncio.ensure_future(engine.call(other, *arguments))
+            asked = asyncio.ensure_future(engine.send(other, arguments, {}))
             await ended.wait()
             with pytest.raises(LoanEndedError):
                 while True:
                     assert not asked.done(), "whoever hears that has no need of the rest"
                     await asyncio.sleep(0.05)
-                    events += await engine.call("poll")
+                    events += await engine.call(EngineProcess.poll)
             with pytest.raises(LoanEndedError):
                 await asked
             chunks = [item for _, item in events if isinstance(item, SampleChunk)]
@@ -62,7 +65,7 @@ def test_an_engine_on_loan_renews_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
             lent = http.post("/admin/loan", json={"borrower": "run", "lease_s": 60.0}).json()
             needs = Needs(NUMERICS, qwen_tokenizer().digest, 100)
             engine = BorrowedEngine(served.url, lent["token"], store.url, needs)
-            await engine.call("begin")
+            await engine.call(EngineProcess.begin)
             await until_renewed(served, 3)
             await engine.stop()
 

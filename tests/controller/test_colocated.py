@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from etude.config import RunConfig
 from etude.controller.colocated import ColocatedTrainer
 from etude.controller.local import LocalHandle
+from etude.controller.training_part import TrainingPart
 from etude.errors import SamplerError
 from etude.inference.native import find_compiler
 from etude.observe.metrics import read_metrics
@@ -115,9 +116,9 @@ def test_each_has_the_device_when_it_needs_it() -> None:
         trainer = await ColocatedTrainer.take_turns(LocalHandle(Part(calls)), Engine(calls))
         assert calls == ["release", "offload"], "the engine has the first turn"
         calls.clear()
-        assert set(await trainer.call("step", [])) == {"train_s", "handover_s"}
-        assert await trainer.call("publish") == "manifest"
-        assert await trainer.call("score") == "scores"
+        assert set(await trainer.call(TrainingPart.step, [])) == {"train_s", "handover_s"}
+        assert await trainer.call(TrainingPart.publish) == "manifest"
+        assert await trainer.call(TrainingPart.score) == "scores"
         assert calls == ["release", "step", "offload", "release", "publish", "score"]
 
     asyncio.run(turns())
@@ -130,10 +131,10 @@ def test_a_step_that_fails_leaves_both_as_between_two_steps() -> None:
         trainer = await ColocatedTrainer.take_turns(LocalHandle(part), Engine(calls))
         part.fails = True
         with pytest.raises(RuntimeError, match="out of memory"):
-            await trainer.call("step", [])
+            await trainer.call(TrainingPart.step, [])
         assert calls[-2:] == ["step", "offload"]
         part.fails = False
-        assert "train_s" in await trainer.call("step", [])
+        assert "train_s" in await trainer.call(TrainingPart.step, [])
 
     asyncio.run(turns())
 
@@ -145,7 +146,7 @@ def test_no_step_is_taken_while_a_session_is_held() -> None:
         trainer = await ColocatedTrainer.take_turns(LocalHandle(Part(calls)), engine)
         engine.is_used = True
         with pytest.raises(SamplerError, match="sessions are held"):
-            await trainer.call("step", [])
+            await trainer.call(TrainingPart.step, [])
         assert "step" not in calls
 
     asyncio.run(turns())

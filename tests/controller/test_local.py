@@ -50,10 +50,10 @@ class Part:
 def test_calls_reach_the_part_in_order_and_its_answers_and_errors_come_back(apart: bool) -> None:
     async def run() -> None:
         handle = await made(apart, Part, [], "a", 2)
-        assert await handle.call("add", 3, offset=1) == 7
-        assert await handle.call("add_later", 1) == 9
+        assert await handle.call(Part.add, 3, offset=1) == 7
+        assert await handle.call(Part.add_later, 1) == 9
         with pytest.raises(ValueError, match="as raised"):
-            await handle.call("fail")
+            await handle.call(Part.fail)
 
     asyncio.run(run())
 
@@ -83,10 +83,10 @@ def test_a_part_computes_with_its_own_number_of_threads() -> None:
     async def run() -> None:
         before = torch.get_num_threads()
         alone, handle = LocalHandle(Counting()), LocalHandle(Counting(), before + 1)
-        assert await handle.call("threads") == before + 1
-        assert await alone.call("threads") == before
+        assert await handle.call(Counting.threads) == before + 1
+        assert await alone.call(Counting.threads) == before
         with pytest.raises(ValueError, match="as raised"):
-            await handle.call("fail")
+            await handle.call(Counting.fail)
         assert torch.get_num_threads() == before
 
     asyncio.run(run())
@@ -101,13 +101,13 @@ def test_a_part_that_was_killed_answers_nobody_any_more(apart: bool) -> None:
 
         log: list[str] = []
         handle = await made(apart, Waiting, log, "a", name="trainer")
-        waiting = asyncio.ensure_future(handle.call("wait"))
+        waiting = asyncio.ensure_future(handle.call(Waiting.wait))
         await asyncio.sleep(0)
         handle.kill()
         with pytest.raises(PartLostError, match="trainer: was killed"):
             await waiting
         with pytest.raises(PartLostError, match="trainer: was killed"):
-            await handle.call("add", 1)
+            await handle.call(Part.add, 1)
         await handle.stop()
         assert log == (["a closed"] if apart else []), "a part apart may have tasks in this loop"
 
@@ -120,8 +120,8 @@ def test_cancelling_a_call_is_no_loss_of_the_part(apart: bool) -> None:
         handle = await made(apart, Part, [], "a")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.0):
-                await handle.call("add_later", 1)
-        assert await handle.call("add", 1) == 1
+                await handle.call(Part.add_later, 1)
+        assert await handle.call(Part.add, 1) == 1
 
     asyncio.run(run())
 
@@ -135,7 +135,7 @@ def test_whoever_is_cancelled_while_the_part_is_killed_is_cancelled(first: str, 
                 await asyncio.Event().wait()
 
         handle = await made(apart, Waiting, [], "a")
-        waiting = asyncio.ensure_future(handle.call("wait"))
+        waiting = asyncio.ensure_future(handle.call(Waiting.wait))
         await asyncio.sleep(0)
         for end in (handle.kill, waiting.cancel) if first == "kill" else (waiting.cancel, handle.kill):
             end()
@@ -172,9 +172,9 @@ def test_a_part_apart_answers_while_it_computes_and_computes_one_thing_after_ano
         executor = LocalExecutor()
         handle = await executor.spawn(Computing, resources=Resources(part="trainer"))
         part = handle.part
-        computing = [asyncio.ensure_future(handle.call("compute", name)) for name in ("a", "b")]
+        computing = [asyncio.ensure_future(handle.call(Computing.compute, name)) for name in ("a", "b")]
         await asyncio.to_thread(part.begun.wait, 20.0)
-        assert await handle.call("answer") == threading.get_ident()
+        assert await handle.call(Computing.answer) == threading.get_ident()
         assert part.log == []
         part.go_on.set()
         assert await asyncio.gather(*computing) == [part.made_in] * 2
@@ -184,7 +184,7 @@ def test_a_part_apart_answers_while_it_computes_and_computes_one_thing_after_ano
         await handle.stop()
         assert part.log == ["a", "b", f"closed in {part.made_in}"]
         with pytest.raises(PartLostError, match="trainer"):
-            await handle.call("answer")
+            await handle.call(Computing.answer)
 
     asyncio.run(run())
 
@@ -194,7 +194,7 @@ def test_nobody_waits_for_what_a_killed_part_computes_and_nothing_follows_it() -
         executor = LocalExecutor()
         handle = await executor.spawn(Computing)
         part = handle.part
-        calls = [asyncio.ensure_future(handle.call("compute", name)) for name in ("a", "b")]
+        calls = [asyncio.ensure_future(handle.call(Computing.compute, name)) for name in ("a", "b")]
         await asyncio.to_thread(part.begun.wait, 20.0)
         handle.kill()
         for call in calls:

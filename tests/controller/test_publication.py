@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -15,15 +15,13 @@ from etude.controller.utilisation import Utilisation
 from etude.errors import ParityError, PartLostError, StoreError, WeightUpdateError
 from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
-from etude.protocols import KvPolicy
+from etude.protocols import Handle, KvPolicy, Trainer
 from etude.records import PolicyVersion, WeightManifest
 from etude.training.parity import ParityFigures
 
 
-class TimedTrainer:
-    """A Handle of a trainer whose weights are a number."""
-
-    node = ""
+class TimedTrainer(Handle[Trainer]):
+    """A trainer whose weights are a number."""
 
     def __init__(self, fails: dict[int, Exception] | None = None) -> None:
         """`fails`: number of a call of publish, from 1 -> what it raises."""
@@ -32,7 +30,7 @@ class TimedTrainer:
         self._fails = fails or {}
         self._turn = asyncio.Lock()
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         assert method == "publish"
         async with self._turn:
             self.num_published += 1

@@ -12,7 +12,7 @@ import pytest
 
 from etude.config import ClusterConfig
 from etude.controller.arrangement import open_executor
-from etude.controller.supervision import FaultJournal, Supervision, Supervisor
+from etude.controller.supervision import FaultJournal, Pulsing, Supervision, Supervisor
 from etude.errors import ResourceError
 from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
@@ -108,7 +108,7 @@ def test_parts_are_where_their_failure_domains_say_and_apart_where_they_must_be(
             await executor.reserve(parts)
             handles = [await executor.spawn(Part, resources=part) for part in parts]
             assert [domain_of(handle) for handle in handles] == ["b", "c", "a"]
-            assert len({await handle.call("pulse") for handle in handles}) == 3
+            assert len({await handle.call(Pulsing.pulse) for handle in handles}) == 3
             await executor.shutdown()
 
     asyncio.run(run())
@@ -154,7 +154,7 @@ class Bench:
         """Kills its process, and waits for the next."""
         seen = len(self.was_on)
         handle = await self.supervisor.ready(60.0)
-        os.kill(await handle.call("pulse"), signal.SIGKILL)
+        os.kill(await handle.call(Pulsing.pulse), signal.SIGKILL)
         await until(lambda: len(self.was_on) > seen)
         await self.supervisor.ready(60.0)
 

@@ -113,8 +113,8 @@ def test_a_part_that_fails_is_replaced_by_one_that_is_prepared(harm: str) -> Non
             bench.supervisor.lose(first, "somebody's word")
         await bench.until(lambda: bench.supervisor.handle not in (first, None))
         with pytest.raises(PartLostError, match="was killed"):
-            await first.call("pulse")
-        assert await (await bench.supervisor.ready()).call("pulse") == "well"
+            await first.call(Part.pulse)
+        assert await (await bench.supervisor.ready()).call(Part.pulse) == "well"
         await bench.supervisor.close()
         return bench
 
@@ -200,7 +200,7 @@ def test_a_process_that_dies_while_it_starts_for_the_first_time_is_replaced() ->
         bench = Bench()
         bench.failing = [PartLostError("died"), PartLostError("died")]
         await bench.supervisor.start()
-        assert await (await bench.supervisor.ready()).call("pulse") == "well"
+        assert await (await bench.supervisor.ready()).call(Part.pulse) == "well"
         await bench.supervisor.close()
         hopeless = Bench()
         hopeless.failing = [PartLostError("died")] * 9
@@ -293,7 +293,7 @@ def test_a_part_that_is_given_up_when_it_has_just_been_prepared_is_ended() -> No
                 await starting
         await bench.supervisor.close()
         with pytest.raises(PartLostError, match="was killed"):
-            await handles[0].call("pulse")
+            await handles[0].call(Part.pulse)
 
     asyncio.run(run())
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etude.protocols import Handle, Trainer
 from etude.records import Group, PolicyVersion, WeightManifest
 
 
-class SimulatedTrainer:
-    """Implements Handle for a Trainer; notes what it is given."""
-
-    node = ""
+class SimulatedTrainer(Handle[Trainer]):
+    """Notes what it is given."""
 
     def __init__(self, lineage: str, tokens_per_s: float, *, first_step: int = 0) -> None:
         """`tokens_per_s`: how fast sampled tokens are trained on."""
@@ -25,8 +24,8 @@ class SimulatedTrainer:
         self.busy_s = 0.0
         self._tokens_per_s = tokens_per_s
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See Handle.call: `step` and `publish`."""
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """See Handle.send: `step` and `publish`."""
         if method == "publish":
             return WeightManifest(self.version, (), "memory:")
         assert method == "step", method

@@ -44,7 +44,7 @@ class Arrangement:
     """The parts of a run, and where its trainer can be had."""
 
     parts: Parts
-    training: AbstractAsyncContextManager[Handle[Any]]
+    training: AbstractAsyncContextManager[Handle[TrainingPart]]
     """Opens the trainer: a Handle of a TrainingPart, or of what does as one does. Left before what follows
     training, since it may hold processes."""
     beside: EvaluationBeside | None = None
@@ -89,7 +89,7 @@ async def open_local(
     async with opening as parts:
 
         @contextlib.asynccontextmanager
-        async def training() -> AsyncIterator[Handle[Any]]:
+        async def training() -> AsyncIterator[Handle[TrainingPart]]:
             if config.colocated:
                 assert isinstance(parts.service, EngineService), "so RunConfig wants it"
                 await parts.service.release_memory()  # the optimiser's states are made on the device
@@ -104,7 +104,7 @@ async def open_local(
                 parts.blobs.get,
             ) as part:
                 threads = max(1, num_threads // config.parallel.ranks)
-                handle: Handle[Any] = LocalHandle(part, threads, TRAINER)
+                handle: Handle[TrainingPart] = LocalHandle(part, threads, TRAINER)
                 if config.colocated:
                     assert isinstance(parts.service, EngineService), "so RunConfig wants it"
                     handle = await ColocatedTrainer.take_turns(handle, parts.service)

@@ -71,7 +71,7 @@ class Needs:
 
 
 class BorrowedEngine(LoanHandle):
-    """Implements Handle of an engine's process over a replica on loan."""
+    """A Handle of an EngineProcess over a replica on loan."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class BorrowedEngine(LoanHandle):
         """Where it is, and nothing of what is under way."""
         return BorrowedEngine, (self.url, self._token, self._store, self._needs)
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See LoanHandle.call. Raises LoanEndedError only after the polling side has the rest: it ends
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """See LoanHandle.send. Raises LoanEndedError only after the polling side has the rest: it ends
         what the replica was asked, and with it the sessions that had tokens on their way."""
         self._is_polled = self._is_polled or method == "poll"
         try:
-            return await super().call(method, *arguments, **named)
+            return await super().send(method, arguments, named)
         except LoanEndedError:
             if method == "poll":
                 self._told_all.set()
@@ -120,7 +120,7 @@ class BorrowedEngine(LoanHandle):
 
     async def give_back(self) -> None:
         """Ends the loan; returns when the polling side has what is under way, to its end."""
-        ending = asyncio.ensure_future(self.call("end"))
+        ending = asyncio.ensure_future(self.send("end", (), {}))
         try:
             await self._told_all.wait()
         finally:

@@ -16,8 +16,10 @@ colocated, bit for bit.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from etude.controller.training_part import TrainingPart
 from etude.protocols import Handle
 
 _MAKES_ROOM = frozenset({"step", "publish"})
@@ -33,41 +35,38 @@ class LendingEngine(Protocol):
         ...
 
 
-class ColocatedTrainer:
-    """A Handle of a TrainingPart that has the device while it is called; the engine has it otherwise.
+class ColocatedTrainer(Handle[TrainingPart]):
+    """A TrainingPart that has the device while it is called; the engine has it otherwise.
 
     An error in a step leaves both as between two steps: gradients are gone, states in host memory.
     """
 
-    def __init__(self, trainer: Handle[Any], engine: LendingEngine) -> None:
+    def __init__(self, trainer: Handle[TrainingPart], engine: LendingEngine) -> None:
+        self.node = trainer.node
         self._trainer = trainer
         self._engine = engine
 
     @staticmethod
-    async def take_turns(trainer: Handle[Any], engine: LendingEngine) -> ColocatedTrainer:
+    async def take_turns(trainer: Handle[TrainingPart], engine: LendingEngine) -> ColocatedTrainer:
         """Begins with the engine's turn. Raises SamplerError while a session is held."""
         await engine.release_memory()
-        await trainer.call("offload_states")
+        await trainer.call(TrainingPart.offload_states)
         return ColocatedTrainer(trainer, engine)
 
-    @property
-    def node(self) -> str:
-        return self._trainer.node
-
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See Handle.call. The metrics of a step tell the time that the exchange took before and after it:
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """See Handle.send. The metrics of a step tell the time that the exchange took before and after it:
         `handover_s`, without the copies of states that come back in the midst of it."""
         began = time.perf_counter()
         if method in _MAKES_ROOM:
             await self._engine.release_memory()
         if method != "step":
-            return await self._trainer.call(method, *arguments, **named)
+            return await self._trainer.send(method, arguments, named)
         handover_s = time.perf_counter() - began
         try:
-            metrics = await self._trainer.call(method, *arguments, **named)
+            metrics = await self._trainer.send(method, arguments, named)
         finally:
             began = time.perf_counter()
-            await self._trainer.call("offload_states")
+            await self._trainer.call(TrainingPart.offload_states)
         return {**metrics, "handover_s": handover_s + time.perf_counter() - began}
 
     async def stop(self) -> None:

@@ -16,7 +16,7 @@ from etude.evaluation.acting import MASKED_SAMPLES
 from etude.evaluation.sessions import OnEnd
 from etude.kit.durable import write_json
 from etude.observe import MetricSink, Observer, RunDirectory, show_stage
-from etude.protocols import Handle
+from etude.protocols import Handle, Trainer
 from etude.records import Task, Trajectory
 
 
@@ -127,7 +127,7 @@ class Judging:
         tasks: Sequence[Task],
         others: Sequence[Task],
         family: TaskFamily,
-        trainer: Handle[Any],
+        trainer: Handle[Trainer],
         parts: Parts,
     ) -> None:
         """The mid-trained model's figures, in the written report, but for those that an earlier sitting has.
@@ -136,7 +136,7 @@ class Judging:
         lacks_families = any("before" not in judged.get(kind.name, {}) for kind in family.acting)
         if "heldout_before" in self._report and not lacks_families:
             return
-        manifest = await trainer.call("publish")
+        manifest = await trainer.call(Trainer.publish)
         await parts.service.stage(manifest)
         await parts.service.activate(manifest.version)
         if "heldout_before" not in self._report:

@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from etude.errors import PartLostError
 from etude.kit.tasks import Tasks, ended_by_others, start_watched
-from etude.protocols import Resources
+from etude.protocols import Handle, Resources
 
 T = TypeVar("T")
 
 
-class LocalHandle(Generic[T]):
-    """Implements Handle over a part in this process. For one event loop."""
-
-    node = ""
-    """See Handle.node."""
+class LocalHandle(Handle[T]):
+    """A Handle of a part in this process. For one event loop."""
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class LocalHandle(Generic[T]):
         self._dead = False
         self._running = Tasks()
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         self._check_alive()
         function = getattr(self.part, method)
         if self._compute is not None and not inspect.iscoroutinefunction(function):
@@ -66,7 +63,7 @@ class LocalHandle(Generic[T]):
         if not self._dead:
             try:
                 if hasattr(self.part, "close"):
-                    await self.call("close")
+                    await self.send("close", (), {})
             finally:
                 self._end()
                 if self._compute is not None:

@@ -21,7 +21,7 @@ from etude.config import ParityConfig, RunConfig
 from etude.errors import ParityError
 from etude.observe import Observer
 from etude.protocols import Handle, Sampler, Trainer
-from etude.records import PolicyVersion, Scores, Trajectory
+from etude.records import PolicyVersion, Trajectory
 from etude.training.parity import ParityFigures, choose_sequences, compare_logprobs
 
 _LEAST_SAMPLED = 256
@@ -79,7 +79,7 @@ class ParityGate:
             return None
         engine = [await self._sampler.score(tokens, version) for tokens in self._sequences]
         routes = [scores.routes for scores in engine if scores.routes is not None] if self._replays else []
-        trainer: list[Scores] = await self._trainer.call("score", self._sequences, routes or None)
+        trainer = await self._trainer.call(Trainer.score, self._sequences, routes or None)
         if any(scores.version != version for scores in trainer):
             raise ParityError(
                 "the trainer's weights are of another version than those in service",

@@ -23,7 +23,7 @@ from etude.errors import EtudeError, SamplerError, StoreError, WeightUpdateError
 from etude.kit.retry import Backoff, retry_async
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle, KvPolicy, Trainer, WeightSink
-from etude.records import PolicyVersion, WeightManifest
+from etude.records import PolicyVersion
 
 T = TypeVar("T")
 InService = Callable[[int], None]
@@ -209,7 +209,7 @@ class Publication:
         return await retry_async(self._publish, failures, _AGAIN, on_failure=on_failure)
 
     async def _publish(self) -> PolicyVersion:
-        manifest: WeightManifest = await self._trainer.call("publish")
+        manifest = await self._trainer.call(Trainer.publish)
         self._copied.set()
         await self._sink.stage(manifest)
         await self._sink.activate(manifest.version, self._kv)

@@ -277,7 +277,7 @@ class RankedTrainer(Ranked[RlTrainer, RankTrainer]):
         return self._do(RlTrainer.score, sequences, routes)
 
     def restore(self, directory: Path) -> None:
-        """See Trainer.restore. Every rank reads the directory."""
+        """See RlTrainer.restore. Every rank reads the directory."""
         self._do(RlTrainer.restore, directory)
 
 

@@ -18,7 +18,7 @@ import pickle
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from etude.config import ClusterConfig
 from etude.controller.ray_checks import bundle_of, check_address, check_room, describe_parts
 from etude.errors import EtudeError, PartLostError, ResourceError
 from etude.kit.leftovers import ScratchDirectory, sweep
-from etude.protocols import Resources
+from etude.protocols import Handle, Resources
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class _PartActor:
             return outcome
         return _Outcome((ray.get_runtime_context().get_node_id(), os.getpid()))
 
-    async def call(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> _Outcome:
+    async def call(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> _Outcome:
         """Calls the part's method."""
         function = getattr(self._part, method)
         if inspect.iscoroutinefunction(function):
@@ -117,8 +117,8 @@ class _PartActor:
             return _Outcome(error=error, trace=trace)
 
 
-class RayHandle:
-    """A part in an actor. Implements `Handle`. May be sent to other actors, which then call the part too."""
+class RayHandle(Handle[T]):
+    """A Handle of a part in an actor. May be sent to other actors, which then call the part too."""
 
     def __init__(self, actor: Any, name: str, node: str, pid: int) -> None:
         """`node`: the machine, empty for the driver's. `pid`: of its process there."""
@@ -128,7 +128,7 @@ class RayHandle:
         self._actor = actor
         self._ended = False
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         try:
             outcome = await self._actor.call.remote(method, arguments, named)
         except RayError as error:
@@ -163,7 +163,7 @@ class RayExecutor:
         """`num_cpus`: cores that a Ray started here says it has; None: those of this machine."""
         self._settings = settings
         self._num_cpus = num_cpus
-        self._handles: list[RayHandle] = []
+        self._handles: list[RayHandle[Any]] = []
         self._bundles: dict[str, int] = {}
         self._group: PlacementGroup | None = None
         self._rooms: dict[str, PlacementGroup] = {}
@@ -250,7 +250,7 @@ class RayExecutor:
 
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
-    ) -> RayHandle:
+    ) -> RayHandle[T]:
         """See Executor.spawn. `factory` is importable where the actor is.
 
         Raises PartLostError if the process does not come up, and what the factory raises.
@@ -277,7 +277,7 @@ class RayExecutor:
                 raise PartLostError(f"did not start: {words_of(error)}", field=name) from error
             raise
         here = ray.get_runtime_context().get_node_id()
-        handle = RayHandle(actor, name, "" if node == here else node, pid)
+        handle = RayHandle[T](actor, name, "" if node == here else node, pid)
         self._handles.append(handle)
         return handle
 

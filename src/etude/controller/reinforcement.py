@@ -199,7 +199,7 @@ class ReinforcementLoop:
         """Takes the step of this number, and brings its weights into service."""
         async with self._publication.changing():
             self.utilisation.enter("train")
-            trained = await self._trainer.call("step", batch.collected.trained)
+            trained = await self._trainer.call(Trainer.step, batch.collected.trained)
         if self._gate is not None:
             self._gate.hold(batch.collected.trajectories)
         await self._publication.publish(step)

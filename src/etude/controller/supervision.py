@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from etude.config import ClusterConfig
 from etude.errors import EtudeError, PartLostError
@@ -26,6 +26,14 @@ from etude.protocols import Handle
 
 KIND = "fault"
 """Of the rows of metrics: one per event of a part."""
+
+
+class Pulsing(Protocol):
+    """A part that says that it is well."""
+
+    async def pulse(self) -> Any:
+        """How far it has come. Raises where it is not well."""
+
 
 Spawn = Callable[[frozenset[str]], Awaitable[Handle[Any]]]
 """Starts the part's process; not on those machines, if it can be helped."""
@@ -285,7 +293,7 @@ class Supervisor:
             await asyncio.sleep(self._settings.heartbeat_s)
             try:
                 async with asyncio.timeout(self._settings.silent_s):
-                    answer = await handle.call("pulse")
+                    answer = await handle.call(Pulsing.pulse)
             except TimeoutError:
                 return f"answered no heartbeat for {self._settings.silent_s:.0f} s"
             except Exception as error:  # whatever a part says that is not well

@@ -50,7 +50,7 @@ from etude.controller.stages import MIDTRAINING, run_midtraining
 from etude.controller.stopping import StopSignal
 from etude.controller.stored import RUN_TOKENIZER
 from etude.controller.throughput import Snapshot, part_seconds, throughput_figures
-from etude.controller.training_part import TrainingPaths
+from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
 from etude.model import LanguageModel
@@ -280,14 +280,14 @@ class _Run:
             others = self.family.evaluation_tasks("heldout_family", num_others) if has_others else []
             async with arrangement.training as trainer:
                 if self.newest is not None and self.state.get("stage") == "rl":
-                    await trainer.call("restore", self.newest)
+                    await trainer.call(TrainingPart.restore, self.newest)
                 await judging.judge_before(heldout, others, self.family, trainer, parts)
                 players = await clusters.enter_async_context(self._players(parts))
                 await self._reinforce(trainer, parts, players, arrangement.beside)
                 await players.announce_end()
-                await trainer.call("save_model", self.run.checkpoints / FINAL, True)
+                await trainer.call(TrainingPart.save_model, self.run.checkpoints / FINAL, True)
                 base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
-                await trainer.call("save_adapters", self.run.checkpoints / ADAPTER, base)
+                await trainer.call(TrainingPart.save_adapters, self.run.checkpoints / ADAPTER, base)
             num_repeated = self.config.evaluation.num_repeated_tasks
             after = await judging.judge(heldout, "after", parts, num_repeated)
             family = await judging.judge(others, "family", parts) if others else None
@@ -328,7 +328,7 @@ class _Run:
         )
 
     async def _reinforce(
-        self, trainer: Handle[Any], parts: Parts, players: Players, beside: EvaluationBeside | None
+        self, trainer: Handle[TrainingPart], parts: Parts, players: Players, beside: EvaluationBeside | None
     ) -> None:
         config = self.config
         source = self.family.source()
@@ -352,7 +352,7 @@ class _Run:
             overlap=overlaps_publication(config),
             validation=self._validation(parts),
         )
-        loop.first_step = (await trainer.call("current_version")).step
+        loop.first_step = (await trainer.call(TrainingPart.current_version)).step
         loop.parity.update(self.report.get("parity", {}))
         self.report["parity"] = loop.parity
         loop.sessions.update(self.report.get("rl_sessions", {}))
@@ -362,7 +362,7 @@ class _Run:
         before, began = self.stop.elapsed_s, Snapshot.of(parts, loop)
         taken = await self._take_steps(loop, saver, beside)
         await saver.save()
-        await trainer.call("flush")
+        await trainer.call(TrainingPart.flush)
         throughput = throughput_figures(began, Snapshot.of(parts, loop), loop)
         add_stage_time(self.report, "rl_s", self.stop.elapsed_s - before)
         self.observer.stage_ends()
@@ -407,7 +407,7 @@ class _Run:
             await beside.settle()
         return taken
 
-    def _make_gate(self, trainer: Handle[Any], parts: Parts, next_task: int) -> ParityGate:
+    def _make_gate(self, trainer: Handle[TrainingPart], parts: Parts, next_task: int) -> ParityGate:
         """A gate that begins with the prompts of the tasks that come next."""
         source, last_task = self.family.source(), next_task + self.config.parity.num_sequences
         if isinstance(source, EpochSource) and source.end is not None:
@@ -421,7 +421,7 @@ class _Run:
 
     # ---- what stays -----------------------------------------------------------------------------
 
-    async def save_latest(self, trainer: Handle[Any], loop: ReinforcementLoop) -> None:
+    async def save_latest(self, trainer: Handle[TrainingPart], loop: ReinforcementLoop) -> None:
         """The resumable checkpoint of the RL stage."""
         extra = {
             "stage": "rl",
@@ -429,8 +429,8 @@ class _Run:
             "loop": dict(loop.collector_state),
             "elapsed_s": self.stop.elapsed_s,
         }
-        await trainer.call("save", extra)
-        self.report["rl_steps"] = (await trainer.call("current_version")).step
+        await trainer.call(TrainingPart.save, extra)
+        self.report["rl_steps"] = (await trainer.call(TrainingPart.current_version)).step
         self.run.keep_report(self.report)
 
     def save_curve(self, name: str, model: AnyModel) -> None:
@@ -438,10 +438,10 @@ class _Run:
         with self._noting_curve(name):
             self._save_model(self.run.checkpoints / CURVE / name, model)
 
-    async def save_rl_curve(self, name: str, trainer: Handle[Any]) -> None:
+    async def save_rl_curve(self, name: str, trainer: Handle[TrainingPart]) -> None:
         """The same, of what the trainer holds."""
         with self._noting_curve(name):
-            await trainer.call("save_model", self.run.checkpoints / CURVE / name)
+            await trainer.call(TrainingPart.save_model, self.run.checkpoints / CURVE / name)
 
     @contextlib.contextmanager
     def _noting_curve(self, name: str) -> Iterator[None]:
@@ -461,7 +461,7 @@ class _Run:
 class _Saver:
     """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step."""
 
-    def __init__(self, run: _Run, trainer: Handle[Any], loop: ReinforcementLoop) -> None:
+    def __init__(self, run: _Run, trainer: Handle[TrainingPart], loop: ReinforcementLoop) -> None:
         self._run, self._trainer, self._loop = run, trainer, loop
 
     async def __call__(self, step: int) -> None:
@@ -469,7 +469,7 @@ class _Saver:
         if settings.curve_every_steps and step % settings.curve_every_steps == 0:
             await self._loop.settle()
             await self._run.save_rl_curve(f"rl-{step:05d}", self._trainer)
-        if await self._trainer.call("is_due"):
+        if await self._trainer.call(TrainingPart.is_due):
             await self.save()
 
     async def save(self) -> None:

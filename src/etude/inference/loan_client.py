@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import math
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from etude.errors import EtudeError, InfrastructureError, PartLostError, SamplerError
 from etude.inference import wire
 from etude.kit.tasks import Tasks, ended_by_others
+from etude.protocols import Handle
 from etude.serving.client import Answer, Client, NoAnswerError, error_in
 from etude.serving.errors import decode_error
 
@@ -25,7 +27,7 @@ _END_S = 5.0
 _GONE, _FAILED = 410, 422
 _UNBOUNDED = ("stage", "activate", "score")
 _CLIENT_AT = {"exchange": 1, "poll": 0}
-"""Place of the client's name among the arguments; without one it is this handle's own."""
+"""Place of the client's name among the arguments; without one, or an empty one, it is this handle's own."""
 _RENEWALS = 3.0
 """In the time of a lease."""
 
@@ -34,14 +36,11 @@ class LoanEndedError(PartLostError):
     """The replica was called home."""
 
 
-class LoanHandle:
-    """Implements Handle. Use within one event loop; a copy that is pickled is a client of its own.
+class LoanHandle(Handle[Any]):
+    """Use within one event loop; a copy that is pickled is a client of its own.
 
-    `begin` keeps the loan alive from then on, until `stop` or `kill`.
+    `begin` keeps the loan alive from then on, until `stop` or `kill`. Nothing is ever started on its machine.
     """
-
-    node = ""
-    """See Handle.node. No machine of the run's: nothing is ever started there."""
 
     def __init__(self, url: str, token: str, store: str) -> None:
         """`url`: of the replica. `token`: of the loan. `store`: where it finds the run's weights."""
@@ -59,8 +58,8 @@ class LoanHandle:
         """Where it is, and nothing of what is under way."""
         return LoanHandle, (self.url, self._token, self._store)
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See Handle.call. Raises LoanEndedError once the replica was called home."""
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """See Handle.send. Raises LoanEndedError once the replica was called home."""
         self._check_kept()
         task = self._calls.start(self._do(method, *arguments, **named))
         try:
@@ -99,8 +98,8 @@ class LoanHandle:
         up by `kill`."""
         if method == "begin":
             arguments = (self._store,)
-        elif len(arguments) == _CLIENT_AT.get(method):
-            arguments = (*arguments, self._name)
+        elif method in _CLIENT_AT and not any(arguments[_CLIENT_AT[method] :]):
+            arguments = (*arguments[: _CLIENT_AT[method]], self._name)
         if within_s is None:
             within_s = math.inf if method in _UNBOUNDED else _SILENT_S
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 T = TypeVar("T")
-HandleT = TypeVar("HandleT", covariant=True)
+P = ParamSpec("P")
+PartT = TypeVar("PartT", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +27,40 @@ class Resources:
     """Machines, as `Handle.node` names them, that it must not be started on if there is another."""
 
 
-class Handle(Protocol[HandleT]):
-    """A part, wherever it lives."""
+class Handle(ABC, Generic[PartT]):
+    """A part, wherever it lives: `await handle.call(Trainer.step, groups)`."""
 
-    @property
-    def node(self) -> str:
-        """The machine that it is on; empty where that is this process's."""
-        ...
+    node: str = ""
+    """The machine that it is on; empty where that is this process's."""
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Calls a method of the part and waits for its answer. Errors come back as raised.
+    @overload
+    async def call(
+        self, method: Callable[Concatenate[PartT, P], Awaitable[T]], *arguments: P.args, **named: P.kwargs
+    ) -> T: ...
+
+    @overload
+    async def call(
+        self, method: Callable[Concatenate[PartT, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> T: ...
+
+    async def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Calls the part's method of that name and waits for its answer. Errors come back as raised.
 
         Raises PartLostError where nobody is left to answer: it may or may not have been done.
         """
-        ...
+        return await self.send(method.__name__, arguments, named)
 
+    @abstractmethod
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What `call` does, for the method of that name."""
+
+    @abstractmethod
     async def stop(self) -> None:
         """Ends the part, which may close what it has opened. Idempotent."""
-        ...
 
+    @abstractmethod
     def kill(self) -> None:
         """Ends the part at once, whatever it is doing, as `kill -9` would. Idempotent."""
-        ...
 
 
 class Executor(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +12,7 @@ from etude.records import Group, PolicyVersion, Scores, WeightManifest
 
 
 class Trainer(Protocol):
-    """Owns the weights that learn."""
+    """Owns the weights that learn. How it is saved and restored is not asked for here."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -33,12 +32,4 @@ class Trainer(Protocol):
     ) -> list[Scores]:
         """Log-probabilities at temperature 1 of each sequence [T_i] under the current weights; with the
         experts that `routes`, [T_i, MoE layers, top_k] each, names, or else those of the router."""
-        ...
-
-    def save(self, directory: Path) -> None:
-        """Writes weights, optimiser and counters, atomically: `directory` exists only when whole."""
-        ...
-
-    def restore(self, directory: Path) -> None:
-        """Reads what `save` wrote. Raises CheckpointError and changes nothing if it does not fit."""
         ...

@@ -162,8 +162,9 @@ class RlTrainer:
         extra: Mapping[str, Any] | None = None,
         write: WriteCheckpoint = save_checkpoint,
     ) -> None:
-        """See Trainer.save. `extra`: plain values of the caller's, stored beside the trainer's state; with
-        several ranks, the first one's. `write`: how, perhaps while training goes on.
+        """Writes weights, optimiser and counters: `directory` exists only when whole. `extra`: plain values
+        of the caller's, stored beside them; with several ranks, the first one's. `write`: how, perhaps while
+        training goes on.
 
         Of a model with adapters only these are stored.
         """
@@ -179,6 +180,7 @@ class RlTrainer:
         write(directory, self._stored_model(), state)
 
     def restore(self, directory: Path) -> None:
+        """Reads what `save` wrote. Raises CheckpointError, and changes nothing, if it does not fit."""
         stored = load_stored(directory, self._stored_model(), self._parts_of_state())
         model, state = stored.model, stored.state
         if state is None or "optimizer" not in state:

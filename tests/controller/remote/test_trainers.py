@@ -10,6 +10,7 @@ from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
 from etude.controller.remote.trainers import Reply, SupervisedTrainer
 from etude.controller.supervision import FaultJournal, Supervision
+from etude.controller.training_part import TrainingPart
 from etude.errors import PartLostError, UserError
 from etude.model import LanguageModel
 from etude.observe.metrics import MemorySink, MetricRow
@@ -93,7 +94,7 @@ class World:
 
     async def train(self, *names: str) -> None:
         for name in names:
-            await self.trainer.call("step", [Group(name, "task", 0, ())])
+            await self.trainer.call(TrainingPart.step, [Group(name, "task", 0, ())])
 
 
 @pytest.mark.parametrize("dies_at", ["step", "publish", "score"])
@@ -104,14 +105,14 @@ def test_a_new_trainer_has_learnt_what_the_lost_one_had_and_answers_what_that_wa
         world = World(tmp_path)
         await world.trainer.start()
         await world.train("a")
-        await world.trainer.call("save", {})
+        await world.trainer.call(TrainingPart.save, {})
         await world.train("b")
-        await world.trainer.call("publish")
+        await world.trainer.call(TrainingPart.publish)
         world.parts[0].dies_at = dies_at
         if dies_at == "step":
             await world.train("c")
         else:
-            await world.trainer.call(dies_at)
+            await world.trainer.send(dies_at, (), {})
         await world.trainer.stop()
         return world
 
@@ -132,7 +133,7 @@ def test_a_call_that_no_process_outlives_is_given_up_and_says_whose(tmp_path: Pa
         await world.trainer.start()
         await world.train("a")
         with pytest.raises(PartLostError, match=r"trainer: .*`publish` 4 times"):
-            await world.trainer.call("publish")
+            await world.trainer.call(TrainingPart.publish)
         await world.trainer.stop()
         return world
 
@@ -146,7 +147,7 @@ def test_outages_of_the_weight_store_are_counted(tmp_path: Path) -> None:
         await world.trainer.start()
         world.parts[0].outages = [(2.5, "does not answer"), (0.5, "no room")]
         await world.train("a")
-        await world.trainer.call("publish")
+        await world.trainer.call(TrainingPart.publish)
         await world.trainer.stop()
         return world
 
@@ -180,10 +181,10 @@ def test_batches_are_kept_until_a_checkpoint_holds_them_and_then_it_is_due(tmp_p
         due: list[bool] = []
         for name in "abcd":
             await world.train(name)
-            due.append(bool(await world.trainer.call("is_due")))
+            due.append(bool(await world.trainer.call(TrainingPart.is_due)))
         assert due == [False, False, True, True]
-        await world.trainer.call("save", {})
-        assert not await world.trainer.call("is_due")
+        await world.trainer.call(TrainingPart.save, {})
+        assert not await world.trainer.call(TrainingPart.is_due)
         assert "said at save" in world.observer.lines
         assert [row["step"] for row in world.metrics.rows if row["kind"] == "checkpoint"] == [4]
         await world.trainer.stop()
@@ -199,7 +200,7 @@ def test_steps_that_nobody_can_repeat_are_not_passed_over(tmp_path: Path) -> Non
         world = World(tmp_path)
         await world.trainer.start()
         await world.train("a")
-        await world.trainer.call("save", {})
+        await world.trainer.call(TrainingPart.save, {})
         await world.train("b")
         (tmp_path / "latest").rename(tmp_path / "elsewhere")
         world.trainer.kill()

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from etude.config.routing import HealthCheckConfig, RouterConfig
+from etude.controller.remote.engines import EngineProcess
 from etude.inference.headers import SESSION_HEADER
 from etude.inference.loan_client import LoanEndedError, LoanHandle
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
@@ -92,10 +93,10 @@ def test_a_replica_is_lent_by_hand_sampled_from_and_recalled(replicas: list[Serv
             assert loan["replica"] == name
             assert await routing.check_in() == [loan], "the same each time"
             handle = LoanHandle(loan["url"], loan["token"], store.url)
-            await handle.call("begin")
+            await handle.call(EngineProcess.begin)
             manifest = store.publish(1)
-            await handle.call("stage", manifest)
-            await handle.call("activate", manifest.version, "recompute")
+            await handle.call(EngineProcess.stage, manifest)
+            await handle.call(EngineProcess.activate, manifest.version, "recompute")
             users = [await routing.user(number) for number in range(6)]
             assert {one.headers[REPLICA_HEADER] for one in users} == {routing.names[1]}
             assert {one.json()["system_fingerprint"] for one in users} == {HOME}
@@ -105,7 +106,7 @@ def test_a_replica_is_lent_by_hand_sampled_from_and_recalled(replicas: list[Serv
             answer = await routing.http.post(f"/router/replicas/{name}/recall")
             assert (answer.json()["state"], answer.json()["version"]) == ("ready", HOME)
             with pytest.raises(LoanEndedError):
-                await handle.call("pulse")
+                await handle.call(EngineProcess.pulse)
             assert await routing.check_in() == []
             users = [await routing.user(number) for number in range(100, 108)]
             assert name in {one.headers[REPLICA_HEADER] for one in users}

@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
+from etude.controller.remote.engines import EngineProcess
 from etude.errors import PartLostError, SamplerError, WeightUpdateError
 from etude.inference import Answer, Engine, EngineService, wire
 from etude.inference.exchange import Event
@@ -64,15 +65,15 @@ def ask(served: Served, **options: Any) -> httpx.Response:
 
 async def serve(handle: LoanHandle, store: RunStore, step: int) -> PolicyVersion:
     manifest = store.publish(step)
-    await handle.call("stage", manifest)
-    await handle.call("activate", manifest.version, "recompute")
+    await handle.call(EngineProcess.stage, manifest)
+    await handle.call(EngineProcess.activate, manifest.version, "recompute")
     return manifest.version
 
 
 async def events_of(handle: LoanHandle, ends: int, client: str = "") -> list[Event]:
     found: list[Event] = []
     while sum(not isinstance(item, SampleChunk) for _, item in found) < ends:
-        found += await handle.call("poll", *([client] if client else []))
+        found += await handle.call(EngineProcess.poll, client)
     return found
 
 
@@ -93,10 +94,10 @@ def test_a_lent_replica_samples_with_the_runs_weights_bit_for_bit_and_comes_home
     async def run() -> None:
         handle = borrow(served, store.url)
         assert ask(served).status_code == 503
-        about = await handle.call("begin")
+        about = await handle.call(EngineProcess.begin)
         assert about["max_context_tokens"] == 599
         version = await serve(handle, store, 1)
-        await handle.call("exchange", [("open", "a"), ("stream", rollout("a"))])
+        await handle.call(EngineProcess.exchange, [("open", "a"), ("stream", rollout("a"))])
         (chunk,) = chunks_of(await events_of(handle, 1), "a:0")
         assert chunk.version == chunk.kv_oldest == version
         tokens = np.concatenate([rollout("a").suffix, chunk.tokens])
@@ -104,15 +105,15 @@ def test_a_lent_replica_samples_with_the_runs_weights_bit_for_bit_and_comes_home
         model.load_state_dict({**model.state_dict(), **tensors_of(1)})
         wanted = score_sequences(model, [tokens])[0][-len(chunk.tokens) :]
         np.testing.assert_allclose(chunk.logprobs, wanted, atol=2e-5)
-        scores = await handle.call("score", tokens, version)
+        scores = await handle.call(EngineProcess.score, tokens, version)
         assert scores.version == version
         with pytest.raises(SamplerError, match="does not serve"):
-            await handle.call("score", tokens, PolicyVersion("tiny", 0))
+            await handle.call(EngineProcess.score, tokens, PolicyVersion("tiny", 0))
         second = await serve(handle, store, 2)
         more = rollout("a", 1, suffix=np.arange(3, dtype=np.int32), prefix_digest=chunk.prefix_digest)
-        await handle.call("exchange", [("stream", more)])
+        await handle.call(EngineProcess.exchange, [("stream", more)])
         assert {one.version for one in chunks_of(await events_of(handle, 1), "a:1")} == {second}
-        usage = await handle.call("pulse")
+        usage = await handle.call(EngineProcess.pulse)
         assert usage["decode_tokens"] >= 14
         assert ask(served).status_code == 503
         await handle.stop()
@@ -138,13 +139,13 @@ def test_a_recall_ends_rollouts_at_once_and_tells_their_tokens_so_far(
 
     async def run() -> None:
         handle = borrow(served, store.url)
-        await handle.call("begin")
+        await handle.call(EngineProcess.begin)
         await serve(handle, store, 1)
         monkeypatch.setattr(Engine, "step", slow)
         before = num_decoded(served)
         asked = [rollout(name, max_tokens=500) for name in ("a", "bb")]
-        await handle.call("exchange", [("open", "a"), ("open", "bb")])
-        await handle.call("exchange", [("stream", one) for one in asked])
+        await handle.call(EngineProcess.exchange, [("open", "a"), ("open", "bb")])
+        await handle.call(EngineProcess.exchange, [("stream", one) for one in asked])
         await asyncio.to_thread(wait_for, lambda: num_decoded(served) >= before + 10)
         with served.http(ADMIN) as http:
             answer = await asyncio.to_thread(http.delete, "/admin/loan")
@@ -156,9 +157,9 @@ def test_a_recall_ends_rollouts_at_once_and_tells_their_tokens_so_far(
             assert chunk.finish == "abort"
             assert 0 < len(chunk.tokens) < 500
         with pytest.raises(LoanEndedError):
-            await handle.call("poll")
+            await handle.call(EngineProcess.poll)
         with pytest.raises(LoanEndedError):
-            await handle.call("exchange", [("stream", asked[0])])
+            await handle.call(EngineProcess.exchange, [("stream", asked[0])])
         await handle.stop()
 
     asyncio.run(run())
@@ -171,11 +172,11 @@ def test_a_borrower_that_lives_keeps_the_replica(
 
     async def run() -> None:
         handle = borrow(served, store.url, lease_s=60.0)
-        await handle.call("begin")
+        await handle.call(EngineProcess.begin)
         await until_renewed(served, 3)
         await handle.stop()
         with pytest.raises(PartLostError, match="let go"):
-            await handle.call("pulse")
+            await handle.call(EngineProcess.pulse)
 
     asyncio.run(run())
     assert standing(served)["state"] == "home"
@@ -205,8 +206,8 @@ def test_a_renewal_that_is_not_answered_does_not_keep_the_next_ones_back(
     async def run() -> None:
         async with running_server(app) as url:
             handle = LoanHandle(url, "token", "store")
-            polled = asyncio.create_task(handle.call("poll"))
-            await handle.call("begin")
+            polled = asyncio.create_task(handle.call(EngineProcess.poll))
+            await handle.call(EngineProcess.begin)
             renewed = asyncio.create_task(is_renewed.wait())
             await asyncio.wait((polled, renewed), return_when=asyncio.FIRST_COMPLETED)
             handle.kill()
@@ -236,7 +237,7 @@ def test_an_answer_of_something_in_between_does_not_end_the_renewals(monkeypatch
     async def run() -> None:
         async with running_server(app) as url:
             handle = LoanHandle(url, "token", "store")
-            await handle.call("begin")
+            await handle.call(EngineProcess.begin)
             async with asyncio.timeout(60):
                 await is_renewed.wait()
             handle.kill()
@@ -252,7 +253,7 @@ def test_whoever_is_cancelled_while_the_replica_is_let_go_is_cancelled(first: st
 
     async def run() -> None:
         handle = Waiting("http://127.0.0.1:9", "token", "store")
-        waiting = asyncio.ensure_future(handle.call("wait"))
+        waiting = asyncio.ensure_future(handle.call(EngineProcess.poll))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         for end in (handle.kill, waiting.cancel) if first == "kill" else (waiting.cancel, handle.kill):
@@ -291,7 +292,7 @@ def test_users_under_way_get_all_their_tokens_from_their_own_version_before_the_
         handle = borrow(served, store.url)
         assert served.state.live, "the user is still there"
         is_lent.set()
-        await handle.call("begin")
+        await handle.call(EngineProcess.begin)
         await serve(handle, store, 1)
         assert not served.state.live
         await handle.stop()
@@ -318,8 +319,8 @@ def test_a_recall_does_not_wait_for_weights_that_are_being_fetched(store: RunSto
 
         async def run() -> None:
             handle = borrow(served, store.url)
-            await handle.call("begin")
-            staging = asyncio.ensure_future(handle.call("stage", store.publish(1)))
+            await handle.call(EngineProcess.begin)
+            staging = asyncio.ensure_future(handle.call(EngineProcess.stage, store.publish(1)))
             assert await asyncio.to_thread(fetching.wait, 60)
             with served.http(ADMIN) as http:
                 answer = await asyncio.to_thread(http.delete, "/admin/loan")
@@ -329,9 +330,9 @@ def test_a_recall_does_not_wait_for_weights_that_are_being_fetched(store: RunSto
                 await staging
             go_on.set()
             again = borrow(served, store.url)
-            await again.call("begin")
+            await again.call(EngineProcess.begin)
             version = await serve(again, store, 2)
-            await again.call("exchange", [("open", "a"), ("stream", rollout("a"))])
+            await again.call(EngineProcess.exchange, [("open", "a"), ("stream", rollout("a"))])
             assert chunks_of(await events_of(again, 1), "a:0")[0].version == version
             await again.stop()
             await handle.stop()
@@ -348,14 +349,14 @@ def test_what_an_administrator_puts_into_service_meanwhile_is_what_it_comes_home
 
         async def run() -> None:
             handle = borrow(served, store.url)
-            await handle.call("begin")
+            await handle.call(EngineProcess.begin)
             version = await serve(handle, store, 1)
             with served.http(ADMIN) as http:
                 body = {"manifest": manifest_document(manifest)}
                 answer = await asyncio.to_thread(lambda: http.post("/admin/weights", json=body))
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["version"] is None, "users get nothing while it is lent"
-            await handle.call("exchange", [("open", "a"), ("stream", rollout("a"))])
+            await handle.call(EngineProcess.exchange, [("open", "a"), ("stream", rollout("a"))])
             assert chunks_of(await events_of(handle, 1), "a:0")[0].version == version
             await handle.stop()
 
@@ -366,16 +367,16 @@ def test_what_an_administrator_puts_into_service_meanwhile_is_what_it_comes_home
 def test_bad_weights_of_the_run_are_refused_and_change_nothing(served: Served, store: RunStore) -> None:
     async def run() -> None:
         handle = borrow(served, store.url)
-        await handle.call("begin")
+        await handle.call(EngineProcess.begin)
         with pytest.raises(SamplerError, match="no version of the run"):
-            await handle.call("exchange", [("open", "a")])
+            await handle.call(EngineProcess.exchange, [("open", "a")])
         manifest = store.publish(1)
         Path(store.url).joinpath("commits").rename(Path(store.url) / "gone")
         with pytest.raises(WeightUpdateError):
             bad = type(manifest)(PolicyVersion("run", 1, "digest"), manifest.tensors, manifest.url)
-            await handle.call("stage", bad)
+            await handle.call(EngineProcess.stage, bad)
         with pytest.raises(WeightUpdateError):
-            await handle.call("activate", manifest.version, "recompute")
+            await handle.call(EngineProcess.activate, manifest.version, "recompute")
         Path(store.url).joinpath("gone").rename(Path(store.url) / "commits")
         await handle.stop()
 
@@ -386,11 +387,11 @@ def test_bad_weights_of_the_run_are_refused_and_change_nothing(served: Served, s
 def test_several_processes_of_a_run_share_a_replica(served: Served, store: RunStore) -> None:
     async def run() -> None:
         handle = borrow(served, store.url)
-        await handle.call("begin")
+        await handle.call(EngineProcess.begin)
         await serve(handle, store, 1)
         other: LoanHandle = pickle.loads(pickle.dumps(handle))
-        await handle.call("exchange", [("open", "a"), ("stream", rollout("a"))])
-        await other.call("exchange", [("open", "b"), ("stream", rollout("b"))], "worker")
+        await handle.call(EngineProcess.exchange, [("open", "a"), ("stream", rollout("a"))])
+        await other.call(EngineProcess.exchange, [("open", "b"), ("stream", rollout("b"))], "worker")
         assert chunks_of(await events_of(other, 1, "worker"), "b:0")
         assert chunks_of(await events_of(handle, 1), "a:0")
         other.kill()
@@ -436,7 +437,7 @@ def test_what_was_staged_while_the_replica_was_lent_can_be_put_into_service_at_h
         assert answer.status_code == 200, answer.text
 
     async def use(handle: LoanHandle, step: int) -> None:
-        await handle.call("begin")
+        await handle.call(EngineProcess.begin)
         await serve(handle, store, step)
 
     with lendable() as served:
@@ -472,12 +473,12 @@ def test_a_swap_that_fails_half_way_is_undone_before_users_come_back(store: RunS
 
         async def run() -> None:
             handle = borrow(served, store.url)
-            await handle.call("begin")
+            await handle.call(EngineProcess.begin)
             sink.activate = fail_late  # type: ignore[method-assign]
             with pytest.raises(SamplerError, match="stumbled"):
                 await serve(handle, store, 1)
             with pytest.raises(SamplerError, match="no version of the run"):
-                await handle.call("exchange", [("open", "a")])
+                await handle.call(EngineProcess.exchange, [("open", "a")])
             await handle.stop()
 
         asyncio.run(run())
@@ -500,7 +501,7 @@ def test_weights_that_do_not_come_back_let_nobody_in_until_an_administrator_send
 
         async def run() -> None:
             handle = borrow(served, store.url)
-            await handle.call("begin")
+            await handle.call(EngineProcess.begin)
             await serve(handle, store, 1)
             sink.stage = refuse_home  # type: ignore[method-assign]
             ending = asyncio.ensure_future(handle.stop())

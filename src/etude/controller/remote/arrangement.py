@@ -47,6 +47,7 @@ from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
 from etude.controller.supervision import FaultJournal, Spawn, Supervision
+from etude.controller.training_part import TrainingPart
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.runners import TimedPlayer
 from etude.inference.exchange import Build
@@ -230,7 +231,7 @@ class _Here:
             await beside.close()
 
     @contextlib.asynccontextmanager
-    async def training(self, blobs: Blobs) -> AsyncIterator[Handle[Any]]:
+    async def training(self, blobs: Blobs) -> AsyncIterator[Handle[TrainingPart]]:
         """The trainer."""
         config, place = self.config, self.place
         arguments = (config, place.model, self.tokenizer, place.paths, self.weights)

@@ -10,18 +10,21 @@ none of their prefixes and says so (PrefixMissError), whereupon they send themse
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, PartLostError, SamplerError
-from etude.inference.exchange import Command, Event
+from etude.inference.exchange import Build, Command, Event
 from etude.inference.times import EngineCounters, ServiceTimes
 from etude.protocols import Handle, KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +59,38 @@ def _add(total: Any, more: Any) -> None:
             setattr(total, name, value + getattr(more, name))
 
 
-OnLoss = Callable[[Handle[Any], str], None]
+class EngineProcess(Protocol):
+    """What an engine's process answers: see EnginePart."""
+
+    async def begin(self) -> Build: ...
+
+    async def pulse(self) -> Usage: ...
+
+    async def exchange(self, commands: Sequence[Command], client: str = "") -> None: ...
+
+    async def poll(self, client: str = "") -> list[Event]: ...
+
+    async def forget(self, client: str) -> None: ...
+
+    async def stage(self, manifest: WeightManifest) -> None: ...
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy) -> Usage: ...
+
+    async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores: ...
+
+
+OnLoss = Callable[[Handle[EngineProcess], str], None]
 _Item = SampleChunk | EtudeError | None
 
 
 class _Line:
     """The connection to one engine process, for as long as it lives."""
 
-    def __init__(self, handle: Handle[Any], on_loss: OnLoss, client: str, before: str) -> None:
+    def __init__(self, handle: Handle[EngineProcess], on_loss: OnLoss, client: str, before: str) -> None:
         """`client`: names this connection to the engine, and goes before the names of its sessions and
         requests there. `before`: the connection whose place it takes, which the process may still know."""
         self.handle = handle
         self._client = client
-        self._told_client = (client,) if client else ()
         self._before = before
         self.sessions: set[str] = set()
         """Open in this process."""
@@ -126,7 +148,7 @@ class _Line:
         try:
             while self._outbox:
                 commands, self._outbox = self._outbox, []
-                await self.handle.call("exchange", commands, *self._told_client)
+                await self.handle.call(EngineProcess.exchange, commands, self._client)
         except Exception as error:  # lost, or failed as it never should: another process may do better
             self._lose(error)
         finally:
@@ -135,9 +157,9 @@ class _Line:
     async def _poll(self) -> None:
         try:
             if self._before:
-                await self.handle.call("forget", self._before)
+                await self.handle.call(EngineProcess.forget, self._before)
             while True:
-                events: list[Event] = await self.handle.call("poll", *self._told_client)
+                events = await self.handle.call(EngineProcess.poll, self._client)
                 for request_id, item in events:
                     answers = self._requests.get(request_id)
                     if answers is not None:
@@ -171,11 +193,11 @@ class RemoteEngine:
         """What the process had done when it last said so."""
 
     @property
-    def handle(self) -> Handle[Any] | None:
+    def handle(self) -> Handle[EngineProcess] | None:
         """The process, while it is connected."""
         return self._line.handle if self._line is not None else None
 
-    def connect(self, handle: Handle[Any], version: PolicyVersion | None) -> None:
+    def connect(self, handle: Handle[EngineProcess], version: PolicyVersion | None) -> None:
         """Goes on with a process that serves `version`."""
         self.disconnect("another process took its place")
         before, self.process = self._line_name(), self.process + 1
@@ -196,7 +218,7 @@ class RemoteEngine:
     def _line_name(self) -> str:
         return f"{self._client}.{self.process}" if self._client else ""
 
-    def _lost(self, handle: Handle[Any], cause: str) -> None:
+    def _lost(self, handle: Handle[EngineProcess], cause: str) -> None:
         if self.handle is handle:
             self.disconnect(cause)
         self._on_loss(handle, cause)
@@ -236,36 +258,43 @@ class RemoteEngine:
             line.end(request.id, finished)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        return await self._call("score", tokens, version)
+        return await self._call(EngineProcess.score, tokens, version)
 
     def abort(self, request_id: str) -> None:
         if self._line is not None:
             self._line.send("abort", request_id)
 
     async def stage(self, manifest: WeightManifest) -> None:
-        await self._call("stage", manifest)
+        await self._call(EngineProcess.stage, manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         line = self._line
-        usage: Usage = await self._call("activate", version, kv)
+        usage = await self._call(EngineProcess.activate, version, kv)
         if line is self._line:
             self._version, self.usage = version, usage
 
     def current(self) -> PolicyVersion | None:
         return self._version
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(
+        self,
+        method: Callable[Concatenate[EngineProcess, P], Awaitable[T]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> T:
         line = self._line
         if line is None:
             raise SamplerError("the engine has no process", received=self.name)
         try:
-            return await line.handle.call(method, *arguments)
+            return await line.handle.call(method, *arguments, **named)
         except PartLostError as error:
             self._lost(line.handle, str(error))
             raise SamplerError("the engine's process is gone", received=str(error)) from error
 
 
-async def bring_to(handle: Handle[Any], manifest: WeightManifest, kv: KvPolicy = "recompute") -> None:
+async def bring_to(
+    handle: Handle[EngineProcess], manifest: WeightManifest, kv: KvPolicy = "recompute"
+) -> None:
     """Puts a version into service in an engine's process. Raises WeightUpdateError, PartLostError."""
-    await handle.call("stage", manifest)
-    await handle.call("activate", manifest.version, kv)
+    await handle.call(EngineProcess.stage, manifest)
+    await handle.call(EngineProcess.activate, manifest.version, kv)

@@ -17,13 +17,13 @@ import itertools
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from etude.agent.recording import KeepRoutes
 from etude.controller.remote.fleet import EngineFleet, check_build
 from etude.controller.remote.rollout_part import (
     DoneEpisode,
     Progress,
+    RolloutPart,
     routes_of,
 )
 from etude.controller.supervision import Spawn, SupervisedParts, Supervision, Supervisor
@@ -173,7 +173,7 @@ class RemoteEpisodes(Player):
         assert handle is not None, "it was up just now"
         worker.tallies[ticket] = tally
         try:
-            packed: bytes | None = await handle.call("run", ticket, order)
+            packed = await handle.call(RolloutPart.run, ticket, order)
         except PartLostError as error:
             worker.supervisor.lose(handle, str(error))
             raise
@@ -195,12 +195,12 @@ class RemoteEpisodes(Player):
             tally.tally(done.num_tokens)
         return done
 
-    async def _cancel(self, handle: Handle[Any], ticket: int, tally: TokenTally | None) -> None:
+    async def _cancel(self, handle: Handle[RolloutPart], ticket: int, tally: TokenTally | None) -> None:
         """Returns once the session has tidied up, or its worker is gone, even if asked to hurry."""
 
         async def cancel() -> None:
             with contextlib.suppress(PartLostError):  # then its session is gone as well
-                num_tokens = await handle.call("cancel", ticket)
+                num_tokens = await handle.call(RolloutPart.cancel, ticket)
                 if tally is not None:
                     tally.tally(num_tokens)
 
@@ -233,16 +233,16 @@ class RemoteEpisodes(Player):
         handle = worker.supervisor.handle
         if handle is not None:
             with contextlib.suppress(PartLostError):  # then what it reported last counts
-                worker.times = latest_times(worker.times, (await handle.call("pulse")).times)
+                worker.times = latest_times(worker.times, (await handle.call(RolloutPart.pulse)).times)
 
     # ---- processes ------------------------------------------------------------------------------
 
     def _add(self, name: str, spawn: Spawn) -> _Worker:
-        async def prepare(handle: Handle[Any]) -> None:
-            build, client = await handle.call("begin")
+        async def prepare(handle: Handle[RolloutPart]) -> None:
+            build, client = await handle.call(RolloutPart.begin)
             check_build(build, self._build, name)
             worker.engines_changed.clear()
-            await handle.call("follow", self._fleet.table())
+            await handle.call(RolloutPart.follow, self._fleet.table())
             worker.client, worker.times = client, EnvironmentTimes()
             worker.telling = asyncio.create_task(self._tell_of_engines(worker, handle))
 
@@ -284,13 +284,13 @@ class RemoteEpisodes(Player):
         for worker in self._workers.values():
             worker.engines_changed.set()
 
-    async def _tell_of_engines(self, worker: _Worker, handle: Handle[Any]) -> None:
+    async def _tell_of_engines(self, worker: _Worker, handle: Handle[RolloutPart]) -> None:
         """Sends a worker's process every newer table, until it is gone."""
         try:
             while True:
                 await worker.engines_changed.wait()
                 worker.engines_changed.clear()
-                await handle.call("follow", self._fleet.table())
+                await handle.call(RolloutPart.follow, self._fleet.table())
         except Exception as error:  # gone, or failed as it never should: the next one may do better
             worker.supervisor.lose(handle, f"could not be sent the engines: {error}")
 

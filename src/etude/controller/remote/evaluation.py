@@ -162,7 +162,7 @@ class EvaluationBeside:
         while True:
             handle = await self._supervisor.ready(self._settings.patience_s)
             try:
-                return await handle.call("judge", manifest, self._tasks)
+                return await handle.call(EvaluationPart.judge, manifest, self._tasks)
             except PartLostError as error:
                 self._supervisor.lose(handle, str(error))
                 num_lost += 1
@@ -180,5 +180,5 @@ class EvaluationBeside:
         figures = ", ".join(f"{name} {value:.3f}" for name, value in judged.figures.items())
         self._observer.say(f"evaluation of step {judged.version.step}: {figures}")
 
-    async def _prepare(self, handle: Handle[None]) -> None:
-        check_build(await handle.call("begin"), self._build, KIND)
+    async def _prepare(self, handle: Handle[EvaluationPart]) -> None:
+        check_build(await handle.call(EvaluationPart.begin), self._build, KIND)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from etude.controller.remote.engines import NO_USAGE, RemoteEngine, Usage, bring_to, sum_usage
+from etude.controller.remote.engines import NO_USAGE, EngineProcess, RemoteEngine, Usage, bring_to, sum_usage
 from etude.controller.remote.patient import EngineEntry, EngineTable, PatientSampler
 from etude.controller.supervision import FaultJournal, Spawn, SupervisedParts, Supervision, Supervisor
 from etude.errors import ConfigError, InfrastructureError, PartLostError, StoreError, WeightUpdateError
@@ -36,7 +36,7 @@ class EngineFleet(PatientSampler):
         self._supervision, self._settings = supervision, supervision.settings
         self._serving: WeightManifest | None = None
         self._staged: WeightManifest | None = None
-        self._staged_by: set[Handle[Any]] = set()
+        self._staged_by: set[Handle[EngineProcess]] = set()
         self._past = NO_USAGE
         """What lost processes had done when they last said so."""
         self._num_changes = 0
@@ -127,7 +127,11 @@ class EngineFleet(PatientSampler):
         await self._supervised.any_ready()
 
     async def _activate(
-        self, engine: RemoteEngine, manifest: WeightManifest, kv: KvPolicy, staged_by: set[Handle[Any]]
+        self,
+        engine: RemoteEngine,
+        manifest: WeightManifest,
+        kv: KvPolicy,
+        staged_by: set[Handle[EngineProcess]],
     ) -> None:
         handle = engine.handle
         if handle is None:
@@ -184,7 +188,7 @@ class EngineFleet(PatientSampler):
         """A worker's process of that name is gone: engines end what it had asked of them. One that cannot
         is started again."""
         handles = [engine.handle for engine in self._engines.values() if engine.handle is not None]
-        calls = (handle.call("forget", client) for handle in handles)
+        calls = (handle.call(EngineProcess.forget, client) for handle in handles)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for handle, error in zip(handles, results, strict=True):
             if isinstance(error, Exception):
@@ -220,9 +224,9 @@ class EngineFleet(PatientSampler):
             journal=journal,
         )
 
-    def _preparing(self, engine: RemoteEngine) -> Callable[[Handle[Any]], Any]:
-        async def prepare(handle: Handle[Any]) -> None:
-            check_build(await handle.call("begin"), self._build, engine.name)
+    def _preparing(self, engine: RemoteEngine) -> Callable[[Handle[EngineProcess]], Any]:
+        async def prepare(handle: Handle[EngineProcess]) -> None:
+            check_build(await handle.call(EngineProcess.begin), self._build, engine.name)
             served: PolicyVersion | None = None
             # Another version may come into service while this one is fetched.
             while (manifest := self._serving) is not None and manifest.version != served:
@@ -252,7 +256,7 @@ class EngineFleet(PatientSampler):
         engine.disconnect(cause)
         self.engine_away(engine.name)
 
-    def _lose(self, handle: Handle[Any], cause: str) -> None:
+    def _lose(self, handle: Handle[EngineProcess], cause: str) -> None:
         """Another process takes the place of this one, if it has not already."""
         self._supervised.lose(handle, cause)
 

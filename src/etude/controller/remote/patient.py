@@ -15,12 +15,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.controller.remote.engines import RemoteEngine
+from etude.controller.remote.engines import EngineProcess, RemoteEngine
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference.router.sampler import RoutedSampler
 from etude.inference.router.types import NoReplicaError
@@ -171,7 +170,7 @@ def _is_of_engine(error: SamplerError) -> bool:
 class EngineEntry:
     """An engine that serves a version."""
 
-    handle: Handle[Any]
+    handle: Handle[EngineProcess]
     process: int
     """Tells one process of this engine from the next."""
     version: PolicyVersion
@@ -227,7 +226,7 @@ class FollowingSampler(PatientSampler):
         for engine in self._engines.values():
             engine.disconnect("the worker ends")
 
-    def _lost(self, handle: Handle[Any], cause: str) -> None:
+    def _lost(self, handle: Handle[EngineProcess], cause: str) -> None:
         """An engine does not answer: sessions go elsewhere, until it does or a table names its next one."""
         for name, engine in self._engines.items():
             if engine.handle is None:

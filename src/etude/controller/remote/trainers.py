@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,15 +108,12 @@ class _Trained:
     routes: Routes
 
 
-class SupervisedTrainer:
-    """Implements Handle over a RemoteTrainingPart, process after process. For one event loop.
+class SupervisedTrainer(Handle[TrainingPart]):
+    """A RemoteTrainingPart, process after process. For one event loop.
 
     A call that a lost process did not answer is made again to the next one, which is brought to the same
     weights first.
     """
-
-    node = ""
-    """See Handle.node."""
 
     def __init__(
         self,
@@ -147,8 +144,8 @@ class SupervisedTrainer:
         """Starts the process. Raises what it raises."""
         await self._supervisor.start()
 
-    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See Handle.call. Raises PartLostError only when the trainer is started no more, and when
+    async def send(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """See Handle.send. Raises PartLostError only when the trainer is started no more, and when
         `give_up_after` processes in a row were lost at this very call: the run would not get on."""
         assert not named, "a trainer's arguments go by position"
         async with self._calling:
@@ -180,7 +177,7 @@ class SupervisedTrainer:
         while True:
             handle = await self._supervisor.ready(self._settings.patience_s)
             try:
-                reply: Reply = await handle.call("do", method, *arguments)
+                reply = await handle.call(RemoteTrainingPart.do, method, *arguments)
             except PartLostError as error:
                 self._supervisor.lose(handle, str(error))
                 num_lost += 1
@@ -207,14 +204,14 @@ class SupervisedTrainer:
         for waited_s, cause in reply.outages:
             self._journal.note("weight store", "away", cause, down_s=waited_s)
 
-    async def _prepare(self, handle: Handle[Any]) -> None:
+    async def _prepare(self, handle: Handle[RemoteTrainingPart]) -> None:
         """Brings a new process to the step that the run is at; the first one stays at the beginning."""
         if self._version is None:
             return
         newest = await asyncio.to_thread(find_resumable, self._latest, self._metrics, self._observer)
         restored = 0
         if newest is not None and (read_state(newest) or {}).get("stage") == STAGE:
-            reply: Reply = await handle.call("do", "restore", newest)
+            reply = await handle.call(RemoteTrainingPart.do, "restore", newest)
             restored = reply.version.step
         again = [one for one in self._trained if one.step > restored]
         if [one.step for one in again] != list(range(restored + 1, self._version.step + 1)):
@@ -225,7 +222,7 @@ class SupervisedTrainer:
                 fix="go on with --resume, which samples them again",
             )
         for one in again:
-            await handle.call("do", "step", one.groups, one.routes)
+            await handle.call(RemoteTrainingPart.do, "step", one.groups, one.routes)
         if self._is_published:
-            await handle.call("do", "publish")
+            await handle.call(RemoteTrainingPart.do, "publish")
         self._observer.say(f"trainer: at step {self._version.step} again, {len(again)} trained once more")
