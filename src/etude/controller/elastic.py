@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from etude.config import ElasticConfig, RunConfig
 from etude.controller.borrowed_engine import BorrowedEngine, Needs
+from etude.controller.remote.engines import EngineProcess
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal
 from etude.errors import ConfigError, EtudeError, UserError
@@ -205,7 +206,7 @@ class ElasticPool:
                 held.is_lost = True
                 held.over.set()
 
-        async def spawn(avoid: frozenset[str]) -> Handle[Any]:
+        async def spawn(avoid: frozenset[str]) -> Handle[EngineProcess]:
             held.engine = BorrowedEngine(held.url, held.token, self._store, self._needs, held.over.set, lost)
             return held.engine
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from etude.config import ClusterConfig
 from etude.errors import EtudeError, PartLostError
@@ -28,6 +28,9 @@ KIND = "fault"
 """Of the rows of metrics: one per event of a part."""
 
 
+PartT = TypeVar("PartT", bound="Pulsing")
+
+
 class Pulsing(Protocol):
     """A part that says that it is well."""
 
@@ -35,9 +38,9 @@ class Pulsing(Protocol):
         """How far it has come. Raises where it is not well."""
 
 
-Spawn = Callable[[frozenset[str]], Awaitable[Handle[Any]]]
+Spawn = Callable[[frozenset[str]], Awaitable[Handle[PartT]]]
 """Starts the part's process; not on those machines, if it can be helped."""
-Prepare = Callable[[Handle[Any]], Awaitable[None]]
+Prepare = Callable[[Handle[PartT]], Awaitable[None]]
 """Brings a new process of the part to where the run is."""
 Clock = Callable[[], float]
 
@@ -119,14 +122,14 @@ class StartFailures:
         return Backoff(self.settings.backoff_s, self.settings.most_backoff_s).pause_s(self.count)
 
 
-class Supervisor:
+class Supervisor(Generic[PartT]):
     """Keeps one part going, process after process. For one event loop."""
 
     def __init__(
         self,
         name: str,
-        spawn: Spawn,
-        prepare: Prepare,
+        spawn: Spawn[PartT],
+        prepare: Prepare[PartT],
         supervision: Supervision,
         on_loss: Callable[[str], None] | None = None,
         on_pulse: Callable[[Any], None] | None = None,
@@ -136,7 +139,7 @@ class Supervisor:
         """`on_loss`: called with the cause when the part is no longer ready. `on_pulse`: called with
         what its heartbeats answer. `journal`: where its faults are noted, if not with the others'."""
         self.name = name
-        self.handle: Handle[Any] | None = None
+        self.handle: Handle[PartT] | None = None
         """The part while it is ready, else None."""
         self.failure: PartLostError | None = None
         """Why it is started no more."""
@@ -150,7 +153,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
         """Of the process at hand: set, with the cause, when it is given up."""
-        self._condemned: Handle[Any] | None = None
+        self._condemned: Handle[PartT] | None = None
         """A process that was given up and is not killed yet."""
 
     async def start(self) -> None:
@@ -167,7 +170,7 @@ class Supervisor:
             handle = again
         self._task = asyncio.create_task(self._watch_over(handle))
 
-    async def ready(self, within_s: float | None = None) -> Handle[Any]:
+    async def ready(self, within_s: float | None = None) -> Handle[PartT]:
         """The part, once it is ready. Raises PartLostError if it is started no more, or not in time."""
         try:
             async with asyncio.timeout(within_s), self._changed:
@@ -183,7 +186,7 @@ class Supervisor:
             raise self.failure
         return self.handle
 
-    def lose(self, handle: Handle[Any], cause: str) -> None:
+    def lose(self, handle: Handle[PartT], cause: str) -> None:
         """Gives a process of the part up: it is killed and another one started. Does nothing if that is what
         is happening already."""
         if handle is self.handle and self._lost is not None and not self._lost.done():
@@ -202,7 +205,7 @@ class Supervisor:
             handle, self.handle = self.handle, None
             await handle.stop()
 
-    async def _begin(self) -> Handle[Any]:
+    async def _begin(self) -> Handle[PartT]:
         """A process that is prepared, and from now on ready."""
         handle = await self._spawn(self._nodes.avoided())
         try:
@@ -218,7 +221,7 @@ class Supervisor:
             raise
         return handle
 
-    async def _watch_over(self, handle: Handle[Any]) -> None:
+    async def _watch_over(self, handle: Handle[PartT]) -> None:
         try:
             await self._keep_going(handle)
         except Exception as error:  # such as a full disk that takes no row: nobody may wait for ever
@@ -227,7 +230,7 @@ class Supervisor:
                 last.kill()
             await self._give_up("cannot be watched over", repr(error))
 
-    async def _keep_going(self, handle: Handle[Any]) -> None:
+    async def _keep_going(self, handle: Handle[PartT]) -> None:
         while True:
             began = self._clock()
             cause = await self._until_lost(handle)
@@ -246,7 +249,7 @@ class Supervisor:
             handle = again
             self._journal.note(self.name, "restarted", down_s=self._clock() - lost_at)
 
-    async def _begin_again(self, cause: str) -> Handle[Any] | None:
+    async def _begin_again(self, cause: str) -> Handle[PartT] | None:
         """Another process, however many starts it takes; None once the part is given up."""
         while not self._failures.exhausted:
             await asyncio.sleep(self._failures.wait_s)
@@ -277,7 +280,7 @@ class Supervisor:
         self._journal.note(self.name, "not started", str(error))
         self._failures.failed(0.0)
 
-    async def _until_lost(self, handle: Handle[Any]) -> str:
+    async def _until_lost(self, handle: Handle[PartT]) -> str:
         """Sends heartbeats until one is not answered in time, or somebody gives the process up; the cause."""
         assert self._lost is not None
         beats = asyncio.ensure_future(self._beat(handle))
@@ -288,7 +291,7 @@ class Supervisor:
             beats.cancel()
             await asyncio.wait([beats])  # a cancellation of ours goes through
 
-    async def _beat(self, handle: Handle[Any]) -> str:
+    async def _beat(self, handle: Handle[PartT]) -> str:
         while True:
             await asyncio.sleep(self._settings.heartbeat_s)
             try:
@@ -302,23 +305,23 @@ class Supervisor:
                 self._on_pulse(answer)
 
 
-class SupervisedParts:
+class SupervisedParts(Generic[PartT]):
     """Several parts of one kind, of which some may be away. For one event loop."""
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: how long `any_ready` waits."""
         self._patience_s = patience_s
-        self._supervisors: dict[str, Supervisor] = {}
+        self._supervisors: dict[str, Supervisor[PartT]] = {}
         self._added = asyncio.Event()
         """Set, and replaced, when one more is added."""
 
-    def add(self, supervisor: Supervisor) -> None:
+    def add(self, supervisor: Supervisor[PartT]) -> None:
         """One more, which is started elsewhere or by `start`."""
         self._supervisors[supervisor.name] = supervisor
         self._added.set()
         self._added = asyncio.Event()
 
-    def remove(self, name: str) -> Supervisor | None:
+    def remove(self, name: str) -> Supervisor[PartT] | None:
         """One less; it is closed elsewhere. None where there is none of that name."""
         return self._supervisors.pop(name, None)
 
@@ -335,7 +338,7 @@ class SupervisedParts:
         """Stops all of them."""
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
 
-    def lose(self, handle: Handle[Any], cause: str) -> None:
+    def lose(self, handle: Handle[PartT], cause: str) -> None:
         """Another process takes the place of this one, if it has not already."""
         for supervisor in self._supervisors.values():
             supervisor.lose(handle, cause)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrain
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
-from etude.controller.supervision import FaultJournal, Spawn, Supervision
+from etude.controller.supervision import FaultJournal, PartT, Spawn, Supervision
 from etude.controller.training_part import TrainingPart
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.runners import TimedPlayer
@@ -124,11 +124,11 @@ class _Here:
         limits = EpisodeLimits.from_config(self.config)
         return replace(limits, max_attempts=self.config.cluster.max_attempts)
 
-    def spawning(self, name: str, factory: Any, *arguments: Any) -> Spawn:
+    def spawning(self, name: str, factory: Callable[..., PartT], *arguments: Any) -> Spawn[PartT]:
         """How to start a process of a part."""
         needs = self.needs[name]
 
-        async def spawn(avoid: frozenset[str]) -> Handle[Any]:
+        async def spawn(avoid: frozenset[str]) -> Handle[PartT]:
             return await self.executor.spawn(factory, *arguments, resources=replace(needs, avoid=avoid))
 
         return spawn
@@ -188,14 +188,14 @@ class _Here:
         finally:
             await episodes.shutdown()
 
-    def worker_spawning(self, needs: Resources) -> Spawn:
+    def worker_spawning(self, needs: Resources) -> Spawn[RolloutPart]:
         """How to start a worker's process, once there is room."""
         owner = f"{sandbox_owner(self.place)}/{needs.part}"
-        part = (RolloutPart, self.config, self.tokenizer, self.limits, needs.part, owner)
+        part = (self.config, self.tokenizer, self.limits, needs.part, owner)
 
-        async def spawn(avoid: frozenset[str]) -> Handle[Any]:
+        async def spawn(avoid: frozenset[str]) -> Handle[RolloutPart]:
             await self.rooms.make_room(needs)  # it may have gone down with its machine
-            return await self.executor.spawn(*part, resources=replace(needs, avoid=avoid))
+            return await self.executor.spawn(RolloutPart, *part, resources=replace(needs, avoid=avoid))
 
         return spawn
 

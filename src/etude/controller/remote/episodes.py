@@ -40,7 +40,7 @@ from etude.records import BlobRef, Status, Trajectory
 class _Worker:
     """One worker, process after process."""
 
-    supervisor: Supervisor
+    supervisor: Supervisor[RolloutPart]
     client: str = ""
     """The process's name with the engines; empty while there is none."""
     tallies: dict[int, TokenTally | None] = field(default_factory=dict[int, "TokenTally | None"])
@@ -64,7 +64,7 @@ class RemoteEpisodes(Player):
 
     def __init__(
         self,
-        spawns: Mapping[str, Spawn],
+        spawns: Mapping[str, Spawn[RolloutPart]],
         build: Build,
         fleet: EngineFleet,
         keep_routes: KeepRoutes,
@@ -79,7 +79,7 @@ class RemoteEpisodes(Player):
         self._past = EnvironmentTimes()
         """Of processes that are gone, and what was learned of sessions without one."""
         self._tidying = Tasks()
-        self._supervised = SupervisedParts(self._settings.patience_s)
+        self._supervised = SupervisedParts[RolloutPart](self._settings.patience_s)
         self._workers: dict[str, _Worker] = {}
         for name, spawn in spawns.items():
             self._add(name, spawn)
@@ -96,7 +96,7 @@ class RemoteEpisodes(Player):
         await self._supervised.close()
         await asyncio.gather(*self._tidying)
 
-    async def join(self, name: str, spawn: Spawn) -> None:
+    async def join(self, name: str, spawn: Spawn[RolloutPart]) -> None:
         """Adds a worker, of a new name or of one that has left; returns once it is ready. Raises what the
         worker raises, and PartLostError where its process does not come up however often it is started."""
         worker = self._add(name, spawn)
@@ -237,7 +237,7 @@ class RemoteEpisodes(Player):
 
     # ---- processes ------------------------------------------------------------------------------
 
-    def _add(self, name: str, spawn: Spawn) -> _Worker:
+    def _add(self, name: str, spawn: Spawn[RolloutPart]) -> _Worker:
         async def prepare(handle: Handle[RolloutPart]) -> None:
             build, client = await handle.call(RolloutPart.begin)
             check_build(build, self._build, name)

@@ -96,7 +96,7 @@ class EvaluationBeside:
 
     def __init__(
         self,
-        spawn: Spawn,
+        spawn: Spawn[EvaluationPart],
         build: Build,
         tasks: Sequence[Task],
         every_steps: int,

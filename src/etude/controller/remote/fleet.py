@@ -26,7 +26,7 @@ class EngineFleet(PatientSampler):
 
     def __init__(
         self,
-        spawns: Mapping[str, Spawn],
+        spawns: Mapping[str, Spawn[EngineProcess]],
         build: Build,
         supervision: Supervision,
     ) -> None:
@@ -41,7 +41,7 @@ class EngineFleet(PatientSampler):
         """What lost processes had done when they last said so."""
         self._num_changes = 0
         self._watchers: list[Callable[[], None]] = []
-        self._supervised = SupervisedParts(self._settings.patience_s)
+        self._supervised = SupervisedParts[EngineProcess](self._settings.patience_s)
         for name, spawn in spawns.items():
             self._supervised.add(self._supervisor(name, spawn))
 
@@ -53,7 +53,7 @@ class EngineFleet(PatientSampler):
         """Stops all engines."""
         await self._supervised.close()
 
-    async def join(self, name: str, spawn: Spawn, journal: FaultJournal | None = None) -> None:
+    async def join(self, name: str, spawn: Spawn[EngineProcess], journal: FaultJournal | None = None) -> None:
         """Adds an engine, of a new name or of one that has left; returns once it is ready. `journal`: where
         its faults are noted, if not with the others'. Raises what the engine raises, and PartLostError where
         its process does not come up however often it is started."""
@@ -209,7 +209,9 @@ class EngineFleet(PatientSampler):
 
     # ---- processes ------------------------------------------------------------------------------
 
-    def _supervisor(self, name: str, spawn: Spawn, journal: FaultJournal | None = None) -> Supervisor:
+    def _supervisor(
+        self, name: str, spawn: Spawn[EngineProcess], journal: FaultJournal | None = None
+    ) -> Supervisor[EngineProcess]:
         engine = self._engines.get(name)
         if engine is None:
             engine = RemoteEngine(name, self._lose)

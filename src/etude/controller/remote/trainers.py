@@ -117,7 +117,7 @@ class SupervisedTrainer(Handle[TrainingPart]):
 
     def __init__(
         self,
-        spawn: Spawn,
+        spawn: Spawn[RemoteTrainingPart],
         fetch_routes: RouteFetcher,
         latest: Path,
         supervision: Supervision,

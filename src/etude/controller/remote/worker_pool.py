@@ -22,6 +22,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from etude.config import ClusterConfig
 from etude.controller.arrangement import WORKER
 from etude.controller.remote.episodes import RemoteEpisodes
+from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.supervision import FaultJournal, Spawn, StartFailures
 from etude.observe.workers import WantedWorkers, WorkerFiles
 from etude.protocols import Resources
@@ -62,7 +63,7 @@ class WorkerPool:
     def __init__(
         self,
         episodes: RemoteEpisodes,
-        spawning: Callable[[Resources], Spawn],
+        spawning: Callable[[Resources], Spawn[RolloutPart]],
         needs: Callable[[str], Resources],
         names: list[str],
         rooms: Rooms,
