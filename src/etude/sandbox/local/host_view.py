@@ -132,8 +132,9 @@ class HostView:
             python = target
         raise _refusal("is a link that leads through too many others", str(python))
 
-    def _why_hidden(self, directory: Path, is_python: bool) -> str:
-        """Why a directory (without links) may not be shown because of an environment; empty if it may.
+    def _why_hidden(self, directory: Path, is_wanted: bool) -> str:
+        """Why a directory (without links) may not be shown; empty if it may. `is_wanted`: it is a Python
+        environment or installation, or its user has named it.
 
         What is shown can be read whole, by a model's commands and by the tests of a repository that may be
         hostile and may name any place by a link. So nothing is shown but what is a Python environment or
@@ -146,7 +147,7 @@ class HostView:
             return "holds the project: commands would read its ignored files and run its unchanged code"
         if home.is_relative_to(directory):
             return f"holds {home}, and all that is there could be read"
-        if not is_python:
+        if not is_wanted:
             return "is no Python environment or installation, and all that is there could be read"
         return ""
 
