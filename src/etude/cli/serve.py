@@ -97,7 +97,7 @@ def serve_command(
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Serve a model with OpenAI's API: chat completions, completions, models and tokenisation."""
+    """Serve a model with OpenAI's and Anthropic's APIs: chat, responses, completions and messages."""
     # Heavy: torch and FastAPI come with them.
     from etude.inference.server import KeyLimits, ServerLimits, ServerState, serve
     from etude.serving.listening import open_listeners
