@@ -1,4 +1,4 @@
-"""What coding agents send that is in no client library: of Claude Code 2.1.197 and Codex 0.171."""
+"""What coding agents send and need: of Claude Code 2.1.197, Codex 0.171, pi 0.73.1, Cline 3.0.65."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from etude.tokens.chat.dialects import DIALECTS, MESSAGES, RESPONSES
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Opening, Results, SystemWords, UserWords, content_key
 from etude.tokens.chat.reader import CallHead, CallMore
+from etude.tokens.grammar import ReasoningDelta, TextDelta
 
 SHELL = {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}}
 AGENTS = {"type": "namespace", "name": "agents", "tools": [{**SHELL, "name": "close"}]}
@@ -164,3 +165,40 @@ def test_an_image_that_a_tool_returns_is_named_to_the_model_and_one_of_the_users
     assert seen == Results((f"a.png\n{note}",))
     with pytest.raises(BadRequestError, match="only text"):
         read({**rest, name: [user]})
+
+
+def test_reasoning_is_signed_so_that_an_agent_sends_it_back_as_reasoning_and_not_as_words() -> None:
+    writer = MESSAGES.writer(MESSAGES.read(CLAUDE), "a", 1, qwen_tokenizer(), "m")
+    events = writer.take(Sampled([ReasoningDelta("I look."), TextDelta("Done.")], None))
+    thinking, said = [*writer.take(Ended("stop", 2)), writer.whole()][-1]["content"]
+    begun = next(one["content_block"] for one in events if one["type"] == "content_block_start")
+    assert begun == {"type": "thinking", "thinking": "", "signature": ""}
+    signed = [one["delta"] for one in events if one.get("delta", {}).get("type") == "signature_delta"]
+    assert [one["signature"] for one in signed] == [thinking["signature"]] and thinking["signature"]
+    again = [CLAUDE["messages"][0], {"role": "assistant", "content": [thinking, said]}]
+    read = MESSAGES.read({**CLAUDE, "messages": [*again, {"role": "user", "content": "Go on."}]})
+    assert read.messages[2] == Answer("Done.", (), "I look.")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_thread_is_refused_in_the_words_by_which_anthropics_tool_runner_sends_whole_histories(
+    strict: bool,
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        MESSAGES.read({**CLAUDE, "thread": {"type": "create"}}, "", strict)
+    _, document, _ = MESSAGES.respell(caught.value, (400, {"error": {"message": "m"}}, {}))
+    assert document["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
+def test_a_response_may_ask_for_parts_that_no_answer_has_and_for_a_history_to_be_cut() -> None:
+    parts = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+    assert RESPONSES.read({**CODEX, "include": parts, "truncation": "auto"})
+    logprobs = "message.output_text.logprobs"
+    for strict, part in ((True, "other"), (True, logprobs), (False, logprobs)):
+        with pytest.raises(BadRequestError) as caught:
+            RESPONSES.read({**CODEX, "include": [*parts, part]}, "", strict)
+        assert caught.value.field == "include[2]"
+    assert RESPONSES.read({**CODEX, "include": ["other"]}, "", strict=False)

@@ -1,7 +1,8 @@
 """Anthropic's messages: requests read, answers written.
 
-Thinking comes back in `thinking` blocks whose signature is empty: nobody checks it here. Calls are served
-when they have ended: the official client runs what it can read of half a call.
+Thinking comes back in `thinking` blocks, whose signature nobody checks here. Calls are served when they have
+ended: the official client runs what it can read of half a call. Threads are refused in the words by which
+that client sends whole histories instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from etude.tokens.chat.requests import (
 
 _FIELDS = DRAWING_FIELDS | {"messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences"}
 _FIELDS |= {"output_config"}
-_NEUTRAL: Neutral = {"mcp_servers": ([],), "container": (), "output_format": ()}
+_NEUTRAL: Neutral = {"mcp_servers": ([],), "container": (), "output_format": (), "thread": ()}
 _NEUTRAL_STRICT: Neutral = {
     "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
     "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
@@ -166,8 +167,9 @@ class MessagesWriter(AnswerWriter):
         index, block = len(choice.blocks) - 1, choice.blocks[-1]
         documents: list[Document] = []
         if begins:
-            documents += self._close(index - 1)
+            documents += self._close(choice, index - 1)
             begun = _document(Block(block.kind, "", block.id, block.name))
+            begun |= {"signature": ""} if block.kind == "reasoning" else {}
             documents.append({"type": "content_block_start", "index": index, "content_block": begun})
         added = getattr(part, "text", "")
         if added:
@@ -176,19 +178,29 @@ class MessagesWriter(AnswerWriter):
             documents.append({"type": "content_block_delta", "index": index, "delta": delta})
         return documents
 
-    def _close(self, index: int) -> list[Document]:
-        return [{"type": "content_block_stop", "index": index}] if index >= 0 else []
+    def _close(self, choice: Choice, index: int) -> list[Document]:
+        if index < 0:
+            return []
+        documents: list[Document] = [{"type": "content_block_stop", "index": index}]
+        if choice.blocks[index].kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": _SIGNATURE}
+            documents.insert(0, {"type": "content_block_delta", "index": index, "delta": delta})
+        return documents
 
     def _finish(self, choice: Choice, ended: Ended) -> list[Document]:
         delta = {"type": "message_delta", "delta": _end(ended), "usage": self._usage()}
-        return [*self._close(len(choice.blocks) - 1), delta, {"type": "message_stop"}]
+        return [*self._close(choice, len(choice.blocks) - 1), delta, {"type": "message_stop"}]
+
+
+_SIGNATURE = "etude"
+"""Of reasoning. It proves nothing; without one some agents send reasoning back as words, or not at all."""
 
 
 def _document(block: Block) -> Document:
     if block.kind == "text":
         return {"type": "text", "text": block.text, "citations": None}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "thinking", "thinking": block.text, "signature": _SIGNATURE}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(block.text or "{}")}
 
 
@@ -223,5 +235,7 @@ def anthropic_error(error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
     said = document["error"]["message"]
     if isinstance(error, ContextLengthError):
         said = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
-    found = {"type": _KINDS.get(status, "invalid_request_error"), "message": said}
+    found: Document = {"type": _KINDS.get(status, "invalid_request_error"), "message": said}
+    if isinstance(error, BadRequestError) and error.field == "thread":
+        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return _OVERLOADED if status == 503 else status, {"type": "error", "error": found}, headers

@@ -34,6 +34,7 @@ from etude.tokens.chat.requests import (
 
 _FIELDS = DRAWING_FIELDS | {
     "input",
+    "include",
     "instructions",
     "max_output_tokens",
     "reasoning",
@@ -48,13 +49,14 @@ _NEUTRAL: Neutral = {
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),  # one that would have to be cut is refused as too long
     "max_tool_calls": (),
     "top_logprobs": (0,),
-    "include": ([], ["reasoning.encrypted_content"]),
 }
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer_use", "mcp")
 """How the types of tools begin that OpenAI's servers run."""
+_INCLUDED = (*_HOSTED, "computer_call", "reasoning.", "message.input_image")
+"""How the names of parts begin that `include` may ask for, since no answer has them here."""
 _SYSTEM_JOINT = "\n\n"
 _CALLS = ("function_call", "custom_tool_call")
 _UNSEEN = ("input_image", "input_file")
@@ -66,6 +68,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     check_fields(body, _FIELDS, _NEUTRAL, strict)
     check_options(body, "text", ("format",), strict)
     check_options(body, "reasoning", (), strict)
+    _check_included(body.get("include") or [], strict)
     offered = tuple(_offered_tools(body, strict))
     if len(offered) > MAX_TOOLS:
         raise wrong("tools", len(offered), f"at most {MAX_TOOLS} tools")
@@ -89,6 +92,13 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
         stream=read_stream(body, strict)[0],
         body=body,
     )
+
+
+def _check_included(included: object, strict: bool) -> None:
+    """Raises BadRequestError for log-probabilities, and with `strict` for parts of no known kind."""
+    for place, part in enumerate(included if isinstance(included, list) else [included]):
+        if str(part).endswith(".logprobs") or (strict and not str(part).startswith(_INCLUDED)):
+            raise unsupported(f"include[{place}]", part, "is not supported here")
 
 
 @dataclass(frozen=True, slots=True)
