@@ -148,7 +148,6 @@ def test_a_session_is_found_by_its_key_or_by_a_header(served: Served) -> None:
         ({"top_p": 0.9}, "top_p"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"temperature": 3}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),

@@ -202,3 +202,21 @@ def test_a_response_may_ask_for_parts_that_no_answer_has_and_for_a_history_to_be
             RESPONSES.read({**CODEX, "include": [*parts, part]}, "", strict)
         assert caught.value.field == "include[2]"
     assert RESPONSES.read({**CODEX, "include": ["other"]}, "", strict=False)
+
+
+@pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "name": "f"}, {"type": "any"}])
+def test_a_forced_call_is_refused_by_serve_and_left_to_the_model_for_agents(choice: Any) -> None:
+    function = {"name": "f", "parameters": {}}
+    bodies = {
+        "chat_completions": {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": function}],
+        },
+        "responses": CODEX,
+        "messages": {**CLAUDE, "tools": [{"name": "f", "input_schema": {}}]},
+    }
+    for dialect in DIALECTS:
+        body = {**bodies[dialect.name], "tool_choice": choice}
+        with pytest.raises(BadRequestError, match="cannot be forced"):
+            dialect.read(body)
+        assert dialect.read(body, "", strict=False).rules.calls

@@ -49,7 +49,7 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     max_tokens = integer(body, "max_tokens", 1)
     if max_tokens is None:
         raise wrong("max_tokens", None, "a whole number from 1 on")
-    calls, single = _calls_wanted(body.get("tool_choice"), bool(tools))
+    calls, single = _calls_wanted(body.get("tool_choice"), bool(tools), strict)
     begun, messages = _read_conversation(objects(body.get("messages"), "messages"))
     system = [words(body["system"], "system", _USER_JOINT)] if body.get("system") else []
     if not messages:
@@ -67,11 +67,12 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     )
 
 
-def _calls_wanted(choice: object, tools: bool) -> tuple[bool, bool]:
+def _calls_wanted(choice: object, tools: bool, strict: bool) -> tuple[bool, bool]:
     """Whether calls are read, and whether at most one."""
     if not isinstance(choice, dict):
-        return calls_wanted(choice, tools), False
-    return calls_wanted(choice.get("type") or "", tools), choice.get("disable_parallel_tool_use") is True
+        return calls_wanted(choice, tools, strict), False
+    wanted = calls_wanted(choice.get("type") or "", tools, strict)
+    return wanted, choice.get("disable_parallel_tool_use") is True
 
 
 def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:

@@ -60,7 +60,7 @@ def read_chat(body: Mapping[str, Any], agent: str = "", strict: bool = True) -> 
     rules = ReadingRules(
         stops=stop_strings(body.get("stop"), "stop"),
         single_call=not flag(body, "parallel_tool_calls", True),
-        calls=calls_wanted(body.get("tool_choice"), with_tools),
+        calls=calls_wanted(body.get("tool_choice"), with_tools, strict),
     )
     sampling = read_sampling(body, limits[0] or limits[1], logprobs, num_top)
     return ChatRequest(messages, rules, sampling, stream, include_usage, body)

@@ -82,7 +82,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
         raise wrong("input", "no user message", "a text, or items with at least one user message")
     rules = ReadingRules(
         single_call=not flag(body, "parallel_tool_calls", True),
-        calls=calls_wanted(body.get("tool_choice"), bool(tools)),
+        calls=calls_wanted(body.get("tool_choice"), bool(tools), strict),
         whole_calls=any(one.is_custom for one in offered),
     )
     return ChatRequest(

@@ -161,10 +161,11 @@ def read_stream(body: Mapping[str, Any], strict: bool = True) -> tuple[bool, boo
     return stream, flag(options or {}, "include_usage", False)
 
 
-def calls_wanted(choice: object, tools: bool) -> bool:
-    """Whether calls are calls and not text, by `tool_choice`. Raises BadRequestError for forced calls."""
-    if choice in (None, "auto"):
-        return tools
+def calls_wanted(choice: object, tools: bool, strict: bool) -> bool:
+    """Whether calls are calls and not text, by `tool_choice`. Forced calls are left to the model, and with
+    `strict` refused. Raises BadRequestError."""
     if choice == "none":
         return False
+    if choice in (None, "auto") or not strict:
+        return tools
     raise unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")
