@@ -204,6 +204,11 @@ def test_a_response_may_ask_for_parts_that_no_answer_has_and_for_a_history_to_be
     assert RESPONSES.read({**CODEX, "include": ["other"]}, "", strict=False)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_how_much_an_agent_wants_the_model_to_think_is_a_hint(strict: bool) -> None:
+    assert MESSAGES.read({**CLAUDE, "thinking": {"type": "enabled", "budget_tokens": 3072}}, "", strict)
+
+
 @pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "name": "f"}, {"type": "any"}])
 def test_a_forced_call_is_refused_by_serve_and_left_to_the_model_for_agents(choice: Any) -> None:
     function = {"name": "f", "parameters": {}}

@@ -33,8 +33,7 @@ _FIELDS = DRAWING_FIELDS | {"messages", "max_tokens", "system", "tools", "tool_c
 _FIELDS |= {"output_config"}
 _NEUTRAL: Neutral = {"mcp_servers": ([],), "container": (), "output_format": (), "thread": ()}
 _NEUTRAL_STRICT: Neutral = {
-    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
-    "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
+    "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},)
 }
 _ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "abort": "end_turn"}
 _USER_JOINT = "\n\n"

@@ -28,7 +28,7 @@ DRAWING_FIELDS = frozenset(("model", "stream", "temperature", "top_p", "top_k", 
 SHARED_FIELDS = DRAWING_FIELDS | {"stream_options", "n", "stop"}
 _HARMLESS_FIELDS = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "client_metadata"))
 """Say something of the request, and nothing of the answer."""
-_HINTS = frozenset(("reasoning_effort", "verbosity"))
+_HINTS = frozenset(("reasoning_effort", "verbosity", "thinking"))
 """Ask a model to think or say more or less. Coding agents always send them; no model is steered so here."""
 _HINT_OPTIONS = frozenset(("verbosity", "effort", "summary"))
 """The same, within objects such as `reasoning`."""
