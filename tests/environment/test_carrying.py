@@ -129,6 +129,18 @@ def test_files_anywhere_in_an_image_reach_grading(tmp_path: Path) -> None:
     assert rewards(directory, None, "true", "mkdir ~/.ssh; echo key > ~/.ssh/id_rsa") == [1.0, 0.0, 0.0]
 
 
+def test_what_an_agent_publishes_reaches_a_shared_verifier_and_leads_to_nothing_of_its_own(
+    tmp_path: Path,
+) -> None:
+    directory = write_task(tmp_path / "task", PUBLISHED, PUBLISH, files={"tests/it": "hello\n"}, image=IMAGE)
+    links = (
+        "ln -s /tests/it /logs/artifacts/greeting.txt",
+        "rmdir /logs/artifacts; ln -s /tests /logs/artifacts",
+    )
+    reward = "mkdir /logs/verifier; echo 1 > /logs/verifier/reward.json"
+    assert rewards(directory, None, "true", *links, reward) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
 CHANGES = [
     ("rm /data/secret", "[ ! -e /data/secret ] && [ -e /data/old/a ]"),
     ("rm -r /data/old", "[ ! -e /data/old ]"),

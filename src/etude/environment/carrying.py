@@ -35,6 +35,8 @@ _EVERYWHERE = "/**"
 _GLOB = re.compile(r"[*?\[]")
 _VERIFIERS = frozenset(("tests", "logs", "solution", "proc", "sys", "dev"))
 """Directories of the root where nothing of the agent's is laid, and to which none of its links leads."""
+PUBLISHED = "/logs/artifacts"
+"""What lies there is laid all the same: Harbor's place for what an agent publishes."""
 _SYSTEM = frozenset(
     "bin boot etc lib lib32 lib64 libx32 nix opt run sbin snap usr var".split()  # noqa: SIM905
 )
@@ -90,7 +92,8 @@ async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[
     programs, home = tuple(_installations(env, workspace)), env.get("HOME", "/root").rstrip("/")
     named = [one for one in task.allowed_paths if one.startswith("/") and one != _EVERYWHERE]
     tops = {one.split("/")[1] for one in named}
-    skip_tops = _VERIFIERS if any(map(_GLOB.search, tops)) else _VERIFIERS | (_SYSTEM | _SCRATCH) - tops
+    system = frozenset[str]() if any(map(_GLOB.search, tops)) else (_SYSTEM | _SCRATCH) - tops
+    skip_tops = _VERIFIERS - {"logs"} | system
     is_wide = any(map(_reaches_settings, named))
     found = await sandbox.changed_root(
         sorted(skip_tops), () if is_wide else sorted(_LIBRARIES | _SETTINGS), skip_hidden=not is_wide
@@ -177,7 +180,8 @@ def _installations(env: Mapping[str, str], workspace: str) -> Iterator[str]:
 def _crosses(path: str, patterns: Iterable[str], programs: Sequence[str], home: str) -> bool:
     """Whether a change of an absolute path reaches grading."""
     names = path.split("/")[1:]
-    if names[0] in _VERIFIERS or "\n" in path or is_bytecode(path):
+    is_published = path.startswith(f"{PUBLISHED}/")
+    if names[0] in _VERIFIERS and not is_published or "\n" in path or is_bytecode(path):
         return False
     if matches_any(path, (one for one in patterns if one.startswith("/") and one != _EVERYWHERE)):
         return True

@@ -51,7 +51,7 @@ class Origin:
     health: HealthCheck | None = None
     """What must succeed in a new sandbox before it is used."""
     publishes: bool = False
-    """Whether it has `/logs/artifacts`, for what a separate verifier sees."""
+    """Whether it has `/logs/artifacts`, for what the verifier sees of the agent's."""
     step: TaskStep | None = None
     """The task's first step: its files are laid, and its setup runs, before the agent begins."""
 
@@ -101,7 +101,11 @@ def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Or
         task_resources(task, given),
         Network(hosts) if hosts else None,
         health=machine.health if machine is not None else None,
-        publishes=any(script.machine is not None for script in task.verifiers),
+        publishes=any(
+            script.machine is not None
+            or (machine is not None and not machine.is_host and "/**" in task.allowed_paths)
+            for script in task.verifiers
+        ),
         step=task.steps[0] if task.steps else None,
     )
 
