@@ -124,6 +124,24 @@ def test_an_image_of_an_engine_is_the_one_that_had_the_name_when_it_was_looked_f
     assert found[0] != found[1]
 
 
+def test_an_engine_is_given_an_image_of_the_store_once(
+    tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin/podman"
+    program.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\n"
+        'case "$1" in load) echo >> loads;; *) [ -e loads ] || { echo image not known >&2; exit 125; }\n'
+        """echo '[{"Id": "1"}]';; esac\n"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
+    task = read_harbor(write_task(tmp_path / "task", image=BASE))
+    bases = {BASE: f"oci-archive:{archive}"}
+    assert find(task, bases, "podman") == find(task, bases, "podman")
+    assert (tmp_path / "loads").read_text() == "\n"
+
+
 def seeded_task(directory: Path) -> None:
     """A task whose image is built from a Dockerfile, with a file in its working directory."""
     files: dict[str, str | bytes] = {"environment/Dockerfile": DOCKERFILE, "environment/seed.txt": "seed\n"}

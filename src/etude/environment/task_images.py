@@ -18,6 +18,7 @@ from etude.config.images import ImagesConfig
 from etude.errors import TaskError
 from etude.records import Task, TaskImage, TaskMachine
 from etude.sandbox.backends import ENGINES, IMAGES
+from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.building import build_image
 from etude.sandbox.images.built import BuildOptions
@@ -98,15 +99,18 @@ class TaskImages:
         return TaskImage(image.name, (), dict(image.env), image.workdir, image.user)
 
     async def _loaded(self, image: Image, store: ImageStore) -> TaskImage:
-        """An image of the store, given to the engine under a name that says what it holds."""
+        """An image of the store, given once to the engine under a name that says what it holds."""
         from etude.sandbox.containers.backend import ContainerBackend
 
         engine = ContainerBackend(self._engine).engine
         name = f"localhost/etude-task:{image.digest}"
-        with tempfile.TemporaryDirectory(prefix="etude-image-") as folder:
-            archive = Path(folder, "image.tar")
-            export_image(replace(image, name=name), store, archive)
-            await engine.load_image(archive)
+        try:
+            await engine.image(name)
+        except TemplateError:
+            with tempfile.TemporaryDirectory(prefix="etude-image-") as folder:
+                archive = Path(folder, "image.tar")
+                await asyncio.to_thread(export_image, replace(image, name=name), store, archive)
+                await engine.load_image(archive)
         return TaskImage(name, (), dict(image.env), image.workdir, image.user)
 
 

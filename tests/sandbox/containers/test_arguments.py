@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, SandboxError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.containers.arguments import COMMAND_UID, create_arguments, pack_upload
 from etude.sandbox.containers.backend import ContainerBackend
@@ -63,6 +63,24 @@ def test_what_an_engine_says_is_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot connect"):
         asyncio.run(Engine(program).run("ps"))
     assert "cannot connect" in ContainerBackend(program).doctor()[0]
+
+
+def test_a_runtime_that_refuses_the_hosts_control_groups_is_answered_with_its_replacement(
+    tmp_path: Path,
+) -> None:
+    says = "crun: cgroups in hybrid mode not supported, drop all controllers from cgroupv2"
+    program = write_engine(
+        tmp_path, f'case "$1" in start) echo "{says}" >&2; exit 126;; image) echo [{{}}];; esac'
+    )
+
+    async def run() -> None:
+        backend = ContainerBackend(program, state=tmp_path / "state")
+        with pytest.raises(SandboxError, match="hybrid mode") as caught:
+            await backend.create(Template({}))
+        assert 'runtime = "runc"' in str(caught.value)
+        await backend.close()
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_does_not_answer_is_given_up(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from etude.sandbox.images.building import (
     explain_failure,
     find_missing,
     open_proxy,
+    show_line,
 )
 from etude.sandbox.images.built import BuildInputs, BuildOptions, note_build
 from etude.sandbox.images.image_store import ImageStore
@@ -87,6 +88,12 @@ def test_the_bases_that_buildah_lacks_are_read_from_what_it_says(
     starts: list[str], output: str, missing: set[str]
 ) -> None:
     assert find_missing(starts, output, {"known:1"}) == missing
+
+
+def test_a_base_that_is_still_to_be_made_is_shown_as_no_error() -> None:
+    shown = show_line("Error: creating build container: python:3.11-slim: image not known")
+    assert "getting python:3.11-slim" in shown and "rror" not in shown
+    assert show_line("STEP 1/2: FROM a") == "STEP 1/2: FROM a"
 
 
 def test_a_failure_shows_the_instruction_and_the_end_of_its_output() -> None:

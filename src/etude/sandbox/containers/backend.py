@@ -281,6 +281,10 @@ def _explained(error: SandboxError, container: _Container, image: str) -> Sandbo
             received=image,
             fix="use an image with python3 on its path",
         )
+    if "cgroups in hybrid mode" in said:
+        error.fix = (
+            'install runc, and write runtime = "runc" below [engine] in /etc/containers/containers.conf'
+        )
     if said:
         error.args = (f"{error.message}; the container said: {said}", *error.args[1:])
         error.message = error.args[0]

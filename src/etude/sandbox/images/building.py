@@ -196,7 +196,7 @@ class _Build:
             def read(line: str, starts: list[str] = starts) -> None:
                 starts += [line] if _START.search(line) else []
                 if on_line is not None:
-                    on_line(line)
+                    on_line(show_line(line))
 
             status, output = await self.buildah.run(*words, on_line=read)
             lacks = find_missing(starts, output, await asyncio.to_thread(read_record, self._names)) - given
@@ -313,6 +313,17 @@ def find_missing(starts: Sequence[str], output: str, had: Container[str]) -> set
                 missing.add(name)
             stages.add(stage.lower())
     return missing
+
+
+def show_line(line: str) -> str:
+    """What people see of a line of buildah's: a base that it lacks is no error yet."""
+    lacking = _LACKS.search(line)
+    name = lacking and (lacking["base"] or lacking["source"])
+    return (
+        f"getting {name}: as images.bases says, from the store, or of Debian's packages (minutes)"
+        if name
+        else line
+    )
 
 
 def _check_files(context: Path, dockerfile: str, options: BuildOptions) -> None:
