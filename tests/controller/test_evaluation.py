@@ -18,7 +18,7 @@ from etude.store import TrajectoryLog
 from etude.tasks.harbor import write_harbor
 from tests.environment.playing import FAILS, SOLVES, TASK
 
-OPTIONS = TargetOptions(model_name="m", tools="core", backend="unisolated")
+OPTIONS = TargetOptions(model_name="m", tools="core", settings=("sandbox.backend=unisolated",))
 
 
 class Model(ThreadingHTTPServer):
@@ -127,12 +127,26 @@ def test_two_models_are_compared_by_their_results(
     assert compared["p_value"] == 0.25
 
 
-def test_an_endpoint_that_is_not_there_is_no_result(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_an_endpoint_is_said_before_a_task_is_read(serve) -> None:
+    model, nowhere = serve([]), "no such directory"
+    for url, options, message in (
+        ("http://127.0.0.1:9", OPTIONS, "endpoint: ConnectError"),
+        (model.url, replace(OPTIONS, model_name=""), "--model-name: is missing"),
+        (model.url, replace(OPTIONS, key_variable="NO_SUCH_KEY"), "--key-variable"),
+        (model.url, replace(OPTIONS, tools="read"), "no such tool"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            evaluate(EvaluationRequest(url, nowhere, options=options), SilentObserver())
+
+
+def test_an_endpoint_that_drops_its_requests_is_no_result(
+    suite: Path, monkeypatch: pytest.MonkeyPatch, serve
+) -> None:
     async def at_once(delay: float) -> None:
         """Waits for nothing."""
 
     monkeypatch.setattr("etude.agent.runner.asyncio.sleep", at_once)
-    request = EvaluationRequest("http://127.0.0.1:9", str(suite), options=OPTIONS)
+    request = EvaluationRequest(serve([]).url, str(suite), options=OPTIONS)
     with pytest.raises(InfrastructureError, match="3 of 3 sessions failed"):
         evaluate(request, SilentObserver())
 
@@ -145,7 +159,7 @@ def test_a_model_is_measured_with_an_index_that_its_tools_search(tmp_path: Path,
     file.write_text('name = "another"\n[agent]\nindex = "words"\n')
     asked = {
         "plain": OPTIONS,
-        "set": replace(OPTIONS, settings=("agent.index=words",)),
+        "set": replace(OPTIONS, settings=(*OPTIONS.settings, "agent.index=words")),
         "file": replace(OPTIONS, config=file),
     }
     shown: dict[str, str] = {}
@@ -156,7 +170,7 @@ def test_a_model_is_measured_with_an_index_that_its_tools_search(tmp_path: Path,
         (stored,) = TrajectoryLog(out / TRAJECTORIES).read()
         shown[name] = stored.members[0].turns[0].results[0].output
         assert ("semantic_search" in model.tools) == (name != "plain")
-        assert (result.target["label"] == "m agent.index=words") == (name == "set")
+        assert result.target["label"].endswith("agent.index=words") == (name == "set")
     assert (
         "unknown tool" in shown["plain"]
         and "lib/tally.py" in shown["set"]

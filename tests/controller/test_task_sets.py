@@ -193,7 +193,7 @@ def test_a_run_leaves_out_what_fails_or_does_not_start(tmp_path: Path) -> None:
     family = open_family(config(family="directory", directory=str(tasks)))
     assert list(family.notes) == words
     assert len(family.evaluation_tasks("heldout", 9)) == 1
-    with pytest.raises(TaskError, match=r"1 of 3 tasks are not verified: broken"):
+    with pytest.raises(TaskError, match=r"1 of 3 tasks are not verified:\n  broken"):
         load_task_set(
             tasks, "tasks.directory", config(family="directory", directory=str(tasks), check="stop")
         )

@@ -24,13 +24,21 @@ from etude.errors import ConfigError, SamplerError
 from etude.protocols import Sampler
 from etude.records import UNKNOWN_FORMAT, PolicyVersion, SampleChunk, SampleRequest, Scores
 from etude.serving.client import Answer as HttpAnswer
-from etude.serving.client import Client, NoAnswerError, Transport, check_address
+from etude.serving.client import (
+    Client,
+    NoAnswerError,
+    NobodyListensError,
+    SyncClient,
+    Transport,
+    check_address,
+)
 from etude.tokens.grammar import HermesGrammar, ParseEvent, ToolSchema, XmlGrammar
 from etude.tokens.renderer import Renderer
 
 MAX_RETRY_AFTER_S = 60.0
 _SILENCE_S = 120.0
 """Longest wait for the next byte."""
+_CHECK_S = 10.0
 _ANSWER_S = 900.0
 """Longest time of one answer."""
 _ERROR_CHARACTERS = 300
@@ -74,6 +82,18 @@ class Endpoint:
         """Where chat completions are asked for."""
         base = self.url.rstrip("/")
         return base if base.endswith("/chat/completions") else base + "/chat/completions"
+
+
+def check_endpoint(endpoint: Endpoint) -> None:
+    """Raises ConfigError where nobody listens, or the key is not set. Whatever answers will do. Blocks."""
+    with SyncClient(endpoint.url, endpoint.key, outside=True, refusal=None, within_s=_CHECK_S) as client:
+        try:
+            client.request("GET", "/models")
+        except NobodyListensError as error:
+            fix = "start the server, or correct the address"
+            raise ConfigError(error.message, field="endpoint", received=endpoint.url, fix=fix) from error
+        except NoAnswerError:
+            return  # it is there, and may be busy
 
 
 def endpoint_renderer(schemas: Sequence[ToolSchema], native_tools: bool = True) -> Renderer:

@@ -100,7 +100,7 @@ def run_command(
     max_turns: Annotated[
         int, typer.Option(min=1, help="Turns of a session with a model that is not a run's.")
     ] = 100,
-    backend: Annotated[str, typer.Option(help="Sandbox backend for a model that is not a run's.")] = "",
+    backend: Annotated[str, typer.Option(help="Sandbox backend: short for --set sandbox.backend=NAME.")] = "",
     input_price: Annotated[float, typer.Option(min=0, help="Price of a million tokens read.")] = 0.0,
     output_price: Annotated[float, typer.Option(min=0, help="Price of a million tokens sampled.")] = 0.0,
     as_markdown: MarkdownOption = False,
@@ -121,8 +121,7 @@ def run_command(
         context_tokens,
         tools,
         max_turns,
-        backend,
-        tuple(settings or ()),
+        (*(settings or ()), *([f"sandbox.backend={backend}"] if backend else [])),
         config,
     )
     prices = Prices(input_price, output_price) if input_price or output_price else None

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from etude.agent.endpoint import Endpoint, check_endpoint
+from etude.agent.tools import registry_named
 from etude.config import RunConfig, load_config, read_toml
 from etude.controller.agent.models import BYTES_PER_TOKEN, ModelChoice, open_model_of
-from etude.controller.backends import open_people_backend, open_run_backend
+from etude.controller.backends import open_run_backend
 from etude.controller.compute import settle_evaluation, use_sampling_threads
 from etude.controller.engines import serve_model
 from etude.controller.evaluate import find_checkpoint, load_policy
@@ -43,8 +45,6 @@ class TargetOptions:
     tools: str = ""
     max_turns: int = 100
     """Of a session with a model that is no run's."""
-    backend: str = ""
-    """Sandboxes for such a model; empty: as a run has by default."""
     settings: tuple[str, ...] = ()
     """Keys of `SECTIONS`, such as `agent.index=meaning`: in place of the run's, or of the defaults."""
     config: Path | None = None
@@ -111,6 +111,7 @@ def find_target(place: str, options: TargetOptions) -> Target:
             fix="give keys such as agent.index",
         )
     if place.startswith(("http://", "https://")):
+        check_endpoint(Endpoint(place, options.model_name, options.key_variable))
         return Target("endpoint", place, options, _default_config(options))
     path = Path(place).resolve()
     if (path / "config.toml").is_file():
@@ -141,8 +142,7 @@ async def open_target(target: Target, temperature: float | None) -> AsyncIterato
 
 def open_target_backend(target: Target) -> SandboxBackend:
     """Sandboxes for a target's sessions. Raises ResourceError."""
-    named = target.options.backend
-    return open_people_backend(named) if named else open_run_backend(target.config.sandbox)
+    return open_run_backend(target.config.sandbox)
 
 
 def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
@@ -151,6 +151,8 @@ def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
 
 
 def _default_config(options: TargetOptions) -> RunConfig:
+    if options.tools:
+        registry_named(options.tools)  # to say at once what is wrong with it
     tools = [f"agent.tools={json.dumps(options.tools)}"] if options.tools else []
     return _load_config(None, replace(options, settings=(*options.settings, *tools)))
 

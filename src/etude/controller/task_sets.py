@@ -113,9 +113,9 @@ def _load(
     forgeable = [one for one in checked if one.report.reason is None and one.report.forgeable]
     left_out = [f"{one.name}: {one.report.reason}" for one in checked if one.report.reason is not None]
     if left_out and (config.tasks.check == "stop" or not verified):
-        shown = "; ".join(left_out[:_NAMED])
+        shown = "".join(f"\n  {one}" for one in left_out[:_NAMED])
         raise TaskError(
-            f"{len(left_out)} of {len(checked)} tasks are not verified: {shown}",
+            f"{len(left_out)} of {len(checked)} tasks are not verified:{shown}",
             field=field,
             received=str(directory),
             fix=f"correct or remove them; `etude tasks check {directory}` lists all",

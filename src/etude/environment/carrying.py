@@ -181,7 +181,7 @@ def _crosses(path: str, patterns: Iterable[str], programs: Sequence[str], home: 
     """Whether a change of an absolute path reaches grading."""
     names = path.split("/")[1:]
     is_published = path.startswith(f"{PUBLISHED}/")
-    if names[0] in _VERIFIERS and not is_published or "\n" in path or is_bytecode(path):
+    if (names[0] in _VERIFIERS and not is_published) or "\n" in path or is_bytecode(path):
         return False
     if matches_any(path, (one for one in patterns if one.startswith("/") and one != _EVERYWHERE)):
         return True

@@ -78,12 +78,13 @@ def test_a_base_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unknown_base_names_the_bases_and_a_few_images_of_a_full_store(tmp_path: Path) -> None:
     class FullStore(ImageStore):
         def list(self) -> list[str]:
-            return [f"harbor/task-{number:03}" for number in range(300)]
+            return ["harbor/task", *(f"mine-{number:03}" for number in range(300))]
 
     with pytest.raises(TemplateError, match="no such base image") as caught:
         asyncio.run(find_in_store("debian:potato", FullStore(tmp_path / "store")))
     fix = caught.value.fix or ""
-    assert "harbor/task-011, 288 more of the store, debian:12" in fix and "harbor/task-012" not in fix
+    assert "mine-011, 288 more of the store, debian:12" in fix and "mine-012" not in fix
+    assert "harbor/task" not in fix, "what was built for a task is nobody's base"
 
 
 @pytest.mark.slow

@@ -17,7 +17,9 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 EPOCH_S = 946684800
 """Time of all files: 2000-01-01. Not 1970, because zip archives (and so Python wheels) begin at 1980."""
 _NUM_NAMED = 12
-"""Images of the store that an error names: each task of a set has one."""
+"""Images of the store that an error names."""
+_TASKS = ("harbor/", "beginning/", "made/")
+"""Beginnings of names of images that were built for tasks: none is meant by FROM."""
 _SLIM = tuple(f"path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man"))
 _CLEANING = (
     'find "$1"/var/lib/apt/lists "$1"/var/cache/apt "$1"/var/cache/ldconfig "$1"/var/log -type f -delete',
@@ -147,7 +149,8 @@ async def find_in_store(name: str, store: ImageStore) -> Image:
     for candidate in _candidates(name):
         if candidate in BASES:
             return await make_base(candidate, store)
-    stored = [one for one in await asyncio.to_thread(store.list) if one not in BASES]
+    names = await asyncio.to_thread(store.list)
+    stored = [one for one in names if one not in BASES and not one.startswith(_TASKS)]
     rest = [f"{len(stored) - _NUM_NAMED} more of the store"] if len(stored) > _NUM_NAMED else []
     known = ", ".join([*stored[:_NUM_NAMED], *rest, *sorted(BASES)])
     raise TemplateError(
