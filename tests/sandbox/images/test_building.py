@@ -115,6 +115,12 @@ def test_a_build_that_fails_says_what_its_network_refused(tmp_path: Path) -> Non
         asyncio.run(exchange(proxy, b"GET http://here.example/ HTTP/1.1\r\nHost: here.example\r\n\r\n"))
         raise explain_failure("Dockerfile", "E: failed", 100)
     assert "here.example:80 (no_rule)" in (failed.value.fix or "")
+    options = BuildOptions(network=Network(("10.1.2.3",)))
+    with pytest.raises(TemplateError) as failed, open_proxy(options, tmp_path, "x") as proxy:
+        assert proxy is not None
+        asyncio.run(exchange(proxy, b"CONNECT 10.1.2.3:443 HTTP/1.1\r\nHost: 10.1.2.3\r\n\r\n"))
+        raise explain_failure("Dockerfile", "E: failed", 100)
+    assert "10.1.2.3:443 (address_private 10.1.2.3)" in (failed.value.fix or "")
 
 
 @pytest.mark.parametrize(

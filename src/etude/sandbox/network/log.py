@@ -41,7 +41,7 @@ class RequestRecord:
     reason: str = ""
     """One word for why it was refused, failed or was cut short; empty if all went well."""
     address: str = ""
-    """IP address that was connected to."""
+    """IP address that was connected to, or refused."""
     status: int = 0
     """HTTP status that the client got; 0: none."""
     bytes_up: int = 0
@@ -69,7 +69,7 @@ class RequestLog:
         self._sink = sink
         self._fd: int | None = None
         self.refused: dict[str, str] = {}
-        """Reason by `host:port`, of the first few that were refused."""
+        """Reason, and the address where that is the reason, by `host:port`: of the first few that were refused."""
 
     @classmethod
     def to_file(cls, path: str | Path, max_bytes: int = MAX_LOG_BYTES) -> RequestLog:
@@ -91,7 +91,9 @@ class RequestLog:
     def write(self, record: RequestRecord) -> None:
         """Appends a record. Raises SandboxError if it cannot be written."""
         if record.decision == "refused" and len(self.refused) < _MAX_REFUSED:
-            self.refused[f"{record.host}:{record.port}"[:_MAX_TEXT_CHARS]] = record.reason
+            self.refused[f"{record.host}:{record.port}"[:_MAX_TEXT_CHARS]] = (
+                f"{record.reason} {record.address}".rstrip()
+            )
         try:
             self._sink(record.to_line())
         except OSError as error:

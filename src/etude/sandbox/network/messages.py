@@ -44,13 +44,14 @@ Header = tuple[bytes, bytes]
 class Refusal(Exception):
     """Why a request is not served. It becomes a response and a log line, and never leaves the proxy."""
 
-    def __init__(self, status: int, reason: str, message: str, received: str = "") -> None:
-        """`reason`: one word for the log; `message`: for the client; `received`: a host."""
+    def __init__(self, status: int, reason: str, message: str, received: str = "", address: str = "") -> None:
+        """`reason`: one word for the log; `message`: for the client; `received`: a host; `address`: of it."""
         super().__init__(message)
         self.status = status
         self.reason = reason
         self.message = message
         self.received = received
+        self.address = address
 
     def response(self) -> bytes:
         """The response that says so; the connection ends with it."""

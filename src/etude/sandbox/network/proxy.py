@@ -163,14 +163,15 @@ class Dialer:
             return
         reason = forbidden_reason(address)
         if reason is not None:
-            raise _out_of_reach(target, reason)
+            raise _out_of_reach(target, reason, address)
 
 
-def _out_of_reach(target: Target, reason: str) -> Refusal:
+def _out_of_reach(target: Target, reason: str, address: str = "") -> Refusal:
     return Refusal(
         403,
         f"address_{reason}",
         f"{target.host} is at an address that no sandbox reaches ({reason}), whatever network.allow says",
+        address=address,
     )
 
 
@@ -246,6 +247,7 @@ class EgressProxy:
             refused = refusal
             record.host = record.host or refusal.received
             record.reason, record.status = refusal.reason, refusal.status
+            record.address = refusal.address
         except CutError as cut:
             record.reason = cut.reason
             if cut.reason.startswith("tls_"):
