@@ -69,7 +69,7 @@ class RequestLog:
         self._sink = sink
         self._fd: int | None = None
         self.refused: dict[str, str] = {}
-        """Reason, and the address where that is the reason, by `host:port`: of the first few that were refused."""
+        """Reason, with the address where it is one, by `host:port`: of the first few that were refused."""
 
     @classmethod
     def to_file(cls, path: str | Path, max_bytes: int = MAX_LOG_BYTES) -> RequestLog:
