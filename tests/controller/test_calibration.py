@@ -53,6 +53,17 @@ def test_the_share_of_sessions_that_pass_says_how_difficult_a_task_is(tmp_path: 
     assert {metadata(tasks[one])["calibration"] for one in "bc"} == {"not calibrated"}
 
 
+def test_a_task_is_calibrated_whatever_variables_it_needs_to_be_played(tmp_path: Path) -> None:
+    path = write_task(tmp_path / "tasks/a", toml='env = { KEY = "${NOWHERE_SET}" }\n', image="a")
+    assert (
+        etude(
+            "tasks", "calibrate", str(tmp_path / "tasks"), str(evaluate(tmp_path / "e", {"a": "+"}))
+        ).exit_code
+        == 0
+    )
+    assert metadata(path)["calibration"] == "1 of 1 sessions pass"
+
+
 def test_a_directory_of_other_tasks_is_refused(tmp_path: Path) -> None:
     write_task(tmp_path / "tasks/a", toml=METADATA % "a")
     found = evaluate(tmp_path / "found", {"elsewhere": "+"})

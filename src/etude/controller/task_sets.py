@@ -37,7 +37,7 @@ from etude.records import Task, TaskMachine
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.tasks.calibration import calibrate, find_difficulty
-from etude.tasks.harbor import find_directories, read_harbor
+from etude.tasks.harbor import find_directories, read_harbor, read_id
 from etude.tasks.making.selection import NOT_CALIBRATED
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def calibrate_task_set(directory: Path, evaluation: Path) -> Counter[str]:
     for path in find_directories(directory, "DIRECTORY"):
         if not (path / "task.toml").is_file():
             continue
-        if tried := verdicts.get(read_harbor(path).id):
+        if tried := verdicts.get(read_id(path)):
             calibrate(path, sum(tried), len(tried))
             levels[find_difficulty(sum(tried) / len(tried)) if any(tried) else NOT_CALIBRATED] += 1
     if not levels:

@@ -145,12 +145,21 @@ def read_harbor(directory: Path, host_env: Sequence[str] = ()) -> Task:
         ) from error
 
 
+def read_id(directory: Path) -> str:
+    """The id of a task, and nothing else of it. Raises TaskError, OSError."""
+    return _id(check_fields(_parse_toml(_text(directory, "task.toml"))), directory)
+
+
+def _id(fields: TaskTable, directory: Path) -> str:
+    return fields.metadata.etude.id or (fields.task.name if fields.task is not None else directory.name)
+
+
 def _read(directory: Path, host_env: Sequence[str]) -> Task:
     fields = check_fields(_parse_toml(_text(directory, "task.toml")))
     own, metadata = fields.metadata.etude, fields.metadata.model_extra or {}
     instruction = "" if fields.steps else _instruction(directory, "instruction.md")
     task = Task(
-        id=own.id or (fields.task.name if fields.task is not None else directory.name),
+        id=_id(fields, directory),
         instruction=instruction,
         files={},
         allowed_paths=_paths(("**",) if own.allowed_paths is None else own.allowed_paths, "allowed_paths"),

@@ -17,8 +17,8 @@ from etude.config.images import ImagesConfig
 from etude.environment.making import pipeline
 from etude.environment.making.baseline import Baseline
 from etude.environment.making.images import find_project_image
-from etude.environment.making.pipeline import STATE, MakeSettings, make_tasks
-from etude.environment.making.projects import read_project
+from etude.environment.making.pipeline import MakeSettings, make_tasks
+from etude.environment.making.projects import STATE, read_project
 from etude.environment.making.suites import Coverage, Suite, SuiteRun
 from etude.environment.making.verifying import Noticed, verify_change
 from etude.errors import TaskError

@@ -38,6 +38,13 @@ def test_tests_are_called_what_pytest_is_configured_to_look_for(
     assert project.sources == PACKAGE
 
 
+def test_tasks_that_lie_in_their_project_are_no_part_of_it(tmp_path: Path) -> None:
+    files = PACKAGE | {"test_prices.py": "def test(): pass\n"}
+    before = read_project(write_tree(tmp_path, files))
+    write_tree(tmp_path / "tasks", {".making/plan": "", "one/tests/test_a.py": "", "report.json": "{}"})
+    assert read_project(tmp_path) == before
+
+
 def test_where_pytest_looks_into_every_module_those_outside_of_tests_are_sources(tmp_path: Path) -> None:
     settings = {"pytest.ini": "[pytest]\npython_files = *.py\naddopts = -q --import-mode=importlib\n"}
     project = read_project(

@@ -30,7 +30,7 @@ from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import BASE, ProjectImage, build_project_image, find_project_image
 from etude.environment.making.lints import find_disagreement, find_smells
 from etude.environment.making.planning import Planner
-from etude.environment.making.projects import Project
+from etude.environment.making.projects import STATE, Project
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.suites import Suite
 from etude.environment.making.twinning import MIXED_ROUNDS, ROUNDS, ProjectTwins, find_project_twins
@@ -54,7 +54,6 @@ from etude.tasks.making.instructions import find_refusal
 from etude.tasks.making.leaks import scan_layers, scan_workspace
 from etude.tasks.making.undoing import PastChange
 
-STATE = ".making"
 Result = TypeVar("Result", ProjectImage, Baseline, ProjectTwins)
 Advance = Callable[[int], None]
 """Called with the number of steps of the stage that are done."""

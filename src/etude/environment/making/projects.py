@@ -23,6 +23,8 @@ from etude.errors import TaskError
 from etude.kit.syntax import read_text
 from etude.tasks.making.source import read_tree
 
+STATE = ".making"
+"""What a set of tasks that is being made holds."""
 MAX_BYTES = 32 << 20
 _NOT_OURS = re.compile(
     r"(\..*|__pycache__|build|dist|node_modules|venv|.*\.egg-info|.*\.dist-info|.*\.py[co]|.*\.whl)"
@@ -144,8 +146,11 @@ def read_project(root: Path) -> Project:
 def _read_files(root: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     total = 0
+    made = {one.parent for one in root.rglob(STATE)} - {root}  # sets of tasks that lie in their own project
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
+        if not made.isdisjoint(path.parents):
+            continue
         if any(_NOT_OURS.fullmatch(part) and not _DOT_FILES.fullmatch(part) for part in parts):
             continue
         if path.is_symlink() or not path.is_file():
