@@ -18,7 +18,7 @@ import pytest
 
 from etude.tasks.making import leaks
 from etude.tasks.making.changes import Change, Leak, Place
-from etude.tasks.making.leaks import find_leaks
+from etude.tasks.making.leaks import find_leaks, scan_layers
 
 OWN = '''"""Words."""
 
@@ -127,6 +127,22 @@ def test_in_files_of_others_a_chance_run_is_no_leak_but_the_hunk_is(tmp_path: Pa
     assert scan(tmp_path, foreign=["usr/lib"]) == []
     put(tmp_path, "usr/lib/python3/b.py", OWN)
     assert len(scan(tmp_path, foreign=["usr/lib"])) == 1
+
+
+def test_chance_runs_in_the_systems_packages_of_a_layer_give_no_task_away(tmp_path: Path) -> None:
+    chance = "def f(low, value, high):\n    return min(max(low, min(value, high)))\n"
+    put(tmp_path, "usr/lib/x86_64-linux-gnu/perl/5.36/CORE/config.h", chance)
+    assert scan_layers([tmp_path], [CHANGE], {"src/pkg/a.py": OWN.encode()}) == {}
+    put(tmp_path, "srv/config.h", chance)
+    assert len(scan_layers([tmp_path], [CHANGE], {"src/pkg/a.py": OWN.encode()})) == 1
+
+
+def test_a_large_program_is_no_leak(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(leaks, "MOST_BYTES", 1000)
+    put(tmp_path, "usr/bin/node", b"\x7fELF\0" + b"x" * 5000)
+    assert scan(tmp_path) == []
+    put(tmp_path, "usr/share/all.zip", b"PK\x03\x04\0" + b"x" * 5000)
+    assert [leak.how for leak in scan(tmp_path)] == ["not read"]
 
 
 def test_what_is_too_large_or_damaged_counts_as_a_leak(tmp_path: Path, monkeypatch) -> None:

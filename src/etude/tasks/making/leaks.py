@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from etude.kit.syntax import read_text
@@ -35,17 +36,20 @@ _MOST_DEPTH = 3
 _LOOSE_OBJECT = re.compile(r"(^|/)objects/[0-9a-f]{2}/[0-9a-f]{38,62}$")
 _DEFINED = re.compile(r"^(?:(?:async )?def|class) (\w+)", re.MULTILINE)
 _MEDIA = re.compile(r"\.(so[.\d]*|a|o|pt|bin|safetensors|png|jpe?g|gif|woff2?|ttf|mo)$")
+_ZIP, _COMPRESSED = b"PK\x03\x04", (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00")
+_HEAD_BYTES = 4096
+"""In which what is no text has a zero."""
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, ValueError)
 _ERRORS = (*_DAMAGED, RuntimeError, NotImplementedError, KeyError)
 
 Contents = Iterator[tuple[str, str, bytes | None]]
 """Name, how it is held, and the bytes; None where they are too many or damaged."""
 
-_OF_PYTHON = (
-    *("lib/python*", "usr/lib/python*", "usr/local/lib/python*", "opt/*/lib/python*"),
-    "usr/share/python-wheels",
+_OF_OTHERS = (
+    *("etc", "lib*", "usr/bin", "usr/include", "usr/lib*", "usr/sbin", "usr/share"),
+    *("usr/local/lib/python*", "opt/*/lib/python*"),
 )
-"""Directories of a layer with the interpreter's library, and with distributions: installed, or as wheels."""
+"""Directories of a layer with system packages, the interpreter's library, and distributions."""
 _Run = tuple[str, ...]
 _Words = Mapping[bytes, Collection[tuple[bytes, ...]]]
 """The longest word of each run -> its others, the longest first: a file without all of them, for every run,
@@ -65,6 +69,8 @@ class _Wanted:
 
     by_run: Mapping[_Run, Sequence[_Hunk]]
     words: _Words
+    words_of_hunks: _Words
+    """Those of each whole hunk."""
     modules: Mapping[str, Sequence[tuple[str, Change, Collection[bytes]]]]
     """File name without its ending -> paths of modules below their source folder, and names in them."""
 
@@ -80,7 +86,7 @@ def scan_layers(
     reasons: dict[str, str] = {}
     sources = _read_texts(files)
     for layer in layers:
-        foreign = [path.relative_to(layer).as_posix() for one in _OF_PYTHON for path in layer.glob(one)]
+        foreign = [path.relative_to(layer).as_posix() for one in _OF_OTHERS for path in layer.glob(one)]
         for change, leaks in find_leaks(layer, changes, sources, foreign).items():
             reasons.setdefault(change, _describe(leaks, "the image"))
     return reasons
@@ -111,10 +117,10 @@ def find_leaks(
 
     `sources` are the project's own texts of every file of the workspace: what the workspace holds
     elsewhere is no leak. An image without the workspace is scanned for all changes at once, a workspace
-    for its own. `foreign` are paths below `root` of what is known to be of others (the interpreter's
-    library, other distributions): there only a whole hunk counts, for single runs occur by chance. Copies
-    of the project's own modules count everywhere. What is too large or damaged to be read counts as a leak
-    of every change. Symbolic links are not followed.
+    for its own. `foreign` are paths below `root` of what is known to be of others (the system's packages, the
+    interpreter's library, other distributions): there only a whole hunk counts, for single runs occur by
+    chance. Copies of the project's own modules count everywhere. A text or an archive that is too large or
+    damaged to be read counts as a leak of every change. Symbolic links are not followed.
     """
     wanted = _find_wanted(changes, sources)
     leaks: dict[str, list[Leak]] = {}
@@ -143,16 +149,19 @@ def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Want
             for run in every.intersection(runs(code_tokens(text), RUN_LENGTH)):
                 holders.setdefault(run, set()).add(path)
     by_run: dict[_Run, list[_Hunk]] = {}
+    kept: list[_Hunk] = []
     for change, found in hunks:
         elsewhere = {run for run in found if holders.get(run, set()) - change.files.keys()}
         hunk = _Hunk(change, frozenset(found - elsewhere))
+        kept.append(hunk)
         for run in hunk.runs:
             by_run.setdefault(run, []).append(hunk)
     modules: dict[str, list[tuple[str, Change, Collection[bytes]]]] = {}
     for change in changes:
         for path in change.files:
             modules.setdefault(PurePosixPath(path).stem, []).append((path, change, _names_in(change, path)))
-    return _Wanted(by_run, _find_words(by_run), modules)
+    hunk_words = _find_words(tuple(chain.from_iterable(one.runs)) for one in kept if one.runs)
+    return _Wanted(by_run, _find_words(by_run), hunk_words, modules)
 
 
 def _find_words(every: Iterable[_Run]) -> _Words:
@@ -214,7 +223,9 @@ def _find_copies(name: str, data: bytes, wanted: _Wanted) -> Iterator[tuple[Chan
 def _find_text(
     name: str, how: str, data: bytes, wanted: _Wanted, is_foreign: bool
 ) -> Iterator[tuple[Change, Leak]]:
-    if b"\0" in data[:4096] or not _may_hold(data, wanted.words):
+    if b"\0" in data[:_HEAD_BYTES] or not _may_hold(
+        data, wanted.words_of_hunks if is_foreign else wanted.words
+    ):
         return
     found = wanted.by_run.keys() & set(runs(code_tokens(data.decode("utf-8", "replace")), RUN_LENGTH))
     for hunk in {id(hunk): hunk for run in sorted(found) for hunk in wanted.by_run[run]}.values():
@@ -246,14 +257,22 @@ def read_contents(path: Path, name: str) -> Contents:
     """The file at `path`, called `name`; archives and git objects unpacked. A file that cannot be opened
     by its mode or is gone has none."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            yield from [] if _MEDIA.search(name) else [(name, "text", None)]
-            return
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            if path.stat().st_size > MOST_BYTES:
+                is_other = _MEDIA.search(name) or _is_program(file.read(_HEAD_BYTES))
+                yield from [] if is_other else [(name, "text", None)]
+                return
+            data = file.read()
     except OSError:
         yield name, "text", None
         return
     yield from _unpack(name, data, "text", 0)
+
+
+def _is_program(head: bytes) -> bool:
+    """Whether a file that begins so is neither text nor an archive: nothing of it is looked at."""
+    is_archive = head.startswith((_ZIP, *_COMPRESSED, b"PACK")) or head[257:262] == b"ustar"
+    return b"\0" in head and not is_archive
 
 
 def _unpack(name: str, data: bytes, how: str, depth: int) -> Contents:
@@ -267,9 +286,9 @@ def _unpack(name: str, data: bytes, how: str, depth: int) -> Contents:
         yield name, how, None
         return
     try:
-        if data.startswith(b"PK\x03\x04"):
+        if data.startswith(_ZIP):
             yield from _unzip(name, data, depth)
-        elif data.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00")):
+        elif data.startswith(_COMPRESSED):
             yield from _unpack(f"{name}!", _decompress(data), "archive", depth + 1)
         elif data[257:262] == b"ustar":
             yield from _untar(name, data, depth)
