@@ -59,7 +59,10 @@ def serve_command(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="TOML file whose section [agent] names tools, index and MCP servers."),
+        typer.Option(
+            help="TOML file: its [agent] names tools, index and MCP servers, its [images] and [tasks] say "
+            "how tasks get images, variables and hosts."
+        ),
     ] = None,
     tools: Annotated[
         str, typer.Option(help="Tools: core, full, or names separated by commas. Default: core.")
@@ -96,7 +99,9 @@ def serve_command(
         tokens = read_tenants(tenants)
     elif token_file is not None:
         tokens = {read_token(token_file, SERVER): "default"}
-    found = read_tasks(tasks, backend)
+    found = read_tasks(tasks, backend, config)
+    for name in (name for name, task in found.items() if task.steps):
+        error_console().print(f"left out: {name}: has several steps", highlight=False)
     agent = _agent_of(config, tools, index)
 
     def open_sandboxes() -> SandboxBackend:
@@ -238,11 +243,13 @@ def _agent_of(file: Path | None, tools: str, index: str = "") -> AgentConfig:
     return agent.model_copy(update={"tools": "core" if is_own else "full"})
 
 
-def read_tasks(directory: Path | None, backend: str = "local") -> dict[str, Task]:
-    """The Harbor tasks in a directory, by the names of their own directories, with their images.
+def read_tasks(directory: Path | None, backend: str = "local", file: Path | None = None) -> dict[str, Task]:
+    """The Harbor tasks in a directory, by the names of their own directories, with their images. `file`: a
+    configuration for them.
 
     Raises TaskError, TemplateError, UserError.
     """
+    from etude.config import load_config
     from etude.controller.task_sets import read_with_images
     from etude.environment.names import check_task_name
 
@@ -252,7 +259,8 @@ def read_tasks(directory: Path | None, backend: str = "local") -> dict[str, Task
         raise UserError("is not a directory", field="--tasks", received=str(directory), fix="name another")
     found = sorted(entry for entry in directory.iterdir() if (entry / "task.toml").is_file())
     names = [check_task_name(entry.name, "--tasks") for entry in found]
-    return dict(zip(names, read_with_images(found, backend), strict=True))
+    config = load_config(file, [f"sandbox.backend={backend}"])
+    return dict(zip(names, read_with_images(found, config), strict=True))
 
 
 async def _look(

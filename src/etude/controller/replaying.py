@@ -24,7 +24,7 @@ from etude.agent import (
     registry_of,
 )
 from etude.agent.index.opening import run_indexes
-from etude.config import RewardConfig
+from etude.config import RewardConfig, RunConfig
 from etude.controller.backends import open_checked_backend, open_run_backend
 from etude.controller.families import open_family
 from etude.controller.stored import Stored, run_tokenizer
@@ -62,9 +62,7 @@ def find_task(stored: Stored, directory: Path | None = None) -> Task:
     if directory is None:
         task = _made_task(stored)
     else:
-        backend = stored.config.sandbox.backend if stored.config is not None else "local"
-        host_env = stored.config.tasks.host_env if stored.config is not None else ()
-        (task,) = read_with_images([directory], backend, host_env)
+        (task,) = read_with_images([directory], stored.config or RunConfig())
     digest = task_template(task).digest
     if trajectory.image_digest and digest != trajectory.image_digest:
         raise TaskError(

@@ -157,14 +157,22 @@ def calibrate_task_set(directory: Path, evaluation: Path) -> Counter[str]:
     return levels
 
 
-def read_with_images(directories: Sequence[Path], backend: str, host_env: Sequence[str] = ()) -> list[Task]:
-    """Tasks with their images, unchecked; `host_env` as in `read_harbor`. Raises TaskError, TemplateError."""
-    images = _open_images(backend)
+def read_with_images(directories: Sequence[Path], config: RunConfig) -> list[Task]:
+    """Tasks with their images, as runs of `config` read them, unchecked. Raises TaskError with the directory
+    of what cannot be had, InfrastructureError."""
+    checks = TaskChecks(config)
 
-    async def read() -> list[Task]:
-        return [await images.find(read_harbor(directory, host_env)) for directory in directories]
+    async def read(directory: Path) -> Task:
+        try:
+            return await checks.find_images(checks.read(directory))
+        except UserError as error:
+            words = f"{directory.name}: {error.message}"
+            raise TaskError(words, field=error.field, received=error.received, fix=error.fix) from error
 
-    return asyncio.run(read())
+    async def read_all() -> list[Task]:
+        return [await read(directory) for directory in directories]
+
+    return asyncio.run(read_all())
 
 
 def _open_images(backend: str, settings: ImagesConfig | None = None) -> TaskImages:

@@ -308,5 +308,6 @@ def user_name(user: str | int | None) -> str:
 
 def refused(path: str, message: str, value: object, fix: str) -> TaskError:
     """The error for a field of `task.toml`, with its value as far as it can be shown."""
-    shown = value if isinstance(value, int | float) and math.isfinite(value) else repr(value)[:200]
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    shown = value if is_number else (value if isinstance(value, str) else repr(value))[:200]
     return TaskError(message, field=f"task.toml: {path}", received=shown, fix=fix)

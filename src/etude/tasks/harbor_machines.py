@@ -234,7 +234,7 @@ def _resolve(env: Mapping[str, str], field: str, host_env: Sequence[str]) -> dic
                 f"{field}.{name}",
                 "is not among this process's variables",
                 value,
-                "set it, and tasks.host_env",
+                f'set it, and tasks.host_env = ["{match[1]}"]' if match else None,
             )
         if not name or "=" in name or "\0" in name + resolved:
             raise refused(f"{field}.{name}", "cannot be a variable", value, "correct it")

@@ -28,6 +28,7 @@ from etude.tasks.harbor import write_harbor
 from tests.environment.playing import TASK
 from tests.environment.server.serving import new_site
 from tests.sandbox.backends import with_backend
+from tests.tasks.harbor_tasks import write_task
 
 
 class Scripted:
@@ -139,6 +140,18 @@ def test_the_command_says_what_differs_between_rollout_and_cloud() -> None:
     keys = {tell["key"] for tell in said["tells"] if tell["reason"] is None}
     assert keys <= {"latency.run_command_ms"}
     assert result.exit_code == bool(keys)
+
+
+def test_tasks_that_are_served_take_their_variables_from_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOP_KEY", "k")
+    write_task(tmp_path / "tasks/shop", toml='[verifier]\nenv = { KEY = "${SHOP_KEY}" }\n')
+    with pytest.raises(TaskError, match=r"shop: is a variable of this process.*host_env = ..SHOP_KEY"):
+        read_tasks(tmp_path / "tasks")
+    (tmp_path / "c.toml").write_text('[tasks]\nhost_env = ["SHOP_KEY"]\n')
+    verifier = read_tasks(tmp_path / "tasks", "local", tmp_path / "c.toml")["shop"].verifier
+    assert verifier is not None and verifier.env == {"KEY": "k"}
 
 
 def test_harbor_directories_become_tasks_that_are_graded(tmp_path: Path) -> None:
