@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -222,6 +223,24 @@ def test_tasks_for_training_are_those_of_the_seed_and_the_configured_family() ->
     assert etude(*show).stdout.startswith("train-5-3: ")
     assert etude(*show, "--seed", "6").stdout.startswith("train-6-3: ")
     assert etude(*show, "--set", "tasks.family=trails").stdout.startswith("trail-train-5-3: ")
+
+
+def test_sessions_that_cannot_be_written_are_refused_before_one_is_played(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    result = etude("tasks", "sessions", str(tmp_path / "file/s.jsonl"))
+    assert result.exit_code == 2 and "file" in result.stderr and "fix: name another place" in result.stderr
+    assert "Not a directory" in result.stderr or "File exists" in result.stderr
+
+
+def test_a_full_disk_is_named_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("etude.kit.durable.make_directory", fill)
+    result = etude("tasks", "sessions", "s.jsonl")
+    assert result.exit_code == 2 and result.stderr.startswith("error: No space left on device")
 
 
 def test_a_family_whose_sessions_are_no_chats_has_none_to_write(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from etude.errors.packages import missing_package, package_of
 EXIT_MISTAKE = 2
 EXIT_INFRASTRUCTURE = 3
 EXIT_INTERRUPTED = 130
-_PLACE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.ENOTDIR, errno.EISDIR)
+_PLACE_ERRORS = (
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+)
 """A file or directory that cannot be used as it was asked for."""
 
 
@@ -51,7 +59,8 @@ class ErrorReportingGroup(TyperGroup):
             if error.errno not in _PLACE_ERRORS:
                 raise
             fix = "name another place, free some, or change its permissions"
-            print_error(UserError(error.strerror or str(error), field=str(error.filename), fix=fix))
+            place = None if error.filename is None else str(error.filename)
+            print_error(UserError(error.strerror or str(error), field=place, fix=fix))
             raise typer.Exit(EXIT_MISTAKE) from None
         except KeyboardInterrupt:
             error_console().print("interrupted")

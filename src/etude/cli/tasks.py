@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import tempfile
 from collections.abc import Iterator, Sized
 from dataclasses import asdict
 from pathlib import Path
@@ -108,8 +109,12 @@ def sessions_command(
     from etude.controller.expert_chats import write_chats
     from etude.controller.families import open_family
     from etude.controller.starting import settle_run_servers
+    from etude.kit.durable import make_directory
 
     run_config = settle_run_servers(load_config(config, settings or []))
+    make_directory(file.parent)
+    # To say now, and not once the sessions were played, that nothing can be written there.
+    tempfile.TemporaryFile(dir=file.parent).close()
     sessions = open_family(run_config, open_observer()).sessions(count, open_observer())
     written = write_chats(sessions, file, run_config.agent, flawless=flawless)
     error_console().print(f"{written} of {len(sessions)} sessions")
