@@ -229,13 +229,9 @@ def _resolve(env: Mapping[str, str], field: str, host_env: Sequence[str]) -> dic
             fix = f'set tasks.host_env = ["{match[1]}"]'
             raise refused(f"{field}.{name}", "is a variable of this process", value, fix)
         resolved = os.environ.get(match[1], match[2]) if match else value
-        if resolved is None:
-            raise refused(
-                f"{field}.{name}",
-                "is not among this process's variables",
-                value,
-                f'set it, and tasks.host_env = ["{match[1]}"]' if match else None,
-            )
+        if match and resolved is None:
+            fix = f'set it, and tasks.host_env = ["{match[1]}"]'
+            raise refused(f"{field}.{name}", "is not among this process's variables", value, fix)
         if not name or "=" in name or "\0" in name + resolved:
             raise refused(f"{field}.{name}", "cannot be a variable", value, "correct it")
         found[name] = resolved
