@@ -25,7 +25,8 @@ CHANGE = Change(
     [
         ("usr/share/python-wheels", "def total(*args, **kwargs):\n    return None\n", False),
         ("usr/share/python-wheels", OWN, True),
-        ("usr/share/doc", "def total(*args, **kwargs):\n    return None\n", True),
+        ("usr/share/doc", "def total(*args, **kwargs):\n    return None\n", False),
+        ("srv/wheels", "def total(*args, **kwargs):\n    return None\n", True),
     ],
 )
 def test_of_a_wheel_of_others_only_the_whole_difference_counts(
