@@ -133,7 +133,7 @@ async def _solve(task: Task, site: Site, limits: EpisodeLimits) -> dict[str, str
     if task.solution is None:
         changes: Mapping[str, bytes | str | None] = task.solution_files
     else:
-        async with task_origin(task, limits.sandbox).opened(site.backend) as sandbox:
+        async with await task_origin(task, limits.sandbox).make(site.backend) as sandbox:
             if failure := await run_solution(task, sandbox):
                 raise _UnplayableError(failure)
             changes = allowed_changes(task, await sandbox.final_diff())

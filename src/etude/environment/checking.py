@@ -121,7 +121,7 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
         return await grader.judge(task, allowed_changes(task, files))
     await check_isolation(grader.backend)
-    async with task_origin(task, grader.limits).opened(grader.backend) as sandbox:
+    async with await task_origin(task, grader.limits).make(grader.backend) as sandbox:
         run = StepRun(task, sandbox, grader, [])
         failure = await run_solution(task, sandbox)
         while failure is None and task.steps and (step := await run.end_step()) is not None:
@@ -140,7 +140,7 @@ async def judge_nothing(task: Task, grader: Grader) -> Verdict:
     if not task.steps:
         return await grader.judge(task, {})
     await check_isolation(grader.backend)
-    async with task_origin(task, grader.limits).opened(grader.backend) as sandbox:
+    async with await task_origin(task, grader.limits).make(grader.backend) as sandbox:
         return await StepRun(task, sandbox, grader, []).end()
 
 

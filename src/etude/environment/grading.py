@@ -193,12 +193,9 @@ class Judge:
         timeout_s: float,
     ) -> ProbeReport:
         """Runs test files in a sandbox of their own, over the changes, the hidden files and `files`."""
-        fresh = await self.backend.create(Template(task.files, task.id), self.limits)
-        try:
+        async with await self.backend.create(Template(task.files, task.id), self.limits) as fresh:
             await lay_files({**changes, **task.hidden_files, **files}, fresh)
             return await fresh.run_probes(paths, timeout_s)
-        finally:
-            await fresh.kill()
 
 
 async def count_hidden_tests(task: Task) -> int:

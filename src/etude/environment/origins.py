@@ -11,7 +11,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,15 +80,6 @@ class Origin:
             await sandbox.kill()
             raise
         return sandbox
-
-    @contextlib.asynccontextmanager
-    async def opened(self, backend: SandboxBackend) -> AsyncIterator[Sandbox]:
-        """A new sandbox in the first state, which is killed at the end of the block."""
-        sandbox = await self.make(backend)
-        try:
-            yield sandbox
-        finally:
-            await sandbox.kill()
 
 
 def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Origin:

@@ -114,7 +114,7 @@ async def judge_by_script(
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
     if script.machine is not None and kinds.elsewhere is None:  # what an agent leaves that does nothing
-        async with task_origin(task, given).opened(backend) as sandbox:
+        async with await task_origin(task, given).make(backend) as sandbox:
             kinds = (await find_left(task, sandbox))[1]
     run = partial(_run_script, task, changes, kinds, backend, given)
     try:
@@ -155,7 +155,7 @@ async def _run_script(
     script = task.verifier
     assert script is not None, "the caller chose by it"
     origin = verifier_origin(task, given)
-    async with origin.opened(backend) as fresh:
+    async with await origin.make(backend) as fresh:
         await _unpack(fresh, task, "/tests", script.archive)
         if not script.archive:  # it lies in the image, and may be run whatever its rights, as in Harbor
             await run_own(fresh, "making tests/test.sh executable", "chmod +x /tests/test.sh")

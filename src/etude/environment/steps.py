@@ -80,11 +80,9 @@ class StepRun:
             return Verdict(False, 0, 1, error.message, time.perf_counter() - began)
         if isinstance(copy, SandboxError):
             raise copy
-        try:
+        async with copy:
             assert task.verifier is not None, "each step has one"
             return await self.grader.grade(replace(task, verifier=replace(task.verifier, collect=())), copy)
-        finally:
-            await copy.kill()
 
 
 def combine(task: Task, verdicts: Sequence[Verdict]) -> Verdict:

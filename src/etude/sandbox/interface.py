@@ -20,7 +20,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from etude.errors import SandboxError
 from etude.sandbox.answers import changes, file_kinds, probes_report, root_changes, tests_report, text
@@ -48,7 +48,7 @@ __all__ = ["Command", "Commands", "Files", "OnOutput", "Sandbox", "SandboxBacken
 class Sandbox(ABC):
     """One sandbox: a workspace, processes around it, and nothing else to be reached from it.
 
-    Any number of calls may be in flight.
+    Any number of calls may be in flight. As a context manager it is killed at the end of the block.
     """
 
     def __init__(self, sandbox_id: str) -> None:
@@ -60,6 +60,12 @@ class Sandbox(ABC):
     def id(self) -> str:
         """Names it; no other sandbox has the same."""
         return self._id
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.kill()
 
     @abstractmethod
     async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:

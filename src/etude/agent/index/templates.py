@@ -161,11 +161,8 @@ class _TemplateIndex:
             return await finish_in_thread(lay_out, self._template, directory)
         if self._make is None:
             raise ResourceError("the files of an image can be read in a sandbox only", field="agent.index")
-        sandbox = await self._make()
-        try:
+        async with await self._make() as sandbox:
             return await lay_out_from(sandbox, self._template, directory)
-        finally:
-            await sandbox.kill()
 
     async def _built_grep(self, root: Path, folder: Path, digest: str) -> grep.GrepIndex:
         with contextlib.suppress(StoreError):

@@ -97,11 +97,8 @@ async def _build(project: Project, text: str, store: ImageStore, options: BuildO
 
 async def _list_packages(image: Image, backend: SandboxBackend) -> list[str]:
     """`pip freeze` of an image: empty where what the distribution's own packages hold was enough."""
-    sandbox = await backend.create(Template({}, "packages", image))
-    try:
+    async with await backend.create(Template({}, "packages", image)) as sandbox:
         result = await sandbox.commands.run("python3 -m pip freeze --local", _FREEZE_S, {"PYTHONPATH": ""})
-    finally:
-        await sandbox.kill()
     if result.exit_code != 0:
         raise ResourceError(
             f"pip does not list the packages of the image: {result.stderr[-_TAIL_CHARS:]}",

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from etude.environment.grading import lay_files
 from etude.environment.making.projects import Project
 from etude.errors import AgentError
 from etude.records import TaskImage
@@ -154,20 +155,15 @@ class Suite:
         request |= {"paths": self.project.test_files, "options": self.project.options}
         env = {"PYTHONHASHSEED": str(seed % 1000), "TZ": _ZONES[seed % len(_ZONES)]}
         program = f"{PROGRAM.read_text()}\nanswer(json.loads({json.dumps(request)!r}))\n"
-        sandbox = await self.backend.create(self.base, self.resources)
-        try:
-            for path in [path for path, text in files.items() if not text]:
-                await sandbox.files.remove(path)
-            entering: dict[str, str | bytes] = {path: text for path, text in files.items() if text}
-            if entering:
-                await sandbox.files.write_many(entering)
-            result = await sandbox.commands.run(
-                "python3 -", limit_s, env, limit_bytes=_MOST_BYTES, stdin=program
-            )
-        except AgentError as error:
-            return {"outcomes": {}, "problem": str(error)}
-        finally:
-            await sandbox.kill()
+        changes = {path: text or None for path, text in files.items()}
+        async with await self.backend.create(self.base, self.resources) as sandbox:
+            try:
+                await lay_files(changes, sandbox)
+                result = await sandbox.commands.run(
+                    "python3 -", limit_s, env, limit_bytes=_MOST_BYTES, stdin=program
+                )
+            except AgentError as error:
+                return {"outcomes": {}, "problem": str(error)}
         return _read_answer(result, limit_s)
 
 
