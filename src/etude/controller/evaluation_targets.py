@@ -19,9 +19,10 @@ from etude.controller.engines import serve_model
 from etude.controller.evaluate import find_checkpoint, load_policy
 from etude.controller.parts import open_parts
 from etude.environment.episodes import Environment, EpisodeLimits
+from etude.environment.runners import Player
 from etude.errors import ConfigError
 from etude.observe import RunDirectory
-from etude.protocols import EpisodeRunner, Sampler
+from etude.protocols import Sampler
 from etude.records import SamplingParams
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
@@ -92,7 +93,7 @@ class Target:
 class OpenTarget:
     """A model that can be sampled, in an environment."""
 
-    runner: EpisodeRunner
+    runner: Player
     sampler: Sampler
     params: SamplingParams
     max_sessions: int

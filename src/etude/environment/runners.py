@@ -1,4 +1,4 @@
-"""What some runners of episodes can do besides running them."""
+"""The seam between who asks for sessions and where they run: this process, a worker, another cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
-from etude.protocols import EpisodeRunner, Sampler
+from etude.protocols import Sampler
 from etude.records import SamplingParams, Task, Trajectory, TrajectoryId
 
 
@@ -36,24 +36,36 @@ def latest_times(one: EnvironmentTimes, other: EnvironmentTimes) -> EnvironmentT
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a session is made of, but for its sampler: see EpisodeRunner.run."""
+    """What a session is made of, but for its sampler."""
 
     task: Task
     identity: TrajectoryId
     rng_key: tuple[int, ...]
+    """Of its noise."""
     params: SamplingParams
     training: bool = False
+    """When the agent is asked for summaries varies in training only."""
     plan: ForkPlan | None = None
     """Of its fork, if it is to be forked at one of its turns before it is graded."""
     first_attempt: int = 0
     """How often it has been begun before, by processes that are gone."""
 
 
-class Player(EpisodeRunner, Protocol):
-    """Runs episodes, and can fork a session in its middle."""
+class Player(Protocol):
+    """Runs episodes: one agent, one task, one sandbox, from the user's words to the reward.
+
+    Many may run at once in one event loop. A failure of the infrastructure is retried from the start, and at
+    last reported as such in the trajectory; it is never raised and never a reward. Expert routes of what
+    comes back are already where the run keeps them. Cancelling the call ends the session, wherever it runs,
+    and tidies up behind it.
+    """
 
     async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
-        """One episode, as `run` does it; without a plan it is not forked, and not refused either."""
+        """One episode; without a plan it is not forked, and not refused either.
+
+        `sampler`: what continues the session if it runs in this process. Who runs it elsewhere samples there,
+        and only tells a `TokenTally` how far the session has come.
+        """
         ...
 
     async def run(
@@ -65,7 +77,7 @@ class Player(EpisodeRunner, Protocol):
         params: SamplingParams,
         training: bool = False,
     ) -> Trajectory:
-        """See EpisodeRunner.run."""
+        """One episode that is not forked."""
         return (await self.play(Order(task, identity, rng_key, params, training), sampler)).trajectory
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.evaluation.sessions import OnEnd, SessionRow, play_sessions, plays_of
 from etude.evaluation.statistics import mean, pass_rates, summarize, verdicts_by_task
 from etude.evaluation.suite import check_infrastructure
-from etude.protocols import EpisodeRunner, Sampler
+from etude.protocols import Sampler
 from etude.records import SamplingParams, Task, Trajectory
+
+if TYPE_CHECKING:
+    from etude.environment.runners import Player
 
 MASKED_SAMPLES = 4
 """Sessions of each task in the ablation."""
@@ -29,7 +32,7 @@ class ActingTasks:
 
 
 async def evaluate_family(
-    environment: EpisodeRunner,
+    environment: Player,
     sampler: Sampler,
     tasks: Sequence[Task],
     name: str,
@@ -64,7 +67,7 @@ async def evaluate_family(
 
 
 async def evaluate_masked(
-    environment: EpisodeRunner,
+    environment: Player,
     sampler: Sampler,
     tasks: Sequence[Task],
     ceiling: float,

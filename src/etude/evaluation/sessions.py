@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import StoreError
 from etude.kit.tasks import run_together
-from etude.protocols import EpisodeRunner, Sampler
+from etude.protocols import Sampler
 from etude.records import Group, SamplingParams, Task, Trajectory, TrajectoryId
 from etude.store.trajectories import TrajectoryLog
+
+if TYPE_CHECKING:
+    from etude.environment.runners import Player
 
 OnEnd = Callable[[Trajectory], None]
 _CLUSTER_KEYS = ("repository", "family")
@@ -37,7 +40,7 @@ def plays_of(tasks: Sequence[Task], num_samples: int = 1) -> list[Play]:
 
 
 async def play_sessions(
-    runner: EpisodeRunner,
+    runner: Player,
     sampler: Sampler,
     plays: Sequence[Play],
     name: str,

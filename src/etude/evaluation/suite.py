@@ -6,14 +6,17 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import InfrastructureError
 from etude.evaluation.sessions import OnEnd, Play, SessionRow, play_sessions, plays_of
 from etude.evaluation.statistics import mean, pass_rates, summarize, verdicts_by_task
 from etude.observe import summarize_behaviour
-from etude.protocols import EpisodeRunner, Sampler
+from etude.protocols import Sampler
 from etude.records import SamplingParams, Task, Trajectory
+
+if TYPE_CHECKING:
+    from etude.environment.runners import Player
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Evaluation:
 
 
 async def evaluate_policy(
-    environment: EpisodeRunner,
+    environment: Player,
     sampler: Sampler,
     tasks: Sequence[Task],
     name: str,

@@ -1,6 +1,5 @@
 """The seams between the parts, one screen each. A part knows a seam, never the other part."""
 
-from etude.protocols.episodes import EpisodeRunner as EpisodeRunner
 from etude.protocols.episodes import TokenTally as TokenTally
 from etude.protocols.executor import Executor as Executor
 from etude.protocols.executor import Handle as Handle

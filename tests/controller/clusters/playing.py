@@ -24,9 +24,11 @@ from etude.controller.clusters.runner import AnnouncingSink, ClusterRunner
 from etude.controller.clusters.sampling import SamplingCluster, Site, Terms
 from etude.controller.clusters.server import build_app
 from etude.controller.clusters.wire import RunFingerprint
+from etude.environment.fork_groups import ForkedEpisode
+from etude.environment.runners import Order, Player
 from etude.errors import WeightUpdateError
 from etude.observe.observer import RecordingObserver
-from etude.protocols import EpisodeRunner, KvPolicy
+from etude.protocols import KvPolicy, Sampler
 from etude.records import PolicyVersion, SamplingParams, Trajectory, TrajectoryId, WeightManifest
 from etude.serving.process import ServerThread
 from etude.store.blobs import MemoryBlobs
@@ -182,7 +184,7 @@ class World:
         self,
         name: str = "a",
         link: Link | None = None,
-        runner: EpisodeRunner | None = None,
+        runner: Player | None = None,
         draining: asyncio.Event | None = None,
         fingerprint: RunFingerprint = FINGERPRINT,
         sampled_step: int = 0,
@@ -242,17 +244,17 @@ class World:
                 await asyncio.sleep(0.01)
 
 
-class SlowRunner:
-    """An EpisodeRunner that waits before each session until it is let go."""
+class SlowRunner(Player):
+    """One that waits before each session until it is let go."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.began = 0
         self.cancelled = 0
-        self.inner: EpisodeRunner | None = None
+        self.inner: Player | None = None
         """Its cluster's own."""
 
-    async def run(self, *arguments: Any, **named: Any) -> Trajectory:
+    async def play(self, order: Order, sampler: Sampler) -> ForkedEpisode:
         self.began += 1
         try:
             await self.go.wait()
@@ -260,4 +262,4 @@ class SlowRunner:
             self.cancelled += 1
             raise
         assert self.inner is not None
-        return await self.inner.run(*arguments, **named)
+        return await self.inner.play(order, sampler)

@@ -22,7 +22,7 @@ from etude.controller.clusters.intake import session_name
 from etude.controller.clusters.supply import Supply, WeightsLostError
 from etude.controller.clusters.wire import API, RunFingerprint, order_of, version_key
 from etude.environment.member import MemberSampler
-from etude.environment.runners import Order
+from etude.environment.runners import Order, Player
 from etude.errors import (
     EtudeError,
     InfrastructureError,
@@ -33,7 +33,7 @@ from etude.errors import (
 from etude.kit.retry import retry_async
 from etude.kit.tasks import end_tasks
 from etude.observe import Observer
-from etude.protocols import EpisodeRunner, KvPolicy, Sampler, WeightSink
+from etude.protocols import KvPolicy, Sampler, WeightSink
 from etude.records import TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.bundles import pack_trajectory
@@ -47,7 +47,7 @@ from etude.weights.folders import Folder
 class Site:
     """What a cluster plays sessions with."""
 
-    runner: EpisodeRunner
+    runner: Player
     sampler: Sampler
     sink: WeightSink
     blobs: MemoryBlobs
@@ -329,9 +329,7 @@ class SamplingCluster:
     async def _played(self, session: _Session, order: Order) -> bytes:
         """Plays a session to its grade; returns it packed."""
         try:
-            trajectory = await self._site.runner.run(
-                order.task, order.identity, session.view, order.rng_key, order.params, order.training
-            )
+            trajectory = (await self._site.runner.play(order, session.view)).trajectory
         finally:
             session.view.end()
         self.counts.played += 1
