@@ -110,7 +110,8 @@ class Environment(Player):
         tools = registry or registry_of(renderer.grammar.tools, servers)
         indexes = run_indexes(agent.index) if agent is not None else None
         self._site = Site(backend, grader, tools, limits.tools, reward, indexes, servers)
-        self._renderer = renderer
+        self.renderer = renderer
+        """How sessions are rendered."""
         self._limits = limits
         self._keep_routes = keep_routes
         self._system, self._patience = system, patience
@@ -130,11 +131,6 @@ class Environment(Player):
         """
         renderer = open_renderer(tokenizer, config.agent)
         return cls(backend, renderer, limits, config.rl.reward, keep_routes, agent=config.agent)
-
-    @property
-    def renderer(self) -> Renderer:
-        """How sessions are rendered."""
-        return self._renderer
 
     async def close(self) -> None:
         """Ends the code indexes. Once every episode has ended; the backend is its maker's to close."""
@@ -193,7 +189,7 @@ class Environment(Player):
             summary = replace(summary, jitter=0.0)
         return AgentSession(
             order.task.instruction,
-            self._renderer,
+            self.renderer,
             order.identity,
             self._limits.session,
             order.params,
@@ -298,7 +294,7 @@ class Environment(Player):
         }
         reward, length = trajectory.reward, self._site.reward.length
         if reward is not None and length.weight != 0:
-            effort = measure_effort(trajectory, self._renderer)
+            effort = measure_effort(trajectory, self.renderer)
             reward, facts["effort"] = with_length(reward, effort, length), asdict(effort)
         return replace(trajectory, reward=reward, facts=facts)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.environment.making.suites import Coverage, Suite, SuiteRun
 from etude.errors import TaskError
@@ -50,7 +50,7 @@ async def measure_baseline(
     first = await suite.run(seed=0, explain=True)
     _check(first, suite)
     advance(1)
-    loaded = suite.within(max(suite.timeout_s, _SLOWER * first.duration_s))
+    loaded = replace(suite, timeout_s=max(suite.timeout_s, _SLOWER * first.duration_s))
 
     async def run(seed: int) -> SuiteRun:
         if seed == num_runs:

@@ -184,7 +184,7 @@ async def _files_of(row: Row, base: str, repositories: Path) -> dict[str, bytes]
         template = await repository_template(clone, row.base_commit)
     except (ConfigError, ResourceError) as error:
         raise RejectedRowError(f"commit: {error}") from error
-    before = {path: data.encode() if isinstance(data, str) else data for path, data in template.files.items()}
+    before = template.contents
     solution = await asyncio.to_thread(_apply, row.patch, before, "patch")
     tests = await asyncio.to_thread(_apply, row.test_patch, before, "test_patch")
     ids = sorted({*row.fail_to_pass, *row.pass_to_pass})
@@ -216,11 +216,8 @@ async def _files_of(row: Row, base: str, repositories: Path) -> dict[str, bytes]
 def _apply(patch: str, before: Files, name: str) -> dict[str, bytes | None]:
     """What a patch changes: new contents, or None for a file that it removes."""
     with tempfile.TemporaryDirectory(prefix="etude-import-") as place:
-        folder = Path(place)
-        for path, data in before.items():
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
+        folder = Path(place, "workspace")
+        write_files(before, folder)
         try:
             run_git(folder, "apply", "--whitespace=nowarn", "-", stdin=f"{patch}\n".encode(), alone=True)
         except subprocess.CalledProcessError as error:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,6 @@ class Suite:
         """Of a project."""
         run_in = Image(image.name, image.layers, {"HOME": "/root", **image.env}, image.workdir, image.user)
         return cls(project, backend, timeout_s, Template(project.files, project.name, run_in))
-
-    def within(self, timeout_s: float) -> Suite:
-        """The same with another time limit."""
-        return replace(self, timeout_s=timeout_s)
 
     @property
     def resources(self) -> Resources:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from random import Random
 
@@ -119,7 +119,7 @@ async def find_project_twins(
 
     Raises SandboxError, TaskError where the tests as they are or in no changed state give a result.
     """
-    suite = suite.within(baseline.timeout_s)
+    suite = replace(suite, timeout_s=baseline.timeout_s)
 
     async def run(number: int | None) -> tuple[SuiteRun, dict[str, TwinKind]]:
         files, kinds = await asyncio.to_thread(changer.change_all, number)

@@ -9,7 +9,7 @@ covered lines ──> covering tests, until one fails ──> the whole suite: t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
@@ -67,7 +67,7 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
         return "not covered: no test runs the lines"
     covering = sorted(_find_covering(change, baseline))
     rounds = [covering] if 0 < len(covering) <= _MOST_COVERING else []
-    suite = suite.within(baseline.timeout_s)
+    suite = replace(suite, timeout_s=baseline.timeout_s)
     if change.smell:
         return await _verify_smell(change, suite, baseline)
     runs = await suite.run_rounds(change.files, [*rounds, *[None] * _ROUNDS], baseline.stable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from etude.config import LengthConfig, RewardConfig
 from etude.environment.grading import Verdict
@@ -42,8 +42,8 @@ MALFORMED = "malformed"
 LENGTH = "length"
 """Name of the term for length."""
 
+_CUSTOM = "rl.reward.custom"
 Term = Callable[[Evidence, RewardConfig], float]
-CustomTerm = Callable[[Evidence], float]
 
 
 def _errors(kind: ToolErrorClass, penalty: Callable[[RewardConfig], float]) -> Term:
@@ -92,12 +92,7 @@ def check_reward(config: RewardConfig) -> None:
     if config.lint_penalty > 0:
         find_linter()
     for name in config.custom:
-        load_custom(name)
-
-
-def load_custom(name: str) -> CustomTerm:
-    """The function `package.module:function`. Raises ConfigError, also where importing its module fails."""
-    return cast(CustomTerm, import_callable(name, "rl.reward.custom"))
+        import_callable(name, _CUSTOM)
 
 
 def _verdict(evidence: Evidence, config: RewardConfig) -> float:
@@ -130,9 +125,9 @@ def _is_finite(value: object) -> bool:
 
 
 def _call_custom(name: str, evidence: Evidence) -> float:
-    field = f"rl.reward.custom.{name}"
+    field = f"{_CUSTOM}.{name}"
     try:
-        value = load_custom(name)(evidence)
+        value = import_callable(name, _CUSTOM)(evidence)
     except ConfigError:
         raise
     except Exception as error:
