@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin
-from etude.environment.scripts import check_isolation, find_left, run_solution, solution_words
+from etude.environment.scripts import Left, check_isolation, find_left, run_solution, solution_words
 from etude.environment.steps import StepRun
 from etude.environment.verdicts import Grader
 from etude.errors import AgentError, SandboxError, TaskError, UserError
@@ -119,7 +119,7 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
     """
     if task.solution is None:
         files = {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
-        return await grader.judge(task, allowed_changes(task, files))
+        return await grader.judge(task, Left(allowed_changes(task, files)))
     await check_isolation(grader.backend)
     async with await task_origin(task, grader.limits).make(grader.backend) as sandbox:
         run = StepRun(task, sandbox, grader, [])
@@ -130,7 +130,7 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
             failure = await run_solution(task.at_step(len(run.verdicts)), sandbox)
         if failure is not None:
             return failure
-        verdict = await (run.end() if task.steps else grader.judge(task, *await find_left(task, sandbox)))
+        verdict = await (run.end() if task.steps else grader.judge(task, await find_left(task, sandbox)))
         words = "" if verdict.passed else await solution_words(task, sandbox)
         return replace(verdict, cause=f"{verdict.cause}; {words}") if words else verdict
 
@@ -138,7 +138,7 @@ async def judge_solution(task: Task, grader: Grader) -> Verdict | str:
 async def judge_nothing(task: Task, grader: Grader) -> Verdict:
     """What an agent earns that does nothing. Raises SandboxError, TaskError."""
     if not task.steps:
-        return await grader.judge(task, {})
+        return await grader.judge(task, Left())
     await check_isolation(grader.backend)
     async with await task_origin(task, grader.limits).make(grader.backend) as sandbox:
         return await StepRun(task, sandbox, grader, []).end()

@@ -25,7 +25,7 @@ import shlex
 import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
@@ -85,9 +85,11 @@ if [ $# != 0 ]; then chmod +x -- "$@"; fi"""
 
 
 @dataclass(frozen=True, slots=True)
-class FileKinds:
-    """What the contents of the workspace's changed files do not say."""
+class Left:
+    """What an agent left behind, as far as it reaches grading."""
 
+    changes: Mapping[str, bytes | None] = field(default_factory=dict[str, "bytes | None"])
+    """Allowed changes of the workspace's files: their contents; None: it was removed."""
     executable: frozenset[str] = frozenset()
     """Files that can be executed, also those whose contents are as they were."""
     links: Mapping[str, str] | None = None
@@ -96,13 +98,7 @@ class FileKinds:
     """What crosses beside the workspace. None: nothing was done, and nothing was looked for."""
 
 
-async def judge_by_script(
-    task: Task,
-    changes: Mapping[str, bytes | None],
-    kinds: FileKinds,
-    backend: SandboxBackend,
-    given: Resources,
-) -> Verdict:
+async def judge_by_script(task: Task, left: Left, backend: SandboxBackend, given: Resources) -> Verdict:
     """Runs the task's `tests/test.sh` over the changes, in a fresh sandbox with nothing else in it.
 
     Of a task with exams the reward is 1 if all of them are passed, else 0, whatever the script writes.
@@ -113,10 +109,10 @@ async def judge_by_script(
     script, began = task.verifier, time.perf_counter()
     assert script is not None, "the caller chose by it"
     await check_isolation(backend)
-    if script.machine is not None and kinds.elsewhere is None:  # what an agent leaves that does nothing
+    if script.machine is not None and left.elsewhere is None:  # what an agent leaves that does nothing
         async with await task_origin(task, given).make(backend) as sandbox:
-            kinds = (await find_left(task, sandbox))[1]
-    run = partial(_run_script, task, changes, kinds, backend, given)
+            left = await find_left(task, sandbox)
+    run = partial(_run_script, task, left, backend, given)
     try:
         if script.exams:
             cause = await _sit_exams(script, run)
@@ -143,12 +139,7 @@ async def _sit_exams(
 
 
 async def _run_script(
-    task: Task,
-    changes: Mapping[str, bytes | None],
-    kinds: FileKinds,
-    backend: SandboxBackend,
-    given: Resources,
-    overlay: bytes,
+    task: Task, left: Left, backend: SandboxBackend, given: Resources, overlay: bytes
 ) -> dict[str, bytes]:
     """What test.sh has written in a fresh sandbox: rewards, or how its tests ended. `overlay`: tar file over
     `/tests`. Raises AgentError where it is nothing."""
@@ -161,10 +152,10 @@ async def _run_script(
             await run_own(fresh, "making tests/test.sh executable", "chmod +x /tests/test.sh")
         if overlay:
             await _unpack(fresh, task, "/tests", overlay)
-        if kinds.elsewhere is not None:
-            await lay(kinds.elsewhere, fresh)
+        if left.elsewhere is not None:
+            await lay(left.elsewhere, fresh)
         if script.machine is None:
-            await _lay_over(fresh, task, changes, kinds)
+            await _lay_over(fresh, task, left)
         command = "(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1"
         # The workspace is home on the host's programs, and the agent's files would be read as settings.
         has_image = origin.template is not None and origin.template.image is not None
@@ -199,25 +190,28 @@ async def collect(task: Task, sandbox: Sandbox) -> None:
             await sandbox.commands.run(hook.command, hook.timeout_s)
 
 
-async def find_left(task: Task, sandbox: Sandbox) -> tuple[dict[str, bytes | None], FileKinds]:
-    """What the agent left behind, as far as it reaches grading: allowed changes, and for a task's script the
-    rest. Ends everything that runs. Raises AgentError for what the agent did wrong, SandboxError."""
+async def find_left(task: Task, sandbox: Sandbox) -> Left:
+    """What the agent left behind: allowed changes, and for a task's script the rest. Ends everything that
+    runs. Raises AgentError for what the agent did wrong, SandboxError."""
     script = task.verifier
     await collect(task, sandbox)
     if script is not None and script.machine is not None:
         await _end_processes(sandbox)
-        return {}, FileKinds(elsewhere=await carry_artifacts(script.artifacts, sandbox))
+        return Left(elsewhere=await carry_artifacts(script.artifacts, sandbox))
     found = await sandbox.final_diff(HARNESS_DIRECTORY)
     size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
     changes = await off_loop(size, allowed_changes, task, found)
     if script is None:
-        return changes, FileKinds()
-    kinds = await _find_kinds(task, sandbox)
+        return Left(changes)
+    _, kinds = await sandbox.kinds()  # nothing runs there any more
+    found = {path: kinds[path] for path in sorted(allowed_changes(task, dict.fromkeys(kinds)))}
+    executable = frozenset(path for path, target in found.items() if not target and "\n" not in path)
+    left = Left(changes, executable, {path: target for path, target in found.items() if target})
     template = task_template(task, script.user)
-    if template.image is not None:
-        env = {**template.image.env, **script.env}
-        kinds = replace(kinds, elsewhere=await carry_root(task, sandbox, template.workspace, env))
-    return changes, kinds
+    if template.image is None:
+        return left
+    env = {**template.image.env, **script.env}
+    return replace(left, elsewhere=await carry_root(task, sandbox, template.workspace, env))
 
 
 async def check_isolation(backend: SandboxBackend) -> None:
@@ -275,26 +269,16 @@ async def _find_lost(task: Task, sandbox: Sandbox) -> list[str]:
     return []
 
 
-async def _find_kinds(task: Task, sandbox: Sandbox) -> FileKinds:
-    """The kinds of what may reach grading; asked of a sandbox in which nothing runs any more."""
-    _, kinds = await sandbox.kinds()
-    found = {path: kinds[path] for path in sorted(allowed_changes(task, dict.fromkeys(kinds)))}
-    executable = frozenset(path for path, target in found.items() if not target and "\n" not in path)
-    return FileKinds(executable, {path: target for path, target in found.items() if target})
-
-
-async def _lay_over(
-    fresh: Sandbox, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds
-) -> None:
+async def _lay_over(fresh: Sandbox, task: Task, left: Left) -> None:
     """Makes the agent's changes in a sandbox that is as the agent's was at first."""
     here, before = await fresh.kinds()
     images = allowed_changes(task, {path: None for path, target in before.items() if target})
-    links = kinds.links or {}
-    for path in images.keys() - (images if kinds.links is None else links).keys():
+    links = left.links or {}
+    for path in images.keys() - (images if left.links is None else links).keys():
         with contextlib.suppress(PathMissingError):
             await fresh.files.remove(path)
-    await lay_files(changes, fresh)
-    executable = [f"{path}\n" for path in sorted(kinds.executable) if before.get(path) != ""]
+    await lay_files(left.changes, fresh)
+    executable = [f"{path}\n" for path in sorted(left.executable) if before.get(path) != ""]
     laid = [f"{path}\n{to}\n" for path, to in links.items() if stays_inside(path, to, here)]
     for command, lines in ((_SET_EXECUTABLE, executable), (_SET_LINKS, laid)):
         if lines:

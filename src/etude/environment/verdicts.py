@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from etude.config import RewardConfig
 from etude.environment.grading import GRADING_TIMEOUT_S, Judge, Verdict, count_hidden_tests
 from etude.environment.rewards.review import review_changes
-from etude.environment.scripts import FORGEABLE, FileKinds, find_left, judge_by_script
+from etude.environment.scripts import FORGEABLE, Left, find_left, judge_by_script
 from etude.environment.twins import Twins
 from etude.errors import AgentError, SandboxError
 from etude.kit.tasks import start_watched
@@ -58,15 +58,15 @@ class Grader:
         """
         began = time.perf_counter()
         try:
-            changes, kinds = await find_left(task, sandbox)
+            left = await find_left(task, sandbox)
         except AgentError as error:
             num_tests = 1 if task.verifier else await count_hidden_tests(task)
             return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
-        contents = sorted((path, data and _digest(data)) for path, data in changes.items())
-        links = kinds.links and sorted(kinds.links.items())
-        left = contents, sorted(kinds.executable), links, kinds.elsewhere and kinds.elsewhere.digest
-        key = _judge_digest(task) + _digest_of(left)
-        return await self._verdicts.recall(key, lambda: self.judge(task, changes, kinds))
+        contents = sorted((path, data and _digest(data)) for path, data in left.changes.items())
+        links = left.links and sorted(left.links.items())
+        parts = contents, sorted(left.executable), links, left.elsewhere and left.elsewhere.digest
+        key = _judge_digest(task) + _digest_of(parts)
+        return await self._verdicts.recall(key, lambda: self.judge(task, left))
 
     async def find_twins(self, task: Task) -> Twins:
         """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
@@ -78,17 +78,15 @@ class Grader:
             return Twins(open_tests=read_exams(task.verifier.exams).open_tests)
         return Twins(open_tests={"tests/test.sh::reward": FORGEABLE})
 
-    async def judge(
-        self, task: Task, changes: Mapping[str, bytes | None], kinds: FileKinds | None = None
-    ) -> Verdict:
-        """The verdict on what `allowed_changes` gave, made now. Raises as `grade`."""
+    async def judge(self, task: Task, left: Left) -> Verdict:
+        """The verdict on what an agent left behind, made now. Raises as `grade`."""
         if task.verifier is not None:
-            verdict = await judge_by_script(task, changes, kinds or FileKinds(), self.backend, self.limits)
+            verdict = await judge_by_script(task, left, self.backend, self.limits)
         else:
-            verdict = await self._judging.judge(task, changes, self.find_twins)
+            verdict = await self._judging.judge(task, left.changes, self.find_twins)
         if self._reward is None or not self._reward.reviews_changes:
             return verdict
-        lints, style = await review_changes(task, changes, self._reward)
+        lints, style = await review_changes(task, left.changes, self._reward)
         return replace(verdict, lints=lints, style=style)
 
 
