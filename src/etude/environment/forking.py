@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etude.agent import ToolContext, execute_calls
-from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools import Tool
 from etude.agent.tools.interface import is_path
+from etude.agent.tools.ports import User
 from etude.agent.tools.state import ToolState
 from etude.environment.history import Difference, History, differences
 from etude.environment.origins import begin_step, user_of
@@ -38,7 +38,7 @@ class Kept:
     turn: int
     snapshot: str
     tool_state: ToolState
-    user: SimulatedUser | None
+    user: User | None
     num_users: int = 1
 
 
@@ -58,13 +58,7 @@ class Snapshots:
         hold(kept)
         self.kept += kept
 
-    async def after_turn(
-        self,
-        turn: int,
-        calls: Sequence[ToolCall],
-        context: ToolContext,
-        user: SimulatedUser | None,
-    ) -> str | None:
+    async def after_turn(self, turn: int, calls: Sequence[ToolCall], context: ToolContext) -> str | None:
         """Takes a snapshot after `turn` turns where the policy says so; why it failed, if it did.
 
         The turn itself is done and stays so: a later fork then replays from further back. None of files alone
@@ -82,7 +76,7 @@ class Snapshots:
             self.num_failures += 1
             return str(error)
         self._num_changes = 0
-        self.kept.append(Kept(turn, info.id, copy.deepcopy(context.state), copy.deepcopy(user)))
+        self.kept.append(Kept(turn, info.id, copy.deepcopy(context.state), copy.deepcopy(context.user)))
         return None
 
     def until(self, turn: int) -> list[Kept]:
@@ -186,7 +180,7 @@ async def fork_here(
     return [
         one
         if isinstance(one, SandboxError)
-        else session.branch(one, session.num_turns, session.context.state, session.user)
+        else session.branch(one, session.num_turns, session.context.state, session.context.user)
         for one in await session.sandbox.fork(count)
     ]
 

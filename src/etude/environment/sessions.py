@@ -23,7 +23,7 @@ from etude.agent import SessionFacts, ToolContext
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
 from etude.agent.mcp import open_servers
-from etude.agent.simulated_user import SimulatedUser
+from etude.agent.tools.ports import User
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.forking import Snapshots, fork_at, fork_here
 from etude.environment.grading import Verdict
@@ -62,7 +62,7 @@ class EnvironmentSession(TurnRunner):
         task: Task | None = None,
         instruction: str | None = None,
         test_paths: tuple[str, ...] = (),
-        user: SimulatedUser | None = None,
+        user: User | None = None,
         history: History | None = None,
         tool_state: ToolState | None = None,
     ) -> None:
@@ -113,8 +113,6 @@ class EnvironmentSession(TurnRunner):
         """Seconds that grading took."""
         self.tool_time = self._time_of_step()
         self.snapshots = Snapshots(site.snapshot_every)
-        self.user = user
-        """Who answers the agent's questions."""
         self._lock = asyncio.Lock()
         self._grading: asyncio.Task[Outcome] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -198,8 +196,7 @@ class EnvironmentSession(TurnRunner):
             if step is None:
                 return None
             self.tool_time, self.facts.finished = self._time_of_step(), False
-            if self._search is not None:
-                self._search.changed_somewhere()
+            self.context.changed_somewhere()
             self.events.put("step_began", name=step.name)
             return step.instruction
 
@@ -226,7 +223,7 @@ class EnvironmentSession(TurnRunner):
                 self.history.add(SessionTurn(turn.calls, tuple(results), turn.key))
                 self.facts.on_turn(turn.calls, results)
                 self.events.put("turn_ended", turn=number, finished=self.finished)
-                failure = await self.snapshots.after_turn(self.num_turns, turn.calls, self.context, self.user)
+                failure = await self.snapshots.after_turn(self.num_turns, turn.calls, self.context)
                 if failure is not None:
                     self.events.put("snapshot_failed", turn=number, message=failure)
             return results
@@ -336,11 +333,7 @@ class EnvironmentSession(TurnRunner):
         await asyncio.shield(self._closing)
 
     def branch(
-        self,
-        sandbox: Sandbox,
-        turn: int,
-        tool_state: ToolState,
-        user: SimulatedUser | None,
+        self, sandbox: Sandbox, turn: int, tool_state: ToolState, user: User | None
     ) -> EnvironmentSession:
         """A session of its own on a copy of the sandbox as it was after `turn` turns, with copies of what
         tools and user remembered then.
