@@ -228,10 +228,9 @@ class _Maker:
             exams = replace(exams, exams=(Exam({"suite.py": ""}, (structure_inside.NAME,)), *exams.exams))
         return MadeTask(self._project, image, verified, exams, limit_s)
 
-    async def _check_and_write(self, kept: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
+    async def _check_and_write(self, asked: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
         """Those that are written, then or before; `report` is given the reasons of the others."""
-        made = await self._drop_leaked(kept, report)
-        names = {one.id for one in made}
+        names = {one.id for one in asked}
         for folder in [one for one in self._out.iterdir() if (one / "task.toml").is_file()]:
             if folder.name not in names:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
@@ -239,19 +238,16 @@ class _Maker:
         async def check(one: MadeTask) -> None:
             await self._write_if_verified(one, self._out / one.id, report)
 
-        if new := self._not_written(made):
+        new = [one for one in asked if not (self._out / one.id).exists()]
+        if new := await self._drop_leaked(new, report):
             with show_stage(self._observer, "check", len(new), "task") as advance:
                 await gather_bounded(check, new, self._settings.at_once, advance)
-        return [one for one in made if (self._out / one.id).exists()]
+        return [one for one in asked if (self._out / one.id).exists()]
 
-    def _not_written(self, made: Sequence[MadeTask]) -> list[MadeTask]:
-        return [one for one in made if not (self._out / one.id).exists()]
-
-    async def _drop_leaked(self, made: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
+    async def _drop_leaked(self, new: list[MadeTask], report: MakeReport) -> list[MadeTask]:
         """Those whose solution the image does not hold; what was written before was scanned before."""
-        new = self._not_written(made)
         if not new:
-            return list(made)
+            return []
         layers = [self._store.layers.path(digest) for digest in new[0].image.image.layers]
         with show_stage(self._observer, "leaks", 0):
             reasons = await asyncio.to_thread(
@@ -260,7 +256,7 @@ class _Maker:
         for one in new:
             if reason := reasons.get(one.verified.change.id):
                 report.reject(one.verified.change, "leaks", reason)
-        return [one for one in made if one.verified.change.id not in reasons]
+        return [one for one in new if one.verified.change.id not in reasons]
 
     async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> None:
         """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
