@@ -103,10 +103,8 @@ def _refusal(
     quotas: Quotas,
 ) -> str:
     """Why a candidate cannot be taken whatever else is; empty where it can."""
-    if not candidate.failures:
-        return "no test fails"
-    if len({split_of(path) for path in candidate.change.files}) > 1:
-        return "its modules are of different splits"
+    assert candidate.failures, "tests noticed it"
+    assert len({split_of(path) for path in candidate.change.files}) == 1, "changes are planned so"
     full = [one for one in candidate.change.functions if per_function[one] >= quotas.most_per_function]
     if full:
         path, name = min(full)
