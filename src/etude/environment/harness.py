@@ -87,12 +87,28 @@ class HarnessEnvironment(Environment):
         began = time.perf_counter()
         try:
             try:
-                ending = await self._play(order.task, session, world)
+                status, cause = await self._play(order.task, session, world)
             finally:
                 await asyncio.shield(self._sessions.end(session))
             harness_s = time.perf_counter() - began
-            _check_sampled(session, ending[1])
-            return await self._grade(session, world, ending, number, harness_s)
+            _check_sampled(session, cause)
+            for turn in session.map.turns():
+                # Malformed calls had no results of the agent's.
+                results = [*turn.results, *(ToolResult("") for _ in turn.calls)][: len(turn.calls)]
+                world.facts.on_turn(turn.calls, results)
+            world.facts.finished = status is Status.DONE and not cause  # by itself, without a failure
+            outcome = await world.submit(status, cause)
+            self.times.grade_s += world.grade_s
+            session.reward = outcome.reward
+            trajectory = session.trajectory(status, cause, self._keep_routes)
+            trajectory = replace(
+                trajectory,
+                attempt=number,
+                image_digest=world.origin.digest,
+                timings={"harness_s": harness_s, "grade_s": world.grade_s},
+                facts={**trajectory.facts, **world.facts.to_dict()},
+            )
+            return self._with_verdict(trajectory, outcome.verdict)
         finally:
             await asyncio.shield(world.close())
 
@@ -135,33 +151,6 @@ class HarnessEnvironment(Environment):
             "ETUDE_INSTRUCTION": task.instruction,
             "ETUDE_TASK": task.id,
         }
-
-    async def _grade(
-        self,
-        session: RecordedSession,
-        world: EnvironmentSession,
-        ending: _Ending,
-        number: int,
-        harness_s: float,
-    ) -> Trajectory:
-        for turn in session.map.turns():
-            # Malformed calls had no results of the agent's.
-            results = [*turn.results, *(ToolResult("") for _ in turn.calls)][: len(turn.calls)]
-            world.facts.on_turn(turn.calls, results)
-        status, cause = ending
-        world.facts.finished = status is Status.DONE and not cause  # by itself, without a failure
-        outcome = await world.submit(status, cause)
-        self.times.grade_s += world.grade_s
-        session.reward = outcome.reward
-        trajectory = session.trajectory(status, cause, self._keep_routes)
-        trajectory = replace(
-            trajectory,
-            attempt=number,
-            image_digest=world.origin.digest,
-            timings={"harness_s": harness_s, "grade_s": world.grade_s},
-            facts={**trajectory.facts, **world.facts.to_dict()},
-        )
-        return self._with_verdict(trajectory, outcome.verdict)
 
 
 def _ending_of(result: CommandResult) -> _Ending:

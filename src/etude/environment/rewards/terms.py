@@ -126,10 +126,9 @@ def _is_finite(value: object) -> bool:
 
 def _call_custom(name: str, evidence: Evidence) -> float:
     field = f"{_CUSTOM}.{name}"
+    term = import_callable(name, _CUSTOM)
     try:
-        value = import_callable(name, _CUSTOM)(evidence)
-    except ConfigError:
-        raise
+        value = term(evidence)
     except Exception as error:
         raise ConfigError(
             f"raised {error!r}",

@@ -241,7 +241,17 @@ async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Respo
     host.check_accepting()
 
     async def make() -> list[dict[str, Any]]:
-        return await _fork(host, tenant, held.session, count, named.get("turn"))
+        rows: list[dict[str, Any]] = []
+        async with host.place(tenant, count), host.using(held) as parent:
+            for made in await parent.fork(count, named.get("turn")):
+                if isinstance(made, InfrastructureError):
+                    host.note_error(made)
+                    rows.append({"error": encode_error(made)})
+                else:
+                    host.hold(tenant, made)
+                    rows.append({"id": made.id})
+        host.metrics.count("etude_environment_forks", len(rows), tenant=tenant)
+        return rows
 
     making = _begin_once(request, host, tenant, {"session": held.session.id, **named}, make)
 
@@ -262,22 +272,6 @@ def _begin_once(
     if key is None:
         return host.in_background(make())
     return host.creations.enter(f"{tenant}\0{key}", body, lambda: host.in_background(make())).task
-
-
-async def _fork(
-    host: SessionHost, tenant: str, parent: EnvironmentSession, count: int, turn: int | None
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    async with host.place(tenant, count), host.using(host.find(tenant, parent.id)):
-        for made in await parent.fork(count, turn):
-            if isinstance(made, InfrastructureError):
-                host.note_error(made)
-                rows.append({"error": encode_error(made)})
-            else:
-                host.hold(tenant, made)
-                rows.append({"id": made.id})
-    host.metrics.count("etude_environment_forks", len(rows), tenant=tenant)
-    return rows
 
 
 class McpAnswer(Response):
