@@ -52,14 +52,6 @@ def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[Kind,
         return []  # what imports it fails, with or without a change
 
 
-def find_places(
-    node: ast.AST, names: Collection[str], others: Callable[[object], list[object]]
-) -> list[Place]:
-    """The places at and below a part of a test, which their changes change. `names`: as of `find_sites`;
-    `others`: what a constant becomes."""
-    return list(_sites(node, names, names, others))
-
-
 def change_sites(path: str, text: str, names: Collection[str], numbers: Collection[int]) -> str:
     """The file, or part, with some of its sites changed."""
     if not path.endswith(".py"):
@@ -78,16 +70,16 @@ def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
     answers = {*names, *spread_names(tree.body, names)}
     return [
         (kind, place, change)
-        for place, (kind, changes) in enumerate(_sites(tree, names, answers, other_values))
+        for place, (kind, changes) in enumerate(find_places(tree, names, answers, other_values))
         for change in changes
     ]
 
 
-def _sites(
+def find_places(
     node: ast.AST, names: Collection[str], answers: Collection[str], others: Callable[[object], list[object]]
 ) -> Iterator[Place]:
-    """The places at and below a node, in order. `answers`: names that may stand for answers; `others`: what a
-    constant becomes."""
+    """The places at and below a node, in order, which their changes change. `names`: as of `find_sites`;
+    `answers`: names that may stand for answers; `others`: what a constant becomes."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Raise():
             return
@@ -100,11 +92,11 @@ def _sites(
                     yield Kind.JUDGEMENT, [partial(arguments.__setitem__, 1, opposite)]
                 case _:
                     pass
-            yield from _sites(value, names, answers, others)
+            yield from find_places(value, names, answers, others)
             return
         case ast.Assert(test=test):
             yield Kind.JUDGEMENT, [partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))]
-            yield from _sites(test, names, answers, others)
+            yield from find_places(test, names, answers, others)
             return
         case ast.Compare(left=left, comparators=sides) if _bounds(node, answers):
             puts = [
@@ -113,14 +105,14 @@ def _sites(
             ]
             for side, put in zip((left, *sides), puts, strict=True):
                 if _holds(side, answers):
-                    yield from _sites(side, names, answers, others)
+                    yield from find_places(side, names, answers, others)
                 else:
                     yield Kind.JUDGEMENT, [partial(put, ast.Constant(None))]
             return
         case ast.Compare(
             left=left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None) as right]
         ):
-            yield from _sites(left, names, answers, others)
+            yield from find_places(left, names, answers, others)
             yield Kind.CONSTANT, [partial(setattr, right, "value", other) for other in (True, False)]
             return
         case ast.Compare(left=left, comparators=[right] as sides) if not any(map(_is_known, (left, right))):
@@ -137,7 +129,7 @@ def _sites(
         case _:
             pass
     for child in ast.iter_child_nodes(node):
-        yield from _sites(child, names, answers, others)
+        yield from find_places(child, names, answers, others)
 
 
 def _bounds(node: ast.Compare, answers: Collection[str]) -> bool:

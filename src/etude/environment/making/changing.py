@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property, partial
 from itertools import chain
@@ -164,16 +164,11 @@ def _sites_of_round(function: Function, find_values: _Finder, number: int, rng: 
         lists = [list(find_values(row))[::-1] for row in rows]  # what is expected stands last, mostly
     else:
         sites = (chain(find_values(node), _opposites(node)) for node in _judging(function))
-        lists = [_in_turn(chain(*sites), rng)]
+        found = list(chain(*sites))
+        rng.shuffle(found)
+        lists = [sorted(found, key=lambda site: site[0] is TwinKind.OPPOSITE)]
     number = number // 2 if rows else number
     return [sites[number % len(sites)] for sites in lists if sites]
-
-
-def _in_turn(found: Iterable[_Site], rng: Random) -> list[_Site]:
-    """Ways to change places, in random order, but opposites last."""
-    sites = list(found)
-    rng.shuffle(sites)
-    return sorted(sites, key=lambda site: site[0] is TwinKind.OPPOSITE)
 
 
 def _rows(decorator: ast.expr) -> list[ast.expr]:
@@ -231,7 +226,7 @@ def _values(
     node: ast.AST, names: frozenset[str], others: Callable[[object], list[object]]
 ) -> Iterator[_Site]:
     """Ways to change the constants and exceptions of a part of a test."""
-    for kind, changes in find_places(node, names, others):
+    for kind, changes in list(find_places(node, names, names, others)):
         if kind is Kind.CONSTANT:
             yield from ((TwinKind.VALUE, change) for change in changes)
     match node:
