@@ -49,12 +49,9 @@ class MemberSampler(BranchingSampler, TokenTally):
 
     def open(self, session_id: str) -> None:
         """See Sampler.open. A session that was opened ahead of its driver stays open."""
-        self._begin(session_id, None)
+        self.open_beside(session_id, None)
 
-    def open_beside(self, session_id: str, other: str) -> None:
-        self._begin(session_id, other)
-
-    def _begin(self, session_id: str, other: str | None) -> None:
+    def open_beside(self, session_id: str, other: str | None) -> None:
         if session_id in self._open:
             return
         if self._put_off is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from etude.agent.simulated_user import SimulatedUser
 from etude.errors import AgentError, ConfigError, ResourceError, SandboxError, TaskError
 from etude.kit.git import git_fault, run_git
-from etude.records import HealthCheck, Task, TaskStep
+from etude.records import HealthCheck, Task, TaskStep, TestScript
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import CommandResult, Network, Resources
@@ -101,10 +101,8 @@ def task_origin(task: Task, given: Resources, reach: tuple[str, ...] = ()) -> Or
     )
 
 
-def verifier_origin(task: Task, given: Resources) -> Origin:
+def verifier_origin(task: Task, script: TestScript, given: Resources) -> Origin:
     """Where its test.sh begins: on the task's machine, or on its own. Raises TaskError as `task_template`."""
-    script = task.verifier
-    assert script is not None, "the caller chose by it"
     own = task if script.machine is None else replace(task, files={}, machine=script.machine)
     template = task_template(own, script.user)
     return Origin(template, task_resources(own, given), Network(script.hosts) if script.hosts else None)

@@ -123,7 +123,8 @@ class TurnRunner(ABC):
         for its end."""
         while (before := self._running) is not None:
             await asyncio.wait({before.task})
-        running = self._begin(tuple(calls), known, None, on_call, on_result)
+        running = RunningTurn(len(self.history.turns), tuple(calls), None, (on_call, on_result))
+        self._begin(running, known)
         try:
             return await asyncio.shield(running.task)
         except asyncio.CancelledError:
@@ -154,7 +155,8 @@ class TurnRunner(ABC):
             return list(kept.results)
         running = self._running
         if running is None:
-            running = self._begin(tuple(calls), known or {}, key, on_call, on_result)
+            running = RunningTurn(len(self.history.turns), tuple(calls), key, (on_call, on_result))
+            self._begin(running, known or {})
         elif running.calls != tuple(calls) or (number is None and (not key or key != running.key)):
             raise TurnConflictError(
                 "another turn runs",
@@ -164,22 +166,13 @@ class TurnRunner(ABC):
             )
         return await asyncio.shield(running.task)
 
-    def _begin(
-        self,
-        calls: tuple[ToolCall, ...],
-        known: Mapping[int, ToolResult],
-        key: str | None,
-        on_call: OnCall,
-        on_result: OnResult,
-    ) -> RunningTurn:
+    def _begin(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> None:
         self._check_open()
-        running = RunningTurn(len(self.history.turns), calls, key, (on_call, on_result))
         before, self._failed = self._failed, None
-        if before is not None and before.number == running.number and before.calls == calls:
+        if before is not None and before.number == running.number and before.calls == running.calls:
             known = {**before.what_is_known(self._tools), **known}
         self._running = running
         running.task = start_watched(self._run(running, known))
-        return running
 
     async def _run(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
         try:

@@ -112,7 +112,7 @@ async def judge_by_script(task: Task, left: Left, backend: SandboxBackend, given
     if script.machine is not None and left.elsewhere is None:  # what an agent leaves that does nothing
         async with await task_origin(task, given).make(backend) as sandbox:
             left = await find_left(task, sandbox)
-    run = partial(_run_script, task, left, backend, given)
+    run = partial(_run_script, task, script, left, backend, given)
     try:
         if script.exams:
             cause = await _sit_exams(script, run)
@@ -139,13 +139,11 @@ async def _sit_exams(
 
 
 async def _run_script(
-    task: Task, left: Left, backend: SandboxBackend, given: Resources, overlay: bytes
+    task: Task, script: TestScript, left: Left, backend: SandboxBackend, given: Resources, overlay: bytes
 ) -> dict[str, bytes]:
     """What test.sh has written in a fresh sandbox: rewards, or how its tests ended. `overlay`: tar file over
     `/tests`. Raises AgentError where it is nothing."""
-    script = task.verifier
-    assert script is not None, "the caller chose by it"
-    origin = verifier_origin(task, given)
+    origin = verifier_origin(task, script, given)
     async with await origin.make(backend) as fresh:
         await _unpack(fresh, task, "/tests", script.archive)
         if not script.archive:  # it lies in the image, and may be run whatever its rights, as in Harbor
