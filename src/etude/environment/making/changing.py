@@ -107,9 +107,7 @@ class _TestFile:
         """Test function -> the statements that define it."""
         for scope, name in source.scopes.items():
             if isinstance(scope, Function) and scope.name.startswith("test"):
-                top: ast.AST = scope
-                while id(top) not in tops:
-                    top = source.parents[top]
+                top = next(one for one in (scope, *source.ancestors(scope)) if id(one) in tops)
                 self.tests.setdefault(f"{self._path}::{name}", set()).add(tops[id(top)])
 
     def change(self, numbers: Mapping[str, int]) -> tuple[str, dict[str, TwinKind]]:

@@ -209,9 +209,7 @@ def change_name(source: Source, node: ast.AST) -> Planted:
 
 def _siblings(source: Source, node: ast.AST, name: str) -> list[str]:
     """Methods of the same class that take as many arguments as the named one."""
-    scope = source.parents.get(node)
-    while scope is not None and not isinstance(scope, ast.ClassDef):
-        scope = source.parents.get(scope)
+    scope = next((one for one in source.ancestors(node) if isinstance(one, ast.ClassDef)), None)
     methods = {entry.name: entry for entry in scope.body if isinstance(entry, Function)} if scope else {}
     if name not in methods:
         return []

@@ -49,9 +49,7 @@ def _has_value(source: Source, target: ast.expr, statement: ast.stmt) -> bool:
     """Whether reading the target without this assignment finds an attribute, item or earlier name."""
     if isinstance(target, ast.Attribute | ast.Subscript):
         return True
-    scope: ast.AST | None = source.parents.get(statement)
-    while scope is not None and not isinstance(scope, Function):
-        scope = source.parents.get(scope)
+    scope = next((one for one in source.ancestors(statement) if isinstance(one, Function)), None)
     if not isinstance(target, ast.Name) or scope is None:
         return False
     names = [argument.arg for argument in [*scope.args.args, *scope.args.kwonlyargs]]
