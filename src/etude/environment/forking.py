@@ -21,6 +21,7 @@ from etude.agent.tools.state import ToolState
 from etude.environment.history import Difference, History, differences
 from etude.environment.origins import begin_step, user_of
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
+from etude.kit.tasks import finish_all
 from etude.records import Task, ToolCall
 from etude.sandbox.errors import LiveProcessesError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -103,17 +104,10 @@ def hold(kept: Sequence[Kept]) -> None:
 
 
 async def let_go(kept: Sequence[Kept], backend: SandboxBackend) -> None:
-    """One less needs them: those that nobody needs are deleted. Raises the last error once all were tried."""
-    failed: SandboxError | None = None
-    for snapshot in kept:
-        snapshot.num_users -= 1
-        if snapshot.num_users == 0:
-            try:
-                await backend.delete_snapshot(snapshot.snapshot)
-            except SandboxError as error:
-                failed = error
-    if failed is not None:
-        raise failed
+    """One less needs them: those that nobody needs are deleted; all are tried. Raises the first error."""
+    for one in kept:
+        one.num_users -= 1
+    await finish_all(backend.delete_snapshot(one.snapshot) for one in kept if one.num_users == 0)
 
 
 async def replay(context: ToolContext, history: History, first: int, task: Task | None) -> list[Difference]:

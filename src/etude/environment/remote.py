@@ -16,7 +16,7 @@ from typing import Any
 from etude.agent.inputs import result_of
 from etude.environment.running import was_run
 from etude.environment.site import Outcome
-from etude.environment.wire import outcome_of, task_document, turn_document
+from etude.environment.wire import OUTCOME, task_document, turn_document
 from etude.errors import InfrastructureError, SandboxError, UserError
 from etude.kit.retry import Backoff, retry_async
 from etude.protocols import OnCall, OnResult
@@ -157,7 +157,7 @@ class RemoteSession:
         """See EnvironmentSession.submit."""
         body = {"status": None if status is None else status.value, "cause": cause}
         answer, _ = await self._post("submit", body)
-        return self._connection.decoded(outcome_of, answer)
+        return self._connection.decoded(OUTCOME.validate_python, answer)
 
     async def diff(self) -> dict[str, bytes | None]:
         return changes(*await self._connection.long("GET", f"/sessions/{self.id}/diff", again=True), self.id)

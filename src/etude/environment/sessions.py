@@ -35,7 +35,7 @@ from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
 from etude.environment.steps import StepRun
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
-from etude.kit.tasks import start_watched
+from etude.kit.tasks import end_tasks, start_watched
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.interface import Sandbox
@@ -270,17 +270,16 @@ class EnvironmentSession(TurnRunner):
     async def pause(self) -> SnapshotKind:
         """Puts the sandbox to sleep; what is kept of it (the most that its backend can). Idempotent."""
         async with self._lock:
-            if self.state not in ("open", "paused"):
-                raise self._unusable()
+            self._check_going()
             able = (await self.site.backend.hello()).pause
             kind: SnapshotKind = "full" if "full" in able else "filesystem"
             if self.state == "open":
                 if self._servers is not None:  # they begin anew with the next turn
                     await self._servers.close()
                 await self.sandbox.pause(kind)
-                if self._ended:  # meanwhile: grading, which waits for us, needs it awake
+                if self.state != "open":  # ended meanwhile: grading, which waits for us, needs it awake
                     await self.sandbox.resume()
-                    raise self._unusable()
+                self._check_going()
                 self.state = "paused"
                 self.events.put("paused", kept=kind)
             return kind
@@ -288,12 +287,10 @@ class EnvironmentSession(TurnRunner):
     async def resume(self) -> None:
         """Wakes the sandbox. Idempotent."""
         async with self._lock:
-            if self.state not in ("open", "paused"):
-                raise self._unusable()
+            self._check_going()
             if self.state == "paused":
                 await self.sandbox.resume()
-                if self._ended:
-                    raise self._unusable()
+                self._check_going()
                 self.state = "open"
                 self.events.put("resumed")
 
@@ -313,9 +310,7 @@ class EnvironmentSession(TurnRunner):
         holds a session or what prevented it. Raises ConfigError for a turn that there was not,
         SandboxStateError once the session was submitted.
         """
-        if self._ended:
-            # At any turn: a verdict must not help to find a better one.
-            raise self._unusable()
+        self._check_going()  # at any turn: a verdict must not help to find a better one
         if turn is None or turn == self.num_turns:
             async with self._lock:
                 self._check_open()
@@ -377,11 +372,7 @@ class EnvironmentSession(TurnRunner):
 
     async def _close(self) -> None:
         tasks = [self._grading, self._running and self._running.task]
-        alive = [task for task in tasks if task is not None and not task.done()]
-        for task in alive:
-            task.cancel()
-        if alive:
-            await asyncio.wait(alive)
+        await end_tasks(*(task for task in tasks if task is not None))
         try:
             try:
                 if self._servers is not None:
@@ -395,11 +386,6 @@ class EnvironmentSession(TurnRunner):
             self.events.put("closed")
             self.events.close()
 
-    @property
-    def _ended(self) -> bool:
-        """Whether it was submitted or closed: both wait for nothing, and are for good."""
-        return self.state in ("submitted", "closed")
-
     def _time_of_step(self) -> ToolTime:
         """What the agent's calls may take in the step that it is at."""
         task = self.task
@@ -412,6 +398,11 @@ class EnvironmentSession(TurnRunner):
             raise self._unusable()
         if self.agent_error is not None:
             raise SandboxKilledByAgentError(self.agent_error, field="session", received=self.id)
+
+    def _check_going(self) -> None:
+        """Raises once it was submitted or closed: both wait for nothing, and are for good."""
+        if self.state in ("submitted", "closed"):
+            raise self._unusable()
 
     def _unusable(self) -> SandboxError:
         fixes = {"paused": "resume it first", "submitted": "fork an open session instead", "closed": ""}

@@ -34,7 +34,7 @@ _RESULT: Fields = {
 }
 _TASK: Fields = dict.fromkeys((part.name for part in fields(Task)), (object,))
 _TASK_TYPE = TypeAdapter(Task)
-_OUTCOME_TYPE = TypeAdapter(Outcome)
+OUTCOME = TypeAdapter(Outcome)
 
 
 def calls_of(raw: Sequence[object]) -> list[ToolCall]:
@@ -143,12 +143,7 @@ def _check_sizes(task: Task) -> None:
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """What a session earned."""
-    return _OUTCOME_TYPE.dump_python(outcome, mode="json") | {"total": outcome.reward.total}
-
-
-def outcome_of(raw: Any) -> Outcome:
-    """What `outcome_document` wrote."""
-    return _OUTCOME_TYPE.validate_python(raw)
+    return OUTCOME.dump_python(outcome, mode="json") | {"total": outcome.reward.total}
 
 
 def status_of_text(text: str | None) -> Status | None:

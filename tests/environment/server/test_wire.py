@@ -16,10 +16,10 @@ from etude.environment.history import History, SessionTurn, TurnConflictError, d
 from etude.environment.site import Outcome
 from etude.environment.wire import (
     MAX_CALLS,
+    OUTCOME,
     calls_of,
     known_of,
     outcome_document,
-    outcome_of,
     status_of_text,
     task_document,
     task_of,
@@ -75,7 +75,7 @@ def test_tasks_cross_the_wire(task: Task) -> None:
 def test_outcomes_cross_the_wire(status: Status, cause: str, penalty: float) -> None:
     reward = RewardBreakdown(1.0, {"malformed": penalty}, "1")
     outcome = Outcome(status, Verdict(True, 1, 0, cause, 0.5), reward)
-    assert outcome_of(sent(outcome_document(outcome))) == outcome
+    assert OUTCOME.validate_python(sent(outcome_document(outcome))) == outcome
 
 
 @given(json_values)
