@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property, partial
 from itertools import chain
+from pathlib import PurePosixPath
 from random import Random
 
 from etude.environment.hidden_tests import solution_names
@@ -62,10 +63,7 @@ class TestChanger:
 
     def __init__(self, project: Project, seed: int) -> None:
         self.options = project.options
-        prefix = f"{project.source_root}/" if project.source_root else ""
-        tops = frozenset(
-            path.removeprefix(prefix).partition("/")[0].removesuffix(".py") for path in project.sources
-        )
+        tops = frozenset(PurePosixPath(one.removesuffix("/**")).stem for one in project.source_patterns)
         self._files: dict[str, _TestFile] = {}
         for path, text in sorted(project.test_texts.items()):
             if "def test" in text and (source := Source.parse(path, text)):

@@ -249,7 +249,12 @@ def _pytest_options(files: Mapping[str, bytes], pyproject: Mapping[str, Any]) ->
 
 
 def _section(files: Mapping[str, bytes], name: str, section: str) -> dict[str, str]:
-    parser = _parse_ini(files, name)
+    """Of an INI file; empty for what is none."""
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read_string(files.get(name, b"").decode(errors="replace"))
+    except configparser.Error:
+        return {}
     return dict(parser.items(section)) if section in parser else {}
 
 
@@ -285,10 +290,9 @@ class _Finder:
         self._files = files
         self._extras: dict[str, list[str]] = dict(self._project.get("optional-dependencies", {}))
         self._needs: list[str] = list(self._project.get("dependencies", []))
-        setup = _parse_ini(files, "setup.cfg")
         for name, text in _section(files, "setup.cfg", "options.extras_require").items():
             self._extras.setdefault(name, _lines(text))
-        self._needs += _lines(setup.get("options", "install_requires", fallback=""))
+        self._needs += _lines(_section(files, "setup.cfg", "options").get("install_requires", ""))
         if not self._needs and not self._extras:
             self._read_headers(metadata.needs)
 
@@ -311,8 +315,8 @@ class _Finder:
         for path in _FILES:
             if path in self._files:
                 return self._file(path, ())
-        tox = _parse_ini(self._files, "tox.ini")
-        return self._rows(_lines(tox.get("testenv", "deps", fallback="")), "tox.ini", ())
+        deps = _section(self._files, "tox.ini", "testenv").get("deps", "")
+        return self._rows(_lines(deps), "tox.ini", ())
 
     def _group(self, name: str, above: tuple[str, ...]) -> list[str]:
         found: list[str] = []
@@ -358,15 +362,6 @@ class _Finder:
                 self._needs.append(row)
             else:
                 self._extras.setdefault(extra[1], []).append(row.replace(extra[0], ""))
-
-
-def _parse_ini(files: Mapping[str, bytes], name: str) -> configparser.RawConfigParser:
-    parser = configparser.RawConfigParser(strict=False)
-    try:
-        parser.read_string(files.get(name, b"").decode(errors="replace"))
-    except configparser.Error:
-        return configparser.RawConfigParser()
-    return parser
 
 
 def _lines(text: str) -> list[str]:
