@@ -80,16 +80,14 @@ async def latencies(workspaces: Sequence[Workspace], num_calls: int) -> list[flo
     return [statistics.median(found) / 1e6 for found in gaps]
 
 
-def compare(
-    left: Mapping[str, str], right: Mapping[str, str], justified: Mapping[str, str] = JUSTIFIED
-) -> list[Tell]:
+def compare(left: Mapping[str, str], right: Mapping[str, str]) -> list[Tell]:
     """What differs, sorted by key; latencies only where one is several times the other."""
     found: list[Tell] = []
     for key in sorted(set(left) | set(right)):
         one, two = left.get(key), right.get(key)
         if one == two or (key.startswith("latency.") and _alike(one, two)):
             continue
-        reason = next((why for pattern, why in justified.items() if fnmatchcase(key, pattern)), None)
+        reason = next((why for pattern, why in JUSTIFIED.items() if fnmatchcase(key, pattern)), None)
         found.append(Tell(key, one, two, reason))
     return found
 

@@ -104,14 +104,6 @@ class Suite:
         run_in = Image(image.name, image.layers, {"HOME": "/root", **image.env}, image.workdir, image.user)
         return cls(project, backend, timeout_s, Template(project.files, project.name, run_in))
 
-    @property
-    def resources(self) -> Resources:
-        """What each run may use."""
-        return Resources(
-            memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES, file_bytes=DISK_BYTES, num_processes=256,
-            open_files=1024, cpu_s=math.ceil(self.timeout_s) * (os.cpu_count() or 1),
-        )  # fmt: skip
-
     async def run(
         self,
         seed: int | None = None,
@@ -152,7 +144,11 @@ class Suite:
         env = {"PYTHONHASHSEED": str(seed % 1000), "TZ": _ZONES[seed % len(_ZONES)]}
         program = f"{PROGRAM.read_text()}\nanswer(json.loads({json.dumps(request)!r}))\n"
         changes = {path: text or None for path, text in files.items()}
-        async with await self.backend.create(self.base, self.resources) as sandbox:
+        resources = Resources(
+            memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES, file_bytes=DISK_BYTES, num_processes=256,
+            open_files=1024, cpu_s=math.ceil(self.timeout_s) * (os.cpu_count() or 1),
+        )  # fmt: skip
+        async with await self.backend.create(self.base, resources) as sandbox:
             try:
                 await lay_files(changes, sandbox)
                 result = await sandbox.commands.run(
