@@ -203,9 +203,9 @@ def _observed(results: Sequence[ToolResult]) -> dict[str, Any]:
 async def talk(socket: WebSocket) -> None:
     """Messages `reset`, `step`, `state`, `close`; answers `observation`, `state`, `error`."""
     await socket.accept()
-    host = host_of(socket)
+    host = await host_of(socket)
     try:
-        episode = Episode(host, tenant_of(socket))
+        episode = Episode(host, await tenant_of(socket))
     except EtudeError as error:
         await socket.send_text(json.dumps(_error(str(error), "SESSION_ERROR")))
         await socket.close()

@@ -54,7 +54,7 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
             await host.close()
 
     async def figures(request: Request) -> str:
-        return host.metrics_text(tenant_of(request))
+        return host.metrics_text(await tenant_of(request))
 
     app = build_application(
         "Étude environments",
@@ -108,7 +108,7 @@ async def events(socket: WebSocket, session_id: str) -> None:
     """
     await socket.accept()
     try:
-        held = host_of(socket).find(tenant_of(socket), session_id)
+        held = (await host_of(socket)).find(await tenant_of(socket), session_id)
         after = socket.query_params.get("after", "0")
         is_number = after.isascii() and after.isdecimal() and len(after) < 19
         stream = held.session.events.watch(int(after) if is_number else 0)

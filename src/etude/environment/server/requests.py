@@ -42,12 +42,15 @@ FORK: Fields = {"count": (int, _NONE), "turn": (int, _NONE)}
 NOTHING: Fields = {}
 
 
-def host_of(request: HTTPConnection) -> SessionHost:
+# Coroutines, all three: FastAPI runs plain functions in threads, which costs a millisecond and a race.
+
+
+async def host_of(connection: HTTPConnection) -> SessionHost:
     """The sessions of the server that got the request."""
-    return request.app.state.host
+    return connection.app.state.host
 
 
-def tenant_of(connection: HTTPConnection) -> str:
+async def tenant_of(connection: HTTPConnection) -> str:
     """Whose request it is. Raises AccessError."""
     tokens: Mapping[str, str] = connection.app.state.tokens
     if not tokens:
@@ -61,21 +64,8 @@ def tenant_of(connection: HTTPConnection) -> str:
     return found
 
 
-# Coroutines, all three: FastAPI runs plain functions in threads, which costs a millisecond and a race.
-
-
-async def _host(request: Request) -> SessionHost:
-    return host_of(request)
-
-
-Host = Annotated[SessionHost, Depends(_host)]
-
-
-async def _tenant(request: Request) -> str:
-    return tenant_of(request)
-
-
-Tenant = Annotated[str, Depends(_tenant)]
+Host = Annotated[SessionHost, Depends(host_of)]
+Tenant = Annotated[str, Depends(tenant_of)]
 
 
 async def _held(session_id: str, host: Host, tenant: Tenant) -> Held:
@@ -88,7 +78,8 @@ Box = Annotated[Held, Depends(_held)]
 
 async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
     """The checked fields of a request, those that are null left out. Raises UserError."""
-    raw, _ = await read_request(request, host_of(request).limits.body_bytes, Unpacker().feed)
+    limits = (await host_of(request)).limits
+    raw, _ = await read_request(request, limits.body_bytes, Unpacker().feed)
     named = {name: value for name, value in checked(raw, fields).items() if value is not None}
     if "test_paths" in named:
         named["test_paths"] = tuple(strings(named["test_paths"], "test_paths"))
@@ -103,6 +94,6 @@ def wants_frames(request: Request) -> bool:
 
 def long(request: Request, work: Work, output: OutputBuffer | None = None) -> LongAnswer:
     """The answer of a request that may take long. What was begun is finished though the client leaves."""
-    host = host_of(request)
+    host: SessionHost = request.app.state.host
     plain = not wants_frames(request)
     return long_answer(work, output, host.in_background, plain=plain, on_error=host.note_error)
