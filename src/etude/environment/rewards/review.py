@@ -35,7 +35,12 @@ async def review_changes(
         python = [path for path in files if path.endswith(_LINTED)]
 
         async def count(path: str) -> int:
-            return await _count_lints(path, before.get(path), files[path])
+            linter = find_linter()
+            found = await linter.lint(path, files[path])
+            if not found or path not in before:
+                return len(found)
+            known = [finding.key for finding in await linter.lint(path, before[path])]
+            return len(new_findings(found, known))
 
         lints = sum(await gather_bounded(count, python, _LINTERS))
     if config.style_penalty > 0:
@@ -60,15 +65,6 @@ def find_linter() -> HostRuff:
             "counting lints", "ruff", field="rl.reward.lint_penalty", instead=", or set lint_penalty = 0"
         )
     return linter
-
-
-async def _count_lints(path: str, before: bytes | None, after: bytes) -> int:
-    linter = find_linter()
-    found = await linter.lint(path, after)
-    if not found or before is None:
-        return len(found)
-    known = [finding.key for finding in await linter.lint(path, before)]
-    return len(new_findings(found, known))
 
 
 def count_foreign_lines(before: str | None, after: str, columns: int) -> int:
