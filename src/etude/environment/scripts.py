@@ -328,28 +328,19 @@ async def _read_logs(
 
 
 def _rewards_in(logs: Mapping[str, bytes]) -> dict[str, float]:
-    """The rewards in the first of the files, by name. Raises AgentError for what is none."""
+    """The numbers in the first of the files; one without a name is `reward`. Raises AgentError where one is
+    none, as Harbor does."""
     name = next(name for name in _REWARDS if name in logs)
-    text = logs[name].decode(errors="replace")
-    if name == "reward.json":
-        return _rewards_of(text)
+    text, is_json = logs[name].decode(errors="replace"), name == "reward.json"
     try:
-        return {"reward": _number(float(text), name)}
-    except ValueError:
-        raise AgentError(f"{name} holds no finite number: {text.strip()[:80]!r}") from None
-
-
-def _rewards_of(text: str) -> dict[str, float]:
-    """The numbers of `reward.json`; one without a name is `reward`. Raises AgentError where one is none, as
-    Harbor does."""
-    try:
-        found = json.loads(text)
+        found = json.loads(text) if is_json else float(text)
     except (ValueError, RecursionError):
-        raise AgentError(f"reward.json is not JSON: {text.strip()[:80]!r}") from None
+        what = "is not JSON" if is_json else "holds no finite number"
+        raise AgentError(f"{name} {what}: {text.strip()[:80]!r}") from None
     named = found if isinstance(found, dict) else {"reward": found}
     if not named:
-        raise AgentError("reward.json holds no number")
-    return {str(name): _number(value, "reward.json") for name, value in named.items()}
+        raise AgentError(f"{name} holds no number")
+    return {str(key): _number(value, name) for key, value in named.items()}
 
 
 def _number(value: object, name: str) -> float:
