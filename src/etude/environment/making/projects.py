@@ -138,7 +138,7 @@ def read_project(root: Path) -> Project:
     files[f"{folder}/entry_points.txt"] = metadata.entry_points.encode()
     return Project(
         metadata.name, metadata.version, files, sources, tests,
-        _chosen_tests(test_files, options), source_root, find_requirements(metadata, pyproject, files),
+        _chosen_tests(test_files, options), source_root, _Requirements(metadata, pyproject, files).find(),
         _import_mode(options),
     )  # fmt: skip
 
@@ -270,18 +270,10 @@ def _import_mode(options: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return (f"--import-mode={found[1]}",) if found else ()
 
 
-def find_requirements(
-    metadata: Metadata, pyproject: Mapping[str, Any], files: Mapping[str, bytes]
-) -> tuple[str, ...]:
+class _Requirements:
     """What the project needs to run, and what the first of these adds that names test requirements: a
     dependency group, an extra, a requirements file, tox."""
-    finder = _Finder(metadata, pyproject, files)
-    found = [*finder.runtime(), *finder.of_tests(), *ALWAYS]
-    kept = [one for one in found if not _TOOLS.fullmatch(_name(one)) and _name(one) != _plain(metadata.name)]
-    return tuple(dict.fromkeys(kept))
 
-
-class _Finder:
     def __init__(self, metadata: Metadata, pyproject: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         self._own = _plain(metadata.name)
         self._project = pyproject.get("project", {})
@@ -296,11 +288,13 @@ class _Finder:
         if not self._needs and not self._extras:
             self._read_headers(metadata.needs)
 
-    def runtime(self) -> list[str]:
-        """Without any extra."""
-        return [*self._needs, *_of_poetry(self._poetry.get("dependencies", {}))]
+    def find(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        found = [*self._needs, *_of_poetry(self._poetry.get("dependencies", {})), *self._of_tests(), *ALWAYS]
+        kept = [one for one in found if not _TOOLS.fullmatch(_name(one)) and _name(one) != self._own]
+        return tuple(dict.fromkeys(kept))
 
-    def of_tests(self) -> list[str]:
+    def _of_tests(self) -> list[str]:
         """Of the first place that has any."""
         for name in _GROUPS:
             if name in self._groups:
