@@ -130,7 +130,8 @@ def keep(ranks: MeshRanks, latest: Path) -> list[bool]:
             state = {"trainer": trainer.state_dict(), "stage": "rl", "step": step}
             write(latest, ranks.stored(trainer.model), state)
             trainer.step()
-        if not ranks.is_main:
+        if isinstance(write, FollowingWriter):
+            write._pool.shutdown()  # the ranks' groups end when this function returns
             return []
         found.append(not keeper.due)
         keeper.flush()
