@@ -111,11 +111,11 @@ def test_a_project_becomes_tasks_whose_solution_earns_1_and_nothing_0(
 @pytest.mark.slow
 def test_a_task_that_its_image_or_workspace_gives_away_is_a_reject(making: Making) -> None:
     text = PROJECT["src/prices/totals.py"]
-    save_python_image(making.store, {"usr/share/doc/discount.txt": text.partition("def total")[0]})
+    save_python_image(making.store, {"srv/discount.txt": text.partition("def total")[0]})
     (making.repo / "notes.gz").write_bytes(gzip.compress(text.encode()))
     report = making.make(quotas=replace(QUOTAS, most_tasks=4))
     leaks = [row for row in report.rejects if row["stage"] == "leaks" and " + " not in row["operator"]]
-    by_image = [row["place"] for row in leaks if "usr/share/doc/discount.txt (text: " in row["reason"]]
+    by_image = [row["place"] for row in leaks if "srv/discount.txt (text: " in row["reason"]]
     by_workspace = [row["place"] for row in leaks if "the workspace gives the solution" in row["reason"]]
     assert by_image and all(
         place in [f"src/prices/totals.py:{line}" for line in (6, 7, 8)] for place in by_image
