@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import tarfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -197,17 +197,15 @@ def test_exams_are_drawn_by_what_the_workspace_lacks(tmp_path: Path) -> None:
     assert len(seeds) == 3
 
 
+@dataclass
 class Hanging:
     """A suite whose runs give no result, or all but the first."""
 
-    def __init__(self, *runs: SuiteRun) -> None:
-        self._runs = list(runs)
-
-    def within(self, timeout_s: float) -> Hanging:
-        return self
+    runs: list[SuiteRun]
+    timeout_s: float = 1.0
 
     async def run(self, files: dict[str, str]) -> SuiteRun:
-        return self._runs.pop(0) if self._runs else SuiteRun({}, problem="hangs: 20 s")
+        return self.runs.pop(0) if self.runs else SuiteRun({}, problem="hangs: 20 s")
 
 
 @pytest.mark.parametrize("runs", [(), (SuiteRun({}),)])
@@ -216,7 +214,7 @@ def test_a_project_whose_tests_hang_as_they_are_changed_is_an_error(
 ) -> None:
     baseline = Baseline((), {}, Coverage((), {}), 1.0)
     looking = find_project_twins(
-        cast(Suite, Hanging(*runs)), baseline, changer_of(tmp_path, TESTS), at_once=1
+        cast(Suite, Hanging(list(runs))), baseline, changer_of(tmp_path, TESTS), at_once=1
     )
     with pytest.raises(TaskError, match="hangs: 20 s"):
         asyncio.run(looking)
