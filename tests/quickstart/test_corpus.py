@@ -51,7 +51,7 @@ def test_a_document_holds_the_very_tokens_that_the_agents_session_holds(
     tasks = TaskGenerator(SEED)
     opening = renderer.tokenizer.control_id("<|assistant|>")
     environment = new_environment(session=SessionLimits(max_tokens=1 << 20, max_message_tokens=1 << 20))
-    environment._renderer = renderer
+    environment.renderer = renderer
     for number, (session, document) in enumerate(zip(sessions, documents, strict=True)):
 
         def script(session_id: str, context: np.ndarray, turns=session.turns) -> np.ndarray:
