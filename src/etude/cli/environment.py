@@ -33,6 +33,26 @@ TokenOption = Annotated[
     Path | None, typer.Option("--token-file", help="File with the clients' token. Created if missing.")
 ]
 ReadTokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the token.")]
+SandboxServerOption = Annotated[
+    str | None, typer.Option(help="Sandbox server (http://HOST:PORT) to use instead of this machine.")
+]
+TasksOption = Annotated[
+    Path | None, typer.Option(help="Directory of Harbor task directories that clients may open by name.")
+]
+RootsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--root", help="Directory below which clients may open directories. Repeatable."),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="TOML file: its [agent] names tools, index and MCP servers, its [images] and [tasks] say how "
+        "tasks get images, variables and hosts."
+    ),
+]
+TenantsShareOption = Annotated[
+    bool, typer.Option("--tenants-share", help="Several tenants though one's sandbox can starve another's.")
+]
 EXIT_TELLS = 1
 
 
@@ -41,29 +61,16 @@ def serve_command(
     backend: Annotated[
         str, typer.Option(help="Sandbox backend. `etude sandbox doctor` lists them.")
     ] = "local",
-    sandbox_server: Annotated[
-        str | None, typer.Option(help="Sandbox server (http://HOST:PORT) to use instead of this machine.")
-    ] = None,
+    sandbox_server: SandboxServerOption = None,
     sandbox_token_file: Annotated[
         Path | None, typer.Option(help="File with the sandbox server's token.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     allowed_host: AllowedHostOption = None,
     port: PortOption = 8652,
-    tasks: Annotated[
-        Path | None, typer.Option(help="Directory of Harbor task directories that clients may open by name.")
-    ] = None,
-    roots: Annotated[
-        list[Path] | None,
-        typer.Option("--root", help="Directory below which clients may open directories. Repeatable."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file: its [agent] names tools, index and MCP servers, its [images] and [tasks] say "
-            "how tasks get images, variables and hosts."
-        ),
-    ] = None,
+    tasks: TasksOption = None,
+    roots: RootsOption = None,
+    config: ConfigOption = None,
     tools: Annotated[
         str, typer.Option(help="Tools: core, full, or names separated by commas. Default: core.")
     ] = "",
@@ -80,10 +87,7 @@ def serve_command(
     tenants: Annotated[
         Path | None, typer.Option(help="File with a line TENANT TOKEN for each tenant.")
     ] = None,
-    tenants_share: Annotated[
-        bool,
-        typer.Option("--tenants-share", help="Several tenants though one's sandbox can starve another's."),
-    ] = False,
+    tenants_share: TenantsShareOption = False,
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
@@ -100,8 +104,9 @@ def serve_command(
     elif token_file is not None:
         tokens = {read_token(token_file, SERVER): "default"}
     found = read_tasks(tasks, backend, config)
-    for name in (name for name, task in found.items() if task.steps):
-        error_console().print(f"left out: {name}: has several steps", highlight=False)
+    for name, task in found.items():
+        if task.steps:
+            error_console().print(f"left out: {name}: has several steps", highlight=False)
     agent = _agent_of(config, tools, index)
 
     def open_sandboxes() -> SandboxBackend:

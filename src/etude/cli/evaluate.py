@@ -60,6 +60,14 @@ OutOption = Annotated[
 ]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+SettingsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Another agent, images, sandbox or tasks, such as agent.index=meaning. Repeatable.",
+    ),
+]
 
 
 @eval_app.command(RUN)
@@ -83,14 +91,7 @@ def run_command(
     tool_calls: ToolCallsOption = "native",
     context_tokens: ContextTokensOption = 128_000,
     tools: ToolsOption = "",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Another agent, images, sandbox or tasks, such as agent.index=meaning. Repeatable.",
-        ),
-    ] = None,
+    settings: SettingsOption = None,
     config: Annotated[
         Path | None,
         typer.Option(

@@ -62,15 +62,7 @@ class EpisodeLimits:
 
     @staticmethod
     def from_config(config: RunConfig) -> EpisodeLimits:
-        agent, sandbox, summary = config.agent, config.sandbox, None
-        if agent.summary_at_tokens:
-            summary = SummaryPolicy(
-                at_tokens=agent.summary_at_tokens,
-                max_summary_tokens=agent.max_summary_tokens,
-                jitter=agent.summary_jitter,
-                max_summaries=agent.max_summaries,
-                request=agent.summary_request,
-            )
+        agent, sandbox = config.agent, config.sandbox
         return EpisodeLimits(
             SessionLimits(
                 max_turns=agent.max_turns,
@@ -79,7 +71,7 @@ class EpisodeLimits:
                 max_message_tokens=agent.max_message_tokens,
                 max_session_tokens=agent.max_session_tokens or None,
             ),
-            summary,
+            _summary_policy(agent),
             ToolLimits(
                 read_lines=agent.read_lines,
                 test_failures=agent.test_failures,
@@ -305,6 +297,18 @@ class Environment(Player):
             effort = measure_effort(trajectory, self.renderer)
             reward, facts["effort"] = with_length(reward, effort, length), asdict(effort)
         return replace(trajectory, reward=reward, facts=facts)
+
+
+def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
+    if not agent.summary_at_tokens:
+        return None
+    return SummaryPolicy(
+        at_tokens=agent.summary_at_tokens,
+        max_summary_tokens=agent.max_summary_tokens,
+        jitter=agent.summary_jitter,
+        max_summaries=agent.max_summaries,
+        request=agent.summary_request,
+    )
 
 
 async def _end(
