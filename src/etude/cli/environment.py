@@ -46,8 +46,8 @@ RootsOption = Annotated[
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        help="TOML file: its [agent] names tools, index and MCP servers, its [images] and [tasks] say how "
-        "tasks get images, variables and hosts."
+        help="TOML file: its section agent names tools, index and MCP servers, its sections images and tasks "
+        "say how tasks get images, variables and hosts."
     ),
 ]
 TenantsShareOption = Annotated[
