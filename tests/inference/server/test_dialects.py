@@ -133,7 +133,6 @@ def test_a_response_that_is_cut_says_so(asked: Asked) -> None:
         ({"tools": [{"name": "x", "type": "function", "parameters": 5}]}, "tools[0].parameters"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"background": True}, "background"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"given": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"given": []}, "input"),
     ],
@@ -180,12 +179,20 @@ def _told(caught: Any) -> dict[str, str]:
 
 def test_each_client_gets_errors_in_its_own_words(asked: Asked) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
-        message(asked, [USER], tool_choice={"type": "any"})
+        message(asked, [USER], extra_body={"temperature": 9})
     assert _told(refused)["type"] == "invalid_request_error"
-    assert "tool_choice" in _told(refused)["message"]
+    assert "temperature" in _told(refused)["message"]
     with pytest.raises(openai.BadRequestError) as caught:
         respond(asked, "x", temperature=9)
     assert caught.value.param == "temperature"
+
+
+@pytest.mark.parametrize("asked", ["record"], indirect=True)
+def test_a_forced_call_of_a_recorded_agent_is_left_to_the_model(asked: Asked) -> None:
+    first = message(asked, [USER], tool_choice={"type": "any"})
+    assert [block.type for block in first.content][-1] == "tool_use"
+    response = respond(asked, "Fix lib/tally.py.", tool_choice="required")
+    assert response.status == "completed"
 
 
 @pytest.mark.parametrize("stream", [False, True])
