@@ -16,6 +16,7 @@ from torch import Tensor
 
 from etude.config import ModelConfig
 from etude.errors import ConfigError
+from etude.model.kernels.native.matrices import StreamedMemory
 
 PAGE_TOKENS = 16
 """Positions in a page."""
@@ -119,10 +120,15 @@ class PagedCache:
         config = self._config
         shape = (config.num_layers, num_pages, config.cache_heads)
         key_shape = (*shape, config.key_dim, PAGE_TOKENS)
-        self.keys = torch.zeros(key_shape, device=self._device, dtype=self._dtype)
+        self.keys = self._zeros(key_shape)
         if not config.value_is_key_prefix:
             value_shape = (*shape, PAGE_TOKENS, config.value_dim)
-            self.values = torch.zeros(value_shape, device=self._device, dtype=self._dtype)
+            self.values = self._zeros(value_shape)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        if self._device.type == "cpu":
+            return StreamedMemory().take(shape, self._dtype)
+        return torch.zeros(shape, device=self._device, dtype=self._dtype)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies everything that page `source` holds over page `target`."""

@@ -16,7 +16,14 @@ from etude.model.adapted_ops import Pair
 from etude.model.blocks import LATENT_NORM_EPS, LatentBlock
 from etude.model.drafting import DraftLayer
 from etude.model.feed_forward import SharedExperts
-from etude.model.kernels.native.matrices import NativeMatrix, PackedMatrices, WeightType, address, pack
+from etude.model.kernels.native.matrices import (
+    NativeMatrix,
+    PackedMatrices,
+    StreamedMemory,
+    WeightType,
+    address,
+    pack,
+)
 
 _KINDS = (
     *("qkv", "compress", "query_up", "out", "key_up", "value_up"),
@@ -42,6 +49,7 @@ class _NativeBlocks:
         self._type: WeightType = weight_type
         self._cache = cache
         self._held: list[Tensor | PackedMatrices] = []
+        self._memory = StreamedMemory()
         self._top_k = config.experts_per_token
         self.work_per_row = 0
         """Multiplications with matrices for one row, the output head's left out."""
@@ -149,7 +157,7 @@ class _NativeBlocks:
         return address(self._pack(weights).native)
 
     def _pack(self, weights: Sequence[Tensor], weight_type: WeightType | None = None) -> PackedMatrices:
-        packed = pack(weights, weight_type or self._type)
+        packed = pack(weights, weight_type or self._type, self._memory.take)
         self._held.append(packed)
         return packed
 

@@ -9,6 +9,8 @@
 #include "common.h"
 
 #define BAND 96         /* rows that stay in the cache while all panels pass by */
+#define LINE 64         /* bytes of a cache line */
+#define NEAR 64         /* steps of a sum: what a row of a panel needs to come from memory */
 
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef uint16_t unaligned_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
@@ -58,16 +60,24 @@ INLINE vector widen(const uint16_t *from)
     return (vector)wide;
 }
 
-/* c (+)= a b for one tile; all but k and the pointers are constants at each call. `left`: columns to write. */
+/* Memory that is asked for while a tile is computed: at each step of its sum, what lies `pace` bytes further. A core
+ * waits for fewer lines at once than the memory could send, so it has to ask all the time. */
+typedef struct {
+    const char *from;
+    int64_t pace;
+} Ahead;
+
+/* c (+)= a b for one tile; all but k, the pointers and strides are constants at each call. `left`: columns to write. */
 INLINE void tile(const int rows, const int vectors, const int half, int64_t k, const float *a, int64_t lda,
-                 const void *panel, int64_t ldb, const char *ahead, float *c, int64_t ldc, int64_t left, int add)
+                 const void *panel, int64_t ldb, Ahead ahead, float *c, int64_t ldc, int64_t left, int add)
 {
     vector sums[ROWS][COLUMNS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)
             sums[r][v] = (vector){0};
     for (int64_t i = 0; i < k; i++) {
-        __builtin_prefetch(ahead + i * ldb * (half ? 2 : 4), 0, 2);
+        for (int j = 0; j < vectors * LANES * (half ? 2 : 4); j += LINE)
+            __builtin_prefetch(ahead.from + i * ahead.pace + j, 0, 2);
         vector right[COLUMNS];
         for (int v = 0; v < vectors; v++)
             right[v] = half ? widen((const uint16_t *)panel + i * ldb + v * LANES)
@@ -87,37 +97,42 @@ INLINE void tile(const int rows, const int vectors, const int half, int64_t k, c
         }
 }
 
-/* One band of up to ROWS rows against one panel, while the part `ahead` of the next panel comes nearer. */
-INLINE void band(const int rows, const int half, int64_t k, const float *a, int64_t lda, const void *panel,
-                 int64_t columns, const char *ahead, float *c, int64_t ldc, int64_t left, int add)
+/* One band of up to ROWS rows against one panel, the `part`-th of `parts`. Tiles ask for equal shares of the next panel;
+ * one that passes by the panel alone, for what it reads NEAR steps later. Either may lie behind the last panel. */
+INLINE void band(const int rows, const int half, int64_t k, const float *a, int64_t lda, const char *panel,
+                 int64_t columns, int64_t part, int64_t parts, float *c, int64_t ldc, int64_t left, int add)
 {
-    int64_t j = 0, size = half ? 2 : 4;
-    for (; j + COLUMNS * LANES <= columns; j += COLUMNS * LANES)
-        tile(rows, COLUMNS, half, k, a, lda, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
-    for (; j + LANES <= columns; j += LANES)
-        tile(rows, 1, half, k, a, lda, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
+    const int64_t size = half ? 2 : 4, wide = COLUMNS * LANES, tiles = PANEL / wide, row = columns * size;
+    int64_t j = 0, pace = row / (parts * tiles);
+    const char *share = panel + k * (row + part * tiles * pace);
+    for (; j + wide <= columns; j += wide, share += k * pace) {
+        Ahead ahead = parts * tiles == 1 ? (Ahead){panel + NEAR * row, row} : (Ahead){share, pace};
+        tile(rows, COLUMNS, half, k, a, lda, panel + j * size, columns, ahead, c + j, ldc, left - j, add);
+    }
+    for (; j + LANES <= columns; j += LANES) {
+        Ahead ahead = {panel + NEAR * row + j * size, row};
+        tile(rows, 1, half, k, a, lda, panel + j * size, columns, ahead, c + j, ldc, left - j, add);
+    }
 }
 
 INLINE void panel_product(const int half, const Matrix *matrix, int64_t panel, int64_t rows, const float *a,
                           int64_t lda, float *c, int64_t ldc, int add)
 {
-    int64_t k = matrix->inputs, n = matrix->outputs, columns = panel_columns(n, panel);
-    int64_t left = n - panel * PANEL;
+    int64_t k = matrix->inputs, n = matrix->outputs, columns = panel_columns(n, panel), left = n - panel * PANEL;
+    int64_t bands = (rows + ROWS - 1) / ROWS;
     const char *from = (const char *)matrix->panels + panel * PANEL * k * (half ? 2 : 4);
-    for (int64_t i = 0; i < rows; i += ROWS) {
-        const float *left_rows = a + i * lda;
-        float *to = c + i * ldc + panel * PANEL;
-        /* Each band asks for one cache line in each row of the next panel; it may lie behind the last. */
-        const char *ahead = from + columns * k * (half ? 2 : 4) + i / ROWS * 64 % (PANEL * (half ? 2 : 4));
-        switch (rows - i) {
-        case 1: band(1, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
-        case 2: band(2, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
-        case 3: band(3, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
+    for (int64_t i = 0; i < bands; i++) {
+        const float *left_rows = a + i * ROWS * lda;
+        float *to = c + i * ROWS * ldc + panel * PANEL;
+        switch (rows - i * ROWS) {
+        case 1: band(1, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
+        case 2: band(2, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
+        case 3: band(3, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
 #if ROWS > 4
-        case 4: band(4, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
-        case 5: band(5, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
+        case 4: band(4, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
+        case 5: band(5, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
 #endif
-        default: band(ROWS, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
+        default: band(ROWS, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
         }
     }
 }

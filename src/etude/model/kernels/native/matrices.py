@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +16,9 @@ from torch import Tensor
 from etude.model.kernels.native.build import load_library
 
 WeightType = Literal["float32", "bfloat16"]
+_HUGE_PAGE = 1 << 21
+_MAPPED_BYTES = 1 << 25
+"""At least so much is mapped at once."""
 
 
 class NativeMatrix(ctypes.Structure):
@@ -37,14 +43,55 @@ class PackedMatrices:
         return len(self.native)
 
 
-def pack(weights: Sequence[Tensor], weight_type: WeightType = "float32") -> PackedMatrices:
+def aligned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialised memory that begins at a cache line."""
+    count, spare = math.prod(shape), 64 // dtype.itemsize
+    memory = torch.empty(count + spare, dtype=dtype, device="cpu")
+    offset = -memory.data_ptr() % 64 // dtype.itemsize
+    return memory[offset : offset + count].view(shape)
+
+
+class StreamedMemory:
+    """Memory for what every step reads from end to end: weights, pages of a cache. It lies in huge pages
+    where the kernel has them, so that cores wait less for addresses, each tensor behind the one before. A
+    mapping ends with its last tensor."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros that begin at a cache line."""
+        size = math.prod(shape) * dtype.itemsize
+        whole = -(-size // 64) * 64
+        if whole > len(self._left):
+            self._left = _map_huge_pages(max(whole, _MAPPED_BYTES))
+        taken, self._left = self._left[:size], self._left[whole:]
+        return taken.view(dtype).view(shape)
+
+
+def _map_huge_pages(size: int) -> Tensor:
+    """Zeros that begin at a huge page."""
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -whole.data_ptr() % _HUGE_PAGE
+    return whole[offset : offset + size]
+
+
+def pack(
+    weights: Sequence[Tensor],
+    weight_type: WeightType = "float32",
+    take: Callable[[tuple[int, ...], torch.dtype], Tensor] = aligned,
+) -> PackedMatrices:
     """Packs matrices [inputs, outputs] of one shape, whatever their strides (pass `weight.t()` for a torch
-    linear layer's [outputs, inputs]). `bfloat16` rounds to nearest even."""
+    linear layer's [outputs, inputs]). `bfloat16` rounds to nearest even. `take`: gives memory for them."""
     library = load_library()
     inputs, outputs = weights[0].shape
     size = library.etude_packed_size(ctypes.c_int64(inputs), ctypes.c_int64(outputs))
     half = weight_type == "bfloat16"
-    memory = aligned((len(weights), size), torch.bfloat16 if half else torch.float32)
+    memory = take((len(weights), size), torch.bfloat16 if half else torch.float32)
     native = (NativeMatrix * len(weights))()
     for index, weight in enumerate(weights):
         source = weight.detach().float()
@@ -59,17 +106,6 @@ def pack(weights: Sequence[Tensor], weight_type: WeightType = "float32") -> Pack
         )
         native[index] = NativeMatrix(inputs, outputs, half, target)
     return PackedMatrices(native, memory)
-
-
-def aligned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialised memory that begins at a cache line."""
-    count = 1
-    for size in shape:
-        count *= size
-    spare = 64 // dtype.itemsize
-    memory = torch.empty(count + spare, dtype=dtype, device="cpu")
-    offset = -memory.data_ptr() % 64 // dtype.itemsize
-    return memory[offset : offset + count].view(shape)
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
