@@ -84,7 +84,7 @@ class PagedCache:
     ) -> None:
         """On a CPU memory is only taken for pages that are written. Routes are always the CPU's."""
         self._config = config
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype = device or torch.device("cpu"), dtype
         self.num_pages = num_pages
         self.drafts: PagedCache | None = None
         """What draft layers hold of the same pages."""
