@@ -145,8 +145,10 @@ static void attend(Team *team, int thread, const Pass *pass, int64_t index)
         wait_for_all(team);
     }
     float *attended = m->latent ? pass->headed : pass->attended;
-    multiply(&layer->out, rows, attended, pass->step->hidden, 1, team, thread);
+    multiply(&layer->out, rows, attended, pass->normed, 0, team, thread);
     wait_for_all(team);
+    for (int64_t t = first; t < end; t++)
+        add_rows(m->width, pass->normed + t * m->width, pass->step->hidden + t * m->width);
     add_factors(pass, layer, OUT, 0, thread, threads, (Strided){attended, layer->out.inputs, 0},
                 (Strided){pass->step->hidden, m->width, 0});
     for (int64_t t = first; t < end; t++)

@@ -6,11 +6,11 @@
  * last in one register, whatever the tile: its bits depend on its row and its column alone.
  */
 
-#include "common.h"
+#include "tiles.h"
 
 #define BAND 96         /* rows that stay in the cache while all panels pass by */
 #define LINE 64         /* bytes of a cache line */
-#define NEAR 64         /* steps of a sum: what a row of a panel needs to come from memory */
+#define NEAR 64         /* terms of a sum ahead of which what a tile reads next is asked for */
 
 typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef uint16_t unaligned_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
@@ -67,14 +67,15 @@ typedef struct {
     int64_t pace;
 } Ahead;
 
-/* c (+)= a b for one tile; all but k, the pointers and strides are constants at each call. `left`: columns to write. */
+/* c (+)= a b for one tile, `add` as in tiles.h; all but k, the pointers, strides and what follows them are constants at
+ * each call. `left`: columns to write. */
 INLINE void tile(const int rows, const int vectors, const int half, int64_t k, const float *a, int64_t lda,
                  const void *panel, int64_t ldb, Ahead ahead, float *c, int64_t ldc, int64_t left, int add)
 {
     vector sums[ROWS][COLUMNS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)
-            sums[r][v] = (vector){0};
+            sums[r][v] = add == CONTINUE ? load_up_to(c + r * ldc + v * LANES, left - v * LANES) : (vector){0};
     for (int64_t i = 0; i < k; i++) {
         for (int j = 0; j < vectors * LANES * (half ? 2 : 4); j += LINE)
             __builtin_prefetch(ahead.from + i * ahead.pace + j, 0, 2);
@@ -91,14 +92,14 @@ INLINE void tile(const int rows, const int vectors, const int half, int64_t k, c
             float *to = c + r * ldc + v * LANES;
             int64_t here = left - v * LANES;
             if (here >= LANES)
-                store(to, add ? load(to) + sums[r][v] : sums[r][v]);
+                store(to, add == ADD ? load(to) + sums[r][v] : sums[r][v]);
             else if (here > 0)
-                store_some(to, add ? load_some(to, here) + sums[r][v] : sums[r][v], here);
+                store_some(to, add == ADD ? load_some(to, here) + sums[r][v] : sums[r][v], here);
         }
 }
 
-/* One band of up to ROWS rows against one panel, the `part`-th of `parts`. Tiles ask for equal shares of the next panel;
- * one that passes by the panel alone, for what it reads NEAR steps later. Either may lie behind the last panel. */
+/* One band of up to ROWS rows against `k` rows of a panel, the `part`-th of `parts`. Tiles ask for equal shares of the
+ * next k rows; one that passes by its panel alone, for what it reads NEAR terms later. Either may lie behind the last. */
 INLINE void band(const int rows, const int half, int64_t k, const float *a, int64_t lda, const char *panel,
                  int64_t columns, int64_t part, int64_t parts, float *c, int64_t ldc, int64_t left, int add)
 {
@@ -115,24 +116,32 @@ INLINE void band(const int rows, const int half, int64_t k, const float *a, int6
     }
 }
 
+/* Few rows compute for about as long as a panel takes to come: its rows are then worked on in blocks of NEAR, each of
+ * which comes while the one before it, in the nearest cache, is multiplied with all bands. */
 INLINE void panel_product(const int half, const Matrix *matrix, int64_t panel, int64_t rows, const float *a,
                           int64_t lda, float *c, int64_t ldc, int add)
 {
-    int64_t k = matrix->inputs, n = matrix->outputs, columns = panel_columns(n, panel), left = n - panel * PANEL;
-    int64_t bands = (rows + ROWS - 1) / ROWS;
-    const char *from = (const char *)matrix->panels + panel * PANEL * k * (half ? 2 : 4);
-    for (int64_t i = 0; i < bands; i++) {
-        const float *left_rows = a + i * ROWS * lda;
-        float *to = c + i * ROWS * ldc + panel * PANEL;
-        switch (rows - i * ROWS) {
-        case 1: band(1, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
-        case 2: band(2, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
-        case 3: band(3, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
+    int64_t n = matrix->outputs, columns = panel_columns(n, panel), left = n - panel * PANEL, depth;
+    int64_t bands = (rows + ROWS - 1) / ROWS, most = bands > 1 && bands <= 4 && !add ? NEAR : matrix->inputs;
+    const char *from = (const char *)matrix->panels + panel * PANEL * matrix->inputs * (half ? 2 : 4);
+    for (int64_t k = 0; k < matrix->inputs; k += depth, from += depth * columns * (half ? 2 : 4)) {
+        depth = matrix->inputs - k < most ? matrix->inputs - k : most;
+        for (int64_t i = 0; i < bands; i++) {
+            const float *left_rows = a + i * ROWS * lda + k;
+            float *to = c + i * ROWS * ldc + panel * PANEL;
+#define BAND_OF(count) \
+    band(count, half, depth, left_rows, lda, from, columns, i, bands, to, ldc, left, k ? CONTINUE : add ? ADD : SET)
+            switch (rows - i * ROWS) {
+            case 1: BAND_OF(1); break;
+            case 2: BAND_OF(2); break;
+            case 3: BAND_OF(3); break;
 #if ROWS > 4
-        case 4: band(4, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
-        case 5: band(5, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
+            case 4: BAND_OF(4); break;
+            case 5: BAND_OF(5); break;
 #endif
-        default: band(ROWS, half, k, left_rows, lda, from, columns, i, bands, to, ldc, left, add); break;
+            default: BAND_OF(ROWS); break;
+            }
+#undef BAND_OF
         }
     }
 }
