@@ -3,8 +3,9 @@
     python benchmarks/foreign_harness.py --agent mini --directory DIR --json FILE
 
 An agent plays every session of `etude train --harness` in the sandboxes of 24 tasks. It is `mini`, in a
-virtual environment DIR (`pip install mini-swe-agent==2.4.6 mcp`), or `claude`, below DIR (`npm install
---prefix DIR @anthropic-ai/claude-code`); DIR is not below /tmp, since sandboxes have a /tmp of their own.
+virtual environment DIR (`pip install mini-swe-agent==2.4.6 mcp`), or `claude` or `pi`, below DIR (`npm
+install --prefix DIR @anthropic-ai/claude-code`, `@mariozechner/pi-coding-agent`); DIR is not below /tmp,
+since sandboxes have a /tmp of their own.
 The tasks: a word that the instruction names is to be written into a file, and `tests/test.sh` looks at the
 file. A small model from random weights is first fine-tuned (`etude sft`) on chats that show the form: they
 write the right word in a share of them (`--right`), and else one drawn from four. So it earns 1 in a part of

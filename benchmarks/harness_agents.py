@@ -2,6 +2,7 @@
 
 mini    mini-swe-agent 2.4.6, with a command in its message's text (Python, OpenAI's chat completions)
 claude  Claude Code, with its own tools (a program of npm's, Anthropic's messages)
+pi      pi 0.73.1, with its own tool for commands (JavaScript of npm's, OpenAI's chat completions)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
-from etude.tokens.chat.dialects import MESSAGES
+from etude.tokens.chat.dialects import CHAT, MESSAGES, Dialect
 from etude.tokens.chat.messages import Opening, SystemWords, UserWords
 
 SYSTEM = "Answer with one command."
@@ -85,25 +86,21 @@ class MiniSweAgent(HarnessAgent):
         return {"messages": [{"role": role, "content": text} for role, text in said]}
 
 
-class ClaudeCode(HarnessAgent):
-    """With three of its tools and a short system prompt, which leave some 1,200 tokens to read."""
+class AgentWithTools(HarnessAgent):
+    """With its own tools, which are announced to the model: chats show them as the agent sends them."""
 
-    max_tokens, max_message_tokens, vocab_size = 4096, 96, 2048
-    memory_bytes = 1 << 30
-    options: ClassVar = ("--bare", "-p", "--tools", "Bash,Read,Edit", "--system-prompt", SYSTEM)
-    options += ("--dangerously-skip-permissions", "--max-turns", "3")
+    dialect: ClassVar[Dialect]
+    tool: ClassVar[str]
+    """Its tool for commands."""
+    result: ClassVar[str]
+    """What that returns of a command without output."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._program = str(self.directory / "node_modules" / ".bin" / "claude")
-        self._request = self._ask("INSTRUCTION")
-
-    def command(self) -> str:
-        words = ["env", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1", self._program, *self.options]
-        return f"{shlex.join(words)} {{instruction}}"
+        self._request = self._ask()
 
     def chat(self, instruction: str, command: str) -> Chat:
-        opening, *said = MESSAGES.read(self._request).messages
+        opening, *said = self.dialect.read(self._request).messages
         assert isinstance(opening, Opening)
         messages: list[Chat] = [{"role": "system", "content": opening.system}]
         for one in said:
@@ -111,24 +108,62 @@ class ClaudeCode(HarnessAgent):
             role = "user" if isinstance(one, UserWords) else "system"
             messages.append({"role": role, "content": one.text.replace("INSTRUCTION", instruction)})
         arguments = json.dumps({"command": command})
-        call = {"id": "1", "type": "function", "function": {"name": "Bash", "arguments": arguments}}
+        call = {"id": "1", "type": "function", "function": {"name": self.tool, "arguments": arguments}}
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "1", "content": "(Bash completed with no output)"},
+            {"role": "tool", "tool_call_id": "1", "content": self.result},
             {"role": "assistant", "content": "Done."},
         ]
         return {"messages": messages, "tools": [tool.function_schema() for tool in opening.tools]}
 
-    def _ask(self, instruction: str) -> Chat:
+    def _ask(self) -> Chat:
         """Its first request, which an endpoint without a model refuses."""
         with _Refusing() as endpoint, tempfile.TemporaryDirectory() as home:
-            variables = {"ANTHROPIC_BASE_URL": endpoint.url, "ANTHROPIC_API_KEY": "unused", "HOME": home}
-            words = [self._program, *self.options, instruction]
-            # As root it wants to be assured that it runs in a sandbox.
-            variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
-            run = {"env": os.environ | variables, "cwd": home, "stdin": subprocess.DEVNULL}
-            subprocess.run(words, **run, timeout=120, capture_output=True)
+            variables = {"ANTHROPIC_BASE_URL": endpoint.url, "OPENAI_BASE_URL": f"{endpoint.url}/v1"}
+            variables |= {"ANTHROPIC_API_KEY": "unused", "OPENAI_API_KEY": "unused", "HOME": home}
+            # As root Claude Code wants to be assured that it runs in a sandbox.
+            run = {
+                "env": os.environ | variables | {"IS_SANDBOX": "1"},
+                "cwd": home,
+                "stdin": subprocess.DEVNULL,
+            }
+            command = self.command().replace("{instruction}", "INSTRUCTION")
+            subprocess.run(command, shell=True, **run, timeout=120, capture_output=True)
             return endpoint.requests[0]
+
+
+class ClaudeCode(AgentWithTools):
+    """With three of its tools and a short system prompt, which leave some 1,200 tokens to read."""
+
+    max_tokens, max_message_tokens, vocab_size = 4096, 96, 2048
+    memory_bytes = 1 << 30
+    dialect, tool, result = MESSAGES, "Bash", "(Bash completed with no output)"
+    options: ClassVar = ("--bare", "-p", "--tools", "Bash,Read,Edit", "--system-prompt", SYSTEM)
+    options += ("--dangerously-skip-permissions", "--max-turns", "3")
+
+    def command(self) -> str:
+        program = str(self.directory / "node_modules" / ".bin" / "claude")
+        words = ["env", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1", program, *self.options]
+        return f"{shlex.join(words)} {{instruction}}"
+
+
+class Pi(AgentWithTools):
+    """With its tool for commands alone and a short system prompt. Its endpoint is in a file, with a context
+    that is too large to be compacted."""
+
+    max_tokens, max_message_tokens, vocab_size = 1024, 96, 1024
+    memory_bytes = 1 << 30
+    dialect, tool, result = CHAT, "bash", "(no output)"
+    options: ClassVar = ("--provider", "etude", "--model", "etude", "--tools", "bash", "--no-session", "-p")
+    options += ("--no-skills", "--no-prompt-templates", "--no-context-files", "--system-prompt", SYSTEM)
+    models: ClassVar = """{"providers": {"etude": {"baseUrl": "$OPENAI_BASE_URL", "apiKey": "unused",
+"api": "openai-completions", "models": [{"id": "etude", "contextWindow": 99999, "maxTokens": 96}]}}}"""
+
+    def command(self) -> str:
+        program = str(self.directory / "node_modules" / ".bin" / "pi")
+        words = shlex.join(["env", "PI_OFFLINE=1", program, *self.options])
+        write = f"cat > ~/.pi/agent/models.json <<END\n{self.models}\nEND\n"
+        return f"mkdir -p ~/.pi/agent && {write}{words} {{instruction}}"
 
 
 @dataclass
@@ -159,4 +194,4 @@ class _Refusing:
         self._server.shutdown()
 
 
-AGENTS: dict[str, type[HarnessAgent]] = {"mini": MiniSweAgent, "claude": ClaudeCode}
+AGENTS: dict[str, type[HarnessAgent]] = {"mini": MiniSweAgent, "claude": ClaudeCode, "pi": Pi}
