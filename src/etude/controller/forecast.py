@@ -79,8 +79,14 @@ class Forecast:
             size, unit, digits = 3600.0, "h", 1
         elif self.total_s >= 120:
             size, unit = 60.0, "min"
-        parts = (("mid-training", self.midtrain_s), ("RL", self.rl_s), ("evaluation", self.evaluation_s))
-        shown = ", ".join(f"{name} {seconds / size:.{digits}f}" for name, seconds in parts if seconds)
+        parts = {
+            "so far": self.begun_s,
+            "mid-training": self.midtrain_s,
+            "RL": self.rl_s,
+            "evaluation": self.evaluation_s,
+        }
+        rounded = {name: f"{seconds / size:.{digits}f}" for name, seconds in parts.items()}
+        shown = ", ".join(f"{name} {number}" for name, number in rounded.items() if float(number))
         return f"about {self.total_s / size:.{digits}f} {unit}: {shown}"
 
     def to_json(self) -> dict[str, float]:
