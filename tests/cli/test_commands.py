@@ -232,6 +232,8 @@ def test_sessions_that_cannot_be_written_are_refused_before_one_is_played(
     result = etude("tasks", "sessions", str(tmp_path / "file/s.jsonl"))
     assert result.exit_code == 2 and "file" in result.stderr and "fix: name another place" in result.stderr
     assert "Not a directory" in result.stderr or "File exists" in result.stderr
+    result = etude("tasks", "sessions", str(tmp_path))
+    assert (result.exit_code, "error: FILE: is a directory" in result.stderr) == (2, True)
 
 
 def test_a_full_disk_is_named_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,10 @@ def sessions_command(
     from etude.kit.durable import make_directory
 
     run_config = settle_run_servers(load_config(config, settings or []))
-    make_directory(file.parent)
     # To say now, and not once the sessions were played, that nothing can be written there.
+    if file.is_dir():
+        raise ConfigError("is a directory", field="FILE", received=str(file), fix="name a file in it")
+    make_directory(file.parent)
     tempfile.TemporaryFile(dir=file.parent).close()
     sessions = open_family(run_config, open_observer()).sessions(count, open_observer())
     written = write_chats(sessions, file, run_config.agent, flawless=flawless)
