@@ -134,6 +134,12 @@ def test_a_chat_template_that_is_broken_is_shown_as_such(tmp_path: Path) -> None
     assert summary["has_chat_template"] and summary["chat_template_error"].startswith("fails: ")
 
 
+def test_a_directory_that_is_not_there_is_refused_without_advice_to_fetch_it_again(tmp_path: Path) -> None:
+    result = etude("model", "show", str(tmp_path / "none"))
+    assert (result.exit_code, "fetch it again" in result.stderr) == (2, False)
+    assert "config.json: is not there" in result.stderr
+
+
 def test_a_model_of_another_architecture_is_shown_with_what_is_not_defined_here(tmp_path: Path) -> None:
     config = _published(tmp_path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma"}))

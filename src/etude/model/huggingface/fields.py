@@ -157,7 +157,11 @@ def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> st
 
 
 def read_fields(path: Path) -> CheckpointFields:
-    """Reads `config.json`. Raises CheckpointError as `parse_fields` does, and for a file that is damaged."""
+    """Reads `config.json`. Raises CheckpointError as `parse_fields` does, and for a file that is not there or
+    damaged."""
+    if not path.exists():
+        fix = "name a Hugging Face directory"
+        raise CheckpointError("is not there", field="config.json", received=str(path), fix=fix)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
