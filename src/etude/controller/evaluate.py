@@ -78,8 +78,8 @@ def find_checkpoint(run: RunDirectory, checkpoint: str | None) -> Path:
             "has no trained model yet: it was not trained to its end",
             field="run",
             received=str(run.path),
-            fix="continue it with --resume; `etude checkpoint export` makes a model of what it has so far: "
-            + known,
+            fix=f"continue it with --resume; `etude checkpoint export {run.path} DIR` makes a model of "
+            f"the newest of what it has so far: {known}",
         )
     raise RunDirectoryError(
         "no such checkpoint", field="checkpoint", received=checkpoint, fix=f"one of {known}"
