@@ -106,6 +106,12 @@ class LocalExecutor:
     async def reserve(self, parts: Sequence[Resources]) -> None:
         """See Executor.reserve. The parts share what the process has."""
 
+    async def make_room(self, part: Resources) -> None:
+        """See Executor.make_room: there is room."""
+
+    def give_room(self, part: str) -> None:
+        """See Executor.give_room."""
+
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> LocalHandle[T]:

@@ -70,6 +70,15 @@ class Executor(Protocol):
         """Reserves room for all of these parts at once. Raises ResourceError where there is none."""
         ...
 
+    async def make_room(self, part: Resources) -> None:
+        """Reserves room for one part, however long that takes; returns at once where it has some. Raises
+        PartLostError."""
+        ...
+
+    def give_room(self, part: str) -> None:
+        """Gives back what `make_room` reserved for the part of that name, if anything."""
+        ...
+
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> Handle[T]: ...

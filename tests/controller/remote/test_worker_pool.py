@@ -33,7 +33,7 @@ class FewRooms:
         self.changed = asyncio.Condition()
 
     async def make_room(self, part: Resources) -> None:
-        """See Rooms.make_room."""
+        """See Executor.make_room."""
         if part.part not in self.taken:
             async with self.changed:
                 await self.changed.wait_for(lambda: self.num_free > 0)
@@ -41,7 +41,7 @@ class FewRooms:
             self.taken.add(part.part)
 
     def give_room(self, part: str) -> None:
-        """See Rooms.give_room."""
+        """See Executor.give_room."""
         if part in self.taken:
             self.taken.remove(part)
             self.num_free += 1

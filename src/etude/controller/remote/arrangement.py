@@ -45,7 +45,7 @@ from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrainer
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
-from etude.controller.remote.worker_pool import Rooms, WorkerPool
+from etude.controller.remote.worker_pool import WorkerPool
 from etude.controller.supervision import FaultJournal, PartT, Spawn, Supervision
 from etude.controller.training_part import TrainingPart
 from etude.environment.episodes import EpisodeLimits
@@ -124,11 +124,11 @@ class _Here:
         limits = EpisodeLimits.from_config(self.config)
         return replace(limits, max_attempts=self.config.cluster.max_attempts)
 
-    def spawning(self, name: str, factory: Callable[..., PartT], *arguments: Any) -> Spawn[PartT]:
-        """How to start a process of a part."""
-        needs = self.needs[name]
+    def spawning(self, needs: Resources, factory: Callable[..., PartT], *arguments: Any) -> Spawn[PartT]:
+        """How to start a process of a part, once there is room."""
 
         async def spawn(avoid: frozenset[str]) -> Handle[PartT]:
+            await self.executor.make_room(needs)  # it may have gone down with its machine
             return await self.executor.spawn(factory, *arguments, resources=replace(needs, avoid=avoid))
 
         return spawn
@@ -142,7 +142,9 @@ class _Here:
         config = self.config
         delay = config.engine.tool_delay_steps if keeps_schedule(config) else None
         arguments = (config, self.tokenizer, self.weights, delay, self.model)
-        spawns = {name: self.spawning(name, EnginePart, *arguments) for name in self.named(ENGINE)}
+        spawns = {
+            name: self.spawning(self.needs[name], EnginePart, *arguments) for name in self.named(ENGINE)
+        }
         return EngineFleet(spawns, self.build, self.supervision)
 
     def elastic(self, fleet: EngineFleet) -> AbstractAsyncContextManager[object]:
@@ -176,7 +178,7 @@ class _Here:
             self.worker_spawning,
             functools.partial(worker_resources, config),
             names,
-            self.rooms,
+            self.executor,
             config.cluster,
             WorkerFiles(place.directory),
             FaultJournal(place.metrics, place.observer, {}, WORKERS),
@@ -189,21 +191,10 @@ class _Here:
             await episodes.shutdown()
 
     def worker_spawning(self, needs: Resources) -> Spawn[RolloutPart]:
-        """How to start a worker's process, once there is room."""
+        """How to start a worker's process."""
         owner = f"{sandbox_owner(self.place)}/{needs.part}"
-        part = (self.config, self.tokenizer, self.limits, needs.part, owner)
-
-        async def spawn(avoid: frozenset[str]) -> Handle[RolloutPart]:
-            await self.rooms.make_room(needs)  # it may have gone down with its machine
-            return await self.executor.spawn(RolloutPart, *part, resources=replace(needs, avoid=avoid))
-
-        return spawn
-
-    @property
-    def rooms(self) -> Rooms:
-        """Where there may be room for more workers."""
-        assert isinstance(self.executor, Rooms), "so RunConfig wants it"
-        return self.executor
+        arguments = (self.config, self.tokenizer, self.limits, needs.part, owner)
+        return self.spawning(needs, RolloutPart, *arguments)
 
     @contextlib.asynccontextmanager
     async def evaluation(self, fleet: EngineFleet) -> AsyncIterator[EvaluationBeside | None]:
@@ -215,7 +206,7 @@ class _Here:
         owner = f"{sandbox_owner(place)}/{EVALUATION}"
         arguments = (config, self.tokenizer, self.weights, self.limits, owner, self.model)
         beside = EvaluationBeside(
-            self.spawning(EVALUATION, EvaluationPart, *arguments),
+            self.spawning(self.needs[EVALUATION], EvaluationPart, *arguments),
             self.build,
             place.heldout,
             config.evaluation.every_steps,
@@ -236,7 +227,7 @@ class _Here:
         config, place = self.config, self.place
         arguments = (config, place.model, self.tokenizer, place.paths, self.weights)
         trainer = SupervisedTrainer(
-            self.spawning(TRAINER, RemoteTrainingPart, *arguments),
+            self.spawning(self.needs[TRAINER], RemoteTrainingPart, *arguments),
             blobs.get,
             place.paths.latest,
             self.supervision,

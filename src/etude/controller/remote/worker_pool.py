@@ -17,7 +17,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from etude.config import ClusterConfig
 from etude.controller.arrangement import WORKER
@@ -25,24 +25,10 @@ from etude.controller.remote.episodes import RemoteEpisodes
 from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.supervision import FaultJournal, Spawn, StartFailures
 from etude.observe.workers import WantedWorkers, WorkerFiles
-from etude.protocols import Resources
+from etude.protocols import Executor, Resources
 
 KIND = "workers"
 """Of the rows of metrics: one per event of a worker that joins or leaves."""
-
-
-@runtime_checkable
-class Rooms(Protocol):
-    """Where there may be room for another worker."""
-
-    async def make_room(self, part: Resources) -> None:
-        """Reserves room for a part that is to be started, however long that takes; returns at once where it
-        has some. Raises PartLostError."""
-        ...
-
-    def give_room(self, part: str) -> None:
-        """Gives back what `make_room` reserved. Does nothing where that is nothing."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -66,15 +52,15 @@ class WorkerPool:
         spawning: Callable[[Resources], Spawn[RolloutPart]],
         needs: Callable[[str], Resources],
         names: list[str],
-        rooms: Rooms,
+        executor: Executor,
         settings: ClusterConfig,
         files: WorkerFiles,
         journal: FaultJournal,
     ) -> None:
         """`names`: of the workers that are there. `spawning`: how a worker that takes those resources is
-        started, once there is room. `needs`: what the worker of a name takes."""
+        started, once `executor` has room. `needs`: what the worker of a name takes."""
         self._episodes, self._spawning, self._needs = episodes, spawning, needs
-        self._rooms, self._settings = rooms, settings
+        self._executor, self._settings = executor, settings
         self._files, self._journal = files, journal
         self._members = {name: _Member(name, is_joined=True) for name in names}
         """In the order of their joining."""
@@ -153,7 +139,7 @@ class WorkerPool:
     async def _join(self, member: _Member) -> None:
         part, began_s = self._needs(member.name), time.monotonic()
         try:
-            await self._rooms.make_room(part)
+            await self._executor.make_room(part)
             await self._episodes.join(member.name, self._spawning(part))
         except BaseException as error:
             self._forget(member)
@@ -186,7 +172,7 @@ class WorkerPool:
         self._wake.set()
 
     def _forget(self, member: _Member) -> None:
-        self._rooms.give_room(member.name)
+        self._executor.give_room(member.name)
         del self._members[member.name]
 
     def _tell(self, wanted: WantedWorkers) -> None:
