@@ -17,22 +17,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from etude.controller.training_part import TrainingPart
+from etude.inference import EngineService
 from etude.protocols import Handle
 
 _MAKES_ROOM = frozenset({"step", "publish"})
 """Calls before which the engine gives its memory back: published weights come to lie beside those that
 serve."""
-
-
-class LendingEngine(Protocol):
-    """An engine that does without most of its memory while no session is held."""
-
-    async def release_memory(self) -> None:
-        """Gives it back, and takes it again by itself. Raises SamplerError while a session is held."""
-        ...
 
 
 class ColocatedTrainer(Handle[TrainingPart]):
@@ -41,13 +34,13 @@ class ColocatedTrainer(Handle[TrainingPart]):
     An error in a step leaves both as between two steps: gradients are gone, states in host memory.
     """
 
-    def __init__(self, trainer: Handle[TrainingPart], engine: LendingEngine) -> None:
+    def __init__(self, trainer: Handle[TrainingPart], engine: EngineService) -> None:
         self.node = trainer.node
         self._trainer = trainer
         self._engine = engine
 
     @staticmethod
-    async def take_turns(trainer: Handle[TrainingPart], engine: LendingEngine) -> ColocatedTrainer:
+    async def take_turns(trainer: Handle[TrainingPart], engine: EngineService) -> ColocatedTrainer:
         """Begins with the engine's turn. Raises SamplerError while a session is held."""
         await engine.release_memory()
         await trainer.call(TrainingPart.offload_states)
