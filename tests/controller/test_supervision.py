@@ -275,29 +275,6 @@ def test_waits_double_with_failures_in_a_row_and_never_pass_their_bound(lives: l
         before = failures.wait_s
 
 
-def test_a_part_that_is_given_up_when_it_has_just_been_prepared_is_ended() -> None:
-    async def run() -> None:
-        bench = Bench()
-        is_prepared, handles = asyncio.Event(), list[Handle[Any]]()
-
-        async def prepare(handle: Handle[Any]) -> None:
-            handles.append(handle)
-            is_prepared.set()
-
-        bench.supervisor._prepare = prepare
-        async with bench.supervisor._changed:  # as of somebody who waits for it and has just been woken
-            starting = asyncio.ensure_future(bench.supervisor.start())
-            await is_prepared.wait()
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-        await bench.supervisor.close()
-        with pytest.raises(PartLostError, match="was killed"):
-            await handles[0].call(Part.pulse)
-
-    asyncio.run(run())
-
-
 def test_counts_of_earlier_sittings_go_on() -> None:
     counts = {"lost": 2, "restarted": 2}
     metrics = MemorySink()
@@ -309,7 +286,9 @@ def test_counts_of_earlier_sittings_go_on() -> None:
 
 def test_who_waits_for_any_of_several_parts_takes_one_that_is_added_meanwhile() -> None:
     async def run() -> None:
-        parts, away, other = SupervisedParts(patience_s=30.0), Bench(), Bench()
+        away, other = Bench(), Bench()
+        other.supervisor._supervision = away.health  # those of one run have it in common
+        parts = SupervisedParts[Part](away.health)
         parts.add(away.supervisor)
         waiting = asyncio.ensure_future(parts.any_ready())
         await asyncio.sleep(0.01)
@@ -321,6 +300,6 @@ def test_who_waits_for_any_of_several_parts_takes_one_that_is_added_meanwhile() 
         await waiting
         await other.supervisor.close()
         with pytest.raises(PartLostError, match="there is none of its kind"):
-            await SupervisedParts(patience_s=30.0).any_ready()
+            await SupervisedParts[Part](away.health).any_ready()
 
     asyncio.run(run())

@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from etude.config import ClusterConfig
 from etude.errors import EtudeError, PartLostError
 from etude.kit.retry import Backoff
+from etude.kit.tasks import Changes
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 
@@ -29,6 +30,7 @@ KIND = "fault"
 
 
 PartT = TypeVar("PartT", bound="Pulsing")
+T = TypeVar("T")
 
 
 class Pulsing(Protocol):
@@ -71,13 +73,16 @@ class FaultJournal:
 
 
 class Supervision:
-    """What all supervisors of a run have in common: how patient they are, where they note faults, and which
-    machines have failed so often of late that nothing should be started on them."""
+    """What all supervisors of a run have in common: how patient they are, where they note faults, when a part
+    has come up or is given up, and which machines have failed so often of late that nothing should be started
+    on them."""
 
     def __init__(self, settings: ClusterConfig, journal: FaultJournal, clock: Clock = time.monotonic) -> None:
         self.settings = settings
         self.journal = journal
-        self._clock = clock
+        self.clock = clock
+        self.changes = Changes()
+        """Of any part."""
         self._failures: dict[str, deque[float]] = {}
         self._until: dict[str, float] = {}
 
@@ -85,7 +90,7 @@ class Supervision:
         """A part on that machine failed. The machine without a name, this process's, is never avoided."""
         if not node:
             return
-        now = self._clock()
+        now = self.clock()
         failures = self._failures.setdefault(node, deque(maxlen=self.settings.quarantine_after))
         failures.append(now)
         recent = sum(now - at <= self.settings.quarantine_s for at in failures)
@@ -95,8 +100,21 @@ class Supervision:
 
     def avoided(self) -> frozenset[str]:
         """Machines in quarantine now."""
-        now = self._clock()
+        now = self.clock()
         return frozenset(node for node, until in self._until.items() if now < until)
+
+    async def wait_until(self, holds: Callable[[], bool], within_s: float | None, name: str) -> None:
+        """Waits for the change after which `holds`. Raises PartLostError where none comes in time. `name`: of
+        what is waited for."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.changes.until(holds)
+        except TimeoutError:
+            raise PartLostError(
+                f"did not come back within {within_s:.0f} s",
+                field=name,
+                fix="look at what ended it, and go on with --resume; cluster.patience_s allows longer",
+            ) from None
 
 
 @dataclass(slots=True)
@@ -133,7 +151,6 @@ class Supervisor(Generic[PartT]):
         supervision: Supervision,
         on_loss: Callable[[str], None] | None = None,
         on_pulse: Callable[[Any], None] | None = None,
-        clock: Clock = time.monotonic,
         journal: FaultJournal | None = None,
     ) -> None:
         """`on_loss`: called with the cause when the part is no longer ready. `on_pulse`: called with
@@ -144,17 +161,14 @@ class Supervisor(Generic[PartT]):
         self.failure: PartLostError | None = None
         """Why it is started no more."""
         self._spawn, self._prepare = spawn, prepare
-        self._settings, self._nodes = supervision.settings, supervision
+        self._settings, self._supervision = supervision.settings, supervision
         self._journal = journal or supervision.journal
         self._on_loss, self._on_pulse = on_loss, on_pulse
-        self._clock = clock
+        self._clock = supervision.clock
         self._failures = StartFailures(supervision.settings)
-        self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
         """Of the process at hand: set, with the cause, when it is given up."""
-        self._condemned: Handle[PartT] | None = None
-        """A process that was given up and is not killed yet."""
 
     async def start(self) -> None:
         """Starts the part for the first time. What is wrong then is raised, and not tried again, but for a
@@ -172,26 +186,44 @@ class Supervisor(Generic[PartT]):
 
     async def ready(self, within_s: float | None = None) -> Handle[PartT]:
         """The part, once it is ready. Raises PartLostError if it is started no more, or not in time."""
-        try:
-            async with asyncio.timeout(within_s), self._changed:
-                await self._changed.wait_for(lambda: self.handle is not None or self.failure is not None)
-        except TimeoutError:
-            raise PartLostError(
-                f"did not come back within {within_s:.0f} s",
-                field=self.name,
-                fix="look at what ended it, and go on with --resume; cluster.patience_s allows longer",
-            ) from None
+        await self._supervision.wait_until(
+            lambda: self.handle is not None or self.failure is not None, within_s, self.name
+        )
         if self.handle is None:
             assert self.failure is not None
             raise self.failure
         return self.handle
 
+    async def persist(self, what: str, ask: Callable[[Handle[PartT]], Awaitable[T]]) -> T:
+        """What the part answers to `ask`, though processes are lost at it. `what`: names that for people.
+
+        Raises PartLostError where the part does not come back, and where `give_up_after` processes in a row
+        were lost: it would not get on.
+        """
+        num_lost = 0
+        while True:
+            handle = await self.ready(self._settings.patience_s)
+            try:
+                return await ask(handle)
+            except PartLostError as error:
+                self.lose(handle, str(error))
+                num_lost += 1
+                if num_lost >= self._settings.give_up_after:
+                    raise PartLostError(
+                        f"its process was lost at `{what}` {num_lost} times in a row",
+                        field=self.name,
+                        received=str(error),
+                        fix="remove the cause, then continue with --resume",
+                    ) from error
+
     def lose(self, handle: Handle[PartT], cause: str) -> None:
         """Gives a process of the part up: it is killed and another one started. Does nothing if that is what
         is happening already."""
-        if handle is self.handle and self._lost is not None and not self._lost.done():
-            self.handle, self._condemned = None, handle
+        if handle is self.handle:
+            assert self._lost is not None, "made with the process"
+            self.handle = None
             self._lost.set_result(cause)
+            handle.kill()
 
     async def close(self) -> None:
         """Stops the part. Idempotent."""
@@ -199,26 +231,23 @@ class Supervisor(Generic[PartT]):
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
-        if self._condemned is not None:
-            self._condemned.kill()
         if self.handle is not None:
             handle, self.handle = self.handle, None
             await handle.stop()
 
     async def _begin(self) -> Handle[PartT]:
         """A process that is prepared, and from now on ready."""
-        handle = await self._spawn(self._nodes.avoided())
+        handle = await self._spawn(self._supervision.avoided())
         try:
             await self._prepare(handle)
-            async with self._changed:
-                self.handle = handle
-                self._lost = asyncio.get_running_loop().create_future()
-                self._changed.notify_all()
         except BaseException as error:
             handle.kill()
             if isinstance(error, EtudeError):
-                self._nodes.failed(handle.node)
+                self._supervision.failed(handle.node)
             raise
+        self.handle = handle
+        self._lost = asyncio.get_running_loop().create_future()
+        self._supervision.changes.tell()
         return handle
 
     async def _watch_over(self, handle: Handle[PartT]) -> None:
@@ -228,7 +257,7 @@ class Supervisor(Generic[PartT]):
             last, self.handle = self.handle, None
             if last is not None:
                 last.kill()
-            await self._give_up("cannot be watched over", repr(error))
+            self._give_up("cannot be watched over", repr(error))
 
     async def _keep_going(self, handle: Handle[PartT]) -> None:
         while True:
@@ -237,11 +266,10 @@ class Supervisor(Generic[PartT]):
             lost_at = self._clock()
             self.handle = None
             handle.kill()
-            self._condemned = None
             if self._on_loss is not None:
                 self._on_loss(cause)
             self._journal.note(self.name, "lost", cause, lived_s=lost_at - began)
-            self._nodes.failed(handle.node)
+            self._supervision.failed(handle.node)
             self._failures.failed(lost_at - began)
             again = await self._begin_again(cause)
             if again is None:
@@ -262,19 +290,18 @@ class Supervisor(Generic[PartT]):
                 cause = repr(error)
                 break
         self._journal.note(self.name, "given up", cause)
-        await self._give_up(f"failed {self._failures.count} times in a row", cause)
+        self._give_up(f"failed {self._failures.count} times in a row", cause)
         return None
 
-    async def _give_up(self, what: str, cause: str) -> None:
+    def _give_up(self, what: str, cause: str) -> None:
         """Raises in all that wait for the part, now or later."""
-        async with self._changed:
-            self.failure = PartLostError(
-                f"{what}, and is started no more",
-                field=self.name,
-                received=cause,
-                fix="remove the cause, then continue with --resume",
-            )
-            self._changed.notify_all()
+        self.failure = PartLostError(
+            f"{what}, and is started no more",
+            field=self.name,
+            received=cause,
+            fix="remove the cause, then continue with --resume",
+        )
+        self._supervision.changes.tell()
 
     def _note_failed_start(self, error: EtudeError) -> None:
         self._journal.note(self.name, "not started", str(error))
@@ -285,8 +312,8 @@ class Supervisor(Generic[PartT]):
         assert self._lost is not None
         beats = asyncio.ensure_future(self._beat(handle))
         try:
-            done, _ = await asyncio.wait([beats, self._lost], return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
+            await asyncio.wait([beats, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            return self._lost.result() if self._lost.done() else beats.result()
         finally:
             beats.cancel()
             await asyncio.wait([beats])  # a cancellation of ours goes through
@@ -308,18 +335,14 @@ class Supervisor(Generic[PartT]):
 class SupervisedParts(Generic[PartT]):
     """Several parts of one kind, of which some may be away. For one event loop."""
 
-    def __init__(self, patience_s: float) -> None:
-        """`patience_s`: how long `any_ready` waits."""
-        self._patience_s = patience_s
+    def __init__(self, supervision: Supervision) -> None:
+        self._supervision = supervision
         self._supervisors: dict[str, Supervisor[PartT]] = {}
-        self._added = asyncio.Event()
-        """Set, and replaced, when one more is added."""
 
     def add(self, supervisor: Supervisor[PartT]) -> None:
         """One more, which is started elsewhere or by `start`."""
         self._supervisors[supervisor.name] = supervisor
-        self._added.set()
-        self._added = asyncio.Event()
+        self._supervision.changes.tell()
 
     def remove(self, name: str) -> Supervisor[PartT] | None:
         """One less; it is closed elsewhere. None where there is none of that name."""
@@ -346,33 +369,13 @@ class SupervisedParts(Generic[PartT]):
     async def any_ready(self) -> None:
         """Waits until one is up, be it one that is added meanwhile. Raises PartLostError once none will be,
         or none is in time."""
-        clock = asyncio.get_running_loop().time
-        end_s = clock() + self._patience_s
-        while not await self._any_ready_of_these(max(0.0, end_s - clock())):
-            pass
 
-    async def _any_ready_of_these(self, within_s: float) -> bool:
-        """Whether one of those that there are has come up; False once there are others. Raises as
-        `any_ready`."""
-        added = asyncio.ensure_future(self._added.wait())
-        waiting = {asyncio.ensure_future(one.ready(within_s)) for one in self._supervisors.values()}
-        failure = PartLostError("there is none of its kind", fix="let one join")
-        left = set(waiting)
-        try:
-            while left:
-                done, _ = await asyncio.wait([added, *left], return_when=asyncio.FIRST_COMPLETED)
-                for one in done & left:
-                    error = one.exception()
-                    if error is None:
-                        return True
-                    if not isinstance(error, PartLostError):
-                        raise error
-                    failure = error
-                left -= done
-                if added.done():
-                    return False
-            raise failure
-        finally:
-            for one in (added, *waiting):
-                one.cancel()
-            await asyncio.gather(added, *waiting, return_exceptions=True)
+        def is_decided() -> bool:
+            parts = self._supervisors.values()
+            return any(one.handle for one in parts) or all(one.failure for one in parts)
+
+        patience_s, names = self._supervision.settings.patience_s, ", ".join(self._supervisors)
+        await self._supervision.wait_until(is_decided, patience_s, names)
+        if not any(one.handle for one in self._supervisors.values()):
+            missing = PartLostError("there is none of its kind", fix="let one join")
+            raise next((one.failure for one in self._supervisors.values() if one.failure), missing)

@@ -77,6 +77,27 @@ class Tasks:
             _note_error(task, self._on_error)
 
 
+class Changes:
+    """Wakes all that wait whenever something may have changed. For one event loop."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        told, self._next = self._next, asyncio.Event()
+        told.set()
+
+    async def wait(self) -> None:
+        """Waits for the next change."""
+        await self._next.wait()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits for the change after which `holds`; not at all where it does already."""
+        while not holds():
+            await self.wait()
+
+
 def start_watched(
     work: Coroutine[Any, Any, Result], on_error: OnError = lambda error: None
 ) -> asyncio.Task[Result]:

@@ -22,6 +22,7 @@ from etude.controller.clusters.board import Board, Clock, Episode, Member, Stand
 from etude.controller.clusters.intake import AnnouncedWeights, Inbox, Intake, Traffic
 from etude.controller.clusters.wire import API, RunFingerprint, order_document, version_key
 from etude.errors import ConfigError, PartLostError, StoreError
+from etude.kit.tasks import Changes
 from etude.records import PolicyVersion, Status, WeightManifest
 from etude.weights.documents import manifest_document
 
@@ -52,7 +53,7 @@ class Control:
         self._offer = offer
         self._tell_people = tell
         self._clock = clock
-        self._news = asyncio.Event()
+        self._changes = Changes()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
         self._failure: PartLostError | None = None
@@ -101,7 +102,7 @@ class Control:
 
     def _announce(self, manifest: WeightManifest) -> None:
         self._weights.announce(manifest)
-        self._tell()
+        self._changes.tell()
 
     def _order(self, episode: Episode) -> None:
         if self._failure is not None:
@@ -110,16 +111,11 @@ class Control:
             return
         episode.min_step = max(0, self._weights.step - self.settings.max_version_lag)
         self.board.add(episode)
-        self._tell()
+        self._changes.tell()
 
     def _finish(self) -> None:
         self._finished = True
-        self._tell()
-
-    def _tell(self) -> None:
-        """Wakes all who wait for something."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        self._changes.tell()
 
     async def _watch(self, left: Sequence[str]) -> None:
         """Takes back what lapses. `left`: in the trajectory store by an earlier sitting, of which no lease is
@@ -132,7 +128,7 @@ class Control:
                 await asyncio.sleep(self.settings.lease_s / 8)
                 self.board.lapse()
                 self._look_for_clusters()
-                self._tell()
+                self._changes.tell()
         except Exception as error:
             self._failure = PartLostError(f"the control API failed: {error!r}", field="clusters")
             for episode in self.board.open:
@@ -202,7 +198,7 @@ class Control:
         member = self._heard(member_id, version)
         self._note_trouble(member, trouble)
         if member.step != before:
-            self._tell()
+            self._changes.tell()
         gone = self.board.hear(member, running)
         for lease in member.leases.values():
             if lease.episode.told_tokens != lease.num_tokens:
@@ -215,10 +211,10 @@ class Control:
         there is none."""
         deadline = self._clock() + self.settings.poll_s
         while True:
-            manifest, news = self._weights.manifest, self._news
+            manifest = self._weights.manifest
             if manifest is not None and version_key(manifest.version) != known:
                 return manifest_document(manifest)
-            if not await self._wait(news, deadline, gone):
+            if not await self._wait(deadline, gone):
                 return None
 
     async def claim(self, member_id: str, version: PolicyVersion | None, most: int, gone: Gone) -> Answer:
@@ -226,9 +222,8 @@ class Control:
         member = self._heard(member_id, version)
         deadline = self._clock() + self.settings.poll_s
         while True:
-            news = self._news
             leases = [] if self._finished else self.board.claim(member, most)
-            if leases or self._finished or not await self._wait(news, deadline, gone):
+            if leases or self._finished or not await self._wait(deadline, gone):
                 break
             if member.id not in self.board.members:
                 self.board.find(member.id)
@@ -237,14 +232,14 @@ class Control:
             "finished": self._finished,
         }
 
-    async def _wait(self, news: asyncio.Event, deadline: float, gone: Gone) -> bool:
+    async def _wait(self, deadline: float, gone: Gone) -> bool:
         """Waits until something has changed; False when it is time to answer with nothing."""
         left_s = deadline - self._clock()
         if left_s <= 0 or self._finished:
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(left_s, self.settings.lease_s / 4)):
-                await news.wait()
+                await self._changes.wait()
         return not await gone()
 
     async def take_session(self, member_id: str, lease_id: str, data: bytes) -> Answer:
@@ -262,7 +257,7 @@ class Control:
         trajectory = bundle.trajectory
         if trajectory.status is Status.INFRASTRUCTURE and lease.episode.num_gives < self.settings.max_gives:
             self.board.give_back(lease, trajectory.cause)
-            self._tell()
+            self._changes.tell()
             return {"standing": "failed"}
         episode = lease.episode
         await self._intake.keep(bundle, data)
@@ -290,7 +285,7 @@ class Control:
         if lease is None or lease.member is not member:
             return {"standing": standing.value}
         self.board.give_back(lease, cause)
-        self._tell()
+        self._changes.tell()
         return {"standing": "failed"}
 
     def leave(self, member_id: str) -> Answer:
@@ -298,7 +293,7 @@ class Control:
         member = self.board.members.get(member_id)
         if member is not None:
             self.board.leave(member)
-            self._tell()
+            self._changes.tell()
         return {}
 
     def figures(self) -> dict[str, float]:

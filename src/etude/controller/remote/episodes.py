@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from etude.agent.recording import KeepRoutes
 from etude.controller.remote.fleet import EngineFleet, check_build
+from etude.controller.remote.patient import EngineTable
 from etude.controller.remote.rollout_part import (
     DoneEpisode,
     Progress,
@@ -47,10 +48,8 @@ class _Worker:
     """Sessions it runs, by ticket, and who wants to know how far they are."""
     times: EnvironmentTimes = field(default_factory=EnvironmentTimes)
     """Of the process, as far as it has reported."""
-    engines_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while there is something to tell the process of the engines."""
     telling: asyncio.Task[None] | None = None
-    """Tells it."""
+    """Tells the process of the engines."""
     is_leaving: bool = False
     """Whether it gets no more sessions."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,11 +78,10 @@ class RemoteEpisodes(Player):
         self._past = EnvironmentTimes()
         """Of processes that are gone, and what was learned of sessions without one."""
         self._tidying = Tasks()
-        self._supervised = SupervisedParts[RolloutPart](self._settings.patience_s)
+        self._supervised = SupervisedParts[RolloutPart](supervision)
         self._workers: dict[str, _Worker] = {}
         for name, spawn in spawns.items():
             self._add(name, spawn)
-        fleet.watch(self._note_engines)
 
     async def start(self) -> None:
         """Starts all workers. Raises what any of them raises."""
@@ -241,10 +239,10 @@ class RemoteEpisodes(Player):
         async def prepare(handle: Handle[RolloutPart]) -> None:
             build, client = await handle.call(RolloutPart.begin)
             check_build(build, self._build, name)
-            worker.engines_changed.clear()
-            await handle.call(RolloutPart.follow, self._fleet.table())
+            table = self._fleet.table()
+            await handle.call(RolloutPart.follow, table)
             worker.client, worker.times = client, EnvironmentTimes()
-            worker.telling = asyncio.create_task(self._tell_of_engines(worker, handle))
+            worker.telling = asyncio.create_task(self._tell_of_engines(worker, handle, table))
 
         def leave(cause: str) -> None:
             self._part_from(worker)
@@ -279,18 +277,15 @@ class RemoteEpisodes(Player):
         if client:
             self._tidying.start(self._fleet.forget(client))
 
-    def _note_engines(self) -> None:
-        """The fleet's engines have changed: sends the workers a list of them."""
-        for worker in self._workers.values():
-            worker.engines_changed.set()
-
-    async def _tell_of_engines(self, worker: _Worker, handle: Handle[RolloutPart]) -> None:
-        """Sends a worker's process every newer table, until it is gone."""
+    async def _tell_of_engines(
+        self, worker: _Worker, handle: Handle[RolloutPart], table: EngineTable
+    ) -> None:
+        """Sends a worker's process, which has `table`, every newer one, until it is gone."""
         try:
             while True:
-                await worker.engines_changed.wait()
-                worker.engines_changed.clear()
-                await handle.call(RolloutPart.follow, self._fleet.table())
+                await self._fleet.changes.until(lambda: self._fleet.table() != table)  # noqa: B023
+                table = self._fleet.table()
+                await handle.call(RolloutPart.follow, table)
         except Exception as error:  # gone, or failed as it never should: the next one may do better
             worker.supervisor.lose(handle, f"could not be sent the engines: {error}")
 

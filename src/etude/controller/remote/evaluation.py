@@ -19,7 +19,6 @@ from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.fleet import check_build
 from etude.controller.supervision import Spawn, Supervision, Supervisor
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.errors import PartLostError
 from etude.evaluation import evaluate_policy
 from etude.inference.exchange import Build
 from etude.observe import MetricSink, Observer
@@ -109,7 +108,7 @@ class EvaluationBeside:
         training."""
         self._build, self._tasks = build, tasks
         self._every_steps, self._serving = every_steps, serving
-        self._settings, self._journal = supervision.settings, supervision.journal
+        self._journal = supervision.journal
         self._metrics, self._observer = metrics, observer
         self._supervisor = Supervisor(KIND, spawn, self._prepare, supervision)
         self._judging: asyncio.Task[None] | None = None
@@ -150,24 +149,13 @@ class EvaluationBeside:
 
     async def _judge(self, manifest: WeightManifest, wall_s: float) -> None:
         try:
-            judged = await self._judged(manifest)
+            judged = await self._supervisor.persist(
+                "judge", lambda handle: handle.call(EvaluationPart.judge, manifest, self._tasks)
+            )
         except Exception as error:  # whatever it is: the next one may go better
             self._journal.note(KIND, "evaluation failed", f"{manifest.version}: {error or repr(error)}")
         else:
             self._write_down(judged, wall_s)
-
-    async def _judged(self, manifest: WeightManifest) -> Judged:
-        """What becomes of a version. Raises PartLostError where no process lives long enough."""
-        num_lost = 0
-        while True:
-            handle = await self._supervisor.ready(self._settings.patience_s)
-            try:
-                return await handle.call(EvaluationPart.judge, manifest, self._tasks)
-            except PartLostError as error:
-                self._supervisor.lose(handle, str(error))
-                num_lost += 1
-                if num_lost >= self._settings.give_up_after:
-                    raise
 
     def _write_down(self, judged: Judged, wall_s: float) -> None:
         values = {

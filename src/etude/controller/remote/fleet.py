@@ -7,8 +7,7 @@ none of them up waits for one. So a lost engine costs its sessions time, and not
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from etude.controller.remote.engines import NO_USAGE, EngineProcess, RemoteEngine, Usage, bring_to, sum_usage
 from etude.controller.remote.patient import EngineEntry, EngineTable, PatientSampler
@@ -16,6 +15,7 @@ from etude.controller.supervision import FaultJournal, Spawn, SupervisedParts, S
 from etude.errors import ConfigError, InfrastructureError, PartLostError, StoreError, WeightUpdateError
 from etude.inference import EngineCounters, ServiceTimes
 from etude.inference.exchange import Build
+from etude.kit.tasks import Changes
 from etude.protocols import Handle, KvPolicy
 from etude.records import PolicyVersion, WeightManifest
 from etude.weights import check_staged
@@ -39,9 +39,9 @@ class EngineFleet(PatientSampler):
         self._staged_by: set[Handle[EngineProcess]] = set()
         self._past = NO_USAGE
         """What lost processes had done when they last said so."""
-        self._num_changes = 0
-        self._watchers: list[Callable[[], None]] = []
-        self._supervised = SupervisedParts[EngineProcess](self._settings.patience_s)
+        self.changes = Changes()
+        """Of `table`."""
+        self._supervised = SupervisedParts[EngineProcess](supervision)
         for name, spawn in spawns.items():
             self._supervised.add(self._supervisor(name, spawn))
 
@@ -171,18 +171,13 @@ class EngineFleet(PatientSampler):
 
     # ---- for who samples elsewhere ----------------------------------------------------------------
 
-    def watch(self, watcher: Callable[[], None]) -> None:
-        """Calls `watcher` whenever `table` has changed."""
-        self._watchers.append(watcher)
-
     def table(self) -> EngineTable:
         """The engines that serve something now, for a FollowingSampler."""
-        entries = {
+        return {
             name: EngineEntry(engine.handle, engine.process, version)
             for name, engine in self._engines.items()
             if engine.handle is not None and (version := engine.current()) is not None
         }
-        return EngineTable(self._num_changes, entries)
 
     async def forget(self, client: str) -> None:
         """A worker's process of that name is gone: engines end what it had asked of them. One that cannot
@@ -196,39 +191,23 @@ class EngineFleet(PatientSampler):
 
     def engine_ready(self, name: str, version: PolicyVersion) -> None:
         super().engine_ready(name, version)
-        self._note_change()
+        self.changes.tell()
 
     def engine_away(self, name: str) -> None:
         super().engine_away(name)
-        self._note_change()
-
-    def _note_change(self) -> None:
-        self._num_changes += 1
-        for watcher in self._watchers:
-            watcher()
+        self.changes.tell()
 
     # ---- processes ------------------------------------------------------------------------------
 
     def _supervisor(
         self, name: str, spawn: Spawn[EngineProcess], journal: FaultJournal | None = None
     ) -> Supervisor[EngineProcess]:
-        engine = self._engines.get(name)
-        if engine is None:
-            engine = RemoteEngine(name, self._lose)
-            self.add_engine(engine)
-        return Supervisor(
-            name,
-            spawn,
-            self._preparing(engine),
-            self._supervision,
-            on_loss=self._leaving(engine),
-            on_pulse=self._hearing(engine),
-            journal=journal,
-        )
+        if name not in self._engines:
+            self.add_engine(RemoteEngine(name, self._lose))
+        engine = self._engines[name]
 
-    def _preparing(self, engine: RemoteEngine) -> Callable[[Handle[EngineProcess]], Any]:
         async def prepare(handle: Handle[EngineProcess]) -> None:
-            check_build(await handle.call(EngineProcess.begin), self._build, engine.name)
+            check_build(await handle.call(EngineProcess.begin), self._build, name)
             served: PolicyVersion | None = None
             # Another version may come into service while this one is fetched.
             while (manifest := self._serving) is not None and manifest.version != served:
@@ -236,21 +215,15 @@ class EngineFleet(PatientSampler):
                 served = manifest.version
             engine.connect(handle, served)
             if served is not None:
-                self.engine_ready(engine.name, served)
+                self.engine_ready(name, served)
 
-        return prepare
-
-    def _hearing(self, engine: RemoteEngine) -> Callable[[Usage], None]:
-        def hear(usage: Usage) -> None:
-            engine.usage = usage
-
-        return hear
-
-    def _leaving(self, engine: RemoteEngine) -> Callable[[str], None]:
         def leave(cause: str) -> None:
             self._part_from(engine, cause)
 
-        return leave
+        def hear(usage: Usage) -> None:
+            engine.usage = usage
+
+        return Supervisor(name, spawn, prepare, self._supervision, leave, hear, journal)
 
     def _part_from(self, engine: RemoteEngine, cause: str) -> None:
         """Its process is gone, or about to be."""

@@ -176,13 +176,8 @@ class EngineEntry:
     version: PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTable:
-    """The engines that serve something, by name."""
-
-    number: int
-    """Higher than that of any earlier table."""
-    engines: Mapping[str, EngineEntry]
+EngineTable = Mapping[str, EngineEntry]
+"""The engines that serve something, by name."""
 
 
 class FollowingSampler(PatientSampler):
@@ -193,25 +188,24 @@ class FollowingSampler(PatientSampler):
         request waits for an engine."""
         super().__init__(patience_s)
         self._client = client
-        self._table = EngineTable(-1, {})
+        self._table: EngineTable = {}
         self._processes: dict[str, int] = {}
         """Engine -> which of its processes it was last connected to."""
 
     def follow(self, table: EngineTable) -> None:
-        """Goes on with the engines of `table`, unless a newer one has come before it."""
-        if table.number > self._table.number:
-            self._table = table
-            self.reconnect()
+        """Goes on with the engines of `table`."""
+        self._table = table
+        self.reconnect()
 
     def reconnect(self) -> None:
         """Brings what is connected in line with the table; engines that only this process lost are tried
         again."""
         for name, engine in self._engines.items():
-            entry = self._table.engines.get(name)
+            entry = self._table.get(name)
             if entry is None or entry.process != self._processes.get(name):
                 engine.disconnect("it has left")
                 self.engine_away(name)
-        for name, entry in self._table.engines.items():
+        for name, entry in self._table.items():
             if name not in self._engines:
                 self.add_engine(RemoteEngine(name, self._lost, self._client))
             engine = self._engines[name]

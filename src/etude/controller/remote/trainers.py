@@ -25,7 +25,7 @@ from etude.controller.ranks import Routes, routes_of
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.supervision import Spawn, Supervision, Supervisor
 from etude.controller.training_part import TrainingPart, TrainingPaths
-from etude.errors import CheckpointError, PartLostError
+from etude.errors import CheckpointError
 from etude.observe import MemorySink, MetricRow, MetricSink, Observer, RecordingObserver
 from etude.protocols import Handle
 from etude.records import Group, PolicyVersion
@@ -152,7 +152,10 @@ class SupervisedTrainer(Handle[TrainingPart]):
             if method == "step":
                 groups: Sequence[Group] = arguments[0]
                 arguments = (groups, routes_of(groups, self._fetch_routes))
-            reply = await self._persist(method, arguments)
+            reply = await self._supervisor.persist(
+                method, lambda handle: handle.call(RemoteTrainingPart.do, method, *arguments)
+            )
+            self._write_down(reply)
             self._version = reply.version
             self._is_published = method == "publish" or (self._is_published and method != "step")
             if method == "step":
@@ -171,26 +174,6 @@ class SupervisedTrainer(Handle[TrainingPart]):
         """See Handle.kill: the process is; another takes its place."""
         if self._supervisor.handle is not None:
             self._supervisor.lose(self._supervisor.handle, "was killed")
-
-    async def _persist(self, method: str, arguments: tuple[Any, ...]) -> Reply:
-        num_lost = 0
-        while True:
-            handle = await self._supervisor.ready(self._settings.patience_s)
-            try:
-                reply = await handle.call(RemoteTrainingPart.do, method, *arguments)
-            except PartLostError as error:
-                self._supervisor.lose(handle, str(error))
-                num_lost += 1
-                if num_lost >= self._settings.give_up_after:
-                    raise PartLostError(
-                        f"its process was lost at `{method}` {num_lost} times in a row",
-                        field="trainer",
-                        received=str(error),
-                        fix="remove the cause, then continue with --resume",
-                    ) from error
-            else:
-                self._write_down(reply)
-                return reply
 
     def _write_down(self, reply: Reply) -> None:
         for row in reply.rows:
