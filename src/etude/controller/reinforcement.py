@@ -32,7 +32,7 @@ from etude.records import Group, Trajectory
 from etude.rollout import Collected, Collector, ContinuousCollector, GroupCollector
 from etude.rollout.curriculum import CollectorState, TaskSource
 from etude.rollout.pricing import measure_price
-from etude.store.blobs import Blobs
+from etude.store.blobs import Blobs, blobs_of
 from etude.store.trajectories import TrajectoryLog
 
 KIND = "rl"
@@ -208,7 +208,7 @@ class ReinforcementLoop:
         self._report(step, batch, trained)
         if self._gate is not None:
             self._gate.judge_sampled(trained, step)
-        _discard_routes(self._blobs, batch.collected.trajectories)
+        self._discard_blobs(batch.collected.trajectories)
 
     async def _validate(self, step: int) -> None:
         """Plays validation tasks where it is time to, and sets the weight of the price by what they show."""
@@ -218,12 +218,16 @@ class ReinforcementLoop:
         self.utilisation.enter("wait")
         sessions = await validation.play()
         check_infrastructure(sessions)
-        _discard_routes(self._blobs, sessions)
+        self._discard_blobs(sessions)
         pass_rate, price = measure_price(sessions, validation.reward)
         state = self._committed.price.after(pass_rate, price, validation.reward.price.max_fall)
         self._committed.price = self._collector.state.price = state
         values = {"validation_pass_rate": pass_rate, "validation_price": price, "price_weight": state.weight}
         self._metrics.write(PRICE_KIND, step, {**values, "wall_s": self._stop.elapsed_s})
+
+    def _discard_blobs(self, trajectories: Sequence[Trajectory]) -> None:
+        for ref in (ref for trajectory in trajectories for ref in blobs_of(trajectory)):
+            self._blobs.discard(ref)
 
     def _account(self, batch: Batch, trained: Mapping[str, float]) -> None:
         self.times.rollout_s += batch.rollout_s
@@ -291,13 +295,6 @@ def overlaps_publication(config: RunConfig) -> bool:
     """Whether new weights come into service while the next step is taken. Where trainer and engine take turns
     a step leaves nothing beside it that could go on."""
     return config.is_apart and config.rl.max_staleness > 0 and config.rl.overlap_publication
-
-
-def _discard_routes(blobs: Blobs, trajectories: Sequence[Trajectory]) -> None:
-    for trajectory in trajectories:
-        for segment in trajectory.segments:
-            if segment.routes is not None:
-                blobs.discard(segment.routes)
 
 
 def _count_verdict(groups: Sequence[Group], *, passed: bool) -> int:

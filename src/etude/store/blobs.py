@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from etude.errors import StoreError
 from etude.kit.durable import make_directory, write_bytes
-from etude.records import BlobRef
+from etude.records import BlobRef, Trajectory
 
 FILE_URL = re.compile(r"file:([0-9a-f]{2}/[0-9a-f]{32}\.bin)")
 
@@ -112,6 +112,12 @@ class KeptBlobs(FileBlobs):
 
     def discard(self, ref: BlobRef) -> None:
         """Keeps the array: later training on the run's trajectories needs it."""
+
+
+def blobs_of(trajectory: Trajectory) -> list[BlobRef]:
+    """References to the arrays of a trajectory that are kept elsewhere."""
+    refs = (ref for segment in trajectory.segments for ref in (segment.routes, segment.support))
+    return [ref for ref in refs if ref is not None]
 
 
 Blobs = MemoryBlobs | KeptBlobs

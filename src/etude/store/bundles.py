@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -95,7 +96,7 @@ class Bundle:
         return replace(self.trajectory, segments=tuple(segments))
 
 
-def unpack_trajectory(data: bytes, max_bytes: int) -> Bundle:
+def unpack_trajectory(data: bytes, max_bytes: int = sys.maxsize) -> Bundle:
     """What `pack_trajectory` packed, at most `max_bytes` of it. Raises StoreError for anything else."""
     start = len(MAGIC) + _DIGEST_BYTES
     if not data.startswith(MAGIC) or len(data) < start:

@@ -4,9 +4,9 @@
               <─trajectory, routes kept──┘ <──── packed episode
 
 A worker that dies takes its sessions with it: they begin anew with another, under the same names. Routes come
-with the trajectory, through Ray, whose object store is a cache; they are written down here, durably where the
-run keeps them, before anybody reads the trajectory. So a run has one writer, no worker needs to see the
-run's directory, and what a cancelled or a lost session sampled leaves nothing behind.
+with the trajectory, packed as clusters pack it; they are written down here, durably where the run keeps them,
+before anybody reads the trajectory. So a run has one writer, no worker needs to see the run's directory, and
+what a cancelled or a lost session sampled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,27 +14,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from etude.agent.recording import KeepRoutes
 from etude.controller.remote.fleet import EngineFleet, check_build
 from etude.controller.remote.patient import EngineTable
-from etude.controller.remote.rollout_part import (
-    DoneEpisode,
-    Progress,
-    RolloutPart,
-    routes_of,
-)
+from etude.controller.remote.rollout_part import DoneEpisode, Progress, RolloutPart
 from etude.controller.supervision import Spawn, SupervisedParts, Supervision, Supervisor
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.runners import EnvironmentTimes, Order, Player, add_times, latest_times
-from etude.errors import InfrastructureError, PartLostError, StoreError
+from etude.errors import InfrastructureError, PartLostError
 from etude.inference.exchange import Build
 from etude.kit.tasks import Tasks
 from etude.protocols import Handle, Sampler, TokenTally
-from etude.records import BlobRef, Status, Trajectory
+from etude.records import Status, Trajectory
+from etude.store.bundles import unpack_trajectory
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +166,7 @@ class RemoteEpisodes(Player):
         assert handle is not None, "it was up just now"
         worker.tallies[ticket] = tally
         try:
-            packed = await handle.call(RolloutPart.run, ticket, order)
+            done = await handle.call(RolloutPart.run, ticket, order)
         except PartLostError as error:
             worker.supervisor.lose(handle, str(error))
             raise
@@ -182,12 +177,11 @@ class RemoteEpisodes(Player):
             del worker.tallies[ticket]
             if worker.is_leaving and not worker.tallies:
                 worker.idle.set()
-        if packed is None and worker.is_leaving:
+        if done is None and worker.is_leaving:
             worker.num_handed_on += 1
             return None
-        if packed is None:  # somebody in its process ended the session: the process is ending
+        if done is None:  # somebody in its process ended the session: the process is ending
             raise PartLostError("ended the session", field=worker.supervisor.name)
-        done: DoneEpisode = pickle.loads(packed)
         worker.times = latest_times(worker.times, done.times)
         if tally is not None:
             tally.tally(done.num_tokens)
@@ -205,18 +199,9 @@ class RemoteEpisodes(Player):
         await asyncio.shield(self._tidying.start(cancel()))
 
     def _keep(self, done: DoneEpisode) -> ForkedEpisode:
-        """Keeps the routes for the run, and has the trajectories name them as they are kept."""
-        kept: dict[str, BlobRef] = {}
-        episode = done.episode
-        for ref in routes_of((episode.trajectory, *episode.siblings)):
-            if ref.url not in kept:
-                kept[ref.url] = self._keep_routes(done.routes[ref.url])
-                if kept[ref.url].digest != ref.digest:
-                    raise StoreError(
-                        "routes were damaged on their way here", field="routes", received=ref.digest
-                    )
-        siblings = tuple(_with_routes(one, kept) for one in episode.siblings)
-        return replace(episode, trajectory=_with_routes(episode.trajectory, kept), siblings=siblings)
+        """Keeps the arrays for the run, and has the trajectories name them as they are kept."""
+        first, *siblings = (unpack_trajectory(one).settle(self._keep_routes) for one in done.bundles)
+        return ForkedEpisode(first, tuple(siblings), done.origin, done.refused)
 
     async def _hand_on(self, worker: _Worker) -> None:
         """Ends what a worker that leaves still runs; its sessions begin anew elsewhere."""
@@ -293,11 +278,3 @@ class RemoteEpisodes(Player):
         if worker.telling is not None:
             worker.telling.cancel()
             worker.telling = None
-
-
-def _with_routes(trajectory: Trajectory, kept: Mapping[str, BlobRef]) -> Trajectory:
-    segments = tuple(
-        one if one.routes is None else replace(one, routes=kept[one.routes.url])
-        for one in trajectory.segments
-    )
-    return replace(trajectory, segments=segments)

@@ -10,25 +10,22 @@ One call a session, however many turns it has: what its turns cost is paid here.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-from numpy.typing import NDArray
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.remote.patient import EngineTable, FollowingSampler
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.environment.fork_groups import ForkedEpisode
+from etude.environment.fork_groups import Refused
 from etude.environment.member import MemberSampler
 from etude.environment.runners import EnvironmentTimes, Order
 from etude.inference.exchange import Build
 from etude.kit.tasks import end_tasks
-from etude.records import BlobRef, Trajectory
-from etude.store.blobs import MemoryBlobs
+from etude.records import GroupOrigin
+from etude.store.blobs import MemoryBlobs, blobs_of
+from etude.store.bundles import pack_trajectory
 from etude.tokens.tokenizer import Tokenizer
 
 
@@ -36,9 +33,12 @@ from etude.tokens.tokenizer import Tokenizer
 class DoneEpisode:
     """What came of an order."""
 
-    episode: ForkedEpisode
-    routes: Mapping[str, NDArray[Any]]
-    """Expert routes, by the url that segments name them with."""
+    bundles: tuple[bytes, ...]
+    """The session and those that left it in its middle, packed: arrays by themselves would stay in Ray's
+    object store for as long as anybody holds the trajectory, and fill it."""
+    origin: GroupOrigin | None
+    refused: Refused | None
+    """See ForkedEpisode."""
     num_tokens: int
     """That were sampled, those of failed attempts included."""
     times: EnvironmentTimes
@@ -67,7 +67,7 @@ class RolloutPart:
         self._blobs = MemoryBlobs()
         self._sampler = FollowingSampler(self._client, config.cluster.patience_s)
         self._environment = Environment.of_run(config, tokenizer, self._backend, limits, self._blobs.put)
-        self._sessions: dict[int, asyncio.Task[ForkedEpisode]] = {}
+        self._sessions: dict[int, asyncio.Task[DoneEpisode]] = {}
         self._views: dict[int, MemberSampler] = {}
         self._cancelled: set[int] = set()
         """Tickets that were cancelled before they arrived."""
@@ -85,20 +85,19 @@ class RolloutPart:
         self._sampler.reconnect()
         return Progress({ticket: view.num_tokens for ticket, view in self._views.items()}, self._times())
 
-    async def run(self, ticket: int, order: Order) -> bytes | None:
-        """The DoneEpisode, pickled: arrays by themselves would stay in Ray's object store for as long as
-        anybody holds the trajectory, and fill it. None if it was cancelled."""
+    async def run(self, ticket: int, order: Order) -> DoneEpisode | None:
+        """Plays a session; None if it was cancelled."""
         if ticket in self._cancelled:
             self._cancelled.discard(ticket)
             return None
         view = self._views[ticket] = MemberSampler(self._sampler, holds=False)
-        session = self._sessions[ticket] = asyncio.create_task(self._environment.play(order, view))
+        session = self._sessions[ticket] = asyncio.create_task(self._play(order, view))
         try:
             await asyncio.wait([session])
         finally:
             session.cancel()  # it has ended, unless nobody waits for it any more
             del self._sessions[ticket], self._views[ticket]
-        return None if session.cancelled() else self._pack(session.result(), view.num_tokens)
+        return None if session.cancelled() else session.result()
 
     async def cancel(self, ticket: int) -> int:
         """Ends a session, and returns once it has tidied up; how many tokens it had sampled."""
@@ -117,19 +116,13 @@ class RolloutPart:
         await self._environment.close()
         await self._backend.close()
 
-    def _pack(self, episode: ForkedEpisode, num_tokens: int) -> bytes:
-        routes: dict[str, NDArray[Any]] = {}
-        for ref in routes_of((episode.trajectory, *episode.siblings)):
-            routes[ref.url] = self._blobs.get(ref)
-        done = DoneEpisode(episode, routes, num_tokens, self._times())
-        for ref in routes_of((episode.trajectory, *episode.siblings)):
+    async def _play(self, order: Order, view: MemberSampler) -> DoneEpisode:
+        episode = await self._environment.play(order, view)
+        played = (episode.trajectory, *episode.siblings)  # which may name the same arrays
+        bundles = [await asyncio.to_thread(pack_trajectory, one, self._blobs.get) for one in played]
+        for ref in (ref for one in played for ref in blobs_of(one)):
             self._blobs.discard(ref)
-        return pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL)
+        return DoneEpisode(tuple(bundles), episode.origin, episode.refused, view.num_tokens, self._times())
 
     def _times(self) -> EnvironmentTimes:
         return replace(self._environment.times, num_moved=self._sampler.num_moved)
-
-
-def routes_of(trajectories: Iterable[Trajectory]) -> list[BlobRef]:
-    """References to expert routes, each as often as a segment names it."""
-    return [s.routes for one in trajectories for s in one.segments if s.routes is not None]
