@@ -35,7 +35,7 @@ from etude.kit.tasks import end_tasks
 from etude.observe import Observer
 from etude.protocols import KvPolicy, Sampler, WeightSink
 from etude.records import TrajectoryId
-from etude.store.blobs import MemoryBlobs
+from etude.store.blobs import MemoryBlobs, blobs_of
 from etude.store.bundles import pack_trajectory
 from etude.weights import Subscriber
 from etude.weights.documents import manifest_of
@@ -163,8 +163,12 @@ class SamplingCluster:
         supplied = asyncio.create_task(self._supply.watch(self._say))
         claiming = asyncio.create_task(self._claim())
         over, asked = (asyncio.create_task(event.wait()) for event in (self._over, draining))
+        lost: WeightsLostError | None = None
         try:
-            lost = await _lost_weights({beating, following, supplied, claiming, over, asked})
+            try:
+                await _until_first({beating, following, supplied, claiming, over, asked})
+            except WeightsLostError as error:
+                lost = error  # what runs may finish
             await end_tasks(claiming)
             if not self._over.is_set():
                 self._say(f"{len(self._sessions)} sessions may finish")
@@ -338,10 +342,8 @@ class SamplingCluster:
         try:
             data = await asyncio.to_thread(pack_trajectory, trajectory, blobs.get)
         finally:
-            for segment in trajectory.segments:
-                for ref in (segment.routes, segment.support):
-                    if ref is not None:
-                        blobs.discard(ref)
+            for ref in blobs_of(trajectory):
+                blobs.discard(ref)
         if len(data) > self._terms.max_bytes:
             raise StoreError(
                 "the session is larger than the run takes",
@@ -379,15 +381,6 @@ class SamplingCluster:
         for task in tasks:
             task.cancel()
         return tasks
-
-
-async def _lost_weights(tasks: set[asyncio.Task[Any]]) -> WeightsLostError | None:
-    """Waits until one of them ends; raises what it raised, or returns that no weights come."""
-    try:
-        await _until_first(tasks)
-    except WeightsLostError as error:
-        return error
-    return None
 
 
 async def _until_first(tasks: set[asyncio.Task[Any]], timeout_s: float | None = None) -> None:
