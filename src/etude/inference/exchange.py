@@ -51,6 +51,12 @@ class Build:
         """This process's."""
         return Build(platform.machine(), sys.byteorder, versions(), model.model_dump_json())
 
+    @property
+    def parts(self) -> dict[str, str]:
+        """All of it by name, for people."""
+        packages = {f"version of {name}": version for name, version in self.versions.items()}
+        return {"machine": self.machine, "byte order": self.byte_order, **packages, "model": self.model}
+
 
 class Exchange:
     """One client's side of a sampler. For one event loop."""

@@ -64,7 +64,8 @@ async def sample(
     with contextlib.suppress(UnavailableError):  # a relay that is not up yet; a wrong token stays wrong
         await unless(draining, asyncio.to_thread(check_reading, config.weights))
     async with open_site(config, tokenizer, model, name) as site:
-        _check_alike(site.fingerprint, run["fingerprint"], name)
+        # The run would refuse it, too: it would play other sessions.
+        RunFingerprint(run["fingerprint"]).check(site.fingerprint.parts, name)
         cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s, mark)
         await cluster.play(draining)
     return cluster.counts
@@ -141,11 +142,6 @@ def take_over(
     config, tokenizer = settle_numerics(config), Tokenizer.load(directory)
     model = SampledModel.configured(config, tokenizer)
     return config, tokenizer, dataclasses.replace(model, vocab_size=vocab_size)
-
-
-def _check_alike(own: RunFingerprint, of_run: Mapping[str, str], name: str) -> None:
-    """Raises ConfigError where this cluster would play other sessions: the run would refuse it, too."""
-    RunFingerprint(of_run).check(own.parts, name)
 
 
 @contextlib.asynccontextmanager

@@ -46,13 +46,10 @@ class RunFingerprint:
     @staticmethod
     def of(config: RunConfig, renderer: Renderer) -> RunFingerprint:
         """This process's, under a settled configuration."""
-        build = Build.here(config.model)
         sandbox = config.sandbox.model_dump_json(exclude=_LOCAL_SANDBOX)
         return RunFingerprint(
             {
-                "machine": f"{build.machine} {build.byte_order}",
-                **{f"version of {name}": version for name, version in build.versions.items()},
-                "model": build.model,
+                **Build.here(config.model).parts,
                 "tokenizer": renderer.tokenizer.digest,
                 "template": renderer.template_digest,
                 "tools": schemas_digest(renderer.grammar.tools),

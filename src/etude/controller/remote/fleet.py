@@ -239,21 +239,13 @@ class EngineFleet(PatientSampler):
 def check_build(found: Build, wanted: Build, name: str) -> None:
     """Raises ConfigError where an engine's process is not what the trainer's is: it would compute other
     values, or could not take its weights."""
-    if found == wanted:
+    pairs = [(name, mine, found.parts.get(name)) for name, mine in wanted.parts.items()]
+    differing = [f"{name}: {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+    if not differing:
         return
-    differing = {
-        key: f"{mine} here, {theirs} there"
-        for key, mine, theirs in (
-            ("machine", wanted.machine, found.machine),
-            ("byte order", wanted.byte_order, found.byte_order),
-            *((n, v, found.versions.get(n)) for n, v in wanted.versions.items()),
-            ("model", wanted.model, found.model),
-        )
-        if mine != theirs
-    }
     raise ConfigError(
         "is built otherwise than the run's own process",
         field=name,
-        received=", ".join(f"{key}: {text}" for key, text in differing.items()),
+        received=", ".join(differing),
         fix="install the same versions on machines of the same kind",
     )
