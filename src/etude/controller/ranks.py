@@ -55,6 +55,28 @@ def routes_of(groups: Sequence[Group], fetch: RouteFetcher) -> Routes:
     return {s.routes.url: fetch(s.routes) for s in segments if s.routes is not None}
 
 
+class StepRoutes:
+    """The expert routes that came with the step at hand."""
+
+    def __init__(self) -> None:
+        self._routes: Routes = {}
+
+    @contextlib.contextmanager
+    def given(self, routes: Routes) -> Iterator[None]:
+        """Within it the step goes on that these came with."""
+        self._routes = routes
+        try:
+            yield
+        finally:
+            self._routes = {}
+
+    def fetch(self, ref: BlobRef) -> NDArray[Any]:
+        """Raises StoreError for those that did not come."""
+        if ref.url not in self._routes:
+            raise StoreError("these routes did not come with the step", field="routes", received=ref.url)
+        return self._routes[ref.url]
+
+
 class OnlyHere(Generic[T]):
     """Something that does not travel: on every other rank it holds None."""
 
@@ -180,14 +202,14 @@ class RankTrainer(Rank[RlTrainer]):
         """`model` and `weights`: the first rank's, which all start from and which it publishes to."""
         own = plan.model.place(model, ranks)
         self._weights = _open_weights(plan.weights, weights.value, ranks)
-        self._routes: Routes = {}
+        self._routes = StepRoutes()
         keep, config = plan.config.optimizer.keep_offending, plan.config
         trainer = RlTrainer(
             own,
             config,
             plan.lineage,
             self._weights,
-            self._fetch_routes,
+            self._routes.fetch,
             ranks=ranks,
             offending=OffendingBatches(plan.offending, keep, ranks.peers.rank),
             **plan.options,
@@ -195,21 +217,13 @@ class RankTrainer(Rank[RlTrainer]):
         super().__init__(trainer, asynchronous=plan.asynchronous)
 
     def step(self, groups: Sequence[Group], routes: Routes) -> Mapping[str, float]:
-        self._routes = routes
-        try:
+        with self._routes.given(routes):
             return self.trainer.step(groups)
-        finally:
-            self._routes = {}
 
     def flush(self) -> None:
         """Waits until what was published is committed."""
         if isinstance(self._weights, StoreWeights):
             self._weights.flush()
-
-    def _fetch_routes(self, ref: BlobRef) -> NDArray[Any]:
-        if ref.url not in self._routes:
-            raise StoreError("the first rank has no such routes", field="routes", received=ref.url)
-        return self._routes[ref.url]
 
 
 class RankedTrainer(Ranked[RlTrainer, RankTrainer]):

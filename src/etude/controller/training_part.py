@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from etude.agent import open_renderer
 from etude.config import RunConfig
-from etude.controller.ranks import Routes, open_trainer
+from etude.controller.ranks import Routes, StepRoutes, open_trainer
 from etude.controller.thread_choice import ThreadChoice
-from etude.errors import CheckpointError, StoreError
+from etude.errors import CheckpointError
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.model.peft import save_peft
 from etude.observe import MetricSink, Observer
-from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
+from etude.records import Group, PolicyVersion, Scores, WeightManifest
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import RlTrainer, save_checkpoint
 from etude.training.checkpoints import CheckpointKeeper
@@ -60,15 +60,14 @@ class TrainingPart:
         self._paths = paths
         self._tokenizer = tokenizer
         self._observer = observer
-        self._fetch_routes = fetch_routes or self._given_route
-        self._routes: Routes = {}
+        self._routes = StepRoutes()
         with contextlib.ExitStack() as stack:
             self._trainer = stack.enter_context(
                 open_trainer(
                     cast(LanguageModel, model),  # any architecture learns through the same packed scoring
                     config,
                     weights,
-                    self._fetch_routes,
+                    fetch_routes or self._routes.fetch,
                     paths.offending,
                     feedback=open_feedback(config.rl.feedback, open_renderer(tokenizer, config.agent)),
                 )
@@ -98,11 +97,8 @@ class TrainingPart:
 
     def step(self, groups: Sequence[Group], routes: Routes | None = None) -> Mapping[str, float]:
         """See Trainer.step. `routes`: of the groups, where they come from another process."""
-        self._routes = routes or {}
-        try:
+        with self._routes.given(routes or {}):
             return self._threads.step(lambda: self._trainer.step(groups))
-        finally:
-            self._routes = {}
 
     def offload_states(self) -> None:
         """See RlTrainer.offload_states. Of one rank only."""
@@ -154,8 +150,3 @@ class TrainingPart:
             save_peft(self._trainer.adapters, self._trainer.whole_model(), directory, base)
         except CheckpointError as error:
             self._observer.say(f"no adapters are written for the peft library: {error}")
-
-    def _given_route(self, ref: BlobRef) -> NDArray[Any]:
-        if ref.url not in self._routes:
-            raise StoreError("these routes did not come with the step", field="routes", received=ref.url)
-        return self._routes[ref.url]
