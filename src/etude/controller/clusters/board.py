@@ -58,7 +58,8 @@ class Episode:
     """Called once it has ended."""
     tally: Callable[[int], None] = lambda _: None
     """Called with the tokens sampled so far, when there are others."""
-    told_tokens: int = 0
+    num_tokens: int = 0
+    """Sampled so far, as the newest lease's cluster says."""
     num_gives: int = 0
     lease: Lease | None = None
     """The newest."""
@@ -78,8 +79,6 @@ class Lease:
     episode: Episode
     member: Member
     given_s: float
-    num_tokens: int = 0
-    """Sampled so far, as the cluster says."""
 
 
 @dataclass(slots=True, eq=False)
@@ -223,7 +222,9 @@ class Board:
                 if lease_id not in self._kept:  # else the answer to its result is still under way
                     gone.append(lease_id)
                 continue
-            lease.num_tokens = num_tokens
+            if lease.episode.num_tokens != num_tokens:
+                lease.episode.num_tokens = num_tokens
+                lease.episode.tally(num_tokens)
             if lease_id not in member.leases:
                 member.leases[lease_id] = lease
                 self.waiting.remove(lease.episode)

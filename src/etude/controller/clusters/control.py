@@ -22,7 +22,7 @@ from etude.controller.clusters.board import Board, Clock, Episode, Member, Stand
 from etude.controller.clusters.intake import AnnouncedWeights, Inbox, Intake, Traffic
 from etude.controller.clusters.wire import API, RunFingerprint, order_document, version_key
 from etude.errors import ConfigError, PartLostError, StoreError
-from etude.kit.tasks import Changes
+from etude.kit.tasks import Changes, end_tasks
 from etude.records import PolicyVersion, Status, WeightManifest
 from etude.weights.documents import manifest_document
 
@@ -97,8 +97,7 @@ class Control:
     async def close(self) -> None:
         """Ends what `begin` began."""
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await end_tasks(self._watching)
 
     def _announce(self, manifest: WeightManifest) -> None:
         self._weights.announce(manifest)
@@ -199,12 +198,7 @@ class Control:
         self._note_trouble(member, trouble)
         if member.step != before:
             self._changes.tell()
-        gone = self.board.hear(member, running)
-        for lease in member.leases.values():
-            if lease.episode.told_tokens != lease.num_tokens:
-                lease.episode.told_tokens = lease.num_tokens
-                lease.episode.tally(lease.num_tokens)
-        return {"gone": gone, "finished": self._finished}
+        return {"gone": self.board.hear(member, running), "finished": self._finished}
 
     async def manifest(self, known: str, gone: Gone) -> Answer | None:
         """Of the weights in service; waits for another version than that with the key `known`. None where
