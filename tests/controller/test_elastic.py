@@ -19,6 +19,7 @@ from etude.errors import StoreError
 from etude.inference import Answer, Engine, EngineService
 from etude.inference.router.borrowing import Borrower
 from etude.inference.server.loans import Fetch
+from etude.kit.retry import Backoff
 from etude.observe.metrics import read_metrics
 from tests.controller.borrowing import Run, running, state_of, until, version_of
 from tests.controller.running import run_here, tiny_config
@@ -206,7 +207,7 @@ def test_a_search_for_replicas_that_fails_is_said_and_goes_on(
 def test_a_defect_with_one_replica_is_told_and_it_is_tried_again(
     replicas: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.controller.elastic._PAUSE_S", 0.05)
+    monkeypatch.setattr("etude.controller.elastic._PAUSE", Backoff(base_s=0.05))
 
     async def fail(*_: Any) -> None:
         raise ArithmeticError("a defect")

@@ -28,7 +28,9 @@ from etude.controller.remote.engines import EngineProcess
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal
 from etude.errors import ConfigError, EtudeError, UserError
+from etude.kit.retry import Backoff
 from etude.kit.secrets import read_secret
+from etude.kit.tasks import end_tasks
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 from etude.serving.client import Client
@@ -38,8 +40,8 @@ KIND = "elastic"
 _DAY_S = 86_400.0
 _DRAIN_S = 30.0
 """More than a replica takes to end what it is asked."""
-_PAUSE_S, _MOST_PAUSE_S = 2.0, 300.0
-"""Before a replica that was of no use is asked for again; doubled each time."""
+_PAUSE = Backoff(base_s=2.0, most_s=300.0)
+"""Before a replica that was of no use is asked for again."""
 _UNKNOWN_TOKENS = 1e9
 """Sent to the router where sessions run elsewhere: their requests do not pass here."""
 
@@ -91,8 +93,8 @@ class ElasticPool:
         """Loans that have ended here and that the router still names."""
         self._refused: set[str] = set()
         """Replicas that are of no use."""
-        self._pauses: dict[str, tuple[float, float]] = {}
-        """Replica that failed -> how long it is left alone, and until when."""
+        self._pauses: dict[str, tuple[int, float]] = {}
+        """Replica that failed -> how often in a row, and until when it is left alone."""
         self._wants = not config.elastic.busy_tokens
         self._heard_s = clock()
         self._was_heard = True
@@ -107,8 +109,7 @@ class ElasticPool:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end_tasks(self._task)
         for one in self._held.values():
             one.over.set()
         try:
@@ -186,9 +187,8 @@ class ElasticPool:
         return {replica for replica, (_, until_s) in self._pauses.items() if self._clock() < until_s}
 
     def _pause(self, replica: str) -> None:
-        before_s, _ = self._pauses.get(replica, (0.0, 0.0))
-        pause_s = min(max(_PAUSE_S, 2 * before_s), _MOST_PAUSE_S)
-        self._pauses[replica] = (pause_s, self._clock() + pause_s)
+        num_failures = self._pauses.get(replica, (0, 0.0))[0] + 1
+        self._pauses[replica] = (num_failures, self._clock() + _PAUSE.pause_s(num_failures))
 
     def _note_silence(self, cause: str) -> None:
         if self._was_heard:
@@ -233,9 +233,7 @@ class ElasticPool:
             self._journal.note(part, event, str(error) or repr(error))
         finally:
             held.is_ready = False
-            over.cancel()
-            joining.cancel()
-            await asyncio.gather(joining, return_exceptions=True)
+            await end_tasks(over, joining)
             try:
                 await self._fleet.leave(part)
                 self._journal.note(part, "left", had_s=self._clock() - began)
