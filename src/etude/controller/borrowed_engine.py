@@ -16,6 +16,7 @@ from etude.inference import EngineCounters, ServiceTimes
 from etude.inference.cache import cache_type
 from etude.inference.exchange import Build
 from etude.inference.loan_client import LoanEndedError, LoanHandle
+from etude.kit.tasks import end_tasks
 from etude.tokens.tokenizer import Tokenizer
 
 _REST_S = 30.0
@@ -124,8 +125,7 @@ class BorrowedEngine(LoanHandle):
         try:
             await self._told_all.wait()
         finally:
-            ending.cancel()
-            await asyncio.gather(ending, return_exceptions=True)
+            await end_tasks(ending)
 
     def kill(self) -> None:
         super().kill()

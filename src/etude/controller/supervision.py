@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from etude.config import ClusterConfig
 from etude.errors import EtudeError, PartLostError
 from etude.kit.retry import Backoff
-from etude.kit.tasks import Changes
+from etude.kit.tasks import Changes, end_tasks, run_together
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 
@@ -228,8 +228,7 @@ class Supervisor(Generic[PartT]):
     async def close(self) -> None:
         """Stops the part. Idempotent."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks(self._task)
             self._task = None
         if self.handle is not None:
             handle, self.handle = self.handle, None
@@ -315,8 +314,7 @@ class Supervisor(Generic[PartT]):
             await asyncio.wait([beats, self._lost], return_when=asyncio.FIRST_COMPLETED)
             return self._lost.result() if self._lost.done() else beats.result()
         finally:
-            beats.cancel()
-            await asyncio.wait([beats])  # a cancellation of ours goes through
+            await end_tasks(beats)
 
     async def _beat(self, handle: Handle[PartT]) -> str:
         while True:
@@ -350,12 +348,7 @@ class SupervisedParts(Generic[PartT]):
 
     async def start(self) -> None:
         """Starts all of them. Raises what any of them raises."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for supervisor in self._supervisors.values():
-                    group.create_task(supervisor.start())
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        await run_together(supervisor.start() for supervisor in self._supervisors.values())
 
     async def close(self) -> None:
         """Stops all of them."""

@@ -21,6 +21,7 @@ from etude.controller.supervision import Spawn, Supervision, Supervisor
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.evaluation import evaluate_policy
 from etude.inference.exchange import Build
+from etude.kit.tasks import end_tasks
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 from etude.records import PolicyVersion, Task, WeightManifest
@@ -122,8 +123,7 @@ class EvaluationBeside:
     async def close(self) -> None:
         """Ends what is under way, and the process."""
         if self._judging is not None:
-            self._judging.cancel()
-            await asyncio.wait([self._judging])
+            await end_tasks(self._judging)
         await self._supervisor.close()
 
     def go_on_from(self, step: int) -> None:

@@ -24,6 +24,7 @@ from etude.controller.arrangement import WORKER
 from etude.controller.remote.episodes import RemoteEpisodes
 from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.supervision import FaultJournal, Spawn, StartFailures
+from etude.kit.tasks import end_tasks
 from etude.observe.workers import WantedWorkers, WorkerFiles
 from etude.protocols import Executor, Resources
 
@@ -82,9 +83,7 @@ class WorkerPool:
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         changes = [one.change for one in self._members.values() if one.change is not None]
-        for task in (self._task, *changes):
-            task.cancel()
-        await asyncio.wait([self._task, *changes])
+        await end_tasks(self._task, *changes)
         self._files.end()
         if not self._task.cancelled():
             self._task.result()  # which failed
