@@ -21,6 +21,7 @@ from etude.controller.parity import ParityGate
 from etude.controller.utilisation import Utilisation
 from etude.errors import EtudeError, SamplerError, StoreError, WeightUpdateError
 from etude.kit.retry import Backoff, retry_async
+from etude.kit.tasks import end_tasks
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle, KvPolicy, Trainer, WeightSink
 from etude.records import PolicyVersion
@@ -73,7 +74,7 @@ class Publication:
         self._overlaps = overlap
         self._task: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
-        """Whether the trainer may go on."""
+        """Whether the trainer may go on, or the publication has ended."""
         self._trainer_held = asyncio.Lock()
         """Held to change its weights, or to need them as they are."""
         self._has_moved_on = False
@@ -100,8 +101,8 @@ class Publication:
             self._copied.clear()
             self._has_moved_on = False
             self._task = asyncio.create_task(self._bring())
-            await self._until_copied(self._task)
-            if self._served is None:
+            await self._copied.wait()
+            if self._served is None or self._task.done():
                 await self._finish()
         if self._unmeasured >= _MOST_UNMEASURED:
             await self.settle()
@@ -134,16 +135,13 @@ class Publication:
                 task.result()
             return await working
         finally:
-            if not working.done():
-                working.cancel()
-                await asyncio.wait({working})
+            await end_tasks(working)
 
     async def close(self) -> None:
         """Gives up what is under way. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # what ended the run is raised already
+            await end_tasks(task)  # what ended the run is raised already
 
     def take(self) -> Mapping[str, float]:
         """Metrics since the last call, of overlapped publications: seconds from copies of weights to their
@@ -171,20 +169,13 @@ class Publication:
             await self._task
             self._task = None
 
-    async def _until_copied(self, task: asyncio.Task[None]) -> None:
-        """Waits until the trainer may go on. Raises what ended the publication before that."""
-        copied = asyncio.ensure_future(self._copied.wait())
-        try:
-            await asyncio.wait({copied, task}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            copied.cancel()
-        if not self._copied.is_set():
-            await self._finish()
-
     async def _bring(self) -> None:
         """Publishes what the trainer has, until it is in service."""
         began = self._clock()
-        version = await self._bring_with_patience()
+        try:
+            version = await self._bring_with_patience()
+        finally:
+            self._copied.set()
         self._travel_s += self._clock() - began
         self._served = version
         self._in_service(version.step)
