@@ -357,12 +357,11 @@ class _Run:
         self.report["parity"] = loop.parity
         loop.sessions.update(self.report.get("rl_sessions", {}))
         self.report["rl_sessions"] = loop.sessions
-        saver = _Saver(self, trainer, loop)
+        saver = _Saver(self, trainer, loop, beside)
         self.observer.stage_begins(LEARNING, config.rl.num_steps)
         before, began = self.stop.elapsed_s, Snapshot.of(parts, loop)
-        taken = await self._take_steps(loop, saver, beside)
-        await saver.save()
-        await trainer.call(TrainingPart.flush)
+        taken = await loop.run(config.rl.num_steps, saver)
+        await saver.finish()
         throughput = throughput_figures(began, Snapshot.of(parts, loop), loop)
         add_stage_time(self.report, "rl_s", self.stop.elapsed_s - before)
         self.observer.stage_ends()
@@ -389,24 +388,6 @@ class _Run:
 
         return Validation(play, config.rl.reward)
 
-    async def _take_steps(
-        self, loop: ReinforcementLoop, saver: _Saver, beside: EvaluationBeside | None
-    ) -> int:
-        """Steps, with an evaluation beside them; returns how many are taken in all."""
-        num_steps = self.config.rl.num_steps
-        if beside is None:
-            return await loop.run(num_steps, saver)
-
-        async def after_step(step: int) -> None:
-            beside.look(self.stop.elapsed_s)
-            await saver(step)
-
-        beside.go_on_from(loop.first_step)
-        taken = await loop.run(num_steps, after_step)
-        if not self.stop.interrupted:
-            await beside.settle()
-        return taken
-
     def _make_gate(self, trainer: Handle[TrainingPart], parts: Parts, next_task: int) -> ParityGate:
         """A gate that begins with the prompts of the tasks that come next."""
         source, last_task = self.family.source(), next_task + self.config.parity.num_sequences
@@ -421,30 +402,13 @@ class _Run:
 
     # ---- what stays -----------------------------------------------------------------------------
 
-    async def save_latest(self, trainer: Handle[TrainingPart], loop: ReinforcementLoop) -> None:
-        """The resumable checkpoint of the RL stage."""
-        extra = {
-            "stage": "rl",
-            "score": loop.reward,
-            "loop": dict(loop.collector_state),
-            "elapsed_s": self.stop.elapsed_s,
-        }
-        await trainer.call(TrainingPart.save, extra)
-        self.report["rl_steps"] = (await trainer.call(TrainingPart.current_version)).step
-        self.run.keep_report(self.report)
-
     def save_curve(self, name: str, model: AnyModel) -> None:
         """A snapshot for the learning curve, with the wall time at which it was taken."""
-        with self._noting_curve(name):
+        with self.noting_curve(name):
             self._save_model(self.run.checkpoints / CURVE / name, model)
 
-    async def save_rl_curve(self, name: str, trainer: Handle[TrainingPart]) -> None:
-        """The same, of what the trainer holds."""
-        with self._noting_curve(name):
-            await trainer.call(TrainingPart.save_model, self.run.checkpoints / CURVE / name)
-
     @contextlib.contextmanager
-    def _noting_curve(self, name: str) -> Iterator[None]:
+    def noting_curve(self, name: str) -> Iterator[None]:
         """A full disk costs the snapshot, as it costs a checkpoint, and not the run."""
         try:
             yield
@@ -459,20 +423,50 @@ class _Run:
 
 
 class _Saver:
-    """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step."""
+    """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step. Has what is in service
+    judged before that, where an evaluation goes on beside them."""
 
-    def __init__(self, run: _Run, trainer: Handle[TrainingPart], loop: ReinforcementLoop) -> None:
-        self._run, self._trainer, self._loop = run, trainer, loop
+    def __init__(
+        self,
+        run: _Run,
+        trainer: Handle[TrainingPart],
+        loop: ReinforcementLoop,
+        beside: EvaluationBeside | None,
+    ) -> None:
+        self._run, self._trainer, self._loop, self._beside = run, trainer, loop, beside
+        if beside is not None:
+            beside.go_on_from(loop.first_step)
 
     async def __call__(self, step: int) -> None:
-        settings = self._run.config.checkpoint
-        if settings.curve_every_steps and step % settings.curve_every_steps == 0:
+        run = self._run
+        if self._beside is not None:
+            self._beside.look(run.stop.elapsed_s)
+        every = run.config.checkpoint.curve_every_steps
+        if every and step % every == 0:
             await self._loop.settle()
-            await self._run.save_rl_curve(f"rl-{step:05d}", self._trainer)
+            name = f"rl-{step:05d}"
+            with run.noting_curve(name):
+                await self._trainer.call(TrainingPart.save_model, run.run.checkpoints / CURVE / name)
         if await self._trainer.call(TrainingPart.is_due):
-            await self.save()
+            await self._save()
 
-    async def save(self) -> None:
-        """Saves now, what has passed the parity gate."""
+    async def finish(self) -> None:
+        """After the last step: returns once all is judged and on disk."""
+        if self._beside is not None and not self._run.stop.interrupted:
+            await self._beside.settle()
+        await self._save()
+        await self._trainer.call(TrainingPart.flush)
+
+    async def _save(self) -> None:
+        """The resumable checkpoint of the RL stage, of what has passed the parity gate."""
         await self._loop.settle()
-        await self._run.save_latest(self._trainer, self._loop)
+        run = self._run
+        extra = {
+            "stage": "rl",
+            "score": self._loop.reward,
+            "loop": dict(self._loop.collector_state),
+            "elapsed_s": run.stop.elapsed_s,
+        }
+        await self._trainer.call(TrainingPart.save, extra)
+        run.report["rl_steps"] = (await self._trainer.call(TrainingPart.current_version)).step
+        run.run.keep_report(run.report)
