@@ -63,30 +63,6 @@ class SampledModel:
         return SampledModel(config.model.num_experts > 0, config.dtype, vocab_size)
 
 
-def make_vllm(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    model: SampledModel,
-    fetch: WeightFetcher | None,
-    *,
-    is_supervised: bool = False,
-) -> VllmSampler:
-    """vLLM, as configured. `fetch`: the checked tensors of a manifest; None: manifests are
-    of `make_snapshots`, on this machine or where it sees them. `is_supervised`: see make_vllm_sampler."""
-
-    def make(root: Path) -> ModelSnapshots:
-        return make_snapshots(root, tokenizer, _make_model(config, model), served_adapter(config))
-
-    return make_vllm_sampler(
-        config.engine.vllm,
-        routed=model.is_routed,
-        dtype=model.dtype,
-        max_tokens=config.agent.max_tokens + 1,
-        fetched=None if fetch is None else FetchedSnapshots(fetch, make),
-        is_supervised=is_supervised,
-    )
-
-
 def served_adapter(config: RunConfig) -> AdapterConfig | None:
     """What vLLM serves beside the base; None without adapters, and where somebody else starts the server:
     that one gets sums."""
@@ -138,12 +114,24 @@ def make_local_service(
     *,
     is_supervised: bool = False,
 ) -> LocalService:
-    """The engine that is configured, which begins as its context is entered. `fetch`, which only vLLM does
-    without, `is_supervised`: see make_vllm. `delay_steps`: see EngineService."""
-    if config.engine.backend == "vllm":
-        return make_vllm(config, tokenizer, model, fetch, is_supervised=is_supervised)
-    assert fetch is not None, "our engine is given its weights"
-    return EngineService(make_engine(config, model), fetch, delay_steps)
+    """The engine that is configured, which begins as its context is entered. `fetch`: the checked tensors of
+    a manifest; None, of vLLM only: manifests are of `make_snapshots`, on this machine or where it sees them.
+    `delay_steps`: see EngineService. `is_supervised`: see make_vllm_sampler."""
+    if config.engine.backend != "vllm":
+        assert fetch is not None, "our engine is given its weights"
+        return EngineService(make_engine(config, model), fetch, delay_steps)
+
+    def make(root: Path) -> ModelSnapshots:
+        return make_snapshots(root, tokenizer, _make_model(config, model), served_adapter(config))
+
+    return make_vllm_sampler(
+        config.engine.vllm,
+        routed=model.is_routed,
+        dtype=model.dtype,
+        max_tokens=config.agent.max_tokens + 1,
+        fetched=None if fetch is None else FetchedSnapshots(fetch, make),
+        is_supervised=is_supervised,
+    )
 
 
 def make_engine(config: RunConfig, model: SampledModel) -> Engine:
