@@ -185,15 +185,12 @@ class Judging:
     def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:
         """Writes the report, with the trained model's figures, and examples of its sessions. `family`: on
         tasks of families that were never trained on."""
-        environment = self._run.environment
         self._report |= {
             "name": self._config.name,
             "seed": self._config.seed,
             "wall_s": self._stop.elapsed_s,
             **_figures(after, "after"),
-            "machine": environment.get("machine", {}),
-            "versions": environment.get("versions", {}),
-            "commit": environment.get("commit", ""),
+            **self._run.origin,
         }
         if family is not None:
             self._report["heldout_family_after"] = family.to_json()

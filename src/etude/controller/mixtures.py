@@ -34,7 +34,7 @@ from etude.training import Document, save_checkpoint
 from etude.training.checkpoints import find_resumable, read_state
 from etude.training.pretraining.context import extended
 from etude.training.pretraining.drafts import initialise_drafts, measure_acceptance
-from etude.training.pretraining.mixture import Mixture
+from etude.training.pretraining.mixture import Mixture, Source
 from etude.training.pretraining.trainer import DraftTraining
 
 HELDOUT = "heldout"
@@ -54,6 +54,12 @@ class Learner:
     model: LanguageModel
     drafts: DraftLayers | None
 
+    @staticmethod
+    def open(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) -> Learner:
+        """With what training begins with. Raises as `open_model` and `open_drafts`."""
+        model = open_model(config, section, tokenizer)
+        return Learner(tokenizer, model, open_drafts(config, section, model))
+
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
@@ -71,6 +77,11 @@ class Sitting:
     def section(self) -> MixtureConfig:
         """The stage's settings."""
         return self.config.pretrain if self.stage == "pretrain" else self.config.sft
+
+    def mix(self, sources: Sequence[Source], window: int) -> Mixture:
+        """The mixture of these sources."""
+        section = self.section
+        return Mixture(sources, section.tokens_per_step, section.pool_tokens, window, self.config.seed)
 
     def train(self, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]) -> dict[str, Any]:
         """Trains to the end of the stage and returns the report. `heldout`: what is held out, for a window.
@@ -168,8 +179,7 @@ class _Training:
             self.report["acceptance"] = self._measure_acceptance(
                 whole.to(device_of(self.drafts)), self.drafts
             )
-        environment = self.run.environment
-        self.report |= {key: environment.get(key, {}) for key in ("machine", "versions", "commit")}
+        self.report |= self.run.origin
         save_checkpoint(self.run.checkpoints / FINAL, whole, write_more=self._write_beside)
         write_json(self.run.report_file, {**self.report, "complete": True})
         return self.report

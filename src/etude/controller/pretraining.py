@@ -17,8 +17,6 @@ from etude.controller.mixtures import (
     Heldout,
     Learner,
     Sitting,
-    open_drafts,
-    open_model,
     settle,
     sit,
     window_of,
@@ -27,7 +25,6 @@ from etude.controller.stored import RUN_TOKENIZER
 from etude.observe import Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
-from etude.training.pretraining.mixture import Mixture
 from etude.training.pretraining.sources import CorpusSource
 
 
@@ -52,11 +49,8 @@ def _pretrain(sitting: Sitting) -> dict[str, Any]:
     files = find_sources(section.sources)
     tokenizer = open_tokenizer(config, sitting.run.path / RUN_TOKENIZER, files, observer)
     sources = open_sources(files, tokenizer, section, observer)
-    model = open_model(config, section, tokenizer)
-    learner = Learner(tokenizer, model, open_drafts(config, section, model))
-    mixture = Mixture(
-        sources, section.tokens_per_step, section.pool_tokens, window_of(model, config), config.seed
-    )
+    learner = Learner.open(config, section, tokenizer)
+    mixture = sitting.mix(sources, window_of(learner.model, config))
     return sitting.train(
         learner, mixture, lambda window: _heldout(sources, tokenizer, window, section.heldout_tokens)
     )

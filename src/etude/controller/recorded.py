@@ -159,7 +159,6 @@ class _RecordedRun:
         self._trainer.save_model(self._run.checkpoints / FINAL, with_tokenizer=True)
         base = self._config.initial_checkpoint or ""
         self._trainer.save_adapters(self._run.checkpoints / ADAPTER, base)
-        environment = self._run.environment
         report = {
             "name": self._config.name,
             "seed": self._config.seed,
@@ -169,9 +168,7 @@ class _RecordedRun:
             "passed_groups": dict(self._stream.passed),
             "wall_s": self._stop.elapsed_s,
             "stages": {"rl_s": self._stop.elapsed_s},
-            "machine": environment.get("machine", {}),
-            "versions": environment.get("versions", {}),
-            "commit": environment.get("commit", ""),
+            **self._run.origin,
         }
         write_json(self._run.report_file, report)
         return report

@@ -12,8 +12,6 @@ from etude.controller.mixtures import (
     Heldout,
     Learner,
     Sitting,
-    open_drafts,
-    open_model,
     settle,
     sit,
     window_of,
@@ -24,7 +22,6 @@ from etude.observe import Observer, RunDirectory
 from etude.tokens.chat_format import ChatFormat
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
-from etude.training.pretraining.mixture import Mixture
 from etude.training.pretraining.sources import SessionSource
 
 
@@ -53,13 +50,11 @@ def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: 
         check_sft(config)
         chosen = _choose_format(config)
         tokenizer = chosen.tokenizer
-        model = open_model(config, section, tokenizer)
-        window = window_of(model, config)
+        learner = Learner.open(config, section, tokenizer)
+        window = window_of(learner.model, config)
         reader = SessionReader(tokenizer, chosen.shelf, section.observation_weight, window)
         sources, held = _open_sources(reader, config, observer)
-        mixture = Mixture(sources, section.tokens_per_step, section.pool_tokens, window, config.seed)
-        learner = Learner(tokenizer, model, open_drafts(config, section, model))
-        return sitting.train(learner, mixture, lambda _: held)
+        return sitting.train(learner, sitting.mix(sources, window), lambda _: held)
 
     return sit("sft", config, run, observer, resume, train)
 

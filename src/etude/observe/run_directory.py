@@ -175,6 +175,16 @@ class RunDirectory:
         """The stored environment; empty where it is missing."""
         return self.read_json(self.environment_file) or {}
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a report says of where the run was made: machine, versions, commit."""
+        environment = self.environment
+        return {
+            "machine": environment.get("machine", {}),
+            "versions": environment.get("versions", {}),
+            "commit": environment.get("commit", ""),
+        }
+
     def update_environment(self, values: Mapping[str, Any]) -> None:
         """Adds to the stored environment what is only known later, such as the probed thread count."""
         write_json(self.environment_file, {**self.environment, **values})
