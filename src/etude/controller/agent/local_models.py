@@ -108,7 +108,6 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
             limits=limits,
             params=SamplingParams(temperature=choice.temperature or 0.0, max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
-            system=system_with(""),
             system_with=system_with,
             index=agent.index,
             servers=agent.mcp,

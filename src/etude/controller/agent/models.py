@@ -134,10 +134,9 @@ class Policy:
     limits: SessionLimits
     params: SamplingParams
     tool_limits: ToolLimits
-    system: str | tuple[Piece, ...] | None = None
-    """None: the renderer's own."""
     system_with: Callable[[str], str | tuple[Piece, ...] | None] | None = None
-    """The same with more words at the end of what a person would write; None: the model knows one alone."""
+    """Its system message with more words at the end of what a person would write; None: the model knows one
+    alone, the renderer's."""
     summary: SummaryPolicy | None = None
     patience: Patience = field(default_factory=Patience)
     seed: int = 0
@@ -150,6 +149,11 @@ class Policy:
     sampler_for: Callable[[Callable[[ParseEvent], None], int], Sampler] | None = None
     """Makes a session's own sampler, where one is needed: it gets a listener to words that come before their
     tokens, and how many messages the session has."""
+
+    @property
+    def system(self) -> str | tuple[Piece, ...] | None:
+        """The system message; None: the renderer's own."""
+        return None if self.system_with is None else self.system_with("")
 
 
 @contextlib.asynccontextmanager
@@ -266,7 +270,6 @@ async def _endpoint_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIter
             limits=limits,
             params=SamplingParams(max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
-            system=system_with(""),
             system_with=system_with,
             summary=summary,
             patience=Patience(sampler_attempts=5, backoff_s=1.0),
