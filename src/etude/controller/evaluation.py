@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from etude.config import RunConfig
+from etude.controller.backends import open_run_backend
 from etude.controller.evaluation_targets import (
     OpenTarget,
     Target,
     TargetOptions,
     find_target,
     open_target,
-    open_target_backend,
 )
 from etude.controller.families import open_family
 from etude.controller.starting import settle_servers
@@ -111,7 +111,9 @@ def load_suite(suite: str, num_tasks: int, config: RunConfig, observer: Observer
 def _with_servers(target: Target, tasks: Sequence[Task]) -> Target:
     """The target with what its MCP servers offer, as far as a run does not say that."""
     config = target.config
-    agent = settle_servers(config.agent, lambda: open_target_backend(target), lambda: next(iter(tasks), None))
+    agent = settle_servers(
+        config.agent, lambda: open_run_backend(config.sandbox), lambda: next(iter(tasks), None)
+    )
     return replace(target, config=config.model_copy(update={"agent": agent}))
 
 

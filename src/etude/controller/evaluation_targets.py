@@ -24,7 +24,6 @@ from etude.errors import ConfigError
 from etude.observe import RunDirectory
 from etude.protocols import Sampler
 from etude.records import SamplingParams
-from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
 
 SECTIONS = ("agent", "images", "sandbox", "tasks")
@@ -141,11 +140,6 @@ async def open_target(target: Target, temperature: float | None) -> AsyncIterato
         yield opened
 
 
-def open_target_backend(target: Target) -> SandboxBackend:
-    """Sandboxes for a target's sessions. Raises ResourceError."""
-    return open_run_backend(target.config.sandbox)
-
-
 def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
     weights = _weights(find_checkpoint(run, options.checkpoint))
     return Target("run", str(run.path), options, _load_config(run.config_file, options), weights)
@@ -195,7 +189,7 @@ async def _open_policy(target: Target, temperature: float | None) -> AsyncIterat
         context_tokens=options.context_tokens,
         temperature=temperature,
     )
-    backend = open_target_backend(target)
+    backend = open_run_backend(config.sandbox)
     try:
         async with open_model_of(choice, True, config.agent) as policy:
             limits = EpisodeLimits(

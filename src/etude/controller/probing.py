@@ -25,7 +25,7 @@ from etude.agent import open_renderer
 from etude.config import FeedbackConfig, RunConfig, WeightsConfig
 from etude.controller.compute import choose_device, use_numerics, use_sampling_threads
 from etude.controller.engines import serve_model
-from etude.controller.families import TaskFamily
+from etude.controller.families import Messages, TaskFamily
 from etude.controller.forecast import Speeds
 from etude.controller.parts import Parts, open_parts
 from etude.controller.thread_choice import ThreadChoice
@@ -49,7 +49,6 @@ from etude.training import Document, NextTokenTrainer, RlTrainer, ShuffledDocume
 Clock = Callable[[], float]
 Probe = Callable[[RunConfig, LanguageModel, Tokenizer, Sequence[Document], TaskFamily], Speeds]
 """Measures a machine: `probe_speeds`, or figures for tests."""
-Messages = list[NDArray[np.int32]]
 
 _WARM_UP_STEPS = 2
 _MIDTRAIN_STEPS = (4, 12)
