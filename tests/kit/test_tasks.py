@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from etude.kit.tasks import Tasks, end_tasks, finish_all, start_watched, to_the_end, unless
+from etude.kit.tasks import Changes, Tasks, end_tasks, finish_all, start_watched, to_the_end, unless
 
 
 async def fail() -> None:
@@ -183,5 +183,17 @@ def test_work_gives_its_result_unless_something_else_comes_first() -> None:
         with pytest.raises(ValueError, match="over"):
             await unless(work(), asyncio.sleep(0), error)
         assert stopped.is_set()
+
+    asyncio.run(run())
+
+
+def test_all_who_wait_for_a_change_look_at_each_until_it_is_theirs() -> None:
+    async def run() -> None:
+        changes, number = Changes(), 0
+        waiting = [asyncio.ensure_future(changes.until(lambda n=n: number >= n)) for n in (0, 1, 2)]
+        for number in (0, 1, 2):
+            changes.tell()
+            await asyncio.sleep(0.01)
+            assert [one.done() for one in waiting] == [number >= n for n in (0, 1, 2)]
 
     asyncio.run(run())

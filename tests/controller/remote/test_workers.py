@@ -1,19 +1,23 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from numpy.typing import NDArray
 
+from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
-from etude.environment.runners import EnvironmentTimes, add_times, latest_times
+from etude.environment.runners import EnvironmentTimes, Order, add_times, latest_times
 from etude.errors import PartLostError, StoreError
-from etude.records import BlobRef, Status
+from etude.protocols import Sampler
+from etude.records import BlobRef, SamplingParams, Status
 from etude.store.blobs import MemoryBlobs
 from tests.controller.remote.building import FAST, until
-from tests.controller.remote.working import Workers
+from tests.controller.remote.working import Workers, identity
+from tests.environment.playing import TASK
 
 
 @pytest.mark.slow
@@ -45,6 +49,35 @@ def test_a_worker_runs_the_session_that_would_run_here(tmp_path: Path) -> None:
         assert not any(len(workers.newest(name)._blobs) for name in workers.handles), "and nowhere else"
         assert workers.episodes.times.num_episodes == 6
         assert [workers.newest(name)._environment.times.num_episodes for name in workers.handles] == [3, 3]
+        await workers.shutdown()
+
+    asyncio.run(run())
+
+
+def test_sessions_that_left_another_in_its_middle_come_with_it_and_the_routes_they_share(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        workers = Workers(tmp_path, num_workers=1)
+        await workers.start()
+        await workers.made.serve(0)
+        worker = workers.newest("worker-0")
+        play = worker._environment.play
+
+        async def fork(order: Order, sampler: Sampler) -> ForkedEpisode:
+            whole = (await play(order, sampler)).trajectory
+            return ForkedEpisode(whole, (replace(whole, id=identity(7)),))
+
+        worker._environment.play = fork
+        order = Order(TASK, identity(0), (5, 0), SamplingParams(), training=True)
+        forked = await workers.episodes.play(order, workers.made.fleet)
+        (sibling,) = forked.siblings
+        assert (forked.trajectory.id, sibling.id) == (identity(0), identity(7))
+        for mine, theirs in zip(forked.trajectory.segments, sibling.segments, strict=True):
+            assert mine.routes is not None
+            assert theirs.routes is not None
+            assert workers.blobs.get(mine.routes).tobytes() == workers.blobs.get(theirs.routes).tobytes()
+        assert not len(worker._blobs)
         await workers.shutdown()
 
     asyncio.run(run())
