@@ -85,8 +85,8 @@ class Changes:
 
     def tell(self) -> None:
         """Something has changed."""
-        told, self._next = self._next, asyncio.Event()
-        told.set()
+        change, self._next = self._next, asyncio.Event()
+        change.set()
 
     async def wait(self) -> None:
         """Waits for the next change."""
