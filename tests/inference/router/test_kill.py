@@ -16,7 +16,7 @@ from benchmarks.load import LogNormal, WorkloadShape, run_load, summarise, synth
 from benchmarks.load.http_target import HttpTarget
 
 from etude.config.routing import HealthCheckConfig, RouterConfig
-from etude.inference.router import MemberState
+from etude.inference.router import ReplicaState
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.kit.ports import free_port
 from tests.fakes.replica import running_server
@@ -80,7 +80,7 @@ def test_killing_a_replica_under_load_loses_no_request_in_silence(kind: str, tmp
                 await asyncio.sleep(0.001)
             os.kill(processes[ports[0]].pid, signal.SIGKILL)
             processes[ports[0]].wait()
-            while proxy.members.members[victim].state is not MemberState.EJECTED:  # noqa: ASYNC110
+            while proxy.router.replicas[victim].state is not ReplicaState.EJECTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             records = await running
 

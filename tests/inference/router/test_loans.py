@@ -140,8 +140,8 @@ def test_a_replica_that_refuses_the_loan_goes_on_serving(replicas: list[Served])
             name = routing.names[0]
             await routing.http.post(f"/router/replicas/{name}/lend", json={"pool": "rollout"})
             assert await routing.check_in() == []
-            await routing.until(lambda: routing.proxy.members.members[name].cause)
-            assert "403" in routing.proxy.members.members[name].cause
+            await routing.until(lambda: routing.proxy.router.replicas[name].cause)
+            assert "403" in routing.proxy.router.replicas[name].cause
             await routing.until(lambda: routing.ready() == 2)
 
     asyncio.run(run())
@@ -155,7 +155,7 @@ def test_a_replica_that_dies_while_it_is_lent_is_no_loan_any_more(replicas: list
                 await routing.http.post(f"/router/replicas/{name}/lend", json={"pool": "rollout"})
                 await routing.until_lent()
                 mortal.server.should_exit = True
-                await routing.until(lambda: routing.proxy.members.members[name].state == "ejected")
+                await routing.until(lambda: routing.proxy.router.replicas[name].state == "ejected")
                 await routing.http.post(f"/router/replicas/{name}/recall")
                 assert await routing.check_in() == []
                 assert (await routing.user(1)).status_code == 200

@@ -8,7 +8,7 @@ import pytest
 
 from etude.config.routing import HealthCheckConfig, LendingConfig
 from etude.errors import ConfigError
-from etude.inference.router import Ask, Members, MemberState, NoReplicaError, Router
+from etude.inference.router import Ask, Members, NoReplicaError, ReplicaState, Router
 from etude.inference.router.pools import Lender, Move
 from etude.inference.router.types import Replica
 
@@ -45,7 +45,7 @@ def test_failures_in_a_row_eject_and_one_does_not() -> None:
     members.failed("a", 3.0, "timeout")
     assert is_ready(members, "a")
     members.failed("a", 4.0, "timeout")
-    assert members.members["a"].state is MemberState.EJECTED
+    assert members.router.replicas["a"].state is ReplicaState.EJECTED
     assert not is_ready(members, "a")
 
 
@@ -54,7 +54,7 @@ def test_a_replica_where_nobody_listens_is_ejected_at_once_and_its_prefixes_are_
     home = members.router.begin(Ask("q", 10, 10, "s"), 0.0)
     members.router.end("q", 0.0, 5, 15)
     members.failed(home, 1.0, "refused", fatal=True)
-    assert members.members[home].state is MemberState.EJECTED
+    assert members.router.replicas[home].state is ReplicaState.EJECTED
     assert not any(replica.sessions for replica in members.router.replicas.values())
 
 
@@ -64,8 +64,8 @@ def test_waits_double_until_the_replica_serves_again() -> None:
     now_s = 0.0
     for _ in range(5):
         members.failed("a", now_s, "refused", fatal=True)
-        waits.append(members.members["a"].next_probe_s - now_s)
-        now_s = members.members["a"].next_probe_s
+        waits.append(members.router.replicas["a"].next_probe_s - now_s)
+        now_s = members.router.replicas["a"].next_probe_s
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert members.due(now_s - 0.1) == []
     assert members.due(now_s) == ["a"]
@@ -73,16 +73,16 @@ def test_waits_double_until_the_replica_serves_again() -> None:
     assert is_ready(members, "a")
     members.served("a")
     members.failed("a", now_s, "refused", fatal=True)
-    assert members.members["a"].next_probe_s - now_s == 1.0
+    assert members.router.replicas["a"].next_probe_s - now_s == 1.0
 
 
 def test_late_failures_of_an_ejected_replica_do_not_lengthen_its_wait() -> None:
     members = members_of("a")
     members.failed("a", 0.0, "refused", fatal=True)
-    due_s = members.members["a"].next_probe_s
+    due_s = members.router.replicas["a"].next_probe_s
     for _ in range(20):
         members.failed("a", 0.1, "reset")
-    assert members.members["a"].next_probe_s == due_s
+    assert members.router.replicas["a"].next_probe_s == due_s
 
 
 def test_a_replica_leaves_when_its_last_request_has_ended() -> None:

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from etude.config.routing import HealthCheckConfig, RouterConfig, RouterLimitsConfig
 from etude.errors import ConfigError
-from etude.inference.router.members import MemberState
 from etude.inference.router.pools import Lender, Move
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.inference.router.server.events import EventGuard
 from etude.inference.router.server.hints import read_hints
+from etude.inference.router.types import ReplicaState
 from etude.serving.client import Client
 from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
@@ -323,9 +323,9 @@ def test_a_probe_whose_answer_cannot_be_read_is_a_failure() -> None:
         app.add_api_route("/ready", _unreadable, methods=["GET"])
         async with setting([FakeReplica()]) as one, running_server(app) as url:
             name = one.proxy.join(ReplicaAddress(url))
-            while one.proxy.members.members[name].state is not MemberState.EJECTED:  # noqa: ASYNC110
+            while one.proxy.router.replicas[name].state is not ReplicaState.EJECTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert "DecodingError" in one.proxy.members.members[name].cause
+            assert "DecodingError" in one.proxy.router.replicas[name].cause
 
     run(body())
 
@@ -518,7 +518,7 @@ def test_replicas_are_managed_with_the_admin_token_only() -> None:
             assert (bad.status_code, bad.json()["error"]["param"]) == (400, "replica")
             gone = await one.http.delete(f"/router/replicas/{rows[0]['name']}", headers=headers)
             assert gone.status_code == 202
-            while rows[0]["name"] in one.proxy.members.members:  # noqa: ASYNC110
+            while rows[0]["name"] in one.proxy.router.replicas:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             left = (await one.http.delete("/router/replicas/nobody", headers=headers)).status_code
             assert left == 404

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from etude.inference.router.types import Ask, NoReplicaError, Replica, RoutingConfig
+from etude.inference.router.types import Ask, NoReplicaError, Replica, ReplicaState, RoutingConfig
 
 _Load = Callable[[Replica], float]
 _MOST_SLOWNESS = 8.0
@@ -88,17 +88,13 @@ class Router:
         """A replica that may get requests from now on. Raises ValueError for a name that is taken."""
         if name in self.replicas:
             raise ValueError(f"Router.join: {name!r} is there already")
-        self.replicas[name] = Replica(name, home=pool, pool=pool, version=version, ready=ready)
+        state = ReplicaState.READY if ready else ReplicaState.JOINING
+        self.replicas[name] = Replica(name, pool, pool, version, ready=ready, state=state)
 
     def leave(self, name: str) -> None:
         """Forgets a replica. Its requests in flight are still ended one by one; its sessions move."""
         self.lose_prefixes(name)
         self.replicas.pop(name, None)
-
-    def set_ready(self, name: str, ready: bool) -> None:
-        """Opens or closes a replica for new requests. Unknown names are ignored."""
-        if name in self.replicas:
-            self.replicas[name].ready = ready
 
     def lend(self, name: str, pool: str) -> None:
         """The replica works for that pool from now on; what it has in flight it finishes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from etude.errors import SamplerError
 
@@ -56,9 +57,20 @@ class RoutingConfig:
     """Sessions that are remembered; the oldest are forgotten first."""
 
 
+class ReplicaState(StrEnum):
+    """Where a replica stands."""
+
+    JOINING = "joining"
+    """Never answered yet, or serves no named version."""
+    READY = "ready"
+    EJECTED = "ejected"
+    DRAINING = "draining"
+    """Takes nothing new; gone when its last request ends."""
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica as the policy sees it."""
+    """One replica: its work, as the policy sees it, and its health."""
 
     name: str
     home: str
@@ -70,7 +82,7 @@ class Replica:
     by_hand: bool = False
     """Somebody has decided which pool it works for: no rule of lending moves it."""
     ready: bool = True
-    """False: ejected, draining, or without a version. Nothing new goes there."""
+    """False: ejected, draining, lent to a run, or without a version. Nothing new goes there."""
     running: int = 0
     """Requests in flight."""
     work: int = 0
@@ -80,6 +92,14 @@ class Replica:
     sessions: set[str] = field(default_factory=set)
     rate: float | None = None
     """Tokens per second that its answers have lately got, each by itself; None: nothing seen yet."""
+    state: ReplicaState = ReplicaState.JOINING
+    failures: int = 0
+    """In a row."""
+    ejections: int = 0
+    """In a row: how often it failed again without having been ready for a request in between."""
+    next_probe_s: float = 0.0
+    cause: str = ""
+    """Of the last failure."""
 
     def note_rate(self, tokens: int, elapsed_s: float) -> None:
         """Counts one answer in. Where the clock stands still there is nothing to learn."""

@@ -28,9 +28,9 @@ from etude.config.base import Section
 from etude.config.routing import Name
 from etude.errors import ConfigError, UserError
 from etude.inference.router.borrowing import Borrower
-from etude.inference.router.members import Member
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.server.proxy import Proxy, ReplicaAddress
+from etude.inference.router.types import Replica
 from etude.serving.access import AccessError, bearer_of, find_token
 from etude.serving.application import read_body
 from etude.serving.describing import described
@@ -81,8 +81,7 @@ class NoSuchReplicaError(UserError):
 async def list_replicas(request: Request) -> Response:
     """All replicas, with their state."""
     proxy = _proxy_of(request)
-    rows = [_row(proxy, name, member) for name, member in proxy.members.members.items()]
-    return JSONResponse({"replicas": rows})
+    return JSONResponse({"replicas": [_row(proxy, one) for one in proxy.router.replicas.values()]})
 
 
 @router.post(
@@ -98,56 +97,49 @@ async def add_replica(request: Request) -> Response:
 @router.patch("/replicas/{name}", openapi_extra=described({"pool": (str,)}))
 async def move_replica(request: Request, name: str) -> Response:
     """A replica changes its pool for good: new requests of that pool alone reach it from now on."""
-    proxy = _proxy_of(request)
-    _check_known(proxy, name)
-    pool = (await _read(request, PoolChoice)).pool
-    proxy.router.move(name, pool)
-    return JSONResponse(_row(proxy, name, proxy.members.members[name]))
+    proxy, replica = _replica_of(request, name)
+    proxy.router.move(name, (await _read(request, PoolChoice)).pool)
+    return JSONResponse(_row(proxy, replica))
 
 
 @router.post("/replicas/{name}/lend", openapi_extra=described({"pool": (str,)}))
 async def lend_replica(request: Request, name: str) -> Response:
     """A replica works for another pool until somebody recalls it."""
-    proxy = _proxy_of(request)
-    _check_known(proxy, name)
-    pool = (await _read(request, PoolChoice)).pool
-    _set_by_hand(proxy, name, pool)
-    return JSONResponse(_row(proxy, name, proxy.members.members[name]))
+    proxy, replica = _replica_of(request, name)
+    _set_by_hand(proxy, replica, (await _read(request, PoolChoice)).pool)
+    return JSONResponse(_row(proxy, replica))
 
 
 @router.post("/replicas/{name}/recall")
 async def recall_replica(request: Request, name: str) -> Response:
     """A replica works for its own pool again, and is not lent until somebody does, or releases it."""
-    proxy = _proxy_of(request)
-    _check_known(proxy, name)
-    _set_by_hand(proxy, name, proxy.router.replicas[name].home)
+    proxy, replica = _replica_of(request, name)
+    _set_by_hand(proxy, replica, replica.home)
     if proxy.loans is not None:
         await proxy.loans.until_home(name)
-        _check_known(proxy, name)
-    return JSONResponse(_row(proxy, name, proxy.members.members[name]))
+        proxy, replica = _replica_of(request, name)
+    return JSONResponse(_row(proxy, replica))
 
 
 @router.post("/replicas/{name}/release")
 async def release_replica(request: Request, name: str) -> Response:
     """The rules of lending decide over a replica again."""
-    proxy = _proxy_of(request)
-    _check_known(proxy, name)
-    proxy.router.replicas[name].by_hand = False
-    return JSONResponse(_row(proxy, name, proxy.members.members[name]))
+    proxy, replica = _replica_of(request, name)
+    replica.by_hand = False
+    return JSONResponse(_row(proxy, replica))
 
 
-def _set_by_hand(proxy: Proxy, name: str, pool: str) -> None:
-    proxy.router.replicas[name].by_hand = True
-    if proxy.router.replicas[name].pool != pool:
-        proxy.router.lend(name, pool)
+def _set_by_hand(proxy: Proxy, replica: Replica, pool: str) -> None:
+    replica.by_hand = True
+    if replica.pool != pool:
+        proxy.router.lend(replica.name, pool)
         proxy.metrics.count("etude_router_moves", pool=pool)
 
 
 @router.delete("/replicas/{name}", status_code=202)
 async def remove_replica(request: Request, name: str) -> Response:
     """A replica is drained, and leaves."""
-    proxy = _proxy_of(request)
-    _check_known(proxy, name)
+    proxy, _ = _replica_of(request, name)
     proxy.members.leave(name)
     return JSONResponse({"name": name, "state": "draining"}, 202)
 
@@ -239,35 +231,35 @@ def _proxy_of(request: Request, *, borrowing: bool = False) -> Proxy:
     return request.app.state.proxy
 
 
-def _row(proxy: Proxy, name: str, member: Member) -> dict[str, Any]:
-    replica = proxy.router.replicas[name]
+def _replica_of(request: Request, name: str) -> tuple[Proxy, Replica]:
+    """The proxy, for those who may change it, and one of its replicas. Raises AccessError and
+    NoSuchReplicaError."""
+    proxy = _proxy_of(request)
+    replica = proxy.router.replicas.get(name)
+    if replica is None:
+        known = ", ".join(proxy.router.replicas) or None
+        fix = None if known is None else f"one of {known}"
+        raise NoSuchReplicaError("no such replica", field="name", received=name, fix=fix)
+    return proxy, replica
+
+
+def _row(proxy: Proxy, replica: Replica) -> dict[str, Any]:
+    loan = proxy.loans.books.lent.get(replica.name) if proxy.loans is not None else None
     return {
-        "name": name,
-        "url": proxy.addresses[name].url,
-        "state": str(member.state),
+        "name": replica.name,
+        "url": proxy.addresses[replica.name].url,
+        "state": str(replica.state),
         "pool": replica.pool,
         "home": replica.home,
         "by_hand": replica.by_hand,
-        "borrower": _borrower_of(proxy, name),
+        "borrower": loan.borrower if loan is not None else None,
         "version": replica.version,
         "running": replica.running,
         "outstanding_tokens": replica.work,
         "sessions": len(replica.sessions),
-        "next_probe_s": round(max(0.0, member.next_probe_s - time.monotonic()), 3),
-        "cause": member.cause,
+        "next_probe_s": round(max(0.0, replica.next_probe_s - time.monotonic()), 3),
+        "cause": replica.cause,
     }
-
-
-def _borrower_of(proxy: Proxy, name: str) -> str | None:
-    loan = proxy.loans.books.lent.get(name) if proxy.loans is not None else None
-    return loan.borrower if loan is not None else None
-
-
-def _check_known(proxy: Proxy, name: str) -> None:
-    if name not in proxy.members.members:
-        known = ", ".join(proxy.members.members) or None
-        fix = None if known is None else f"one of {known}"
-        raise NoSuchReplicaError("no such replica", field="name", received=name, fix=fix)
 
 
 async def _read(request: Request, kind: type[AnyBody]) -> AnyBody:

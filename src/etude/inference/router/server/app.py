@@ -12,13 +12,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError, UserError
-from etude.inference.router.members import MemberState
 from etude.inference.router.server import admin
 from etude.inference.router.server.admin import NoSuchReplicaError
 from etude.inference.router.server.health import watch
 from etude.inference.router.server.hints import read_hints
 from etude.inference.router.server.proxy import Opened, Proxy, ReplicaAddress, ReplicaSlowError
-from etude.inference.router.types import NoReplicaError
+from etude.inference.router.types import NoReplicaError, ReplicaState
 from etude.kit.tasks import off_loop
 from etude.serving.access import AccessError
 from etude.serving.application import build_application, read_body, unless_gone
@@ -166,11 +165,10 @@ async def _ready(request: Request) -> Response:
 async def _figures(request: Request) -> str:
     proxy: Proxy = request.app.state.proxy
     gauges: dict[tuple[str, Labels], float] = {}
-    for name, member in proxy.members.members.items():
-        replica = proxy.router.replicas[name]
+    for name, replica in proxy.router.replicas.items():
         labels = (("pool", replica.pool), ("replica", name))
         gauges["etude_router_replica_ready", labels] = float(replica.ready)
-        gauges["etude_router_replica_ejected", labels] = float(member.state is MemberState.EJECTED)
+        gauges["etude_router_replica_ejected", labels] = float(replica.state is ReplicaState.EJECTED)
         gauges["etude_router_replica_running", labels] = replica.running
         gauges["etude_router_replica_outstanding_tokens", labels] = replica.work
         gauges["etude_router_replica_sessions", labels] = len(replica.sessions)

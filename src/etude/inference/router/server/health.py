@@ -64,10 +64,9 @@ async def probe(proxy: Proxy, name: str) -> None:
         proxy.members.failed(name, time.monotonic(), cause, fatal=fatal)
         return
     said = _document(answer) if answer.status_code == 200 else {}
-    member = proxy.members.members.get(name)
-    pool = said.get("pool")
+    replica, pool = proxy.router.replicas.get(name), said.get("pool")
     # Only the first time: one that comes home from a loan is in the pool that the router has put it into.
-    is_new = member is not None and proxy.router.replicas[name].version is None
+    is_new = replica is not None and replica.version is None
     if is_new and address.pool is None and pool:
         proxy.router.move(name, str(pool))
     proxy.members.answered(name, time.monotonic(), _version(said.get("version")))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, PartLostError
 from etude.inference.router.borrowing import Borrowing, Lent
-from etude.inference.router.members import MemberState
+from etude.inference.router.types import ReplicaState
 from etude.kit.tasks import Tasks
 from etude.serving.client import Answer, read_json, refused
 
@@ -36,18 +36,17 @@ class LoanKeeper:
 
     def tick(self, now_s: float) -> None:
         """Begins what is due. Returns at once."""
-        members = self._proxy.members.members
         alive = {
             name: replica
             for name, replica in self._proxy.router.replicas.items()
-            if name in members and members[name].state is not MemberState.EJECTED
+            if replica.state is not ReplicaState.EJECTED
         }
         for _ in self.books.expire(now_s):
             self._proxy.metrics.count("etude_router_borrowers_lost")
         for one in self.books.to_end(alive):
             self._tasks.start(self._end(one))
         for one in self.books.to_lend(alive, now_s):
-            self._proxy.router.set_ready(one.replica, False)
+            alive[one.replica].ready = False
             self._tasks.start(self._lend(one))
 
     async def until_home(self, replica: str) -> None:
@@ -105,6 +104,6 @@ class LoanKeeper:
     def _note_failure(self, one: Lent, cause: str) -> None:
         """Its next probe says whether it serves users."""
         self._proxy.metrics.count("etude_router_loan_failures", replica=one.replica)
-        member = self._proxy.members.members.get(one.replica)
-        if member is not None:
-            member.cause, member.next_probe_s = cause, 0.0
+        replica = self._proxy.router.replicas.get(one.replica)
+        if replica is not None:
+            replica.cause, replica.next_probe_s = cause, 0.0
