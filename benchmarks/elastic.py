@@ -86,7 +86,7 @@ class PacedEngine:
     sampled: Counter[str] = field(default_factory=Counter[str])
     """Tokens by lineage of the weights."""
 
-    def open(self, session_id: str) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
         """See Sampler.open."""
 
     def close(self, session_id: str) -> None:

@@ -116,7 +116,7 @@ def test_siblings_are_opened_before_the_forked_session_is_closed() -> None:
     events: list[tuple[str, str]] = []
 
     class Noting(ScriptedSampler):
-        def open(self, session_id: str) -> None:
+        def open(self, session_id: str, beside: str | None = None) -> None:
             events.append(("open", session_id))
             super().open(session_id)
 
@@ -287,7 +287,7 @@ def test_an_engine_that_opens_no_sibling_fails_the_attempt_and_leaves_nothing_be
     backend = MemoryBackend()
 
     class Refusing(ScriptedSampler):
-        def open(self, session_id: str) -> None:
+        def open(self, session_id: str, beside: str | None = None) -> None:
             if "/10~" in session_id:
                 raise SamplerError("the engine has failed")
             super().open(session_id)

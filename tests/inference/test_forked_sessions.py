@@ -10,7 +10,6 @@ import pytest
 
 from etude.errors import SamplerError
 from etude.inference import EngineService
-from etude.protocols import BranchingSampler
 from etude.weights import MemoryWeights
 from tests.inference.builders import Client, prompt, small_engine
 from tests.inference.invariants import check_engine
@@ -48,7 +47,7 @@ async def forked(service: EngineService, clients: list[Client], copy_s: Callable
     await message(service, first, prompt(PREFIX, 1), 5)
     await asyncio.sleep(copy_s())
     for sibling in siblings:
-        service.open_beside(sibling.name, first.name)
+        service.open(sibling.name, first.name)
     service.close(first.name)
 
     async def go_on(sibling: Client) -> int | None:
@@ -95,15 +94,14 @@ def test_beside_a_session_that_is_not_away_it_is_opened_as_any_other(delay_steps
     async def body() -> None:
         engine = small_engine(small_model(1))
         async with EngineService(engine, MemoryWeights().fetch, delay_steps) as service:
-            assert isinstance(service, BranchingSampler)
-            service.open_beside("new", "unknown")
+            service.open("new", "unknown")
             client = Client("new", 1)
             await message(service, client, prompt(4, 0), 3)
             assert len(client.tokens) == 7
-            service.open_beside("second", "new")
+            service.open("second", "new")
             for taken in ("new", "second"):
                 with pytest.raises(SamplerError, match="open already"):
-                    service.open_beside(taken, "new")
+                    service.open(taken, "new")
             service.close("second")
             service.close("new")
 

@@ -220,7 +220,7 @@ class Environment(Player):
         names = [f"{place.identity}~{attempt}" for place in plan.siblings]
         try:
             for name, view in zip(names, views, strict=True):
-                view.open_beside(name, f"{order.identity}~{attempt}")
+                view.open(name, f"{order.identity}~{attempt}")
             held.end()
             places = zip(plan.siblings, names, chosen.worlds, views, strict=True)
             running += [asyncio.create_task(self._sibling(order, source, chosen, *place)) for place in places]

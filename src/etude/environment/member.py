@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.kit.tasks import closing
-from etude.protocols import BranchingSampler, Sampler, TokenTally
+from etude.protocols import Sampler, TokenTally
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
 
-class MemberSampler(BranchingSampler, TokenTally):
-    """Implements Sampler, BranchingSampler and TokenTally for the sessions of one episode: attempts, which
+class MemberSampler(Sampler, TokenTally):
+    """Implements Sampler and TokenTally for the sessions of one episode: attempts, which
     follow each other, and sessions that left another one in its middle, side by side.
 
     On a reproducible schedule the last session that is open stays open until `end`: the episode's grading is
@@ -47,19 +47,13 @@ class MemberSampler(BranchingSampler, TokenTally):
     def tally(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
-    def open(self, session_id: str) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
         """See Sampler.open. A session that was opened ahead of its driver stays open."""
-        self.open_beside(session_id, None)
-
-    def open_beside(self, session_id: str, other: str | None) -> None:
         if session_id in self._open:
             return
         if self._put_off is not None:
             self._close(self._put_off)
-        if other is not None and isinstance(self._sampler, BranchingSampler):
-            self._sampler.open_beside(session_id, other)
-        else:
-            self._sampler.open(session_id)
+        self._sampler.open(session_id, beside)
         self._open[session_id] = None
         if self._on_open is not None:
             self._on_open(session_id, self)

@@ -20,7 +20,7 @@ from etude.config import ModelConfig
 from etude.errors import EtudeError, SamplerError
 from etude.kit.tasks import end_tasks
 from etude.observe import versions
-from etude.protocols import BranchingSampler, Sampler
+from etude.protocols import Sampler
 from etude.records import SampleChunk, SampleRequest
 
 Command = (
@@ -78,10 +78,7 @@ class Exchange:
                     self._sampler.open(session)
                     self._sessions.add(session)
                 case ("beside", (str(session), str(other))):
-                    if isinstance(self._sampler, BranchingSampler):
-                        self._sampler.open_beside(session, other)
-                    else:
-                        self._sampler.open(session)
+                    self._sampler.open(session, other)
                     self._sessions.add(session)
                 case ("close", str(session)):
                     self._sampler.close(session)

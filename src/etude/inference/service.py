@@ -48,7 +48,7 @@ _MOST_STEPS = 64
 
 class EngineService:
     """Drives one engine. Use as an async context manager: the loop runs inside. Implements
-    BranchingSampler, PacedSampler and WeightSink."""
+    PacedSampler and WeightSink."""
 
     def __init__(self, engine: Engine, fetch_weights: WeightFetcher, delay_steps: int | None = 6) -> None:
         """`delay_steps`: steps until a session is waited for; None takes requests as they come (for
@@ -96,21 +96,13 @@ class EngineService:
 
     # ---- Sampler --------------------------------------------------------------------------------
 
-    def open(self, session_id: str) -> None:
-        self._check_unopened(session_id)
-        self._leave(session_id)
-        self._wake.set()
-
-    def open_beside(self, session_id: str, other: str) -> None:
-        """See BranchingSampler.open_beside. Where `other` is not away (nor open at all), as `open`."""
-        self._check_unopened(session_id)
-        if not self._tickets.leave_beside(session_id, other):
-            self._leave(session_id)
-        self._wake.set()
-
-    def _check_unopened(self, session_id: str) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
+        """See Sampler.open. Where `beside` is not away, nor open at all, it counts for nothing."""
         if session_id in self._tickets or session_id in self._in_flight:
             raise SamplerError("session is open already", field="session_id", received=session_id)
+        if beside is None or not self._tickets.leave_beside(session_id, beside):
+            self._leave(session_id)
+        self._wake.set()
 
     def close(self, session_id: str) -> None:
         """See Sampler.close. A request in flight is aborted."""

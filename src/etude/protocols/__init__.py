@@ -7,7 +7,6 @@ from etude.protocols.executor import Resources as Resources
 from etude.protocols.model import Attention as Attention
 from etude.protocols.model import Model as Model
 from etude.protocols.model import Routes as Routes
-from etude.protocols.sampler import BranchingSampler as BranchingSampler
 from etude.protocols.sampler import Pace as Pace
 from etude.protocols.sampler import PacedSampler as PacedSampler
 from etude.protocols.sampler import Sampler as Sampler

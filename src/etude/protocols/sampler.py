@@ -18,8 +18,13 @@ class Sampler(Protocol):
     sampler may keep the session's keys and values. One request of a session is in flight at a time.
     """
 
-    def open(self, session_id: str) -> None:
-        """Announces a session, so that a deterministic schedule can wait for its first request."""
+    def open(self, session_id: str, beside: str | None = None) -> None:
+        """Announces a session, so that a deterministic schedule can wait for its first request.
+
+        `beside`: a session with tokens of which it begins, and which is still open. It should start in the
+        place where that one is; and on a deterministic schedule its first request is waited for at the step
+        at which that one's next is, whenever this is called.
+        """
         ...
 
     def close(self, session_id: str) -> None:
@@ -64,17 +69,4 @@ class PacedSampler(Sampler, Protocol):
 
     def set_pace(self, pace: Pace | None) -> bool:
         """Tells `pace` from now on; whether there is a reproducible schedule to tell of."""
-        ...
-
-
-@runtime_checkable
-class BranchingSampler(Sampler, Protocol):
-    """A sampler to which it matters that a session has left another one in its middle."""
-
-    def open_beside(self, session_id: str, other: str) -> None:
-        """As `open`, for a session that begins with tokens of `other`, which is still open.
-
-        It starts in the place where that one is; and on a deterministic schedule its first request is waited
-        for at the step at which that one's next is, whenever this is called.
-        """
         ...

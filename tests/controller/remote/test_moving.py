@@ -11,7 +11,6 @@ import pytest
 from etude.controller.throughput import part_seconds
 from etude.environment.runners import EnvironmentTimes
 from etude.errors import PrefixMissError
-from etude.protocols import BranchingSampler
 from tests.controller.remote.building import Fleet, request, sample, until
 
 
@@ -29,11 +28,10 @@ def test_siblings_begin_where_their_prefix_is_and_a_waiting_session_moves_to_the
         fleet = made.fleet
         await fleet.start()
         await made.serve(1)
-        assert isinstance(fleet, BranchingSampler)
         fleet.open("waits")
         first = await sample(fleet, request("waits"))
         for number in range(4):
-            fleet.open_beside(f"busy{number}", "waits")
+            fleet.open(f"busy{number}", "waits")
         assert sorted(homes(made).values()) == [0, 5], "all where the prefix is"
         busy = [
             asyncio.create_task(sample(fleet, request(f"busy{number}", max_tokens=400)))

@@ -103,8 +103,8 @@ class TellingSampler:
 
         self.inner = ScriptedSampler(script, route_shape=self.route_shape, chunk_tokens=self.chunk_tokens)
 
-    def open(self, session_id: str) -> None:
-        self.inner.open(session_id)
+    def open(self, session_id: str, beside: str | None = None) -> None:
+        self.inner.open(session_id, beside)
 
     def close(self, session_id: str) -> None:
         self.closed.append(session_id)

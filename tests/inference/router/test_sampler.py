@@ -102,9 +102,10 @@ def test_siblings_of_a_fork_are_opened_where_the_forked_session_is() -> None:
             super().__init__()
             self.beside: list[tuple[str, str]] = []
 
-        def open_beside(self, session_id: str, other: str) -> None:
-            self.beside.append((session_id, other))
-            self.open(session_id)
+        def open(self, session_id: str, beside: str | None = None) -> None:
+            if beside is not None:
+                self.beside.append((session_id, beside))
+            super().open(session_id)
 
     async def body() -> None:
         replicas = {name: Noting() for name in "abc"}
@@ -112,14 +113,14 @@ def test_siblings_of_a_fork_are_opened_where_the_forked_session_is() -> None:
         routed.open("forked")
         await ask(routed, request("forked", 0))
         for sibling in ("s", "t"):
-            routed.open_beside(sibling, "forked")
+            routed.open(sibling, "forked")
         (at,) = [one for one in replicas.values() if "forked" in one.open_sessions]
         assert at.beside == [("s", "forked"), ("t", "forked")]
         assert at.open_sessions == {"forked", "s", "t"}
         with pytest.raises(SamplerError, match="open already"):
-            routed.open_beside("s", "forked")
+            routed.open("s", "forked")
         routed.close("forked")
-        routed.open_beside("late", "forked")
+        routed.open("late", "forked")
         assert sum(len(one.beside) for one in replicas.values()) == 2, "what is closed is nowhere"
 
     run(body())

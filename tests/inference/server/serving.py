@@ -80,7 +80,7 @@ class PlayedSampler:
         for held in (self.failures, self.aborted, self.closed, self.requests):
             held.clear()
 
-    def open(self, session_id: str) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
         assert session_id not in self.open_sessions
         self.open_sessions.add(session_id)
         self.inner.open(session_id)

@@ -105,9 +105,13 @@ class _Line:
         """Says what to do about a session or a request."""
         self._put((what, self._named(name)))
 
-    def send_beside(self, session_id: str, other: str) -> None:
-        """Opens a session that begins with tokens of another one."""
-        self._put(("beside", (self._named(session_id), self._named(other))))
+    def open(self, session_id: str, beside: str | None) -> None:
+        """See Sampler.open."""
+        self.sessions.add(session_id)
+        if beside is None:
+            self.send("open", session_id)
+        else:
+            self._put(("beside", (self._named(session_id), self._named(beside))))
 
     def _named(self, name: str) -> str:
         return f"{self._client}:{name}" if self._client else name
@@ -174,7 +178,7 @@ class _Line:
 
 
 class RemoteEngine:
-    """Implements BranchingSampler and WeightSink over whichever process the engine has at the time.
+    """Implements Sampler and WeightSink over whichever process the engine has at the time.
 
     Without one, or while it serves no version, every request raises SamplerError.
     """
@@ -223,16 +227,10 @@ class RemoteEngine:
             self.disconnect(cause)
         self._on_loss(handle, cause)
 
-    def open(self, session_id: str) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
         """See Sampler.open. Without a process it is opened with its first request."""
         if self._line is not None:
-            self._line.sessions.add(session_id)
-            self._line.send("open", session_id)
-
-    def open_beside(self, session_id: str, other: str) -> None:
-        if self._line is not None:
-            self._line.sessions.add(session_id)
-            self._line.send_beside(session_id, other)
+            self._line.open(session_id, beside)
 
     def close(self, session_id: str) -> None:
         if self._line is not None and session_id in self._line.sessions:

@@ -30,7 +30,7 @@ _PAUSE_S = 0.05
 
 
 class PatientSampler:
-    """Implements BranchingSampler over engines that come and go: requests wait until one is there. For one
+    """Implements Sampler over engines that come and go: requests wait until one is there. For one
     event loop."""
 
     def __init__(self, patience_s: float) -> None:
@@ -64,13 +64,9 @@ class PatientSampler:
         self._routed.serves(name, None)
         self._routed.router.lose_prefixes(name)
 
-    def open(self, session_id: str) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
         with contextlib.suppress(NoReplicaError):  # then it is opened where its first request goes
-            self._routed.open(session_id)
-
-    def open_beside(self, session_id: str, other: str) -> None:
-        with contextlib.suppress(NoReplicaError):
-            self._routed.open_beside(session_id, other)
+            self._routed.open(session_id, beside)
 
     @property
     def num_moved(self) -> int:

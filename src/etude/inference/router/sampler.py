@@ -22,7 +22,7 @@ from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
 from etude.kit.tasks import closing
-from etude.protocols import BranchingSampler, Sampler
+from etude.protocols import Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
 _POOL = "rollout"
@@ -35,7 +35,7 @@ class SamplerReplica(Sampler, Protocol):
 
 
 class RoutedSampler:
-    """A BranchingSampler over replicas, each of which serves what `serves` was last called with. Use within
+    """A Sampler over replicas, each of which serves what `serves` was last called with. Use within
     one event loop.
 
     A replica that fails before its first chunk is left out, until `serves` is called for it again, and the
@@ -70,13 +70,7 @@ class RoutedSampler:
 
     # ---- Sampler --------------------------------------------------------------------------------
 
-    def open(self, session_id: str) -> None:
-        self._place(session_id, None)
-
-    def open_beside(self, session_id: str, other: str) -> None:
-        self._place(session_id, other)
-
-    def _place(self, session_id: str, beside: str | None) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
         if session_id in self._open:
             raise SamplerError("session is open already", field="session_id", received=session_id)
         self._settle(session_id, self.router.place(session_id, self._now(), _POOL, beside), beside)
@@ -150,11 +144,8 @@ class RoutedSampler:
             return
         if home is not None:
             self._replicas[home].close(session_id)
-        replica = self._replicas[name]
-        if beside is not None and self._open.get(beside) == name and isinstance(replica, BranchingSampler):
-            replica.open_beside(session_id, beside)
-        else:
-            replica.open(session_id)
+        is_there = beside is not None and self._open.get(beside) == name
+        self._replicas[name].open(session_id, beside if is_there else None)
         self._open[session_id] = name
 
     def _ask(self, request: SampleRequest) -> Ask:

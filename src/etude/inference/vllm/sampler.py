@@ -111,7 +111,8 @@ class VllmSampler:
 
     # ---- Sampler --------------------------------------------------------------------------------
 
-    def open(self, session_id: str) -> None:
+    def open(self, session_id: str, beside: str | None = None) -> None:
+        """See Sampler.open. vLLM finds the prefix by itself, wherever the session began."""
         if session_id in self._sessions:
             raise SamplerError("session is open already", field="session_id", received=session_id)
         self._sessions[session_id] = Session(session_id)
