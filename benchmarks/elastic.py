@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -36,6 +36,7 @@ from tests.fakes.replica import running_server
 from tests.inference.server.checkpoint import serve_process, write_checkpoint
 from tests.inference.server.lending import NUMERICS, RunStore, rollout
 from tests.inference.server.serving import ADMIN, qwen_model
+from torch import Tensor
 
 from etude.config import ClusterConfig, ModelConfig, RunConfig
 from etude.config.routing import HealthCheckConfig, RouterConfig
@@ -122,7 +123,11 @@ class PacedEngine:
         """See Sampler.score."""
         return Scores(np.zeros(len(tokens), dtype=np.float32), version)
 
-    async def stage(self, manifest: WeightManifest) -> None:
+    def fetch(self, manifest: WeightManifest) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+    async def stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None = None) -> None:
         """See WeightSink.stage."""
         await asyncio.sleep(STAGE_S)
         self.staged = manifest.version
@@ -136,19 +141,9 @@ class PacedEngine:
         """See WeightSink.current."""
         return self.version
 
-
-class NoWeights:
-    """Where a PacedEngine has its weights from."""
-
-    def fetch(self, manifest: WeightManifest) -> dict[str, Any]:
-        """None."""
+    def usage(self) -> dict[str, float]:
+        """Nothing is counted."""
         return {}
-
-    def hold(self, version: PolicyVersion, tensors: Any) -> None:
-        """Nothing to hold."""
-
-    def let_go(self, version: PolicyVersion) -> None:
-        """Nothing was held."""
 
 
 class PacedPart:
@@ -202,7 +197,7 @@ async def paced_server(build: Build) -> AsyncIterator[tuple[str, PacedEngine]]:
         "tokenizer": model.tokenizer.digest,
         "max_context_tokens": CONTEXT,
     }
-    desk = LoanDesk(engine, engine, NoWeights(), home, about, lambda url: lambda manifest: {})
+    desk = LoanDesk(engine, home, about, lambda url: lambda manifest: {})
     state = ServerState(model, engine, desk.home, admin_token=ADMIN, loans=desk)
     async with running_server(build_server(state)) as url:
         yield url, engine

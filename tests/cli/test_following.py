@@ -51,7 +51,7 @@ def test_each_new_checkpoint_of_a_run_is_served_and_one_of_another_model_is_not(
             save_checkpoint(latest, learned, {"lineage": "taught", "step": 7})
             await follower.look()
             assert str(engine.service.current()) == "run@0", "it may still be written"
-            monkeypatch.setattr(engine.weights, "hold", fail)
+            monkeypatch.setattr(engine.service, "stage", fail)
             with caplog.at_level(logging.ERROR):
                 await follower.look()
             assert "no such luck" in caplog.text and str(engine.service.current()) == "run@0"

@@ -93,13 +93,8 @@ class WeightFollower:
 
         version, tensors = await asyncio.to_thread(self._load, checkpoint)
         manifest = await asyncio.to_thread(describe_tensors, version, tensors, f"file:{checkpoint}")
-        weights, service = self.engine.weights, self.engine.service
-        weights.hold(manifest.version, tensors)
-        try:
-            await service.stage(manifest)
-            await service.activate(manifest.version)
-        finally:
-            weights.let_go(manifest.version)
+        await self.engine.service.stage(manifest, tensors)
+        await self.engine.service.activate(manifest.version)
         self.version = manifest.version
         _log.warning("%s is served, from %s", manifest.version, checkpoint)
 

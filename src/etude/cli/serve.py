@@ -165,13 +165,7 @@ def _desk(engine: RunningEngine, opened: OpenedModel, choice: EngineChoice) -> L
         "tokenizer": opened.served.tokenizer.digest,
         "max_context_tokens": opened.served.max_context_tokens,
     }
-    service = engine.service
-    return LoanDesk(service, service, engine.weights, engine.manifest, about, usage=lambda: _usage(service))
-
-
-def _usage(service: EngineService) -> dict[str, float]:
-    times = {name: value for name, value in asdict(service.times).items() if isinstance(value, float)}
-    return {**asdict(service.engine.counters), **times}
+    return LoanDesk(engine.service, engine.manifest, about)
 
 
 def _gauges(service: EngineService) -> dict[str, float]:

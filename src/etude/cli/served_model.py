@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from etude.inference.cache import CacheFormat
     from etude.inference.engine import Engine
     from etude.inference.server import ServedModel
-    from etude.inference.server.checkpoints import CheckpointWeights
     from etude.model import LanguageModel
     from etude.tokens.tokenizer import Tokenizer
 
@@ -208,10 +207,9 @@ def _as_of_options(error: ConfigError) -> UserError:
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """An engine that serves, and where it has its weights from."""
+    """An engine that serves."""
 
     service: EngineService
-    weights: CheckpointWeights
     manifest: WeightManifest
     """In service."""
     config: ModelConfig
@@ -238,7 +236,7 @@ async def running_engine(
         manifest = memory.publish(version, dict(opened.weights.named_parameters()))
         await service.stage(manifest)
         await service.activate(manifest.version)
-        yield RunningEngine(service, weights, manifest, opened.weights.config)
+        yield RunningEngine(service, manifest, opened.weights.config)
     finally:
         with contextlib.suppress(Exception):  # a loop that failed has ended its requests
             await service.__aexit__()

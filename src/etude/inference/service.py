@@ -23,6 +23,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,8 +177,9 @@ class EngineService:
 
     # ---- WeightSink -----------------------------------------------------------------------------
 
-    async def stage(self, manifest: WeightManifest) -> None:
+    async def stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None = None) -> None:
         """See WeightSink.stage. Fetching, checks and copies run in a thread, while the engine goes on.
+        `tensors`: those of the manifest, where they are at hand.
 
         Under a reproducible schedule no step is taken meanwhile: how many there were must not depend on how
         long the thread takes. Cancelled, it returns once the thread is done.
@@ -187,13 +189,18 @@ class EngineService:
                 self._unheld.clear()
             began = time.perf_counter()
             try:
-                await finish_in_thread(self._stage, manifest)  # two at once would mix versions
+                await finish_in_thread(self._stage, manifest, tensors)  # two at once would mix versions
             finally:
                 self.times.stage_s += time.perf_counter() - began
                 self._unheld.set()
 
-    def _stage(self, manifest: WeightManifest) -> None:
-        self.engine.stage(manifest.version, self._fetch_weights(manifest), digest_base(manifest))
+    def _stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None) -> None:
+        tensors = self.fetch(manifest) if tensors is None else tensors
+        self.engine.stage(manifest.version, tensors, digest_base(manifest))
+
+    def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
+        """The checked tensors of a manifest, from where the engine has its weights. Blocks."""
+        return self._fetch_weights(manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Runs between two steps, and when nothing is being scored."""
@@ -230,6 +237,11 @@ class EngineService:
     def counters(self) -> EngineCounters:
         """What the engine has done."""
         return self.engine.counters
+
+    def usage(self) -> dict[str, float]:
+        """What the engine has done, and its seconds, by the names in EngineCounters and ServiceTimes."""
+        times = {name: value for name, value in asdict(self.times).items() if isinstance(value, float)}
+        return {**asdict(self.counters), **times}
 
     @property
     def failure(self) -> BaseException | None:

@@ -55,9 +55,7 @@ def lendable_app(
         "tokenizer": tokenizer.digest,
         "max_context_tokens": CONTEXT,
     }
-    desk = LoanDesk(
-        service, service, weights, manifest, about, open_store, usage=lambda: asdict(service.counters)
-    )
+    desk = LoanDesk(service, manifest, about, open_store)
     state = ServerState(
         qwen_model(CONTEXT),
         service,

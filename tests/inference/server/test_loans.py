@@ -7,7 +7,7 @@ import itertools
 import pickle
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
+from torch import Tensor
 
 from etude.controller.remote.engines import EngineProcess
 from etude.errors import PartLostError, SamplerError, WeightUpdateError
@@ -461,8 +462,8 @@ async def finish(handle: LoanHandle, use: Coroutine[Any, Any, None]) -> None:
 
 def test_a_swap_that_fails_half_way_is_undone_before_users_come_back(store: RunStore) -> None:
     with lendable() as served:
-        sink = desk_of(served)._sink
-        activate = sink.activate
+        engine = desk_of(served)._engine
+        activate = engine.activate
         failing = [True]
 
         async def fail_late(version: PolicyVersion, kv: KvPolicy = "keep") -> None:
@@ -474,7 +475,7 @@ def test_a_swap_that_fails_half_way_is_undone_before_users_come_back(store: RunS
         async def run() -> None:
             handle = borrow(served, store.url)
             await handle.call(EngineProcess.begin)
-            sink.activate = fail_late  # type: ignore[method-assign]
+            engine.activate = fail_late  # type: ignore[method-assign]
             with pytest.raises(SamplerError, match="stumbled"):
                 await serve(handle, store, 1)
             with pytest.raises(SamplerError, match="no version of the run"):
@@ -491,19 +492,19 @@ def test_weights_that_do_not_come_back_let_nobody_in_until_an_administrator_send
     save_model(make_model(3), tmp_path / "next")
     manifest = checkpoint_manifest(tmp_path / "next", PolicyVersion("tiny", 1))
     with lendable() as served:
-        sink = desk_of(served)._sink
-        stage = sink.stage
+        engine = desk_of(served)._engine
+        stage = engine.stage
 
-        async def refuse_home(manifest: WeightManifest) -> None:
+        async def refuse_home(manifest: WeightManifest, tensors: Mapping[str, Tensor] | None = None) -> None:
             if str(manifest.version) == HOME:
                 raise WeightUpdateError("no memory for it")
-            await stage(manifest)
+            await stage(manifest, tensors)
 
         async def run() -> None:
             handle = borrow(served, store.url)
             await handle.call(EngineProcess.begin)
             await serve(handle, store, 1)
-            sink.stage = refuse_home  # type: ignore[method-assign]
+            engine.stage = refuse_home  # type: ignore[method-assign]
             ending = asyncio.ensure_future(handle.stop())
             await asyncio.to_thread(wait_for, lambda: standing(served)["trouble"])
             assert ask(served).status_code == 503

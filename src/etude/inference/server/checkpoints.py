@@ -23,21 +23,9 @@ class CheckpointWeights:
         """`config`: of the model that is served; checkpoints of another are refused."""
         self._config = config
         self._memory = memory
-        self._held: dict[PolicyVersion, Mapping[str, Tensor]] = {}
-
-    def hold(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
-        """Has the checked tensors of a version at hand until `let_go`, wherever they come from."""
-        self._held[version] = tensors
-
-    def let_go(self, version: PolicyVersion) -> None:
-        """Ends `hold`."""
-        self._held.pop(version, None)
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         """The checked tensors of a manifest. Blocks on files. Raises WeightUpdateError."""
-        held = self._held.get(manifest.version)
-        if held is not None:
-            return held
         if manifest.url.startswith(_MEMORY):
             return self._memory.fetch(manifest)
         if not manifest.url.startswith(_FILE):

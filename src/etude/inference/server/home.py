@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from etude.inference.server.errors import LoanConflictError
-from etude.protocols import KvPolicy, WeightSink
+from etude.protocols import KvPolicy, Sampler, WeightSink
 from etude.records import PolicyVersion, WeightManifest
 from etude.weights import check_staged
 
@@ -24,30 +24,29 @@ _log = logging.getLogger("etude.inference.server")
 T = TypeVar("T")
 
 
-class HeldWeights(Protocol):
-    """Where the engine behind the sink fetches from: see CheckpointWeights."""
+class LendableEngine(Sampler, WeightSink, Protocol):
+    """An engine that can be lent: see EngineService."""
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
 
-    def hold(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None: ...
+    async def stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None = None) -> None: ...
 
-    def let_go(self, version: PolicyVersion) -> None: ...
+    def usage(self) -> Mapping[str, float]: ...
 
 
 class HomeWeights:
     """Implements WeightSink for administrators: what they put into service while the replica is lent is what
     it comes home to. For one event loop."""
 
-    def __init__(self, sink: WeightSink, weights: HeldWeights, manifest: WeightManifest) -> None:
-        """`sink`: of the engine, which fetches from `weights`. `manifest`: in service now."""
+    def __init__(self, engine: LendableEngine, manifest: WeightManifest) -> None:
+        """`manifest`: in service now."""
         self.is_away = False
         """Whether the replica is lent."""
         self.swapping = asyncio.Lock()
         """Held to stage or activate in the engine."""
         self.trouble = ""
         """Why what users get cannot be put back, while that is tried."""
-        self._sink, self._weights = sink, weights
-        self._manifest = manifest
+        self._engine, self._manifest = engine, manifest
         self._tensors: Mapping[str, Tensor] | None = None
         """Of the manifest, while the replica is away."""
         self._next: WeightManifest | None = None
@@ -61,9 +60,9 @@ class HomeWeights:
         """See WeightSink.stage. While the replica is lent the weights are only looked at."""
         async with self.swapping:
             if self.is_away:
-                await in_thread(lambda: self._weights.fetch(manifest))
+                await in_thread(lambda: self._engine.fetch(manifest))
             else:
-                await self._sink.stage(manifest)
+                await self._engine.stage(manifest)
             self._next, self._is_staged = manifest, not self.is_away
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
@@ -72,16 +71,16 @@ class HomeWeights:
             staged = check_staged(version, self._next)
             tensors: Mapping[str, Tensor] | None = None
             if self.is_away:
-                tensors = await in_thread(lambda: self._weights.fetch(staged))
+                tensors = await in_thread(lambda: self._engine.fetch(staged))
             else:
                 if not self._is_staged:  # it was away then
-                    await self.put_beside(staged, None)
-                await self._sink.activate(version, kv)
+                    await self._engine.stage(staged)
+                await self._engine.activate(version, kv)
             self._manifest, self._tensors, self._next = staged, tensors, None
 
     def current(self) -> PolicyVersion | None:
         """See WeightSink.current: what users get; None while they get nothing."""
-        return None if self.is_away else self._sink.current()
+        return None if self.is_away else self._engine.current()
 
     # ---- loans ----------------------------------------------------------------------------------
 
@@ -94,15 +93,15 @@ class HomeWeights:
         async with self.swapping:
             if self.is_away:
                 raise LoanConflictError("the replica has just been lent", field="state", fix="recall it")
-            self._tensors = await in_thread(lambda: self._weights.fetch(self._manifest))
+            self._tensors = await in_thread(lambda: self._engine.fetch(self._manifest))
             self.is_away, self._is_staged = True, False
 
     async def put_back(self) -> bool:
         """Puts what users get back into service; False, with `trouble`, where that failed. With `swapping`
         held."""
         try:
-            await self.put_beside(self._manifest, self._tensors)
-            await self._sink.activate(self._manifest.version, "recompute")
+            await self._engine.stage(self._manifest, self._tensors)
+            await self._engine.activate(self._manifest.version, "recompute")
         except Exception as error:  # whatever it is: no user may meet the run's weights
             self.trouble = f"{self._manifest.version} does not come back: {error}"
             _log.error("%s", self.trouble, exc_info=error)
@@ -113,15 +112,6 @@ class HomeWeights:
     def come_home(self) -> None:
         """The engine serves what users get again."""
         self.is_away, self._tensors = False, None
-
-    async def put_beside(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None) -> None:
-        """Stages a version in the engine, of these tensors if there are any. With `swapping` held."""
-        if tensors is not None:
-            self._weights.hold(manifest.version, tensors)
-        try:
-            await self._sink.stage(manifest)
-        finally:
-            self._weights.let_go(manifest.version)
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:

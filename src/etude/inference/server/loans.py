@@ -29,9 +29,9 @@ from etude.config import WeightsConfig
 from etude.errors import SamplerError
 from etude.inference.exchange import Command, Event, Exchange
 from etude.inference.server.errors import LoanConflictError, LoanOverError, UnavailableError
-from etude.inference.server.home import HeldWeights, HomeWeights, in_thread
+from etude.inference.server.home import HomeWeights, LendableEngine, in_thread
 from etude.kit.tasks import unless
-from etude.protocols import KvPolicy, Sampler, WeightSink
+from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, Scores, WeightManifest
 from etude.serving.access import is_token
 from etude.weights import make_subscriber
@@ -92,29 +92,24 @@ class LoanDesk:
 
     def __init__(
         self,
-        sampler: Sampler,
-        sink: WeightSink,
-        weights: HeldWeights,
+        engine: LendableEngine,
         home: WeightManifest,
         about: Mapping[str, Any],
         open_store: Callable[[str], Fetch] = fetch_from_store,
         clock: Callable[[], float] = time.monotonic,
-        usage: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`sampler`, `sink`: of the engine, which fetches from `weights`. `home`: in service now. `about`:
-        what a borrower learns of the engine. `open_store`: reads the store that a borrower names. `usage`:
-        what the engine has done so far, by the names in EngineCounters and ServiceTimes."""
-        self.home = HomeWeights(sink, weights, home)
+        """`home`: in service now. `about`: what a borrower learns of the engine. `open_store`: reads the
+        store that a borrower names."""
+        self.home = HomeWeights(engine, home)
         """The replica's WeightSink for administrators."""
         self.state = LoanState.HOME
         self.loan: Loan | None = None
         """From `lend` until the replica is home again."""
         self.last_return_s = 0.0
         """How long the last return took, from the recall to weights that users get."""
-        self._sampler, self._sink = sampler, sink
-        self._about = about
+        self._engine, self._about = engine, about
         self._open_store = open_store
-        self._clock, self._usage = clock, usage
+        self._clock = clock
         self._past: Loan | None = None
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
@@ -213,7 +208,7 @@ class LoanDesk:
         if loan.over.is_set():
             self._check_open(loan)
         loan.renewed_s = self._clock()
-        return self._usage()
+        return self._engine.usage()
 
     async def begin(self, loan: Loan, store: str) -> dict[str, Any]:
         """The run begins, or begins anew, with its weights in `store`; returns what it learns of the engine.
@@ -238,7 +233,7 @@ class LoanDesk:
         tensors = await self._unless_over(loan, in_thread(lambda: fetch(manifest)))
         async with self.home.swapping:
             self._check_open(loan)
-            await self.home.put_beside(manifest, tensors)
+            await self._engine.stage(manifest, tensors)
 
     async def activate(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> Mapping[str, float]:
         """Serves the run's weights, once no user is answered any more; as `pulse`. Raises LoanOverError,
@@ -248,9 +243,9 @@ class LoanDesk:
         async with self.home.swapping:
             self._check_open(loan)
             loan.has_swapped = True
-            await self._sink.activate(version, kv)
+            await self._engine.activate(version, kv)
             loan.served.add(version)
-        return self._usage()
+        return self._engine.usage()
 
     async def exchange(self, loan: Loan, commands: Sequence[Command], client: str) -> None:
         """See Exchange.exchange. Raises LoanOverError, and LoanConflictError before a version is served."""
@@ -258,7 +253,7 @@ class LoanDesk:
             self._check_open(loan)
         if not loan.served:
             raise LoanConflictError("no version of the run is served yet", field="state", fix="activate one")
-        exchange = loan.exchanges.setdefault(client, Exchange(self._sampler))
+        exchange = loan.exchanges.setdefault(client, Exchange(self._engine))
         if loan.closing.is_set():  # what has begun is still sent
             exchange.refuse(commands, SamplerError("the replica is called home", received=loan.id))
         else:
@@ -274,7 +269,7 @@ class LoanDesk:
     async def poll(self, loan: Loan, client: str) -> list[Event]:
         """See Exchange.poll; empty when nothing has come for a while. Raises LoanOverError when the loan has
         ended and all that was to be sent has been."""
-        exchange = loan.exchanges.setdefault(client, Exchange(self._sampler))
+        exchange = loan.exchanges.setdefault(client, Exchange(self._engine))
         if not exchange.has_events:
             if loan.over.is_set():
                 self._check_open(loan)
@@ -291,7 +286,7 @@ class LoanDesk:
         self._check_open(loan)
         if version not in loan.served:
             raise SamplerError("the loan does not serve this version", field="version", received=str(version))
-        return await self._unless_over(loan, self._sampler.score(tokens, version))
+        return await self._unless_over(loan, self._engine.score(tokens, version))
 
     async def end(self, loan: Loan) -> dict[str, Any]:
         """The run gives the replica back."""
