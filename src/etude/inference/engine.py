@@ -134,14 +134,6 @@ class Engine:
         return len(self._queue) + len(self._sequences.waiting)
 
     @property
-    def outstanding_tokens(self) -> int:
-        """Tokens that the requests in flight have yet to compute, if all sample as many as they may."""
-        sequences = self._sequences
-        rows = [row for row in sequences.states if row not in sequences.idle]
-        queued = sum(len(request.suffix) + request.params.max_tokens for request in self._queue.values())
-        return queued + int((sequences.limit[rows] - sequences.computed[rows]).sum())
-
-    @property
     def num_pages(self) -> int:
         """Pages of the cache."""
         return self._cache.num_pages

@@ -67,7 +67,7 @@ class EngineService:
         self._scorer = Scorer(engine, self._turns, at_once=delay_steps is not None)
         self._closing: set[str] = set()
         """Sessions to close once their request has ended."""
-        self._last_load = EngineLoad(0, 0, 0, engine.num_free_pages, engine.num_pages)
+        self._last_load = EngineLoad(0, 0, engine.num_free_pages, engine.num_pages)
         self._wake = asyncio.Event()
         self._at_rest = asyncio.Event()
         """Set while no session is open and nothing is to be done."""
@@ -231,7 +231,7 @@ class EngineService:
         self._pace = pace if self._delay_steps is not None else None
         return self._pace is not None
 
-    # ---- for routers and metrics ----------------------------------------------------------------
+    # ---- for metrics ----------------------------------------------------------------------------
 
     @property
     def counters(self) -> EngineCounters:
@@ -258,14 +258,9 @@ class EngineService:
 
     def _note_load(self) -> None:
         engine = self.engine
-        coming = [ticket.request for ticket in self._tickets if ticket.request is not None]
-        tokens = sum(len(request.suffix) + request.params.max_tokens for request in coming)
+        num_coming = sum(ticket.request is not None for ticket in self._tickets)
         self._last_load = EngineLoad(
-            engine.num_running,
-            engine.num_waiting + len(coming),
-            engine.outstanding_tokens + tokens,
-            engine.num_free_pages,
-            engine.num_pages,
+            engine.num_running, engine.num_waiting + num_coming, engine.num_free_pages, engine.num_pages
         )
 
     # ---- the loop -------------------------------------------------------------------------------

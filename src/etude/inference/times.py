@@ -76,13 +76,11 @@ class ServiceTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is, for routers and metrics."""
+    """How busy an engine is, for metrics."""
 
     running: int
     """Requests that are being computed."""
     waiting: int
     """Requests that have come and are not."""
-    outstanding_tokens: int
-    """Tokens that all these have yet to compute, if they sample as many as they may."""
     free_pages: int
     num_pages: int
