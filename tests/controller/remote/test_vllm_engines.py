@@ -16,7 +16,7 @@ from etude.controller.engines import make_snapshots
 from etude.controller.local import LocalHandle
 from etude.controller.remote.engine_part import EnginePart
 from etude.errors import ResourceError
-from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Replica, VllmSampler, open_snapshot
+from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Replica, VllmSampler
 from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.protocols import Handle
@@ -53,11 +53,7 @@ class VllmFleet(Fleet):
             server = FakeServer(fails_to_start=self.fails_to_start)
             self.servers.setdefault(name, []).append(server)
             fetched = FetchedSnapshots(self.weights.fetch, self.make_snapshots) if self.from_store else None
-            sampler = VllmSampler(
-                Replica(server, most_restarts=0, find=fetched.open if fetched else open_snapshot),
-                drain_s=0.0,
-                on_end=fetched.close if fetched else lambda: None,
-            )
+            sampler = VllmSampler(Replica(server, most_restarts=0, fetched=fetched), drain_s=0.0)
             part = EnginePart(self.config, self.tokenizer, self.weights.root, None, service=sampler)
             handle = LocalHandle(part, name=name)
             self.handles.setdefault(name, []).append(handle)

@@ -19,7 +19,6 @@ from etude.inference.vllm.servers import (
     VllmServer,
     no_interpreter,
 )
-from etude.inference.vllm.snapshots import open_snapshot
 
 
 def make_vllm_sampler(
@@ -56,10 +55,9 @@ def make_vllm_sampler(
             capture_routes=has_routes and not (on_gpu and config.python),
             tolerance=config.probe_tolerance,
             most_restarts=0 if is_supervised else MOST_RESTARTS,
-            find=open_snapshot if fetched is None else fetched.open,
+            fetched=fetched,
         ),
         drain_s=0.0 if is_supervised else DRAIN_S,
-        on_end=(lambda: None) if fetched is None else fetched.close,
     )
 
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part
 from etude.inference.vllm.client import Abilities, VllmClient, greet, score_tokens
 from etude.inference.vllm.probes import check_probe
+from etude.inference.vllm.publishing import FetchedSnapshots
 from etude.inference.vllm.servers import VllmServer
 from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot
 from etude.kit.tasks import to_the_end
@@ -33,9 +33,6 @@ from etude.records import PolicyVersion, WeightManifest
 
 MOST_RESTARTS = 3
 _LOG = logging.getLogger(__name__)
-
-OpenSnapshot = Callable[[WeightManifest], Snapshot]
-"""Brings what a manifest names here, checked."""
 
 
 @dataclass(slots=True)
@@ -63,16 +60,17 @@ class Replica:
         tolerance: float = 0.0,
         load_timeout_s: float = 600.0,
         most_restarts: int = MOST_RESTARTS,
-        find: OpenSnapshot = open_snapshot,
+        fetched: FetchedSnapshots | None = None,
     ) -> None:
         """`most_restarts`: in a row, of a server that is gone or took wrong weights; 0 where somebody else
-        starts all of it again. `find`: called in a thread."""
+        starts all of it again. `fetched`: brings weights here that are published elsewhere, and is closed at
+        the end; else manifests name directories that this machine sees."""
         self._server = server
         self._capture = capture_routes
         self._tolerance = tolerance
         self._load_timeout_s = load_timeout_s
         self._most_restarts = most_restarts
-        self._find = find
+        self._fetched = fetched
         self._lock = asyncio.Lock()
         self._client: VllmClient | None = None
         self._staged: Snapshot | None = None
@@ -125,9 +123,13 @@ class Replica:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
-        await self._take_down("vLLM was stopped")
-        await self._server.stop()
-        self._serving.set()  # wakes those who wait, who then find the failure
+        try:
+            await self._take_down("vLLM was stopped")
+            await self._server.stop()
+            self._serving.set()  # wakes those who wait, who then find the failure
+        finally:
+            if self._fetched is not None:
+                self._fetched.close()
 
     # ---- for requests ---------------------------------------------------------------------------
 
@@ -162,7 +164,8 @@ class Replica:
     async def _stage(self, manifest: WeightManifest) -> None:
         async with self._lock:
             self._staged = None
-            snapshot = await asyncio.to_thread(self._find, manifest)
+            open_it = open_snapshot if self._fetched is None else self._fetched.open
+            snapshot = await asyncio.to_thread(open_it, manifest)
             if self._served is not None:
                 check_same_shapes(self._served.manifest, snapshot.manifest)
             if self._client is None and self._failure is None:

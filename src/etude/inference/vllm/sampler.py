@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from uuid import uuid4
 
 import numpy as np
@@ -39,22 +39,14 @@ class VllmSampler:
     """A replica of vLLM. Use as an async context manager: on the way out requests in flight are waited for,
     and the server ends. Implements Sampler and WeightSink."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        *,
-        drain_s: float = DRAIN_S,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`drain_s`: how long requests in flight are waited for at the end; then they are aborted. `on_end`:
-        called when the server has ended."""
+    def __init__(self, replica: Replica, *, drain_s: float = DRAIN_S) -> None:
+        """`drain_s`: how long requests in flight are waited for at the end; then they are aborted."""
         self.replica = replica
         self.counters = EngineCounters()
         """Tokens of the messages that were answered; vLLM's steps are its own."""
         self.times = ServiceTimes()
         """Of weight updates."""
         self._drain_s = drain_s
-        self._on_end = on_end
         self._is_draining = False
         self._sessions: dict[str, Session] = {}
         self._waiting: dict[str, asyncio.Timeout] = {}
@@ -72,10 +64,7 @@ class VllmSampler:
             await self.drain(self._drain_s if kind is None else 0.0)
         finally:
             self._tasks.cancel()
-            try:
-                await self.replica.close()
-            finally:
-                self._on_end()
+            await self.replica.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests and waits for those in flight; after `timeout_s` the rest is aborted."""
