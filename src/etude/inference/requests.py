@@ -30,6 +30,21 @@ def check_length(num_tokens: int, longest: int, limit: str = "the engine's limit
         )
 
 
+def already_open(session_id: str) -> SamplerError:
+    """For a session that is opened twice."""
+    return SamplerError("session is open already", field="session_id", received=session_id)
+
+
+def not_open(session_id: str) -> SamplerError:
+    """For a request of a session that takes none now."""
+    return SamplerError(
+        "session is not open or has a request in flight",
+        field="session_id",
+        received=session_id,
+        fix="call open() first, and wait for the last answer",
+    )
+
+
 def serves(current: PolicyVersion | None, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:
     """Whether `current` answers a request for exactly `wanted`, or for that or a later one of its lineage.
 

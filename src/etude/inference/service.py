@@ -31,6 +31,7 @@ from torch import Tensor
 
 from etude.errors import EtudeError, SamplerError
 from etude.inference.engine import Engine
+from etude.inference.requests import already_open, not_open
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
 from etude.inference.tickets import Reply, Ticket, TicketLine
@@ -100,7 +101,7 @@ class EngineService:
     def open(self, session_id: str, beside: str | None = None) -> None:
         """See Sampler.open. Where `beside` is not away, nor open at all, it counts for nothing."""
         if session_id in self._tickets or session_id in self._in_flight:
-            raise SamplerError("session is open already", field="session_id", received=session_id)
+            raise already_open(session_id)
         if beside is None or not self._tickets.leave_beside(session_id, beside):
             self._leave(session_id)
         self._wake.set()
@@ -124,12 +125,7 @@ class EngineService:
             raise SamplerError("the engine has failed", received=repr(self._failure))
         reply = Reply()
         if not self._tickets.come_back(request.session_id, request, reply):
-            raise SamplerError(
-                "session is not open or has a request in flight",
-                field="session_id",
-                received=request.session_id,
-                fix="call open() first, and wait for the last answer",
-            )
+            raise not_open(request.session_id)
         self._in_flight[request.session_id] = request.id
         self._wake.set()
         async with contextlib.aclosing(self._listen(request, reply)) as chunks:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError, SamplerError
-from etude.inference.requests import serves
+from etude.inference.requests import already_open, serves
 from etude.inference.router.members import Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
@@ -72,7 +72,7 @@ class RoutedSampler:
 
     def open(self, session_id: str, beside: str | None = None) -> None:
         if session_id in self._open:
-            raise SamplerError("session is open already", field="session_id", received=session_id)
+            raise already_open(session_id)
         self._settle(session_id, self.router.place(session_id, self._now(), _POOL, beside), beside)
 
     def close(self, session_id: str) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from etude.errors import PrefixMissError, SamplerError
-from etude.inference.requests import check_length, check_tokens
+from etude.inference.requests import check_length, check_tokens, not_open
 from etude.inference.vllm.activations import Activation, History, check_account
 from etude.inference.vllm.answers import Finish, Part, Routes, Tokens
 from etude.kit.tasks import unless
@@ -55,7 +55,7 @@ class Session:
     def begin(self, request: SampleRequest, vocab_size: int, max_tokens: int) -> None:
         """Takes a request's tokens in. Raises SamplerError or PrefixMissError, and then changes nothing."""
         if self.request_id is not None:
-            raise not_open(request)
+            raise not_open(request.session_id)
         if request.prefix_digest is not None and request.prefix_digest != self.digest:
             raise PrefixMissError(
                 "prefix is not held", field="prefix_digest", received=request.prefix_digest[:16]
@@ -70,16 +70,6 @@ class Session:
             self.tokens, self.routed, self.oldest = self.tokens[:0], 0, None
         self.append(request.suffix)
         self.request_id = request.id
-
-
-def not_open(request: SampleRequest) -> SamplerError:
-    """For a request of a session that takes none now."""
-    return SamplerError(
-        "session is not open or has a request in flight",
-        field="session_id",
-        received=request.session_id,
-        fix="call open() first, and wait for the last answer",
-    )
 
 
 def seed_of(rng_key: Sequence[int], position: int) -> int:

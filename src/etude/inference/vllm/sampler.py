@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.requests import serves
+from etude.inference.requests import already_open, not_open, serves
 from etude.inference.times import EngineCounters, ServiceTimes
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
 from etude.inference.vllm.client import Abilities, VllmClient
 from etude.inference.vllm.replica import Replica
-from etude.inference.vllm.requests import Running, Session, check_request, not_open
+from etude.inference.vllm.requests import Running, Session, check_request
 from etude.kit.tasks import Tasks
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
@@ -103,7 +103,7 @@ class VllmSampler:
     def open(self, session_id: str, beside: str | None = None) -> None:
         """See Sampler.open. vLLM finds the prefix by itself, wherever the session began."""
         if session_id in self._sessions:
-            raise SamplerError("session is open already", field="session_id", received=session_id)
+            raise already_open(session_id)
         self._sessions[session_id] = Session(session_id)
 
     def close(self, session_id: str) -> None:
@@ -153,7 +153,7 @@ class VllmSampler:
         if request.version is not None:
             self._check_version(request.version, is_minimum=request.version_is_minimum)
         if (session := self._sessions.get(request.session_id)) is None:
-            raise not_open(request)
+            raise not_open(request.session_id)
         session.begin(request, abilities.vocab_size, abilities.max_tokens)
         history = self.replica.history
         running = Running(request, session, history, len(history), num_prompt=len(session.tokens))
