@@ -21,6 +21,7 @@ from etude.model import DRAFT_PREFIX, DraftLayers, LanguageModel, build_model
 from etude.model.adapted_ops import Pair
 from etude.model.lora import pairs_of
 from etude.records import ADAPTER_PREFIX, PolicyVersion
+from etude.weights.manifest import check_staged
 
 MakeForward = Callable[[LanguageModel, DraftLayers | None], ForwardPass]
 
@@ -129,12 +130,7 @@ class DoubleWeights:
     def activate(self, version: PolicyVersion) -> bool:
         """Puts the staged version into service; whether its base is another one, on which no earlier adapter
         lies. Raises WeightUpdateError if it is not staged."""
-        staged = self._staged
-        if staged is None or staged.version != version:
-            found = None if staged is None else staged.version
-            raise WeightUpdateError(
-                "version is not staged", field="version", received=f"{version}; staged {found}"
-            )
+        staged = check_staged(version, self._staged)
         if staged.is_new_base:
             assert self._spare is not None, "what was staged lies there"
             served, self.active = self.active, self._spare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -86,8 +87,18 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def check_staged(version: PolicyVersion, staged: WeightManifest | None) -> WeightManifest:
-    """The staged manifest. Raises WeightUpdateError where it is not of `version`."""
+class Versioned(Protocol):
+    """A manifest, or what was made of one."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+
+Staged = TypeVar("Staged", bound=Versioned)
+
+
+def check_staged(version: PolicyVersion, staged: Staged | None) -> Staged:
+    """What is staged. Raises WeightUpdateError where it is not of `version`."""
     if staged is None or staged.version != version:
         raise WeightUpdateError(
             "version is not staged",

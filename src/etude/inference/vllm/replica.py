@@ -30,6 +30,7 @@ from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_sna
 from etude.kit.tasks import to_the_end
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
+from etude.weights.manifest import check_staged
 
 MOST_RESTARTS = 3
 _LOG = logging.getLogger(__name__)
@@ -174,13 +175,7 @@ class Replica:
 
     async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
         async with self._lock:
-            staged = self._staged
-            if staged is None or staged.version != version:
-                raise WeightUpdateError(
-                    "version is not staged",
-                    field="version",
-                    received=f"{version}; staged {staged.version if staged else None}",
-                )
+            staged = check_staged(version, self._staged)
             error = await self._bring_in(staged, kv)
             if isinstance(error, SamplerError) and self._client is not None:
                 # The server failed, not the weights: it has begun again with the old ones.
