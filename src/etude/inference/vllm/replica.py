@@ -154,9 +154,8 @@ class Replica:
         if self._client is not client:
             raise SamplerError("vLLM went down while it sampled", fix="sample again")
 
-    async def score(self, tokens: NDArray[np.int32], name: str) -> Part:
-        """vLLM's own log-probabilities of `tokens`; the request is called `name`. Raises SamplerError."""
-        client = await self.client()
+    async def score(self, client: VllmClient, tokens: NDArray[np.int32], name: str = "") -> Part:
+        """See `score_tokens`."""
         assert self.abilities is not None
         return await score_tokens(client, tokens, name, self.abilities.adapters, self._load_timeout_s)
 
@@ -258,8 +257,7 @@ class Replica:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
         assert self.abilities is not None
         began = time.perf_counter()
-        adapters = self.abilities.adapters
-        part = await score_tokens(client, snapshot.probe.tokens, "", adapters, self._load_timeout_s)
+        part = await self.score(client, snapshot.probe.tokens)
         self.times.probe_s = time.perf_counter() - began
         if self.requests:
             gap = await client.call_workers("etude_gap") or {}

@@ -129,7 +129,7 @@ class VllmSampler:
         client = await self.replica.client()
         self._check_version(version, is_minimum=False)
         place = len(self.replica.history)
-        part = await self.replica.score(tokens, name)
+        part = await self.replica.score(client, tokens, name)
         await self.replica.settled(client)
         if len(self.replica.history) != place:
             raise SamplerError("version was replaced meanwhile", field="version", received=str(version))
