@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 
 import numpy as np
@@ -128,11 +128,6 @@ class EngineService:
             raise not_open(request.session_id)
         self._in_flight[request.session_id] = request.id
         self._wake.set()
-        async with contextlib.aclosing(self._listen(request, reply)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _listen(self, request: SampleRequest, reply: Reply) -> AsyncGenerator[SampleChunk]:
         deadline: asyncio.TimerHandle | None = None
         if request.deadline_s is not None:
             deadline = asyncio.get_running_loop().call_later(request.deadline_s, self.abort, request.id)
