@@ -69,7 +69,8 @@ async def probe(proxy: Proxy, name: str) -> None:
     is_new = replica is not None and replica.version is None
     if is_new and address.pool is None and pool:
         proxy.router.move(name, str(pool))
-    proxy.members.answered(name, time.monotonic(), _version(said.get("version")))
+    version = said.get("version")
+    proxy.members.answered(name, time.monotonic(), version if isinstance(version, str) and version else None)
 
 
 def _document(answer: Answer) -> dict[str, Any]:
@@ -78,10 +79,3 @@ def _document(answer: Answer) -> dict[str, Any]:
     except NoAnswerError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _version(said: Any) -> str | None:
-    """A version's name, however the replica writes it."""
-    if isinstance(said, dict) and "lineage" in said:
-        return f"{said['lineage']}@{said.get('step', 0)}"
-    return said if isinstance(said, str) and said else None
