@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from etude.inference.service import EngineService as EngineService
     from etude.inference.speculation import NgramLookup as NgramLookup
     from etude.inference.times import EngineCounters as EngineCounters
-    from etude.inference.times import EngineLoad as EngineLoad
     from etude.inference.times import ServiceTimes as ServiceTimes
     from etude.inference.times import StepSums as StepSums
 
@@ -27,7 +26,6 @@ _MODULES = {
     "Answer": "sequences",
     "Engine": "engine",
     "EngineCounters": "times",
-    "EngineLoad": "times",
     "EngineService": "service",
     "MtpDrafts": "mtp",
     "choose_drafts": "mtp",

@@ -7,7 +7,6 @@ from etude.inference.server.chat import ServedModel as ServedModel
 from etude.inference.server.limits import KeyLimits as KeyLimits
 from etude.inference.server.limits import Keys as Keys
 from etude.inference.server.limits import read_keys as read_keys
-from etude.inference.server.process import DEFAULT_PORT as DEFAULT_PORT
 from etude.inference.server.process import check_address as check_address
 from etude.inference.server.process import serve as serve
 from etude.inference.server.state import ServerLimits as ServerLimits

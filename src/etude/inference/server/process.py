@@ -15,7 +15,6 @@ from etude.inference.server.state import ServerState
 from etude.serving.listening import check_host
 from etude.serving.process import Draining, run_server
 
-DEFAULT_PORT = 8660
 SERVER = "inference server"
 """What it calls itself in what it says."""
 
