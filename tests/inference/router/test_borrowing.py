@@ -14,8 +14,8 @@ def replicas(*pools: str) -> dict[str, Replica]:
     return {f"r{n}": Replica(f"r{n}", "serve", pool, "v@0") for n, pool in enumerate(pools)}
 
 
-def borrower(wanted: int = 9, heard_s: float = 0.0, name: str = "run", **options: object) -> Borrower:
-    return Borrower(name, "rollout", wanted, 10.0, heard_s, **options)  # type: ignore[arg-type]
+def borrower(wanted: int = 9, **options: object) -> Borrower:
+    return Borrower(pool="rollout", wanted=wanted, lease_s=10.0, **options)  # type: ignore[arg-type]
 
 
 def lend_all(books: Borrowing, table: dict[str, Replica], now_s: float = 0.0) -> list[str]:
@@ -29,10 +29,10 @@ def test_a_run_gets_ready_replicas_of_its_pool_up_to_what_it_wants() -> None:
     books, table = Borrowing(), replicas("serve", "rollout", "rollout", "rollout")
     table["r1"].ready = False
     assert lend_all(books, table) == []
-    books.check_in(borrower(1))
+    books.check_in("run", borrower(1), 0.0)
     assert lend_all(books, table) == ["r2"]
     assert lend_all(books, table) == []
-    books.check_in(borrower(5))
+    books.check_in("run", borrower(5), 0.0)
     assert lend_all(books, table) == ["r3"]
     assert [one.replica for one in books.granted("run")] == ["r2", "r3"]
     assert books.granted("other") == []
@@ -40,7 +40,7 @@ def test_a_run_gets_ready_replicas_of_its_pool_up_to_what_it_wants() -> None:
 
 def test_a_replica_is_recalled_when_its_pool_wants_it_or_the_run_does_not() -> None:
     books, table = Borrowing(), replicas("rollout", "rollout", "rollout")
-    books.check_in(borrower())
+    books.check_in("run", borrower(), 0.0)
     lend_all(books, table)
     assert books.to_end(table) == []
     table["r0"].pool = "serve"
@@ -49,15 +49,15 @@ def test_a_replica_is_recalled_when_its_pool_wants_it_or_the_run_does_not() -> N
     assert books.to_end(table) == [], "once"
     assert lend_all(books, table) == []
     books.ended(ended)
-    books.check_in(borrower(1))
+    books.check_in("run", borrower(1), 0.0)
     assert [one.replica for one in books.to_end(table)] == ["r2"]
-    books.check_in(borrower(9, refused=frozenset({"r1"})))
+    books.check_in("run", borrower(9, refused=["r1"]), 0.0)
     assert [one.replica for one in books.to_end(table)] == ["r1"]
 
 
 def test_a_run_that_falls_silent_loses_all() -> None:
     books, table = Borrowing(), replicas("rollout")
-    books.check_in(borrower(heard_s=5.0))
+    books.check_in("run", borrower(), 5.0)
     lend_all(books, table)
     assert books.expire(14.0) == []
     assert books.expire(15.1) == ["run"]
@@ -67,7 +67,7 @@ def test_a_run_that_falls_silent_loses_all() -> None:
 
 def test_a_replica_that_does_not_take_a_loan_is_left_alone_for_a_while() -> None:
     books, table = Borrowing(), replicas("rollout")
-    books.check_in(borrower())
+    books.check_in("run", borrower(), 0.0)
     (asked,) = books.to_lend(table, 0.0)
     books.failed(asked, 0.0)
     assert books.to_lend(table, 1.0) == []
@@ -80,7 +80,7 @@ def test_a_replica_has_one_borrower_and_no_run_more_than_it_wants(moves: list[tu
     for step, (what, number, flag) in enumerate(moves):
         name = f"run{number % 2}"
         if what < 2:
-            books.check_in(borrower(number, float(step), name))
+            books.check_in(name, borrower(number), float(step))
         elif what == 2:
             table[f"r{number}"].pool = "rollout" if flag else "serve"
         elif what == 3:
@@ -89,8 +89,8 @@ def test_a_replica_has_one_borrower_and_no_run_more_than_it_wants(moves: list[tu
             if flag:
                 books.ended(one)
         lend_all(books, table, float(step))
-        for run in books.borrowers.values():
-            active = [one for one in books.lent.values() if one.borrower == run.name]
+        for name, run in books.borrowers.items():
+            active = [one for one in books.lent.values() if one.borrower == name]
             assert sum(one.is_granted for one in active) <= run.wanted
         for one in books.lent.values():
             if one.is_granted:

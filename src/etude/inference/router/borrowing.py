@@ -8,30 +8,40 @@ loses one as soon as the replica works for another pool, or it wants fewer, or i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field, field_validator
+
+from etude.config.base import Section
+from etude.config.routing import Name
 from etude.inference.router.types import Replica
 
 _RETRY_S = 5.0
+_LEASE_S = (0.1, 3600.0)
+Number = Annotated[float, Field(ge=0, le=1e15)]
 
 
-@dataclass(slots=True, eq=False)
-class Borrower:
-    """A run that wants replicas."""
+class Borrower(Section, strict=True):
+    """A run that wants replicas, as it says itself when it checks in."""
 
-    name: str
-    pool: str
-    wanted: int
+    pool: Name
+    wanted: int = Field(default=0, ge=0)
     """Replicas, at most."""
-    lease_s: float
-    """It is forgotten when it has been silent for so long."""
-    heard_s: float
-    load_tokens: float = 0.0
-    """Outstanding on each of its engines, as it says itself: what it samples does not pass here."""
-    refused: frozenset[str] = field(default_factory=frozenset[str])
+    lease_s: Number = 15.0
+    """It is forgotten when it has been silent for so long, within bounds."""
+    load_tokens: Number = 0.0
+    """Outstanding on each of its engines: what it samples does not pass here."""
+    refused: list[str] = Field(default_factory=list[str])
     """Replicas that are of no use to it."""
-    over: frozenset[str] = field(default_factory=frozenset[str])
+    over: list[str] = Field(default_factory=list[str])
     """Loans that it no longer has: the replica, or the run, has ended them."""
+
+    @field_validator("lease_s")
+    @classmethod
+    def _bounded(cls, lease_s: float) -> float:
+        least, most = _LEASE_S
+        return min(max(lease_s, least), most)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,13 +66,16 @@ class Borrowing:
 
     def __init__(self) -> None:
         self.borrowers: dict[str, Borrower] = {}
+        """By name."""
         self.lent: dict[str, Lent] = {}
         """By replica."""
+        self._heard_s: dict[str, float] = {}
+        """When each of them checked in last."""
         self._not_before_s: dict[str, float] = {}
 
-    def check_in(self, borrower: Borrower) -> None:
+    def check_in(self, name: str, borrower: Borrower, now_s: float) -> None:
         """A run is there, and says what it wants from now on."""
-        self.borrowers[borrower.name] = borrower
+        self.borrowers[name], self._heard_s[name] = borrower, now_s
 
     def leave(self, name: str) -> bool:
         """A run wants nothing more; False if it is not known."""
@@ -70,7 +83,7 @@ class Borrowing:
 
     def expire(self, now_s: float) -> list[str]:
         """Forgets the runs that have fallen silent; returns their names."""
-        gone = [one.name for one in self.borrowers.values() if one.heard_s + one.lease_s < now_s]
+        gone = [name for name, one in self.borrowers.items() if self._heard_s[name] + one.lease_s < now_s]
         for name in gone:
             del self.borrowers[name]
         return gone
@@ -98,8 +111,8 @@ class Borrowing:
             borrower, replica = self.borrowers.get(one.borrower), replicas.get(one.replica)
             if borrower is not None and replica is not None and replica.pool == borrower.pool:
                 is_used = one.replica not in borrower.refused and one.id not in borrower.over
-                if is_used and kept.get(borrower.name, 0) < borrower.wanted:
-                    kept[borrower.name] = kept.get(borrower.name, 0) + 1
+                if is_used and kept.get(one.borrower, 0) < borrower.wanted:
+                    kept[one.borrower] = kept.get(one.borrower, 0) + 1
                     continue
             if one.is_granted:
                 found.append(one)
@@ -110,13 +123,13 @@ class Borrowing:
     def to_lend(self, replicas: Mapping[str, Replica], now_s: float) -> list[Lent]:
         """Loans that may begin now; they are noted as asked."""
         found: list[Lent] = []
-        for borrower in self.borrowers.values():
-            free = borrower.wanted - sum(one.borrower == borrower.name for one in self.lent.values())
+        for name, borrower in self.borrowers.items():
+            free = borrower.wanted - sum(one.borrower == name for one in self.lent.values())
             for replica in replicas.values():
                 able = replica.ready and replica.pool == borrower.pool and replica.name not in self.lent
                 late = self._not_before_s.get(replica.name, now_s) <= now_s
                 if free > 0 and able and late and replica.name not in borrower.refused:
-                    found.append(Lent(replica.name, borrower.name))
+                    found.append(Lent(replica.name, name))
                     self.lent[replica.name] = found[-1]
                     free -= 1
         return found

@@ -17,17 +17,17 @@ PUT    /router/arms                   {"run@7": 0.9, "run@8": 0.1}; {} gives all
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+from pydantic import BaseModel, ConfigDict, RootModel
 
 from etude.config import parse_section
 from etude.config.base import Section
 from etude.config.routing import Name
 from etude.errors import ConfigError, UserError
-from etude.inference.router.borrowing import Borrower
+from etude.inference.router.borrowing import Borrower, Number
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.server.proxy import Proxy, ReplicaAddress
 from etude.inference.router.types import Replica
@@ -39,7 +39,6 @@ from etude.serving.listening import is_loopback
 
 router = APIRouter(prefix="/router")
 _BODY_BYTES = 1 << 20
-Number = Annotated[float, Field(ge=0, le=1e15)]
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
@@ -60,17 +59,6 @@ class Arms(RootModel[dict[Name, Number]]):
     """Share of the sessions by version."""
 
     model_config = ConfigDict(strict=True)
-
-
-class BorrowerWish(Section, strict=True):
-    """What a run wants that checks in."""
-
-    pool: Name
-    wanted: int = Field(default=0, ge=0)
-    lease_s: Number = 15.0
-    load_tokens: Number = 0.0
-    refused: list[str] = Field(default_factory=list[str])
-    over: list[str] = Field(default_factory=list[str])
 
 
 class NoSuchReplicaError(UserError):
@@ -167,13 +155,13 @@ async def borrowers(request: Request) -> Response:
     keeper = _keeper_of(_proxy_of(request))
     rows = [
         {
-            "name": one.name,
+            "name": name,
             "pool": one.pool,
             "wanted": one.wanted,
             "load_tokens": one.load_tokens,
-            "replicas": [loan.replica for loan in keeper.books.granted(one.name)],
+            "replicas": [loan.replica for loan in keeper.books.granted(name)],
         }
-        for one in keeper.books.borrowers.values()
+        for name, one in keeper.books.borrowers.items()
     ]
     return JSONResponse({"borrowers": rows, "last_recall_s": keeper.last_recall_s})
 
@@ -183,19 +171,8 @@ async def check_in(request: Request, name: str) -> Response:
     """A run says what it wants, and learns what it has."""
     proxy = _proxy_of(request, borrowing=True)
     keeper = _keeper_of(proxy)
-    wish = await _read(request, BorrowerWish)
-    keeper.books.check_in(
-        Borrower(
-            name,
-            wish.pool,
-            wish.wanted,
-            min(max(wish.lease_s, 0.1), 3600.0),
-            time.monotonic(),
-            wish.load_tokens,
-            frozenset(wish.refused),
-            frozenset(wish.over),
-        )
-    )
+    borrower = await _read(request, Borrower)
+    keeper.books.check_in(name, borrower, time.monotonic())
     keeper.tick(time.monotonic())
     loans = [
         {"id": one.id, "replica": one.replica, "url": proxy.addresses[one.replica].url, "token": one.token}
