@@ -175,11 +175,14 @@ class ForwardPass(Protocol):
 
 
 class ModuleAdapters:
-    """What passes that compute with the module do about adapters: this part of `ForwardPass`."""
+    """What passes that compute with the module do about weights and adapters: this part of `ForwardPass`."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self._adapters: Sequence[Pairs] = ()
+
+    def load_weights(self) -> None:
+        """See ForwardPass: the module's own tensors are used as they are, by captured steps too."""
 
     def pack_adapter(self, pairs: Mapping[str, Pair]) -> Pairs:
         packed: dict[int, Pair] = {}
@@ -220,9 +223,6 @@ class EagerForward(ModuleAdapters):
         self._cache = cache
         self._drafts = drafts
         self._recorder = RecordedRoutes.of(model.config)
-
-    def load_weights(self) -> None:
-        """See ForwardPass: the module's own tensors are used as they are."""
 
     def load_cache(self) -> None:
         """See ForwardPass: nothing is kept."""

@@ -98,9 +98,6 @@ class GpuForward(ModuleAdapters):
         self._max_captured_rows = min(max_captured_rows, _ROW_BUCKETS[-1])
         self._captured: dict[tuple[int, int, int], _CapturedStep] = {}
 
-    def load_weights(self) -> None:
-        """See ForwardPass: the module's own tensors are used as they are, by captured steps too."""
-
     def load_cache(self) -> None:
         """See ForwardPass: captured steps know the old place, and are captured again when needed."""
         self._captured.clear()
