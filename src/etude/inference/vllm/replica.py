@@ -210,28 +210,28 @@ class Replica:
     async def _exchange(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
         """Loads weights between two steps. If it fails, what the server holds is unknown.
 
-        The worker is asked once, and steps again as soon as it has loaded. Only where running requests must
-        compute their keys again is vLLM paused meanwhile: no step may come between the two.
+        The worker is asked once, and steps again as soon as it has loaded.
         """
         self._settled.clear()  # until it is done, or the server is taken down
-        if activation.kv == "recompute":
-            await client.pause()
         held, self._held = self._held, None
-        activation.progress = await self._load(client, snapshot, held)
-        if activation.kv == "recompute":
-            await client.reset_prefix_cache()
-            await client.resume()
+        activation.progress = await self._load(
+            client, snapshot, held, recomputing=activation.kv == "recompute"
+        )
         # Before any further request is sent: vLLM may name new weights late, and old ones never.
         await client.set_weight_version(activation.label)
         self.history.note(activation)
         self._settled.set()
 
     async def _load(
-        self, client: VllmClient, snapshot: Snapshot, held: Snapshot | None = None
+        self, client: VllmClient, snapshot: Snapshot, held: Snapshot | None = None, *, recomputing: bool
     ) -> dict[str, int]:
         """Returns how far each request was. `held`: what the server has, if that is known: weights of another
-        digest must change its parameters, however little. Raises WeightUpdateError and SamplerError."""
+        digest must change its parameters, however little. `recomputing`: running requests must compute their
+        keys again, and vLLM is paused meanwhile: no step may come between the two. Raises WeightUpdateError
+        and SamplerError."""
         directory, timeout_s = str(snapshot.directory), self._load_timeout_s
+        if recomputing:
+            await client.pause()
         requests = sorted(self.requests)
         answer = await client.call_workers("etude_load", directory, *requests, timeout_s=timeout_s)
         if not isinstance(answer, dict) or answer.get("loaded") != directory:
@@ -244,6 +244,9 @@ class Replica:
             )
         self._held = snapshot
         self.times = UpdateTimes(load_s=float(answer["load_s"]))
+        if recomputing:
+            await client.reset_prefix_cache()
+            await client.resume()
         progress = {str(name): int(count) for name, count in answer["progress"].items()}
         return {name: count for name, count in progress.items() if name in self.requests}
 
@@ -300,10 +303,7 @@ class Replica:
         try:
             self.abilities = await greet(client, capture_routes=self._capture)
             if not self._server.loads_at_start:
-                await client.pause()
-                await self._load(client, snapshot)
-                await client.reset_prefix_cache()
-                await client.resume()
+                await self._load(client, snapshot, recomputing=True)
             if self._failure is not None:
                 raise SamplerError("vLLM was stopped while it started")
         except BaseException:
