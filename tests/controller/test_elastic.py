@@ -172,7 +172,7 @@ def test_a_replica_that_fails_is_left_alone_for_a_while_and_longer_each_time(
                 await until(lambda: state_of(replicas[0]) == "home")
                 before = _borrower(run)
                 await until(lambda one=before: _borrower(run) is not one)
-                assert _borrower(run).refused == {replicas[0].url.removeprefix("http://")}
+                assert _borrower(run).refused == [replicas[0].url.removeprefix("http://")]
                 assert run.events().count("failed") == number
                 now_s[0] += pause_s + 0.1
             await until(lambda: run.events().count("failed") == 4)
