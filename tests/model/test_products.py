@@ -64,6 +64,16 @@ def test_neither_threads_nor_other_rows_change_a_bit() -> None:
 
 
 @needs_compiler
+@given(_SIZES, _SIZES, _SIZES, st.sampled_from([1, 2]))
+def test_weights_of_16_bits_give_the_bits_of_their_rounded_values(
+    rows: int, depth: int, columns: int, threads: int
+) -> None:
+    a, b = _matrix(rows, depth, False, 0).contiguous(), _matrix(depth, columns, False, 1)
+    rounded = calls.linear(pack([b.bfloat16().float()]), a, 1)
+    assert torch.equal(calls.linear(pack([b], "bfloat16"), a, threads), rounded)
+
+
+@needs_compiler
 @given(_SIZES, _SIZES, _SIZES, st.booleans(), st.booleans(), st.sampled_from([1, 2, 3]))
 def test_the_engines_product_has_its_bits_without_packed_weights(
     rows: int, depth: int, columns: int, left: bool, right: bool, threads: int

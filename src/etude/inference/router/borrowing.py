@@ -79,13 +79,14 @@ class Borrowing:
 
     def leave(self, name: str) -> bool:
         """A run wants nothing more; False if it is not known."""
+        self._heard_s.pop(name, None)
         return self.borrowers.pop(name, None) is not None
 
     def expire(self, now_s: float) -> list[str]:
         """Forgets the runs that have fallen silent; returns their names."""
         gone = [name for name, one in self.borrowers.items() if self._heard_s[name] + one.lease_s < now_s]
         for name in gone:
-            del self.borrowers[name]
+            self.leave(name)
         return gone
 
     def granted(self, borrower: str) -> list[Lent]:
