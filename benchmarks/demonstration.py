@@ -191,13 +191,15 @@ def lead_of(before: EvaluationResult, after: EvaluationResult, name: str) -> Fig
 def table_of(results: Sequence[Figures]) -> str:
     """The figures of several seeds, in Markdown."""
     rows = [
-        "| seed | before RL | after 30 steps of RL | gain | after SFT for the same time | RL's lead |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| SFT | seed | before RL | after 30 steps of RL | gain | after SFT for the same time | RL's lead |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for figures in results:
-        found = {name.removeprefix("demonstration_"): value for name, value in figures.items()}
+    named = ({key.removeprefix("demonstration_"): value for key, value in one.items()} for one in results)
+    for found in sorted(named, key=lambda found: (found["sft_rounds"], found["seed"])):
+        rounds = found["sft_rounds"]
         more = f"{found['heldout_more_sft']:.1%}" if "heldout_more_sft" in found else "not run"
         columns = [
+            "one round" if rounds == 1 else f"best of {rounds:.0f} rounds",
             f"{found['seed']:.0f}",
             f"{found['heldout_sft']:.1%}",
             f"**{found['heldout_rl']:.1%}** ({found['rl_s'] / 60:.0f} min)",
