@@ -199,10 +199,8 @@ def make_command(
         int | None, typer.Option(min=1, help="Sandboxes at the same time. Default: one for each core.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Sandboxes in which the tests run.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
-    ] = None,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Make verified tasks from a Python project that has tests.
@@ -244,10 +242,8 @@ def import_command(
     image: Annotated[
         str | None, typer.Option(help="Image with what the tests need, for rows without docker_image.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with the settings of a run.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
-    ] = None,
+    config: ConfigOption = None,
+    settings: SettingsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Turn rows of solved issues, as SWE-bench has them, into Harbor task directories.

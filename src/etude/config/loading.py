@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from etude.config.run import RunConfig
 from etude.errors import ConfigError, UnknownKeyError
+from etude.kit.toml import toml_text, toml_value
 
 Tree = dict[str, Any]
 AnySection = TypeVar("AnySection", bound=BaseModel)
@@ -93,9 +92,7 @@ def parse_section(kind: type[AnySection], tree: Tree) -> AnySection:
 
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as TOML text that `load_config` reads back equal."""
-    lines: list[str] = []
-    _dump_section(config.model_dump(mode="json", exclude_none=True), (), lines)
-    return "\n".join(lines).strip() + "\n"
+    return toml_text(config.model_dump(mode="json", exclude_none=True))
 
 
 def read_toml(path: Path) -> Tree:
@@ -174,7 +171,7 @@ def _default(kind: type[BaseModel], place: tuple[int | str, ...]) -> str | None:
         names.append(str(part))
     if isinstance(node, dict):
         return None
-    by_default = "" if node is None else f": {'.'.join(names)} is {_dump_value(node)} by default"
+    by_default = "" if node is None else f": {'.'.join(names)} is {toml_value(node)} by default"
     return f"give another value, or leave it out{by_default}"
 
 
@@ -194,28 +191,3 @@ def _field_names(model: type[BaseModel], sections: tuple[str, ...]) -> list[str]
             return []
         model = annotation
     return list(model.model_fields)
-
-
-def _dump_section(tree: Tree, path: tuple[str, ...], lines: list[str]) -> None:
-    values = {key: value for key, value in tree.items() if not isinstance(value, dict)}
-    if path and (values or not tree):
-        lines.extend(("", f"[{'.'.join(map(_dump_key, path))}]"))
-    lines.extend(f"{_dump_key(key)} = {_dump_value(value)}" for key, value in values.items())
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            _dump_section(cast(Tree, value), (*path, key), lines)
-
-
-def _dump_key(key: str) -> str:
-    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _dump_value(key)
-
-
-def _dump_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's strings are TOML's but for DEL, which TOML wants escaped too.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return f"[{', '.join(_dump_value(item) for item in cast(list[Any], value))}]"
-    return repr(value)

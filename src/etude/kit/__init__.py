@@ -3,5 +3,5 @@
 `durable`: files and folders that are there whole or not at all. `leftovers`: what a killed process leaves
 behind. `journal`: checksummed lines. `retry`: trying again with pauses that grow. `git`: what git prints.
 `secrets`: what only its owner may read. `syntax`: trees of Python's. `tasks`: work that goes on beside its
-caller.
+caller. `toml`: values as text.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from etude.errors import TaskError
 from etude.kit.durable import write_text
-from etude.tasks.harbor import toml_text
+from etude.kit.toml import toml_text
 from etude.tasks.making.changes import Difficulty
 from etude.tasks.making.selection import NOT_CALIBRATED
 
@@ -62,5 +62,5 @@ def _with_metadata(text: str, facts: dict[str, str]) -> str:
     last = next((at for at in range(first, len(lines)) if lines[at].startswith("[")), len(lines))
     names = re.compile(rf"\s*({'|'.join(facts)})\s*=")
     kept = [line for line in lines[first:last] if not names.match(line)]
-    written = toml_text({"": facts}).splitlines()
+    written = toml_text(facts).splitlines()
     return "\n".join([*lines[:first], *written, *kept, *lines[last:]]) + "\n"

@@ -21,7 +21,6 @@ of the sandboxes' host, with the files of `environment/workspace`) and the table
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import tomllib
@@ -32,6 +31,7 @@ from typing import Any
 
 from etude.errors import TaskError
 from etude.kit.durable import whole_directory
+from etude.kit.toml import toml_text
 from etude.records import Task, TaskStep, TestScript
 from etude.tasks.archives import pack_directories
 from etude.tasks.exams import EXAMS, read_exams
@@ -305,52 +305,23 @@ def find_directories(directory: Path, field: str) -> list[Path]:
 def _toml(task: Task) -> str:
     if "etude" in task.metadata:
         raise TaskError("is the name of a table of ours", field="metadata.etude", fix="name it otherwise")
-    own: dict[str, TomlValue] = {"id": task.id, "grading": "values"}
+    for key, value in task.metadata.items():
+        if not isinstance(value, str | int | float):
+            fix = "leave it out"
+            raise TaskError("must be text, a number or a bool", field=f"metadata.{key}", received=value, fix=fix)
+    own: dict[str, Any] = {"id": task.id, "grading": "values"}
     for name in ("allowed_paths", "test_paths", "hidden_test_paths"):
         own[name] = [_inside(entry, name) for entry in getattr(task, name)]
     if task.user_facts:
         own["user_facts"] = task.user_facts
     return toml_text({
-        "": {"schema_version": "1.1"},
+        "schema_version": "1.1",
         "task": {"name": f"etude/{task.id}"},
-        "metadata": task.metadata,
-        "metadata.etude": own,
+        "metadata": {**task.metadata, "etude": own},
         "agent": {"timeout_sec": 600.0},
         "verifier": {"timeout_sec": 60.0},
         "environment": {"build_timeout_sec": 600.0, "cpus": 1, "memory_mb": 512, "storage_mb": 1024},
     })  # fmt: skip
-
-
-TomlValue = str | int | float | bool | Sequence[str]
-
-
-def toml_text(tables: Mapping[str, Mapping[str, TomlValue]]) -> str:
-    """Tables by their names, the one without a name first. Raises TaskError for a value of another type."""
-    blocks: list[str] = []
-    for name, rows in tables.items():
-        lines = [f"[{name}]"] if name else []
-        for key, value in rows.items():
-            plain = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
-            lines.append(f"{plain} = {_toml_value(value, f'{name}.{key}')}")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) + "\n"
-
-
-def _toml_value(value: TomlValue, field: str) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_quoted(entry) for entry in value)}]"
-    raise TaskError("must be text, a number or a bool", field=field, received=value, fix="leave it out")
-
-
-def _quoted(text: str) -> str:
-    """A TOML basic string. JSON escapes all but DEL as TOML wants it."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _encoded(text: str, field: str) -> bytes:

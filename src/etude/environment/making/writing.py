@@ -22,8 +22,9 @@ from etude.environment.grading import matches_any
 from etude.environment.making.images import ProjectImage
 from etude.environment.making.projects import Project
 from etude.environment.making.suites import DISK_BYTES, MEMORY_BYTES, PROGRAM
+from etude.kit.toml import toml_text
 from etude.tasks.exams import EXAMS, ExamSet
-from etude.tasks.harbor import SOLVE, WORKSPACE, TomlValue, toml_text
+from etude.tasks.harbor import SOLVE, WORKSPACE
 from etude.tasks.making import structure_inside
 from etude.tasks.making.changes import Verified, split_of
 from etude.tasks.making.refactoring import write_check
@@ -113,7 +114,7 @@ def below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def _toml(made: MadeTask) -> str:
     change = made.verified.change
-    facts: dict[str, TomlValue] = {
+    facts = {
         "project": made.project.name,
         "version": made.project.version,
         "kind": change.kind,
@@ -131,17 +132,16 @@ def _toml(made: MadeTask) -> str:
 
 def task_toml(
     name: str,
-    facts: Mapping[str, TomlValue],
+    facts: Mapping[str, object],
     patterns: Sequence[str],
     verifier_s: float,
     grading: str = "test_sh",
 ) -> str:
     """The `task.toml` of a task that reaches no network. `patterns`: of what a solution may change."""
     return toml_text({
-        "": {"schema_version": "1.4"},
+        "schema_version": "1.4",
         "task": {"name": f"etude/{name}"},
-        "metadata": facts,
-        "metadata.etude": {"id": name, "grading": grading, "allowed_paths": patterns},
+        "metadata": {**facts, "etude": {"id": name, "grading": grading, "allowed_paths": patterns}},
         "agent": {"timeout_sec": 1800.0},
         "verifier": {"timeout_sec": round(verifier_s, 1)},
         "environment": {
