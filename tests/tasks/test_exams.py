@@ -12,11 +12,10 @@ from typing import cast
 
 import pytest
 
-from etude.environment.making.baseline import Baseline
 from etude.environment.making.changing import TestChanger, TwinKind
 from etude.environment.making.pipeline import seed_exams
 from etude.environment.making.projects import read_project
-from etude.environment.making.suites import Coverage, Suite, SuiteRun
+from etude.environment.making.suites import Baseline, Coverage, Suite, SuiteRun
 from etude.environment.making.twinning import ProjectTwins, Twin, find_project_twins
 from etude.environment.wire import task_document, task_of
 from etude.errors import TaskError

@@ -12,7 +12,7 @@ from etude.controller.task_sets import TaskChecks
 from etude.environment.checking import TaskReport
 from etude.environment.making.history import find_past
 from etude.environment.making.importing import ImportReport, import_rows
-from etude.environment.making.pipeline import MakeSettings, make_tasks
+from etude.environment.making.pipeline import MakeSettings, TaskMaker
 from etude.environment.making.projects import read_project
 from etude.environment.making.reports import MakeReport
 from etude.errors import ConfigError
@@ -38,7 +38,7 @@ def make_task_set(
     observer: Observer,
     releases: Sequence[Path] = (),
 ) -> MakeReport:
-    """Makes the tasks of one project. Raises as `make_tasks`, `read_project` and `find_past`; ConfigError for
+    """Makes the tasks of one project. Raises as `TaskMaker`, `read_project` and `find_past`; ConfigError for
     sandboxes that cannot run the images in which they are made."""
     if config.sandbox.backend.partition(":")[0] in ENGINES:
         raise ConfigError(
@@ -58,9 +58,10 @@ def make_task_set(
             return await checks.check_directory(directory, backend)
 
         try:
-            return await make_tasks(
-                project, out, settings, backend, store, config.images, check, observer, past
-            )
+            images = config.images
+            return await TaskMaker(
+                project, out, settings, backend, store, images, check, observer, past
+            ).make()
         finally:
             await backend.close()
 

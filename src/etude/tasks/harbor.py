@@ -308,7 +308,9 @@ def _toml(task: Task) -> str:
     for key, value in task.metadata.items():
         if not isinstance(value, str | int | float):
             fix = "leave it out"
-            raise TaskError("must be text, a number or a bool", field=f"metadata.{key}", received=value, fix=fix)
+            raise TaskError(
+                "must be text, a number or a bool", field=f"metadata.{key}", received=value, fix=fix
+            )
     own: dict[str, Any] = {"id": task.id, "grading": "values"}
     for name in ("allowed_paths", "test_paths", "hidden_test_paths"):
         own[name] = [_inside(entry, name) for entry in getattr(task, name)]

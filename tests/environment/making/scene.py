@@ -13,7 +13,7 @@ import pytest
 from etude.config.images import ImagesConfig
 from etude.environment.checking import TaskReport, check_tasks
 from etude.environment.making.images import find_project_image
-from etude.environment.making.pipeline import MakeSettings, make_tasks
+from etude.environment.making.pipeline import MakeSettings, TaskMaker
 from etude.environment.making.projects import read_project
 from etude.environment.making.reports import MakeReport
 from etude.observe import SilentObserver
@@ -86,7 +86,7 @@ class Making:
         self.image = save_python_image(self.store)
 
     def make(self, past: Sequence[PastChange] = (), **settings: Any) -> MakeReport:
-        """Raises as `make_tasks`."""
+        """Raises as `TaskMaker`."""
         how = MakeSettings(**{"quotas": QUOTAS, "num_runs": 4, "image": self.image, **settings})
 
         async def make() -> MakeReport:
@@ -100,9 +100,9 @@ class Making:
                     return report
 
                 images, observer = ImagesConfig(), SilentObserver()
-                return await make_tasks(
+                return await TaskMaker(
                     project, self.out, how, backend, self.store, images, check, observer, past
-                )
+                ).make()
             finally:
                 await backend.close()
 

@@ -13,11 +13,10 @@ import pytest
 from etude.environment.checking import check_tasks
 from etude.environment.grading import Verdict
 from etude.environment.making import twinning
-from etude.environment.making.baseline import Baseline
 from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import ProjectImage
 from etude.environment.making.projects import read_project
-from etude.environment.making.suites import Coverage, Suite
+from etude.environment.making.suites import Baseline, Coverage, Suite
 from etude.environment.making.twinning import find_project_twins
 from etude.environment.making.writing import MadeTask, task_files
 from etude.environment.scripts import Left

@@ -15,11 +15,10 @@ import pytest
 
 from etude.config.images import ImagesConfig
 from etude.environment.making import pipeline
-from etude.environment.making.baseline import Baseline
 from etude.environment.making.images import find_project_image
-from etude.environment.making.pipeline import MakeSettings, make_tasks
+from etude.environment.making.pipeline import MakeSettings, TaskMaker
 from etude.environment.making.projects import STATE, read_project
-from etude.environment.making.suites import Coverage, Suite, SuiteRun
+from etude.environment.making.suites import Baseline, Coverage, Suite, SuiteRun
 from etude.environment.making.verifying import Noticed, verify_change
 from etude.errors import TaskError
 from etude.observe import SilentObserver
@@ -157,7 +156,8 @@ def test_a_directory_that_was_begun_before_tasks_were_made_otherwise_is_refused(
     def begin() -> None:
         how = MakeSettings(image="tests/nowhere")
         images = ImagesConfig()
-        asyncio.run(make_tasks(project, out, how, backend, store, images, AsyncMock(), SilentObserver()))
+        maker = TaskMaker(project, out, how, backend, store, images, AsyncMock(), SilentObserver())
+        asyncio.run(maker.make())
 
     with pytest.raises(TemplateError):
         begin()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from etude.environment.making.baseline import Baseline
 from etude.environment.making.planning import Planner
 from etude.environment.making.projects import Project
 from etude.environment.making.reports import MakeReport
-from etude.environment.making.suites import Coverage
+from etude.environment.making.suites import Baseline, Coverage
 from etude.environment.making.verifying import Noticed
 from etude.tasks.making.changes import Quotas, TestFailure
-from etude.tasks.making.selection import is_compound
 from etude.tasks.making.undoing import PastChange
 
 FUNCTIONS = 12
@@ -46,7 +44,7 @@ def test_candidates_come_with_their_share_of_combinations_and_no_function_has_to
     kept = planner.select()
     planner.report_selection(report)
     assert len(kept) >= 14 and not report.missed
-    assert sum(is_compound(one) for one in kept) * 4 >= len(kept)
+    assert sum(one.is_compound for one in kept) * 4 >= len(kept)
     functions = Counter((place.path, place.name) for one in kept for place in one.change.places)
     assert max(functions.values()) <= quotas.most_per_function
     assert {"planted_bug", "past_change", "combined"} <= {one.change.kind for one in kept}
@@ -56,7 +54,7 @@ def test_single_bugs_do_not_take_the_places_of_combinations() -> None:
     planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, Quotas(24, most_per_operator=1.0))
     search(planner, {}, at_once=6)  # so that more is found than the functions have places for
     kept = planner.select()
-    assert len(kept) == 24 and sum(is_compound(one) for one in kept) == 6
+    assert len(kept) == 24 and sum(one.is_compound for one in kept) == 6
 
 
 def test_what_turns_out_to_be_no_task_is_made_up_for() -> None:
@@ -78,9 +76,9 @@ def test_combinations_that_turn_out_to_be_no_tasks_are_made_up_for_by_combinatio
     planner = Planner({"lib/a.py": MODULE}, {"tests/test_a.py": TEST}, 0, Quotas(8, most_per_operator=1.0))
     failures: dict[str, tuple[TestFailure, ...]] = {}
     search(planner, failures)
-    first = [one.change.id for one in planner.select() if is_compound(one)]
+    first = [one.change.id for one in planner.select() if one.is_compound]
     assert len(first) >= 2 and planner.drop(first)
     search(planner, failures)
-    second = [one.change.id for one in planner.select() if is_compound(one)]
+    second = [one.change.id for one in planner.select() if one.is_compound]
     assert len(second) >= 2 and not {*first} & {*second}
     assert not planner.drop(())

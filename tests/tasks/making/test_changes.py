@@ -10,9 +10,8 @@ from itertools import islice
 
 import pytest
 
-from etude.tasks.making.bugs import plan_bugs
+from etude.tasks.making.bugs import combine, plan_bugs
 from etude.tasks.making.changes import Change, split_of
-from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import plan_deletions
 from etude.tasks.making.source import Edit, Source, apply_edits
 from etude.tasks.making.tokens import changed_lines

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.tasks.making.changes import Change, Place, Quotas, TestFailure, Verified
-from etude.tasks.making.selection import grade, is_compound, names_edited_line, select
+from etude.tasks.making.selection import grade, select
 
 QUOTAS = Quotas()
 
@@ -40,9 +40,9 @@ def test_every_quota_holds_of_what_is_kept(candidates: list[Verified]) -> None:
     assert all(count <= QUOTAS.most_per_function for count in functions.values())
     operators = Counter(one.change.operator for one in kept)
     assert all(count <= max(1, QUOTAS.most_per_operator * len(kept)) for count in operators.values())
-    is_short = sum(map(is_compound, kept)) < QUOTAS.least_compound * len(kept)
+    is_short = sum(one.is_compound for one in kept) < QUOTAS.least_compound * len(kept)
     assert bool(selection.missed) == is_short
-    assert sum(map(names_edited_line, kept)) <= QUOTAS.most_named_lines * len(kept)
+    assert sum(one.names_edited_line for one in kept) <= QUOTAS.most_named_lines * len(kept)
     assert all(reason for _, reason in selection.rejected)
 
 
@@ -64,7 +64,7 @@ def test_of_too_many_tasks_those_of_two_files_or_bugs_stay_until_their_share_hol
     selection = select(candidates, Quotas(most_tasks=16))
     kept = selection.kept
     assert (len(kept), selection.missed) == (16, "")
-    assert sum(map(is_compound, kept)) == 4
+    assert sum(one.is_compound for one in kept) == 4
 
 
 def test_near_duplicates_are_dropped() -> None:

@@ -25,14 +25,13 @@ from xxhash import xxh3_64_hexdigest
 
 from etude.config.images import ImagesConfig
 from etude.environment.checking import TaskReport
-from etude.environment.making.baseline import LOAD, Baseline, measure_baseline
 from etude.environment.making.changing import TestChanger
 from etude.environment.making.images import BASE, ProjectImage, build_project_image, find_project_image
 from etude.environment.making.lints import find_disagreement, find_smells
 from etude.environment.making.planning import Planner
 from etude.environment.making.projects import STATE, Project
 from etude.environment.making.reports import MakeReport
-from etude.environment.making.suites import Suite
+from etude.environment.making.suites import LOAD, Baseline, Suite, measure_baseline
 from etude.environment.making.twinning import MIXED_ROUNDS, ROUNDS, ProjectTwins, find_project_twins
 from etude.environment.making.verifying import Noticed, guard, verify_change
 from etude.environment.making.writing import MadeTask, task_files
@@ -84,128 +83,115 @@ class MakeSettings:
     """Of testing changes, after the tests themselves are known: then no further one is tested."""
 
 
-async def make_tasks(
-    project: Project,
-    out: Path,
-    settings: MakeSettings,
-    backend: SandboxBackend,
-    store: ImageStore,
-    images: ImagesConfig,
-    check: CheckTask,
-    observer: Observer,
-    past: Iterable[PastChange] = (),
-) -> MakeReport:
-    """Makes the tasks of one project in `out`, one directory each, with `report.json`.
-
-    `past`: changes of its past, newest first. Raises TaskError for a project whose tests cannot be used, and
-    where `out` holds what was made from another project or by other settings; SandboxError, ResourceError,
-    OSError.
-    """
-    began = time.monotonic()
-    make_directory(out / STATE)
-    _check_same(project, out, settings)
-    changer = TestChanger(project, settings.seed)
-    maker = _Maker(project, out, settings, backend, store, check, observer, past, changer)
-    image = await maker.prepare(images)
-    suite = Suite.of(project, image.image, backend, FIRST_RUN_S)
-    baseline = await maker.recall(
-        "baseline", Baseline, settings.num_runs + 1,
-        lambda advance: measure_baseline(suite, settings.num_runs, LOAD * settings.at_once, advance),
-    )  # fmt: skip
-    twins = await maker.recall(
-        "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
-        lambda advance: find_project_twins(suite, baseline, changer, settings.at_once, advance),
-    )  # fmt: skip
-    return await maker.make(image, suite, baseline, twins, began)
-
-
-def _check_same(project: Project, out: Path, settings: MakeSettings) -> None:
-    """Raises TaskError if `out` was begun from something else."""
-    key = {"project": _digest(project.files, 16), "seed": settings.seed, "num_runs": settings.num_runs}
-    key |= {"base": BASE, "image": settings.image, "version": VERSION}
-    path = out / STATE / "key.json"
-    if not path.exists():
-        if any(one for one in out.iterdir() if one.name != STATE):
-            raise TaskError(
-                "is not empty, and was not begun by this command", field="--out", received=str(out),
-                fix="name a new or empty directory",
-            )  # fmt: skip
-        write_json(path, key)
-    if json.loads(path.read_bytes()) != key:
-        raise TaskError(
-            "was begun from another project, with another seed, image or number of runs, or by another "
-            "version of this command", field="--out", received=str(out),
-            fix="name a new directory, or call it as before",
-        )  # fmt: skip
-
-
 @dataclass(slots=True)
-class _Maker:
-    _project: Project
-    _out: Path
-    _settings: MakeSettings
-    _backend: SandboxBackend
-    _store: ImageStore
-    _check: CheckTask
-    _observer: Observer
-    _past: Iterable[PastChange]
-    _changer: TestChanger
+class TaskMaker:
+    """Makes the tasks of one project in `out`, one directory each, with `report.json`."""
 
-    async def prepare(self, images: ImagesConfig) -> ProjectImage:
-        """The project's image, built unless it is there."""
-        store = self._store
+    project: Project
+    out: Path
+    settings: MakeSettings
+    backend: SandboxBackend
+    store: ImageStore
+    images: ImagesConfig
+    check: CheckTask
+    observer: Observer
+    past: Iterable[PastChange] = ()
+    """Changes of the project's past, newest first."""
+    _changer: TestChanger = field(init=False)
 
-        async def find(advance: Advance) -> ProjectImage:
-            if self._settings.image is not None:
-                return await find_project_image(self._project, self._settings.image, store, images.bases)
-            network, private = Network(tuple(images.allow)), tuple(images.allow_private)
-            options = BuildOptions(images.bases, network, private, images.volumes)
-            return await build_project_image(self._project, store, options, self._backend)
+    def __post_init__(self) -> None:
+        self._changer = TestChanger(self.project, self.settings.seed)
 
-        found = await self.recall("image", ProjectImage, 0, find)
-        if not all(map(store.layers.has, found.image.layers)):
-            (self._out / STATE / "image.json").unlink()
-            found = await self.recall("image", ProjectImage, 0, find)
-        return found
+    async def make(self) -> MakeReport:
+        """Raises TaskError for a project whose tests cannot be used, and where `out` holds what was made from
+        another project or by other settings; SandboxError, ResourceError, OSError."""
+        began, settings = time.monotonic(), self.settings
+        make_directory(self.out / STATE)
+        self._check_same()
+        image = await self._recall("image", ProjectImage, 0, self._find_image)
+        if not all(map(self.store.layers.has, image.image.layers)):
+            (self.out / STATE / "image.json").unlink()
+            image = await self._recall("image", ProjectImage, 0, self._find_image)
+        suite = Suite.of(self.project, image.image, self.backend, FIRST_RUN_S)
+        baseline = await self._recall(
+            "baseline", Baseline, settings.num_runs + 1,
+            lambda advance: measure_baseline(suite, settings.num_runs, LOAD * settings.at_once, advance),
+        )  # fmt: skip
+        twins = await self._recall(
+            "twins", ProjectTwins, 1 + ROUNDS + MIXED_ROUNDS,
+            lambda advance: find_project_twins(suite, baseline, self._changer, settings.at_once, advance),
+        )  # fmt: skip
+        report = await self._make(image, suite, baseline, twins)
+        report.duration_s = time.monotonic() - began
+        write_json(self.out / "report.json", report.to_document())
+        return report
 
-    async def recall(
+    def _check_same(self) -> None:
+        """Raises TaskError if `out` was begun from something else."""
+        seed, num_runs, image = self.settings.seed, self.settings.num_runs, self.settings.image
+        key = {"project": _digest(self.project.files, 16), "seed": seed, "num_runs": num_runs}
+        key |= {"base": BASE, "image": image, "version": VERSION}
+        path = self.out / STATE / "key.json"
+        if not path.exists():
+            if any(one for one in self.out.iterdir() if one.name != STATE):
+                raise TaskError(
+                    "is not empty, and was not begun by this command", field="--out", received=str(self.out),
+                    fix="name a new or empty directory",
+                )  # fmt: skip
+            write_json(path, key)
+        if json.loads(path.read_bytes()) != key:
+            raise TaskError(
+                "was begun from another project, with another seed, image or number of runs, or by another "
+                "version of this command", field="--out", received=str(self.out),
+                fix="name a new directory, or call it as before",
+            )  # fmt: skip
+
+    async def _find_image(self, advance: Advance) -> ProjectImage:
+        images = self.images
+        if self.settings.image is not None:
+            return await find_project_image(self.project, self.settings.image, self.store, images.bases)
+        network, private = Network(tuple(images.allow)), tuple(images.allow_private)
+        options = BuildOptions(images.bases, network, private, images.volumes)
+        return await build_project_image(self.project, self.store, options, self.backend)
+
+    async def _recall(
         self, name: str, kind: type[Result], num_runs: int, find: Callable[[Advance], Awaitable[Result]]
     ) -> Result:
         """What an earlier call found, or else what is found now."""
-        path = self._out / STATE / f"{name}.json"
+        path = self.out / STATE / f"{name}.json"
         if path.exists():
             return TypeAdapter(kind).validate_python(json.loads(path.read_bytes()))
-        with show_stage(self._observer, name, num_runs, "run") as advance:
+        with show_stage(self.observer, name, num_runs, "run") as advance:
             found = await find(advance)
         write_json(path, asdict(found))
         return found
 
-    async def make(
-        self, image: ProjectImage, suite: Suite, baseline: Baseline, twins: ProjectTwins, began: float
+    async def _make(
+        self, image: ProjectImage, suite: Suite, baseline: Baseline, twins: ProjectTwins
     ) -> MakeReport:
         """Tests changes, selects, looks for leaks, checks and writes."""
-        report = MakeReport(self._project, baseline, len(twins.turned))
-        project, settings = self._project, self._settings
+        project, settings = self.project, self.settings
+        report = MakeReport(project, baseline, len(twins.turned))
         smells = await find_smells(project.sources, settings.seed)
         if smells is None:
             why = "there is no ruff on this machine (pip install ruff)"
             report.impossible = {"planted_smell": why, "found_smell": why}
         planner = Planner(
-            project.sources, project.test_texts, settings.seed, settings.quotas, self._past, smells or ()
+            project.sources, project.test_texts, settings.seed, settings.quotas, self.past, smells or ()
         )
-        path = self._out / STATE / "journal"
+        path = self.out / STATE / "journal"
         journal, lines = _open_journal(path)
         known = {line["id"]: line for line in lines}
         try:
             search = _Search(suite, baseline, twins, planner, journal, known, report)
             limit_s = max(_VERIFIER_S, baseline.timeout_s)
-            until, num_tested = time.monotonic() + self._settings.budget_s, -1
+            until, num_tested = time.monotonic() + self.settings.budget_s, -1
             made, is_short = list[MadeTask](), True
             # What turns out to be no task is made up for, as long as there are changes and time.
             while is_short and report.num_tested > num_tested:
                 name = "changes" if num_tested < 0 else "more changes"
                 num_tested = report.num_tested
-                with show_stage(self._observer, name, 0, "candidate") as advance:
+                with show_stage(self.observer, name, 0, "candidate") as advance:
                     await search.run(settings.at_once, until, advance)
                 asked = [self._made(one, image, twins, limit_s) for one in planner.select()]
                 made = await self._check_and_write(asked, report)
@@ -216,42 +202,40 @@ class _Maker:
         planner.report_selection(report)
         for one in made:
             report.count_check(one, None)
-        report.duration_s = time.monotonic() - began
-        write_json(self._out / "report.json", report.to_document())
         return report
 
     def _made(self, verified: Verified, image: ProjectImage, twins: ProjectTwins, limit_s: float) -> MadeTask:
-        failing, seed = [one.test for one in verified.failures], seed_exams(self._project, verified)
+        failing, seed = [one.test for one in verified.failures], seed_exams(self.project, verified)
         exams = twins.write_exams(failing, verified.passing, self._changer, seed)
         if verified.change.smell:
             # In the first one nothing of the agent's runs, so that its outcome cannot be forged.
             exams = replace(exams, exams=(Exam({"suite.py": ""}, (structure_inside.NAME,)), *exams.exams))
-        return MadeTask(self._project, image, verified, exams, limit_s)
+        return MadeTask(self.project, image, verified, exams, limit_s)
 
     async def _check_and_write(self, asked: Sequence[MadeTask], report: MakeReport) -> list[MadeTask]:
         """Those that are written, then or before; `report` is given the reasons of the others."""
         names = {one.id for one in asked}
-        for folder in [one for one in self._out.iterdir() if (one / "task.toml").is_file()]:
+        for folder in [one for one in self.out.iterdir() if (one / "task.toml").is_file()]:
             if folder.name not in names:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
 
         async def check(one: MadeTask) -> None:
-            await self._write_if_verified(one, self._out / one.id, report)
+            await self._write_if_verified(one, self.out / one.id, report)
 
-        new = [one for one in asked if not (self._out / one.id).exists()]
+        new = [one for one in asked if not (self.out / one.id).exists()]
         if new := await self._drop_leaked(new, report):
-            with show_stage(self._observer, "check", len(new), "task") as advance:
-                await gather_bounded(check, new, self._settings.at_once, advance)
-        return [one for one in asked if (self._out / one.id).exists()]
+            with show_stage(self.observer, "check", len(new), "task") as advance:
+                await gather_bounded(check, new, self.settings.at_once, advance)
+        return [one for one in asked if (self.out / one.id).exists()]
 
     async def _drop_leaked(self, new: list[MadeTask], report: MakeReport) -> list[MadeTask]:
         """Those whose solution the image does not hold; what was written before was scanned before."""
         if not new:
             return []
-        layers = [self._store.layers.path(digest) for digest in new[0].image.image.layers]
-        with show_stage(self._observer, "leaks", 0):
+        layers = [self.store.layers.path(digest) for digest in new[0].image.image.layers]
+        with show_stage(self.observer, "leaks", 0):
             reasons = await asyncio.to_thread(
-                scan_layers, layers, [one.verified.change for one in new], self._project.files
+                scan_layers, layers, [one.verified.change for one in new], self.project.files
             )
         for one in new:
             if reason := reasons.get(one.verified.change.id):
@@ -261,7 +245,7 @@ class _Maker:
     async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> None:
         """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
         nothing 0, twice; else `report` is given the reason."""
-        with ScratchDirectory(self._out / STATE, "check-") as scratch:
+        with ScratchDirectory(self.out / STATE, "check-") as scratch:
             draft = scratch / made.id
             await asyncio.to_thread(write_files, task_files(made), draft)
             top = draft / "environment/workspace"
@@ -269,7 +253,7 @@ class _Maker:
             if leak is not None:
                 report.reject(made.verified.change, "leaks", leak)
                 return
-            found = await self._check(draft)
+            found = await self.check(draft)
             if found.reason is not None:
                 report.count_check(made, found.reason)
                 return

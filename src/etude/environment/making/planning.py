@@ -13,12 +13,11 @@ from dataclasses import replace
 
 from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
-from etude.tasks.making.bugs import plan_bugs
+from etude.tasks.making.bugs import combine, plan_bugs
 from etude.tasks.making.changes import Change, Quotas, Verified, in_turn
-from etude.tasks.making.combining import combine
 from etude.tasks.making.deletions import hide_tests, plan_deletions
 from etude.tasks.making.instructions import write_instruction
-from etude.tasks.making.selection import Selection, grade, is_compound, names_edited_line, select
+from etude.tasks.making.selection import Selection, grade, select
 from etude.tasks.making.undoing import PastChange, plan_undone
 
 _SPARE = 1.1
@@ -126,14 +125,14 @@ class Planner:
         kept = [one for one in self._selection.kept if one.change.id not in self._dropped]
         least = self._quotas.least_compound * self._quotas.most_tasks
         missing = max(0.0, self._quotas.most_tasks - len(kept))
-        missing_compound = max(0.0, least - sum(map(is_compound, kept)))
+        missing_compound = max(0.0, least - sum(one.is_compound for one in kept))
         self._num_wanted = self._num_usable + _SPARE * missing
         self._num_compound_wanted = self._num_compound + _SPARE * missing_compound
         return missing > 0 or missing_compound > 0
 
     def _count(self, verified: Verified, sign: int) -> None:
-        self._num_named += sign * names_edited_line(verified)
-        self._num_compound += sign * is_compound(verified)
+        self._num_named += sign * verified.names_edited_line
+        self._num_compound += sign * verified.is_compound
         for function in verified.change.functions:
             self._functions[function] += sign
         for operator in verified.change.operators:

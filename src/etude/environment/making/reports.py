@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from etude.environment.making.baseline import Baseline
 from etude.environment.making.projects import Project
+from etude.environment.making.suites import Baseline
 from etude.environment.making.writing import MadeTask
 from etude.tasks.making.changes import Change, ChangeKind
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from random import Random
 
-from etude.environment.making.baseline import Baseline
 from etude.environment.making.changing import TestChanger, TwinKind
 from etude.environment.making.projects import Project
-from etude.environment.making.suites import Suite, SuiteRun
+from etude.environment.making.suites import Baseline, Suite, SuiteRun
 from etude.errors import TaskError
 from etude.kit.tasks import gather_bounded
 from etude.tasks.exams import Exam, ExamSet

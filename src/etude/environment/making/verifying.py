@@ -15,8 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from etude.environment.making.baseline import Baseline
-from etude.environment.making.suites import Suite, SuiteRun
+from etude.environment.making.suites import Baseline, Suite, SuiteRun
 from etude.environment.making.twinning import ProjectTwins
 from etude.tasks.making.changes import Change, Place, TestFailure
 

@@ -15,7 +15,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeVar
+
+from etude.tasks.making.tokens import changed_lines
 
 ChangeKind = Literal[
     "planted_bug", "deleted_feature", "past_change", "combined", "planted_smell", "found_smell"
@@ -133,7 +136,7 @@ class Leak:
     """The run of tokens, or the module's path."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verified:
     """A change whose tests were run: they fail in the workspace, and pass with the project's own text."""
 
@@ -150,6 +153,23 @@ class Verified:
     """Tests that pass each time, with the change and without."""
     difficulty: Difficulty = "easy"
     """As selection finds it, beside the other tasks."""
+
+    @cached_property
+    def names_edited_line(self) -> bool:
+        """Whether the last frame of a failing test's traceback is on a line that the change wrote."""
+        edited = {
+            (path, line)
+            for path, broken in self.change.files.items()
+            for (first, last), _ in changed_lines(broken, self.reference[path])
+            for line in range(first + 1, max(last, first + 1) + 1)
+        }
+        frames = [failure.innermost for failure in self.failures if failure.innermost is not None]
+        return any((frame.path, frame.first_line) in edited for frame in frames)
+
+    @property
+    def is_compound(self) -> bool:
+        """Whether it is of two files or two bugs."""
+        return len(self.change.files) > 1 or len(self.change.parts) > 1
 
 
 @dataclass(frozen=True, slots=True)

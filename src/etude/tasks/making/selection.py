@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.tasks.making.changes import Difficulty, Quotas, Verified, split_of
-from etude.tasks.making.tokens import changed_lines, changed_text, code_tokens, runs
+from etude.tasks.making.tokens import changed_text, code_tokens, runs
 
 NOT_CALIBRATED = "not calibrated"
 """Of a task that no model has solved yet: its difficulty is by its tests."""
@@ -29,17 +29,6 @@ class Selection:
     """The least share that the candidates did not allow, with what it came to; empty where it holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    verified: Verified
-    is_named: bool
-    is_compound: bool
-
-    @property
-    def operators(self) -> set[str]:
-        return set(self.verified.change.operators)
-
-
 def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
     """Takes candidates in order while they are of use, then leaves out the last ones that break a share.
 
@@ -48,18 +37,18 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
     and `missed` says if it is short all the same.
     """
     rejected = list[tuple[Verified, str]]()
-    kept = list[_Facts]()
+    kept = list[Verified]()
     per_function, seen = Counter[tuple[str, str]](), list[_Fingerprint]()
     for candidate in candidates:
         reason = _refusal(candidate, per_function, seen, quotas)
         if reason:
             rejected.append((candidate, reason))
             continue
-        kept.append(_Facts(candidate, names_edited_line(candidate), is_compound(candidate)))
+        kept.append(candidate)
         per_function.update(candidate.change.functions)
         seen.append(_fingerprint(candidate))
     while (worst := _worst(kept, quotas)) is not None:
-        rejected.append((kept.pop(worst[0]).verified, worst[1]))
+        rejected.append((kept.pop(worst[0]), worst[1]))
     num_compound = sum(one.is_compound for one in kept)
     missed = ""
     if num_compound < quotas.least_compound * len(kept):
@@ -67,24 +56,7 @@ def select(candidates: Sequence[Verified], quotas: Quotas) -> Selection:
             f"{num_compound} of {len(kept)} tasks are of two files or bugs; {quotas.least_compound:.0%} were "
             "wanted, and the candidates allow no more"
         )
-    return Selection(tuple(one.verified for one in kept), tuple(rejected), missed)
-
-
-def names_edited_line(verified: Verified) -> bool:
-    """Whether the last frame of a failing test's traceback is on a line that the change wrote."""
-    edited = {
-        (path, line)
-        for path, broken in verified.change.files.items()
-        for (first, last), _ in changed_lines(broken, verified.reference[path])
-        for line in range(first + 1, max(last, first + 1) + 1)
-    }
-    frames = [failure.innermost for failure in verified.failures if failure.innermost is not None]
-    return any((frame.path, frame.first_line) in edited for frame in frames)
-
-
-def is_compound(verified: Verified) -> bool:
-    """Whether it is of two files or two bugs."""
-    return len(verified.change.files) > 1 or len(verified.change.parts) > 1
+    return Selection(tuple(kept), tuple(rejected), missed)
 
 
 def _fingerprint(verified: Verified) -> _Fingerprint:
@@ -116,22 +88,24 @@ def _refusal(
     return ""
 
 
-def _worst(kept: Sequence[_Facts], quotas: Quotas) -> tuple[int, str] | None:
+def _worst(kept: Sequence[Verified], quotas: Quotas) -> tuple[int, str] | None:
     """The last task that breaks a share, and which; None where all hold. One task per operator always may."""
-    operators = Counter(name for one in kept for name in one.operators)
+    operators = Counter(name for one in kept for name in set(one.change.operators))
     most = max(1.0, quotas.most_per_operator * len(kept))
     frequent = max(sorted(operators), key=operators.__getitem__, default="")
-    named = [at for at, one in enumerate(kept) if one.is_named]
+    named = [at for at, one in enumerate(kept) if one.names_edited_line]
     if len(named) > quotas.most_named_lines * len(kept):
         return named[-1], "quota: too many tracebacks name the edited line"
     if operators[frequent] > most:
-        mine = [at for at, one in enumerate(kept) if frequent in one.operators]
+        mine = [at for at, one in enumerate(kept) if frequent in one.change.operators]
         last = max(mine, key=lambda at: (not kept[at].is_compound, at))
         return last, f"quota: too many tasks of the operator {frequent}"
     if len(kept) > quotas.most_tasks:
         single = [at for at, one in enumerate(kept) if not one.is_compound]
         if single and len(kept) - len(single) <= quotas.least_compound * quotas.most_tasks:
-            last = max(single, key=lambda at: (max(operators[name] for name in kept[at].operators), at))
+            last = max(
+                single, key=lambda at: (max(operators[name] for name in kept[at].change.operators), at)
+            )
             return last, "quota: there are tasks enough"
         return len(kept) - 1, "quota: there are tasks enough"
     return None
