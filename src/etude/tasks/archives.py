@@ -32,12 +32,7 @@ def pack_directories(
         found |= {relative.as_posix(): row for relative, row in here.items()}
     name = tops[-1].name
     if needs_script and not (script in found and found[script][0].is_file()):
-        raise TaskError(
-            "file is missing",
-            field=f"{name}/{script}",
-            received=str(tops[-1].parent),
-            fix=f"add {name}/{script}",
-        )
+        raise refused_in(tops[-1].parent, f"{name}/{script}", "file is missing", f"add {name}/{script}")
     buffer, total = io.BytesIO(), 0
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for relative, (path, top) in sorted(found.items(), key=lambda row: Path(row[0])):
@@ -77,6 +72,11 @@ def pack_texts(files: Mapping[str, str]) -> bytes:
             row.mtime, row.size = _TIME_S, len(data)
             archive.addfile(row, io.BytesIO(data))
     return buffer.getvalue()
+
+
+def refused_in(directory: Path, field: str, message: str, fix: str) -> TaskError:
+    """The error for a file or field of the task in a directory."""
+    return TaskError(message, field=field, received=str(directory), fix=fix)
 
 
 def _checked_link(path: Path, top: Path) -> str:

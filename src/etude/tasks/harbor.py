@@ -33,7 +33,7 @@ from etude.errors import TaskError
 from etude.kit.durable import whole_directory
 from etude.kit.toml import toml_text
 from etude.records import Task, TaskStep, TestScript
-from etude.tasks.archives import pack_directories
+from etude.tasks.archives import pack_directories, refused_in
 from etude.tasks.exams import EXAMS, read_exams
 from etude.tasks.harbor_fields import (
     StepTable,
@@ -41,8 +41,9 @@ from etude.tasks.harbor_fields import (
     at_step,
     check_fields,
     check_graded_by_values,
+    refused,
 )
-from etude.tasks.harbor_machines import check_host, health_check, min_reward_of, read_machine, read_scripts
+from etude.tasks.harbor_machines import check_host, health_check, read_machine, read_scripts
 
 WORKSPACE = "/workspace"
 REWARD_PATH = "/logs/verifier/reward.txt"
@@ -91,9 +92,7 @@ def write_harbor(task: Task, directory: Path) -> None:
             "is graded by a script", field="task", received=task.id, fix="copy the directory that it is from"
         )
     if directory.exists():
-        raise TaskError(
-            "exists already", field="directory", received=str(directory), fix="choose a new directory"
-        )
+        raise refused_in(directory, "directory", "exists already", "choose a new directory")
     files = {
         "instruction.md": task.instruction + "\n",
         "task.toml": _toml(task),
@@ -137,12 +136,8 @@ def read_harbor(directory: Path, host_env: Sequence[str] = ()) -> Task:
     try:
         return _read(directory, host_env)
     except OSError as error:
-        raise TaskError(
-            f"cannot be read: {error.strerror}",
-            field=str(error.filename),
-            received=str(directory),
-            fix="correct it, or its permissions",
-        ) from error
+        message, fix = f"cannot be read: {error.strerror}", "correct it, or its permissions"
+        raise refused_in(directory, str(error.filename), message, fix) from error
 
 
 def read_id(directory: Path) -> str:
@@ -171,7 +166,7 @@ def _read(directory: Path, host_env: Sequence[str]) -> Task:
     for pattern in _NOT_READ:
         for found in directory.glob(pattern):
             name = found.relative_to(directory).as_posix()
-            raise TaskError("is not supported", field=name, received=str(directory), fix="remove it")
+            raise refused_in(directory, name, "is not supported", "remove it")
     if own.grading != "values":
         task = replace(task, instruction=_without_canary(task.instruction))
         return _with_scripts(task, fields, directory, host_env)
@@ -195,12 +190,8 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
     own = fields.metadata.etude
     machine = read_machine(fields, host_env)
     if not machine.docker_image and not (directory / "environment/Dockerfile").is_file():
-        raise TaskError(
-            "names no image, and there is no environment/Dockerfile",
-            field="task.toml: environment.docker_image",
-            received=str(directory),
-            fix="add one of them",
-        )
+        field, message = "environment.docker_image", "names no image, and there is no environment/Dockerfile"
+        raise refused_in(directory, f"task.toml: {field}", message, "add one of them")
     check_host(machine, "environment")
     allowed_paths = task.allowed_paths
     if not machine.is_host and own.allowed_paths is None:
@@ -218,8 +209,7 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
             verifier = _with_exams(verifier, directory)
         return replace(task, verifier=verifier, solution=solution)
     if own.grading == "exams":
-        field = "task.toml: metadata.etude.grading"
-        raise TaskError("has no steps", field=field, received="exams", fix='use "test_sh"')
+        raise refused("metadata.etude.grading", "has no steps", "exams", 'use "test_sh"')
     steps = tuple(_read_step(fields, step, directory, host_env) for step in fields.steps)
     task = replace(task, steps=steps, step_rewards=fields.multi_step_reward_strategy or "mean")
     return replace(task.at_step(0), steps=steps)
@@ -228,10 +218,8 @@ def _with_scripts(task: Task, fields: TaskTable, directory: Path, host_env: Sequ
 def _with_exams(verifier: TestScript, directory: Path) -> TestScript:
     """The verifier that is judged by exams, whose lists stay outside. Raises TaskError."""
     if verifier.machine is not None:
-        raise TaskError(
-            "has no exams", field="task.toml: verifier.environment_mode", received="separate",
-            fix='"shared": exams are runs over what the agent changed',
-        )  # fmt: skip
+        fix = '"shared": exams are runs over what the agent changed'
+        raise refused("verifier.environment_mode", "has no exams", "separate", fix)
     text = _text(directory, f"tests/{EXAMS}")
     read_exams(text)
     archive = pack_directories([directory / "tests"], "test.sh", without=EXAMS)
@@ -242,16 +230,14 @@ def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Se
     """One of the steps of a task. Raises TaskError."""
     top = directory / "steps" / step.name
     if not top.resolve().is_relative_to(directory.resolve()):
-        fix = "put the directory itself there"
-        raise TaskError(
-            "leads out of the task directory", field=f"steps/{step.name}", received=str(top), fix=fix
-        )
+        message = "leads out of the task directory"
+        raise refused_in(top, f"steps/{step.name}", message, "put the directory itself there")
     try:
         verifier, solution = read_scripts(fields, step, directory, host_env)
     except TaskError as error:
         field = f"{error.field} (step {step.name!r})"
         raise TaskError(error.message, field=field, received=error.received, fix=error.fix) from error
-    workdir = top / "workdir"
+    workdir, asked = top / "workdir", step.min_reward
     return TaskStep(
         step.name,
         _without_canary(_instruction(directory, f"steps/{step.name}/instruction.md")),
@@ -261,14 +247,14 @@ def _read_step(fields: TaskTable, step: StepTable, directory: Path, host_env: Se
         (workdir / "setup.sh").is_file(),
         at_step(fields, step).agent.timeout_sec or 0.0,
         health_check(step.healthcheck),
-        min_reward_of(step),
+        {} if asked is None else asked if isinstance(asked, dict) else {"reward": asked},
     )
 
 
 def _instruction(directory: Path, name: str) -> str:
     text = _text(directory, name)
     if not _without_canary(text).strip():
-        raise TaskError("is empty", field=name, received=str(directory), fix="say what the agent is to do")
+        raise refused_in(directory, name, "is empty", "say what the agent is to do")
     return text.removesuffix("\n")
 
 
@@ -284,21 +270,15 @@ def find_directories(directory: Path, field: str) -> list[Path]:
     """The Harbor directories below `directory`, which `field` names in errors, and those that are meant as
     some and have no task.toml. Raises TaskError for none."""
     if not directory.is_dir():
-        raise TaskError(
-            "no such directory", field=field, received=str(directory), fix="name one that holds tasks"
-        )
+        raise refused_in(directory, field, "no such directory", "name one that holds tasks")
     folders = sorted(directory.iterdir())
     found = any((path / "task.toml").is_file() for path in folders)
     if not found and (directory / "task.toml").is_file():
         fix = "name the directory that it lies in"
-        raise TaskError("is a task itself, not a set of them", field=field, received=str(directory), fix=fix)
+        raise refused_in(directory, field, "is a task itself, not a set of them", fix)
     if not found:
-        raise TaskError(
-            "holds no task: no directory below it has a task.toml",
-            field=field,
-            received=str(directory),
-            fix="`etude tasks export` shows what one looks like",
-        )
+        message = "holds no task: no directory below it has a task.toml"
+        raise refused_in(directory, field, message, "`etude tasks export` shows what one looks like")
     return [path for path in folders if any((path / name).is_file() for name in _MARKS)]
 
 
@@ -350,14 +330,11 @@ def _inside(path: str, field: str) -> str:
 def _text(directory: Path, name: str) -> str:
     path = directory / name
     if not path.is_file():
-        raise TaskError("file is missing", field=name, received=str(directory), fix=f"add {name}")
+        raise refused_in(directory, name, "file is missing", f"add {name}")
     if not path.resolve().is_relative_to(directory.resolve()):
-        raise TaskError(
-            "is a link that leads out of the task directory",
-            field=name,
-            received=str(path.readlink()) if path.is_symlink() else str(path.resolve()),
-            fix="put the file itself there",
-        )
+        target = path.readlink() if path.is_symlink() else path.resolve()
+        message = "is a link that leads out of the task directory"
+        raise refused_in(target, name, message, "put the file itself there")
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

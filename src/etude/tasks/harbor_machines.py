@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etude.errors import TaskError
 from etude.records import Artifact, CollectCommand, HealthCheck, SolutionScript, TaskMachine, TestScript
-from etude.tasks.archives import pack_directories
+from etude.tasks.archives import pack_directories, refused_in
 from etude.tasks.harbor_fields import (
     AgentTable,
     ArtifactTable,
@@ -37,12 +37,6 @@ _PUBLISHED = "/logs/artifacts"
 """Always an artifact, as in Harbor."""
 _VERIFIERS = ("/tests", "/solution", "/logs/verifier", "/proc", "/sys", "/dev")
 """Where nothing of the agent's is laid."""
-
-
-def min_reward_of(step: StepTable) -> dict[str, float]:
-    """What each reward of a step must come to for the next one; a number is of the one named `reward`."""
-    asked = step.min_reward
-    return {} if asked is None else asked if isinstance(asked, dict) else {"reward": asked}
 
 
 def health_check(table: HealthTable | None) -> HealthCheck | None:
@@ -115,7 +109,7 @@ def read_scripts(
         for environment, place in places:
             if (directory / place / "docker-compose.yaml").is_file():
                 field = f"{place}/docker-compose.yaml"
-                raise TaskError("is not supported", field=field, received=str(directory), fix="remove it")
+                raise refused_in(directory, field, "is not supported", "remove it")
             if environment is not None and environment.docker_image:
                 machine = replace(machine, docker_image=environment.docker_image)
                 return replace(verifier, machine=machine), solution

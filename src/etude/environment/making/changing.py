@@ -115,25 +115,18 @@ class _TestFile:
         for place in set[int]().union(*(self.tests[one] for one in numbers.keys() & self.tests.keys())):
             source = Source.parse(self._path, self._texts[place])
             assert source is not None, "it is a statement of a file that was parsed"
-            for change in self._choose_changes(source, numbers, kinds):
+            chosen: list[_Site] = []
+            for scope, name in source.scopes.items():
+                test = f"{self._path}::{name}"
+                if test in numbers and isinstance(scope, Function) and scope.name.startswith("test"):
+                    rng = Random(f"{self._seed} {self._path} {name}")
+                    if sites := _sites_of_round(scope, self._find_values, numbers[test], rng):
+                        kinds[test] = max(kind for kind, _ in sites)
+                        chosen += sites
+            for _, change in chosen:
                 change()
             written[place] = _write(source.tree.body[0], place == 0)
         return "".join(written), kinds
-
-    def _choose_changes(
-        self, source: Source, numbers: Mapping[str, int], kinds: dict[str, TwinKind]
-    ) -> list[Callable[[], None]]:
-        """What changes the functions of a statement; `kinds` is given how."""
-        chosen: list[_Site] = []
-        for scope, name in source.scopes.items():
-            test = f"{self._path}::{name}"
-            if test in numbers and isinstance(scope, Function) and scope.name.startswith("test"):
-                rng = Random(f"{self._seed} {self._path} {name}")
-                sites = _sites_of_round(scope, self._find_values, numbers[test], rng)
-                chosen += sites
-                if sites:
-                    kinds[test] = max(kind for kind, _ in sites)
-        return [change for _, change in chosen]
 
 
 def _text_of(statement: ast.stmt, lines: Sequence[str]) -> str:

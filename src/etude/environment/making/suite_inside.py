@@ -141,7 +141,8 @@ class Watcher:
             words = getattr(crash, "message", None) or str(report.longrepr)
             file, function = self.functions[item.nodeid]
             row = {"test": item.nodeid, "message": words[:_MESSAGE_CHARS], "file": file, "function": function}
-            row |= {"test_line": _failing_line(item, call.excinfo), "innermost": _innermost(call.excinfo)}
+            line, innermost = _failing_line(item, file, call.excinfo), _innermost(call.excinfo)
+            row |= {"test_line": line, "innermost": innermost}
             self.failures[item.nodeid] = {**row, **self._arguments}
 
     def pytest_internalerror(self, excrepr: Any) -> None:
@@ -158,22 +159,20 @@ class Rounds:
     """A plugin of pytest's: runs collected tests several times, each time in a child of this process that
     has them as they were collected; it ends with a round in which all that was asked for passes."""
 
-    def __init__(self, rounds: list[dict[str, Any]], stable: list[str], limit_s: float) -> None:
+    def __init__(self, request: dict[str, Any], errors: dict[str, str]) -> None:
+        """`errors`: of the collection."""
         self.found: list[dict[str, Any]] = []
-        self._rounds, self._stable, self._limit_s = rounds, stable, limit_s
+        self._rounds, self._stable, self._limit_s = request["rounds"], request["stable"], request["limit_s"]
+        self._errors = errors
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: Any) -> bool:
         """In place of pytest's own loop."""
-        errors = next(
-            one.errors for one in session.config.pluginmanager.get_plugins() if type(one) is Watcher
-        )
         for row in self._rounds:
-            self.found.append({**self._run(session, row), "errors": errors})
+            found = self._run(session, row)
+            self.found.append({**found, "errors": self._errors})
             asked = self._stable if row["ids"] is None else row["ids"]
-            if "problem" in self.found[-1] or all(
-                self.found[-1]["outcomes"].get(test) == "passed" for test in asked
-            ):
+            if "problem" in found or all(found["outcomes"].get(test) == "passed" for test in asked):
                 break
         return True
 
@@ -252,17 +251,13 @@ def _function(item: Any) -> tuple[str, str]:
     return path.removeprefix(TOP), getattr(function, "__qualname__", "")
 
 
-def _failing_line(item: Any, excinfo: Any) -> int:
+def _failing_line(item: Any, file: str, excinfo: Any) -> int:
     """A test's last line in the traceback, of the file that it is written in; 0 if there is none."""
-    code = getattr(getattr(item, "function", None), "__code__", None)
-    path = code.co_filename if code is not None else str(item.path)
     name = getattr(item, "originalname", item.name)
-    lines = [
-        line
-        for file, function, line in _frames(excinfo)
-        if (file, function.rpartition(".")[2]) == (path, name)
-    ]
-    return lines[-1] if lines else 0
+    for path, function, line in reversed(_frames(excinfo)):
+        if (path.removeprefix(TOP), function.rpartition(".")[2]) == (file, name):
+            return line
+    return 0
 
 
 def _arguments(item: Any) -> dict[str, Any]:
@@ -305,19 +300,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     if tracer is not None:
         tracer.begin("")
     watcher = Watcher(request.get("ids"), request.get("seed"), tracer)
-    words = [
-        "-q",
-        "--tb=native",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:randomly",
-        "-o",
-        "addopts=",
-    ]
-    words += ["--continue-on-collection-errors", *request.get("options", [])]
+    words = ["-q", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    words += ["-o", "addopts=", "--continue-on-collection-errors", *request.get("options", [])]
     if not request.get("explain"):
         words.append("--assert=plain")  # what is compared needs no telling; to rewrite that takes longest
     words += ["-p", "no:cov"] if importlib.util.find_spec("pytest_cov") else []
@@ -325,8 +309,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     words += ["--hypothesis-seed=0"] if is_loaded and importlib.util.find_spec("hypothesis") else []
     plugins: list[Any] = [watcher]
     if "rounds" in request:
-        rounds = Rounds(request["rounds"], request["stable"], request["limit_s"])
-        plugins.append(rounds)
+        plugins.append(Rounds(request, watcher.errors))
     status = pytest.main([*words, *request["paths"]], plugins=plugins)
     found = watcher.to_document(int(status))
     if len(plugins) > 1:

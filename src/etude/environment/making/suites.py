@@ -13,8 +13,10 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from etude.records import TaskImage
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import CommandResult, Resources
-from etude.tasks.making.changes import TestFailure
+from etude.tasks.making.changes import Place, TestFailure
 
 PROGRAM = Path(__file__).with_name("suite_inside.py")
 MEMORY_BYTES, DISK_BYTES = 1 << 30, 1 << 30
@@ -52,18 +54,14 @@ class Coverage:
     """Path -> line -> its tests, one bit for each, as a hexadecimal number; 0 for a line that is run by the
     import alone."""
 
-    def tests_of(self, path: str, lines: Collection[int]) -> set[str]:
-        """The tests that run one of the lines."""
-        known = self.lines.get(path, {})
-        bits = 0
-        for line in lines:
-            bits |= int(known.get(line, "0"), 16)
-        return {test for number, test in enumerate(self.tests) if bits >> number & 1}
-
-    def is_run(self, path: str, lines: Collection[int]) -> bool:
-        """Whether one of the lines is run at all."""
-        known = self.lines.get(path, {})
-        return any(line in known for line in lines)
+    def tests_of(self, places: Iterable[Place]) -> set[str] | None:
+        """The tests that run one of the lines of some places; None where none of these is run at all."""
+        lines = ((place.path, line) for place in places for line in place.lines)
+        found = [bits for path, line in lines if (bits := self.lines.get(path, {}).get(line)) is not None]
+        if not found:
+            return None
+        every = reduce(or_, (int(bits, 16) for bits in found))
+        return {test for number, test in enumerate(self.tests) if every >> number & 1}
 
     def count_common_lines(self, tests: Collection[str]) -> int:
         """How many lines all these tests run."""

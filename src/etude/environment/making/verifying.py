@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from etude.environment.making.suites import Baseline, Suite, SuiteRun
 from etude.environment.making.twinning import ProjectTwins
-from etude.tasks.making.changes import Change, Place, TestFailure
+from etude.tasks.making.changes import Change, TestFailure
 
 _ROUNDS = 2
 """Of the whole suite in one sandbox, with another hash seed and time zone than those of grading."""
@@ -62,9 +62,10 @@ async def verify_change(change: Change, suite: Suite, baseline: Baseline) -> Not
 
     The project's own tests decide, also those that the workspace lacks.
     """
-    if not any(baseline.coverage.is_run(place.path, _lines(place)) for place in change.places):
+    running = baseline.coverage.tests_of(change.places)
+    if running is None:
         return "not covered: no test runs the lines"
-    covering = sorted(_find_covering(change, baseline))
+    covering = sorted(running.intersection(baseline.stable))
     rounds = [covering] if 0 < len(covering) <= _MOST_COVERING else []
     suite = replace(suite, timeout_s=baseline.timeout_s)
     if change.smell:
@@ -96,7 +97,7 @@ async def _verify_smell(change: Change, suite: Suite, baseline: Baseline) -> Not
 def guard(noticed: Noticed, change: Change, baseline: Baseline, twins: ProjectTwins) -> Noticed:
     """Has some tests stand for those that a smell does not make fail, which the workspace lacks and exams
     change: of half of the functions that run its lines and that exams can change, 8 at most."""
-    covering = _find_covering(change, baseline)
+    covering = (baseline.coverage.tests_of(change.places) or set()).intersection(baseline.stable)
     names = sorted(name for name, tests in twins.tests.items() if covering & twins.turned.intersection(tests))
     chosen = Random(change.id).sample(names, min(_MOST_GUARDS, (len(names) + 1) // 2))
     guards = {test: name.split("::") for name in sorted(chosen) for test in twins.tests[name]}
@@ -105,11 +106,6 @@ def guard(noticed: Noticed, change: Change, baseline: Baseline, twins: ProjectTw
         tuple(test for test in noticed.passing if test not in guards),
         noticed.num_suspect_lines,
     )
-
-
-def _find_covering(change: Change, baseline: Baseline) -> set[str]:
-    tests = (baseline.coverage.tests_of(place.path, _lines(place)) for place in change.places)
-    return set[str]().union(*tests).intersection(baseline.stable)
 
 
 def _compare(change: Change, runs: Sequence[SuiteRun], baseline: Baseline) -> Noticed | str:
@@ -140,7 +136,3 @@ def _why_missing(test: str, run: SuiteRun) -> str:
 
 def _files(tests: Iterable[str]) -> set[str]:
     return {test.partition("::")[0] for test in tests}
-
-
-def _lines(place: Place) -> range:
-    return range(place.first_line, place.last_line + 1)

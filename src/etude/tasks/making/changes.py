@@ -41,6 +41,11 @@ class Place:
     first_line: int
     last_line: int
 
+    @property
+    def lines(self) -> range:
+        """Their numbers."""
+        return range(self.first_line, self.last_line + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:

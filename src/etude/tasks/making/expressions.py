@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from etude.tasks.making.source import Edit, Function, Source, has_docstring
@@ -51,12 +52,10 @@ def _between(source: Source, left: ast.expr, right: ast.expr, old: str, new: str
     """Replaces an operator where it stands between two operands; None where a comment holds its text too."""
     start, end = source.end(left), source.start(right)
     between = source.text[start:end]
-    words = old.split()
-    at = between.find(old) if len(words) == 1 else between.find(words[0])
-    if at < 0 or "#" in between:
+    found = re.search(".*?".join(map(re.escape, old.split())), between, re.DOTALL)
+    if found is None or "#" in between:
         return None
-    length = len(old) if len(words) == 1 else between.find(words[1], at + len(words[0])) + len(words[1]) - at
-    return Edit(start + at, start + at + length, new)
+    return Edit(start + found.start(), start + found.end(), new)
 
 
 def _change_comparison(source: Source, node: ast.AST, others: Others, what: str) -> Planted:

@@ -119,11 +119,11 @@ def write_instruction(
         return gone
     deleted, is_past = _describe_gone(gone, rng) if gone else "", change.kind == "past_change"
     sentences = [deleted] if deleted else []
-    described = _Described(failures, tests)
+    described = _Described(failures, tests, reference, rng)
     for group in [*groups] or [[failure.test for failure in failures]]:
         mine = [failure for failure in failures if failure.test in group]
         most = 1 if groups or (deleted and not is_past) else max(_MOST_SYMPTOMS, len(change.places))
-        said = _describe_failures(mine, described, sentences, reference, rng, most, not deleted)
+        said = described.tell(mine, sentences, most, not deleted)
         if not said and not deleted:
             return "underspecified: no failing test shows a symptom that may be described"
         sentences += said
@@ -135,7 +135,7 @@ def write_instruction(
     if wordings:
         text += f" Wording: {', '.join(f'`{wording}`' for wording in wordings)}."
     text = re.sub(r"```\n +", "```\n\n", text + rng.choice(_CLOSINGS))
-    return _check_text(Instruction(text, described.is_whole(described.calls)), reference)
+    return _check_text(Instruction(text, described.is_whole()), reference)
 
 
 def _check_text(instruction: Instruction, reference: set[tuple[str, ...]]) -> Instruction | str:
@@ -214,55 +214,58 @@ def _plain_tokens(text: str) -> list[str]:
 class _Described:
     """The calls of failing tests that an instruction tells."""
 
-    def __init__(self, failures: Sequence[TestFailure], tests: Mapping[str, str]) -> None:
-        self.calls = frozenset[Call]()
+    def __init__(
+        self,
+        failures: Sequence[TestFailure],
+        tests: Mapping[str, str],
+        reference: set[tuple[str, ...]],
+        rng: Random,
+    ) -> None:
+        self._calls = frozenset[Call]()
         self._failures, self._tests = failures, tests
+        self._reference, self._rng = reference, rng
         self._symptoms: dict[str, Symptom | None] = {}
 
-    def find(self, failure: TestFailure) -> Symptom | None:
+    def _find(self, failure: TestFailure) -> Symptom | None:
         """Its symptom, which is looked for once."""
         if failure.test not in self._symptoms:
             self._symptoms[failure.test] = find_symptom(failure, self._tests)
         return self._symptoms[failure.test]
 
-    def is_whole(self, calls: frozenset[Call]) -> bool:
-        """Whether every failing test fails by one of these calls; one without a symptom does not."""
-        found = map(self.find, self._failures)
+    def is_whole(self, calls: frozenset[Call] = frozenset()) -> bool:
+        """Whether every failing test fails by one of the calls; one without a symptom does not."""
+        calls |= self._calls
+        found = map(self._find, self._failures)
         return all(symptom is not None and find_calls(symptom) <= calls for symptom in found)
 
-
-def _describe_failures(
-    failures: Sequence[TestFailure],
-    described: _Described,
-    earlier: Sequence[str],
-    reference: set[tuple[str, ...]],
-    rng: Random,
-    most: int,
-    must_tell: bool,
-) -> list[str]:
-    """Sentences on up to `most` failures, of differing calls first; `described` gets their calls. What
-    names the last call that is not named yet is left out, unless there must be a sentence and is no other."""
-    found, last = dict[str, str](), dict[str, frozenset[Call]]()
-    order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
-    for failure in order[:_MOST_READ]:
-        symptom = described.find(failure)
-        if symptom is None or symptom.subject in found:
-            continue
-        sentence = _say(symptom, rng)
-        shared = reference & set(runs(_plain_tokens(sentence), RUN_LENGTH))
-        if shared or sentence in earlier or re.search(r"`_\w|\b_[a-z]\w+|\._\w", sentence) is not None:
-            continue
-        calls = described.calls | find_calls(symptom)
-        if described.is_whole(calls):
-            last.setdefault(sentence, calls)
-            continue
-        found[symptom.subject], described.calls = sentence, calls
-        if len(found) == most:
-            break
-    if must_tell and not found and last:
-        sentence, described.calls = next(iter(last.items()))
-        return [sentence]
-    return list(found.values())
+    def tell(
+        self, failures: Sequence[TestFailure], earlier: Sequence[str], most: int, must_tell: bool
+    ) -> list[str]:
+        """Sentences on up to `most` failures, of differing calls first, whose calls are then told. What
+        names the last call that is not named yet is left out, unless there must be a sentence and is no
+        other."""
+        found, last = dict[str, str](), dict[str, frozenset[Call]]()
+        order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
+        for failure in order[:_MOST_READ]:
+            symptom = self._find(failure)
+            if symptom is None or symptom.subject in found:
+                continue
+            sentence = _say(symptom, self._rng)
+            shared = self._reference & set(runs(_plain_tokens(sentence), RUN_LENGTH))
+            if shared or sentence in earlier or re.search(r"`_\w|\b_[a-z]\w+|\._\w", sentence) is not None:
+                continue
+            calls = find_calls(symptom)
+            if self.is_whole(calls):
+                last.setdefault(sentence, calls)
+                continue
+            found[symptom.subject], self._calls = sentence, self._calls | calls
+            if len(found) == most:
+                break
+        if must_tell and not found and last:
+            sentence, calls = next(iter(last.items()))
+            self._calls |= calls
+            return [sentence]
+        return list(found.values())
 
 
 def _say(symptom: Symptom, rng: Random) -> str:

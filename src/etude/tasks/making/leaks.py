@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
@@ -158,8 +159,11 @@ def _find_wanted(changes: Sequence[Change], sources: Mapping[str, str]) -> _Want
             by_run.setdefault(run, []).append(hunk)
     modules: dict[str, list[tuple[str, Change, Collection[bytes]]]] = {}
     for change in changes:
-        for path in change.files:
-            modules.setdefault(PurePosixPath(path).stem, []).append((path, change, _names_in(change, path)))
+        # Of the functions that are changed, else of what a module defines: one of them a copy of it holds.
+        names = {place.name.rpartition(".")[2] for place in change.places} - {""}
+        for path, text in change.files.items():
+            held = [one.encode() for one in names or _DEFINED.findall(text)]
+            modules.setdefault(PurePosixPath(path).stem, []).append((path, change, held))
     hunk_words = _find_words(tuple(chain.from_iterable(one.runs)) for one in kept if one.runs)
     return _Wanted(by_run, _find_words(by_run), hunk_words, modules)
 
@@ -193,11 +197,6 @@ def _hunks_of(change: Change, sources: Mapping[str, str]) -> Iterator[set[_Run]]
                 yield found
 
 
-def _module_path(path: str) -> str:
-    parts = PurePosixPath(path).parts
-    return "/".join(parts[1:] if parts[0] in ("src", "lib", "python") and len(parts) > 1 else parts)
-
-
 def _walk(root: Path) -> Iterator[tuple[Path, str]]:
     for folder, names, files in os.walk(root, followlinks=False):
         names.sort()
@@ -213,7 +212,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
 def _find_copies(name: str, data: bytes, wanted: _Wanted) -> Iterator[tuple[Change, Leak]]:
     stem = PurePosixPath(name.rpartition("!")[2]).name.partition(".")[0]
     for path, change, names in wanted.modules.get(stem, ()):
-        if _is_copy(name, _module_path(path), data, names):
+        if _is_copy(name, path, data, names):
             if not name.endswith(".py"):
                 yield change, Leak(name, "bytecode", path)
             elif data.decode("utf-8", "replace").replace("\r\n", "\n") != change.files[path]:
@@ -233,16 +232,11 @@ def _find_text(
             yield hunk.change, Leak(name, how, " ".join(min(hunk.runs & found)))
 
 
-def _names_in(change: Change, path: str) -> list[bytes]:
-    """Of the functions that are changed, else of what a module defines: one of them a copy of it holds."""
-    names = {place.name.rpartition(".")[2] for place in change.places} - {""}
-    return [one.encode() for one in names or _DEFINED.findall(change.files[path])]
-
-
 def _is_copy(name: str, module: str, data: bytes, names: Collection[bytes]) -> bool:
     """Whether a file is the module, compiled or not: by its path, and by the functions that it holds."""
-    path = PurePosixPath(name.rpartition("!")[2])
-    stem, folder = PurePosixPath(module).stem, PurePosixPath(module).parent.name
+    path, own = PurePosixPath(name.rpartition("!")[2]), PurePosixPath(module)
+    is_top = len(own.parts) < 2 or (len(own.parts) == 2 and own.parts[0] in ("src", "lib", "python"))
+    stem, folder = own.stem, "" if is_top else own.parent.name
     if path.suffix not in (".py", ".pyc", ".pyo", ".so", ".pyd") or path.name.partition(".")[0] != stem:
         return False
     parents = [part for part in path.parts[:-1] if part != "__pycache__"]
@@ -286,12 +280,10 @@ def _unpack(name: str, data: bytes, how: str, depth: int) -> Contents:
         yield name, how, None
         return
     try:
-        if data.startswith(_ZIP):
-            yield from _unzip(name, data, depth)
-        elif data.startswith(_COMPRESSED):
+        if data.startswith(_COMPRESSED):
             yield from _unpack(f"{name}!", _decompress(data), "archive", depth + 1)
-        elif data[257:262] == b"ustar":
-            yield from _untar(name, data, depth)
+        elif data.startswith(_ZIP) or data[257:262] == b"ustar":
+            yield from _unpack_members(name, data, depth)
         else:
             yield name, how, data
     except _ERRORS:
@@ -318,27 +310,22 @@ def _decompress(data: bytes) -> bytes:
     return found
 
 
-def _unzip(name: str, data: bytes, depth: int) -> Contents:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
-        if len(members) > _MOST_MEMBERS or sum(member.file_size for member in members) > _MOST_TOTAL:
+def _unpack_members(name: str, data: bytes, depth: int) -> Contents:
+    file, is_zip = io.BytesIO(data), data.startswith(_ZIP)
+    with zipfile.ZipFile(file) if is_zip else tarfile.open(fileobj=file) as archive:
+        if isinstance(archive, zipfile.ZipFile):
+            members = [one for one in archive.infolist() if not one.is_dir()]
+            rows = [(one.filename, one.file_size, partial(archive.open, one)) for one in members]
+        else:
+            files = [one for one in archive if one.isreg()]
+            rows = [(one.name, one.size, partial(archive.extractfile, one)) for one in files]
+        if len(rows) > _MOST_MEMBERS or sum(size for _, size, _ in rows) > _MOST_TOTAL:
             yield name, "archive", None
             return
-        for member in members:
-            inner = f"{name}!{member.filename}"
-            if member.file_size > MOST_BYTES:
-                yield inner, "archive", None
-            elif not member.is_dir():
-                with archive.open(member) as file:
-                    yield from _unpack(inner, file.read(MOST_BYTES), "archive", depth + 1)
-
-
-def _untar(name: str, data: bytes, depth: int) -> Contents:
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        for count, member in enumerate(archive):
-            if count >= _MOST_MEMBERS:
-                yield name, "archive", None
-                return
-            file = archive.extractfile(member) if member.isreg() else None
-            if file is not None:
-                yield from _unpack(f"{name}!{member.name}", file.read(MOST_BYTES), "archive", depth + 1)
+        for inner, size, open_member in rows:
+            with open_member() or io.BytesIO() as member:
+                content = member.read(MOST_BYTES) if size <= MOST_BYTES else None
+            if content is None:
+                yield f"{name}!{inner}", "archive", None
+            else:
+                yield from _unpack(f"{name}!{inner}", content, "archive", depth + 1)

@@ -174,10 +174,8 @@ class _Script:
 
     def need(self, names: set[str], path: str, function: ast.FunctionDef | None) -> None:
         """Binds names that code of a file uses, in a function or outside. Raises NotAloneError."""
-        arguments = function.args if function is not None else None
-        mine = (
-            {one.arg for one in (*arguments.args, *arguments.kwonlyargs)} if arguments is not None else set()
-        )
+        arguments = [*function.args.args, *function.args.kwonlyargs] if function is not None else []
+        mine = {one.arg for one in arguments}
         for name in sorted(names):
             if hasattr(builtins, name) and name not in mine:
                 continue
