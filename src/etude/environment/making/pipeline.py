@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -199,7 +200,9 @@ class TaskMaker:
                 is_short = planner.drop(one.verified.change.id for one in asked if one.id not in names)
         finally:
             journal.close()
-        planner.report_selection(report)
+        for verified, reason in planner.selection.rejected:
+            report.reject(verified.change, "selection", reason)
+        report.missed = planner.selection.missed
         for one in made:
             report.count_check(one, None)
         return report
@@ -219,30 +222,23 @@ class TaskMaker:
             if folder.name not in names:
                 remove_directory(folder)  # an earlier call's, which has other tasks in its place now
 
-        async def check(one: MadeTask) -> None:
-            await self._write_if_verified(one, self.out / one.id, report)
-
         new = [one for one in asked if not (self.out / one.id).exists()]
-        if new := await self._drop_leaked(new, report):
+        if new:  # what was written before was scanned before
+            layers = [self.store.layers.path(digest) for digest in new[0].image.image.layers]
+            changes = [one.verified.change for one in new]
+            with show_stage(self.observer, "leaks", 0):
+                reasons = await asyncio.to_thread(scan_layers, layers, changes, self.project.files)
+            for change in changes:
+                if change.id in reasons:
+                    report.reject(change, "leaks", reasons[change.id])
+            new = [one for one in new if one.verified.change.id not in reasons]
+        if new:
             with show_stage(self.observer, "check", len(new), "task") as advance:
-                await gather_bounded(check, new, self.settings.at_once, advance)
+                write = partial(self._write_if_verified, report=report)
+                await gather_bounded(write, new, self.settings.at_once, advance)
         return [one for one in asked if (self.out / one.id).exists()]
 
-    async def _drop_leaked(self, new: list[MadeTask], report: MakeReport) -> list[MadeTask]:
-        """Those whose solution the image does not hold; what was written before was scanned before."""
-        if not new:
-            return []
-        layers = [self.store.layers.path(digest) for digest in new[0].image.image.layers]
-        with show_stage(self.observer, "leaks", 0):
-            reasons = await asyncio.to_thread(
-                scan_layers, layers, [one.verified.change for one in new], self.project.files
-            )
-        for one in new:
-            if reason := reasons.get(one.verified.change.id):
-                report.reject(one.verified.change, "leaks", reason)
-        return [one for one in new if one.verified.change.id not in reasons]
-
-    async def _write_if_verified(self, made: MadeTask, target: Path, report: MakeReport) -> None:
+    async def _write_if_verified(self, made: MadeTask, report: MakeReport) -> None:
         """Writes the task if its workspace does not give it away, and if the grader gives its solution 1 and
         nothing 0, twice; else `report` is given the reason."""
         with ScratchDirectory(self.out / STATE, "check-") as scratch:
@@ -257,7 +253,7 @@ class TaskMaker:
             if found.reason is not None:
                 report.count_check(made, found.reason)
                 return
-            publish_directory(draft, target)
+            publish_directory(draft, self.out / made.id)
 
 
 def seed_exams(project: Project, verified: Verified) -> str:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from etude.environment.making.reports import MakeReport
 from etude.environment.making.verifying import Noticed
 from etude.tasks.making.bugs import combine, plan_bugs
 from etude.tasks.making.changes import Change, Quotas, Verified, in_turn
@@ -60,7 +59,8 @@ class Planner:
         """Candidates."""
         self._num_compound_wanted = 0.0
         """Of them, once those that there were turned out to be too few."""
-        self._selection = Selection((), ())
+        self.selection = Selection((), ())
+        """The last one."""
 
     @property
     def num_found(self) -> int:
@@ -82,14 +82,13 @@ class Planner:
         return self._next_single() or self._next_pair()
 
     def _next_single(self) -> Change | None:
-        return next((one for one in self._singles if self._is_new(one) and self._has_room(one)), None)
+        return next(filter(self._may_be_tested, self._singles), None)
 
     def _next_pair(self) -> Change | None:
         """The next combination of bugs and hunks that were noticed; planned anew when there are more."""
         while True:
-            for change in self._pairs:
-                if self._is_new(change) and self._has_room(change):
-                    return change
+            if (change := next(filter(self._may_be_tested, self._pairs), None)) is not None:
+                return change
             found = [one.change for one in self._candidates() if len(one.change.places) == 1]
             bugs = [change for change in found if change.kind in ("planted_bug", "past_change")]
             if len(bugs) == self._num_paired:
@@ -122,7 +121,7 @@ class Planner:
         for one in ids:
             self._dropped.add(one)
             self._count(self._found[one], -1)
-        kept = [one for one in self._selection.kept if one.change.id not in self._dropped]
+        kept = [one for one in self.selection.kept if one.change.id not in self._dropped]
         least = self._quotas.least_compound * self._quotas.most_tasks
         missing = max(0.0, self._quotas.most_tasks - len(kept))
         missing_compound = max(0.0, least - sum(one.is_compound for one in kept))
@@ -150,20 +149,15 @@ class Planner:
         singles = [one for one in asked if not one.change.parts]
         compound = [one for one in asked if one.change.parts]
         first = math.ceil(_SPARE * self._quotas.least_compound * self._quotas.most_tasks)
-        self._selection = select([*compound[:first], *singles, *compound[first:]], self._quotas)
-        kept = self._selection.kept
+        self.selection = select([*compound[:first], *singles, *compound[first:]], self._quotas)
+        kept = self.selection.kept
         return [replace(one, difficulty=level) for one, level in zip(kept, grade(kept), strict=True)]
 
-    def report_selection(self, report: MakeReport) -> None:
-        """Tells why the last selection left candidates out, and which share it could not meet."""
-        for verified, reason in self._selection.rejected:
-            report.reject(verified.change, "selection", reason)
-        report.missed = self._selection.missed
-
-    def _is_new(self, change: Change) -> bool:
+    def _may_be_tested(self, change: Change) -> bool:
+        """Whether it is new, and there is room for it."""
         is_new = change.id not in self._given
         self._given[change.id] = None
-        return is_new
+        return is_new and self._has_room(change)
 
     def _has_room(self, change: Change) -> bool:
         """Whether the quotas would let another task of this kind in: otherwise a test run is spared. What is

@@ -195,8 +195,11 @@ class _Script:
             value = parse_expression(failure.values[name])
         else:
             value = _parametrized(function.decorator_list, name, failure.indices.get(name))
-        if value is not None:
-            self._bind(name, value, path)
+        if value is not None and ast.unparse(value) == name:
+            self._bind_global(name, path)
+        elif value is not None:
+            self.need(_free_names([value]) - {name}, path, None)
+            self.bindings.append(_assign(name, value))
         elif name in failure.fixtures:
             self._bind_fixture(name, *failure.fixtures[name])
         else:
@@ -254,13 +257,6 @@ class _Script:
             self.bindings.append(node)
         else:
             raise NotAloneError
-
-    def _bind(self, name: str, value: ast.expr, path: str) -> None:
-        self.need(_free_names([value]) - {name}, path, None)
-        if ast.unparse(value) == name:
-            self._bind_global(name, path)
-        else:
-            self.bindings.append(_assign(name, value))
 
 
 def _assign(name: str, value: ast.expr) -> ast.Assign:
