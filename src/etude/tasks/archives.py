@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import stat
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import TaskError
@@ -33,42 +33,40 @@ def pack_directories(
     name = tops[-1].name
     if needs_script and not (script in found and found[script][0].is_file()):
         raise refused_in(tops[-1].parent, f"{name}/{script}", "file is missing", f"add {name}/{script}")
-    buffer, total = io.BytesIO(), 0
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for relative, (path, top) in sorted(found.items(), key=lambda row: Path(row[0])):
-            if relative == without:
-                continue
-            status = path.lstat()
-            row = tarfile.TarInfo(relative)
-            row.mtime = _TIME_S
-            row.mode = stat.S_IMODE(status.st_mode) | (0o755 if relative == script else 0)
-            if path.is_symlink():
-                row.type, row.linkname = tarfile.SYMTYPE, _checked_link(path, top)
-                archive.addfile(row)
-            elif path.is_dir():
-                row.type = tarfile.DIRTYPE
-                archive.addfile(row)
-            elif path.is_file():
-                data = path.read_bytes()
-                if relative == script and data.partition(b"\n")[0].endswith(b"\r"):
-                    fix = "end its lines with LF alone: no system has an interpreter whose name ends with CR"
-                    raise TaskError("has CRLF line ends", field=f"{name}/{script}", fix=fix)
-                row.size, total = len(data), total + len(data)
-                if total > MAX_ARCHIVE_BYTES:
-                    fix = f"{MAX_ARCHIVE_BYTES >> 20} MiB at most: put large files into the image"
-                    raise TaskError("is too large", field=name, received=relative, fix=fix)
-                archive.addfile(row, io.BytesIO(data))
-            else:
-                raise TaskError("is no file", field=f"{name}/{relative}", fix="files, directories and links")
-    return buffer.getvalue()
+    rows, total = list[tuple[tarfile.TarInfo, bytes]](), 0
+    for relative, (path, top) in sorted(found.items(), key=lambda row: Path(row[0])):
+        if relative == without:
+            continue
+        row, data = tarfile.TarInfo(relative), b""
+        row.mode = stat.S_IMODE(path.lstat().st_mode) | (0o755 if relative == script else 0)
+        if path.is_symlink():
+            row.type, row.linkname = tarfile.SYMTYPE, _checked_link(path, top)
+        elif path.is_dir():
+            row.type = tarfile.DIRTYPE
+        elif path.is_file():
+            data = path.read_bytes()
+        else:
+            raise TaskError("is no file", field=f"{name}/{relative}", fix="files, directories and links")
+        if relative == script and data.partition(b"\n")[0].endswith(b"\r"):
+            fix = "end its lines with LF alone: no system has an interpreter whose name ends with CR"
+            raise TaskError("has CRLF line ends", field=f"{name}/{script}", fix=fix)
+        total += len(data)
+        if total > MAX_ARCHIVE_BYTES:
+            fix = f"{MAX_ARCHIVE_BYTES >> 20} MiB at most: put large files into the image"
+            raise TaskError("is too large", field=name, received=relative, fix=fix)
+        rows.append((row, data))
+    return _pack(rows)
 
 
 def pack_texts(files: Mapping[str, str]) -> bytes:
     """Tar file of texts by their paths."""
+    return _pack((tarfile.TarInfo(path), text.encode()) for path, text in files.items())
+
+
+def _pack(rows: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for path, text in files.items():
-            data, row = text.encode(), tarfile.TarInfo(path)
+        for row, data in rows:
             row.mtime, row.size = _TIME_S, len(data)
             archive.addfile(row, io.BytesIO(data))
     return buffer.getvalue()
