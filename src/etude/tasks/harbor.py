@@ -142,7 +142,7 @@ def read_harbor(directory: Path, host_env: Sequence[str] = ()) -> Task:
 
 def read_id(directory: Path) -> str:
     """The id of a task, and nothing else of it. Raises TaskError, OSError."""
-    return _id(check_fields(_parse_toml(_text(directory, "task.toml"))), directory)
+    return _id(_read_fields(directory), directory)
 
 
 def _id(fields: TaskTable, directory: Path) -> str:
@@ -150,7 +150,7 @@ def _id(fields: TaskTable, directory: Path) -> str:
 
 
 def _read(directory: Path, host_env: Sequence[str]) -> Task:
-    fields = check_fields(_parse_toml(_text(directory, "task.toml")))
+    fields = _read_fields(directory)
     own, metadata = fields.metadata.etude, fields.metadata.model_extra or {}
     instruction = "" if fields.steps else _instruction(directory, "instruction.md")
     task = Task(
@@ -354,9 +354,9 @@ def _tree(directory: Path, folder: str) -> dict[str, str]:
     return {path: _text(directory, f"{folder}/{path}") for path in paths}
 
 
-def _parse_toml(text: str) -> dict[str, Any]:
+def _read_fields(directory: Path) -> TaskTable:
     try:
-        return tomllib.loads(text)
+        return check_fields(tomllib.loads(_text(directory, "task.toml")))
     except tomllib.TOMLDecodeError as error:
         raise TaskError(
             "is not TOML", field="task.toml", received=str(error), fix="correct the syntax"
