@@ -9,9 +9,9 @@ from textwrap import dedent
 from typing import TypeVar
 
 from etude.config import RewardConfig
-from etude.environment.grading import Judge, Verdict, allowed_changes
+from etude.environment.grading import Verdict, allowed_changes
 from etude.environment.origins import task_origin
-from etude.environment.scripts import run_solution
+from etude.environment.scripts import Left, run_solution
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.backends import open_backend
@@ -32,7 +32,6 @@ class Stage:
         self._runner = asyncio.Runner()
         self.backend: SandboxBackend = self._runner.run(self._open())
         self.grader = Grader(self.backend, timeout_s=TIMEOUT_S, reward=reward)
-        self._judge = Judge(self.backend, None, TIMEOUT_S, reward is not None)
 
     async def _open(self) -> SandboxBackend:
         with warnings.catch_warnings():
@@ -48,8 +47,7 @@ class Stage:
         if hack.command or task.verifier is not None:
             return self._play(task, hack, is_control, lambda sandbox: self.grader.grade(task, sandbox))
         files = {path: text.encode() for path, text in hacked_files(task, hack, is_control).items()}
-        changes = allowed_changes(task, files)
-        return self._runner.run(self._judge.judge(task, changes, self.grader.find_twins))
+        return self._runner.run(self.grader.judge(task, Left(allowed_changes(task, files))))
 
     def fools(self, task: Task, hack: Hack) -> bool:
         """Whether a grader pays that judges where the agent worked."""

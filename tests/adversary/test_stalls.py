@@ -16,7 +16,7 @@ from etude.agent.globs import compile_path_pattern
 from etude.config import RewardConfig
 from etude.environment.grading import allowed_changes, matches_any
 from etude.environment.names import template_of
-from etude.environment.rewards.review import count_foreign_lines
+from etude.environment.rewards import count_foreign_lines
 from etude.environment.server import build_app
 from etude.environment.sessions import Site
 from etude.environment.verdicts import Grader

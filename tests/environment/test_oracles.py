@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from etude.environment.grading import Judge, Verdict
+from etude.environment.grading import Verdict
 from etude.environment.hidden_tests import oracles_in, take_apart
 from etude.environment.oracles import known_oracles, spare_arguments
+from etude.environment.scripts import Left
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.inside.running import MAX_RESULT_BYTES
@@ -36,9 +37,8 @@ def verdict_on(tests: str, text: str) -> tuple[Verdict, list[str]]:
     task: Task = replace(TARGET, hidden_files=hidden)
 
     async def scenario() -> tuple[Verdict, list[str]]:
-        backend = MemoryBackend()
-        grader = Grader(backend)
-        verdict = await Judge(backend).judge(task, {"lib/tally.py": text.encode()}, grader.find_twins)
+        grader = Grader(MemoryBackend())
+        verdict = await grader.judge(task, Left({"lib/tally.py": text.encode()}))
         return verdict, [*(await grader.find_twins(task)).open_tests.values()]
 
     return asyncio.run(scenario())

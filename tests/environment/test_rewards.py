@@ -13,14 +13,14 @@ from etude.environment.grading import Verdict
 from etude.environment.rewards import (
     Effort,
     Evidence,
+    _split_message,
     check_reward,
     compute_reward,
     concave_price,
+    count_foreign_lines,
     measure_effort,
     with_length,
 )
-from etude.environment.rewards.length import _split_message
-from etude.environment.rewards.review import count_foreign_lines
 from etude.errors import ConfigError
 from etude.records import RewardBreakdown, Status, Task, ToolCall
 from tests.environment.playing import (

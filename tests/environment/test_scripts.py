@@ -17,8 +17,8 @@ from etude.agent import registry_named
 from etude.environment.grading import Verdict
 from etude.environment.origins import task_origin, task_resources
 from etude.environment.scripts import Left, run_solution
-from etude.environment.server.creating import find_task
 from etude.environment.server.host import SessionHost
+from etude.environment.server.requests import find_task
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.environment.wire import task_document, task_of

@@ -3,8 +3,7 @@ import asyncio
 from etude.agent import ToolLimits, full_registry
 from etude.agent.index.templates import TemplateIndexes
 from etude.environment.sessions import EnvironmentSession
-from etude.environment.site import Site
-from etude.environment.verdicts import Grader
+from etude.environment.verdicts import Grader, Site
 from etude.records import Task, ToolCall
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.fakes.indexes import until_built

@@ -17,7 +17,7 @@ from etude.environment.history import SessionTurn, StepEnded
 from etude.environment.origins import Origin
 from etude.environment.replay import Replayer, tell
 from etude.environment.runners import Order
-from etude.environment.server.creating import find_task
+from etude.environment.server.requests import find_task
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.steps import StepRun, combine
 from etude.environment.verdicts import Grader

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from etude.config import RewardConfig
-from etude.environment.grading import CAUSE_CHARS, Judge, Verdict
+from etude.environment.grading import CAUSE_CHARS, Verdict
 from etude.environment.hidden_tests import take_apart
+from etude.environment.scripts import Left
 from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.twins import TwinFinder, Twins
 from etude.environment.verdicts import Grader
@@ -40,14 +41,13 @@ def task_of(tests: str, **more: str) -> Task:
 
 
 def twins_of(task: Task) -> Twins:
-    return asyncio.run(Judge(MemoryBackend()).find_twins(task))
+    return asyncio.run(Grader(MemoryBackend()).find_twins(task))
 
 
 def verdict_on(task: Task, text: str, reward: RewardConfig | None = None) -> Verdict:
     async def scenario() -> Verdict:
-        backend = MemoryBackend()
-        judge = Judge(backend, partial_counts=reward is not None and reward.partial_weight > 0)
-        return await judge.judge(task, {"lib/tally.py": text.encode()}, Grader(backend).find_twins)
+        left = Left({"lib/tally.py": text.encode()})
+        return await Grader(MemoryBackend(), reward=reward).judge(task, left)
 
     return asyncio.run(scenario())
 
@@ -69,11 +69,11 @@ def named(twins: Twins) -> set[str]:
 )
 def test_generated_tasks_are_closed_and_need_no_exam(source: Callable[[int], Task]) -> None:
     async def scenario(backend: SandboxBackend) -> None:
-        judge, grader = Judge(backend), Grader(backend)
+        grader = Grader(backend)
         for number in range(12):
             task = source(number)
             solution = {path: text.encode() for path, text in task.solution_files.items()}
-            assert (await judge.judge(task, solution, grader.find_twins)).passed
+            assert (await grader.judge(task, Left(solution))).passed
             assert await grader.find_twins(task) == Twins()
 
     with_backend("unisolated", scenario)
@@ -141,7 +141,7 @@ def test_expectations_in_data_and_in_modules_are_changed() -> None:
     )
 
     async def scenario(backend: SandboxBackend) -> Twins:
-        return await Judge(backend).find_twins(task)
+        return await Grader(backend).find_twins(task)
 
     twins = with_backend("unisolated", scenario)
     assert named(twins) == {"test_data", "test_module"}
@@ -172,7 +172,7 @@ def test_a_test_without_a_twin_is_open_and_says_why(tests: str, reason: str) -> 
     task = task_of(tests)
     if reason == "no reference solution":
         task = replace(task, solution_files={})
-    found = asyncio.run(Judge(MemoryBackend(), timeout_s=0.3).find_twins(task)).open_tests
+    found = asyncio.run(Grader(MemoryBackend(), timeout_s=0.3).find_twins(task)).open_tests
     assert list(found) == ["tests/test_hidden.py::test_a"] and reason in next(iter(found.values()))
 
 
@@ -189,11 +189,11 @@ def test_only_what_passed_sits_exams_and_each_task_finds_its_twins_once() -> Non
                 return await super().create(*arguments, **options)  # type: ignore[arg-type]
 
         backend, counts = Counting(), list[int]()
-        judge, grader = Judge(backend), Grader(backend)
-        exams = len((await Judge(MemoryBackend()).find_twins(task)).exams)
+        grader = Grader(backend)
+        exams = len((await Grader(MemoryBackend()).find_twins(task)).exams)
         for text in ("def tally(xs):\n    return 0\n", *[TARGET.solution_files["lib/tally.py"]] * 2):
             before = made
-            await judge.judge(task, {"lib/tally.py": text.encode()}, grader.find_twins)
+            await grader.judge(task, Left({"lib/tally.py": text.encode()}))
             counts.append(made - before)
         return [*counts, exams]
 
@@ -251,7 +251,7 @@ def test_changes_are_tried_in_runs_whose_reports_stay_far_from_their_limit() -> 
             made.__class__ = Weighing
             return made
 
-    twins = asyncio.run(Judge(Backend(), timeout_s=30.0).find_twins(task))
+    twins = asyncio.run(Grader(Backend(), timeout_s=30.0).find_twins(task))
     assert twins.exams
     assert max(sizes) < MAX_RESULT_BYTES // 2
 

@@ -21,8 +21,8 @@ from etude.kit.secrets import read_secret_file
 
 if TYPE_CHECKING:
     from etude.config import AgentConfig
-    from etude.environment.site import Site
     from etude.environment.tells import Tell
+    from etude.environment.verdicts import Site
     from etude.protocols import Workspace
     from etude.records import Task
     from etude.sandbox.interface import SandboxBackend
@@ -203,8 +203,7 @@ def new_site(
     """The site of a server or a probe, with the tools, index and MCP servers of `agent`."""
     from etude.agent import agent_registry
     from etude.agent.index.opening import new_indexes
-    from etude.environment.site import Site
-    from etude.environment.verdicts import Grader
+    from etude.environment.verdicts import Grader, Site
 
     def say(words: str) -> None:
         error_console().print(words, markup=False)

@@ -12,6 +12,7 @@ names them.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import tarfile
@@ -20,11 +21,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from etude.environment.grading import folders_above, is_bytecode, matches_any
-from etude.environment.origins import run_own
+from etude.environment.origins import run_own, task_template
 from etude.errors import AgentError, TaskError
 from etude.kit.tasks import off_loop
 from etude.records import Artifact, Task
-from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
 
 ARTIFACT_BYTES = 64 << 20
@@ -82,14 +83,18 @@ class Carried:
     """Names what crosses, but for the times of files."""
 
 
-async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[str, str]) -> Carried:
-    """What the agent changed outside of its working directory, as far as the task allows.
+async def carry_root(task: Task, sandbox: Sandbox) -> Carried | None:
+    """What the agent changed outside of its working directory, as far as the task allows; None where test.sh
+    runs in no image of the agent's.
 
-    `env`: test.sh's. Nothing may run in the sandbox any more. Raises AgentError for too much.
+    Nothing may run in the sandbox any more. Raises AgentError for too much.
     """
+    root = _root_of(task)
+    if root is None:
+        return None
     if not any(pattern.startswith("/") for pattern in task.allowed_paths):
         return Carried()
-    programs, home = tuple(_installations(env, workspace)), env.get("HOME", "/root").rstrip("/")
+    workspace, programs, home = root
     named = [one for one in task.allowed_paths if one.startswith("/") and one != _EVERYWHERE]
     tops = {one.split("/")[1] for one in named}
     system = frozenset[str]() if any(map(_GLOB.search, tops)) else (_SYSTEM | _SCRATCH) - tops
@@ -119,11 +124,15 @@ async def carry_root(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[
     )
 
 
-async def left_behind(task: Task, sandbox: Sandbox, workspace: str, env: Mapping[str, str]) -> list[str]:
+async def left_behind(task: Task, sandbox: Sandbox) -> list[str]:
     """What changed outside of the working directory and does not reach grading, without the directories
-    above it. `env` and errors: see `carry_root`."""
-    programs, home = tuple(_installations(env, workspace)), env.get("HOME", "/root").rstrip("/")
-    found = await sandbox.changed_root(sorted(_VERIFIERS))
+    above it; nothing where it is too much, or where test.sh runs in no image of the agent's."""
+    root, found = _root_of(task), dict[str, bool]()
+    if root is None:
+        return []
+    _, programs, home = root
+    with contextlib.suppress(DiffTooLargeError):
+        found = dict(await sandbox.changed_root(sorted(_VERIFIERS)))
     above = {folder for path in found for folder in folders_above(path)}
     return sorted(
         path for path in found.keys() - above if not _crosses(path, task.allowed_paths, programs, home)
@@ -149,6 +158,20 @@ async def carry_artifacts(artifacts: Sequence[Artifact], sandbox: Sandbox) -> Ca
             await off_loop(len(archive), _looked_through, archive, sandbox, is_below, stays, (f"+{top}",))
         )
     return await off_loop(ARTIFACT_BYTES - room_bytes, _joined, parts)
+
+
+def _root_of(task: Task) -> tuple[str, tuple[str, ...], str] | None:
+    """Where test.sh runs in the agent's image: the working directory, what its variables name of programs,
+    its home."""
+    script = task.verifier
+    if script is None or script.machine is not None:
+        return None
+    template = task_template(task, script.user)
+    if template.image is None:
+        return None
+    env = {**template.image.env, **script.env}
+    programs = tuple(_installations(env, template.workspace))
+    return template.workspace, programs, env.get("HOME", "/root").rstrip("/")
 
 
 def _reaches_settings(pattern: str) -> bool:

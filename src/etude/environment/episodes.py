@@ -71,7 +71,15 @@ class EpisodeLimits:
                 max_message_tokens=agent.max_message_tokens,
                 max_session_tokens=agent.max_session_tokens or None,
             ),
-            _summary_policy(agent),
+            SummaryPolicy(
+                at_tokens=agent.summary_at_tokens,
+                max_summary_tokens=agent.max_summary_tokens,
+                jitter=agent.summary_jitter,
+                max_summaries=agent.max_summaries,
+                request=agent.summary_request,
+            )
+            if agent.summary_at_tokens
+            else None,
             ToolLimits(
                 read_lines=agent.read_lines,
                 test_failures=agent.test_failures,
@@ -297,18 +305,6 @@ class Environment(Player):
             effort = measure_effort(trajectory, self.renderer)
             reward, facts["effort"] = with_length(reward, effort, length), asdict(effort)
         return replace(trajectory, reward=reward, facts=facts)
-
-
-def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
-    if not agent.summary_at_tokens:
-        return None
-    return SummaryPolicy(
-        at_tokens=agent.summary_at_tokens,
-        max_summary_tokens=agent.max_summary_tokens,
-        jitter=agent.summary_jitter,
-        max_summaries=agent.max_summaries,
-        request=agent.summary_request,
-    )
 
 
 async def _end(

@@ -47,11 +47,16 @@ class Expectation:
     """`Eq` or `Is`, where `wanted` is compared with the value; `Truth` where the assertion's truth is
     recorded."""
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether what is recorded is compared with a value that stays outside."""
+        return self.operator != "Truth"
+
     def failure(self, value: object) -> str | None:
         """Why `value` does not do, like `12 != 14`; None if it does."""
         if self.wanted == value and (self.operator == "Eq" or type(value) is type(self.wanted)):
             return None
-        if self.operator == "Truth":
+        if not self.is_outside:
             return f"assertion in line {self.line} does not hold"
         try:
             return failed_comparison("!=" if self.operator == "Eq" else "is not", value, self.wanted)
@@ -93,7 +98,7 @@ class HiddenFile:
 
     def keeps_secret(self, test: HiddenTest) -> bool:
         """Whether passing a test takes a value that stays outside."""
-        return any(self.expectations[index].operator != "Truth" for index in test.required)
+        return any(self.expectations[index].is_outside for index in test.required)
 
     def judge(self, result: ProbeResult | None, test: HiddenTest) -> str | None:
         """Why a test failed; None if it passed."""
@@ -158,7 +163,7 @@ def take_apart(
 def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozenset[str]) -> HiddenFile:
     tree = parse_python(text, path)
     names = solution_names(tree, workspace, hidden)
-    cutter = _Cutter(names)
+    expectations: list[Expectation] = []
     tests: list[HiddenTest] = []
     for node in tree.body:
         if isinstance(node, ast.Assert) or _is_async_test(node):
@@ -168,13 +173,13 @@ def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozens
                 received=f"{path}:{node.lineno}",
             )
         if is_test(node):
-            tests.append(HiddenTest(path, node.name, cutter.cut(node)))
+            tests.append(HiddenTest(path, node.name, _cut(node, names, expectations)))
     if not tests:
         raise TaskError("no top-level test functions", field="hidden_files", received=path)
     if len({test.name for test in tests}) < len(tests):
         raise TaskError("two tests of one name", field="hidden_files", received=path)
     functions = [node for node in tree.body if is_test(node)]
-    mark_oracles(tree, functions, names, cutter.is_outside)
+    mark_oracles(tree, functions, names, lambda index: expectations[index].is_outside)
     ast.fix_missing_locations(tree)
     segments = tuple(
         (name, "\n".join(map(ast.unparse, nodes)))
@@ -183,7 +188,7 @@ def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozens
             lambda node: node.name if is_test(node) else "",
         )
     )
-    file = HiddenFile(path, segments, tuple(cutter.expectations), tuple(tests), names)
+    file = HiddenFile(path, segments, tuple(expectations), tuple(tests), names)
     compile(file.probe, path, "exec", dont_inherit=True)  # raises here what would be raised inside
     return file
 
@@ -274,59 +279,47 @@ def _is_async_test(node: ast.stmt) -> bool:
     return isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test")
 
 
-class _Cutter:
-    """Replaces the assertions of test functions by records, in place, and collects what was cut off."""
+def _cut(test: ast.FunctionDef, names: Collection[str], expectations: list[Expectation]) -> tuple[int, ...]:
+    """Replaces the assertions of a test by records, in place, as far as they are statements of it and must be
+    reached; what was cut off is added to `expectations`. The indices of these."""
+    first = len(expectations)
+    body: list[ast.stmt] = []
+    may_have_returned = False
+    for node in test.body:
+        if isinstance(node, ast.Assert) and not may_have_returned:
+            index = ast.Constant(len(expectations))
+            expectation, value = _secret(node, names) or (
+                Expectation(node.lineno, True, "Truth"),
+                ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node.test)),
+            )
+            expectations.append(expectation)
+            body.append(ast.Expr(ast.Call(ast.Name(RECORD, ast.Load()), [index, value], [])))
+        elif not _is_docstring(node):
+            body.append(node)
+            may_have_returned |= any(isinstance(below, ast.Return) for below in ast.walk(node))
+    test.body = body or [ast.Pass()]
+    return tuple(range(first, len(expectations)))
 
-    def __init__(self, names: Collection[str]) -> None:
-        self.expectations: list[Expectation] = []
-        self._names = names
 
-    def cut(self, test: ast.FunctionDef) -> tuple[int, ...]:
-        """Cuts the assertions that are statements of a test and must be reached; returns their indices."""
-        first = len(self.expectations)
-        body: list[ast.stmt] = []
-        may_have_returned = False
-        for node in test.body:
-            if isinstance(node, ast.Assert) and not may_have_returned:
-                body.append(self._record(node))
-            elif not _is_docstring(node):
-                body.append(node)
-                may_have_returned |= any(isinstance(below, ast.Return) for below in ast.walk(node))
-        test.body = body or [ast.Pass()]
-        return tuple(range(first, len(self.expectations)))
+def _secret(node: ast.Assert, names: Collection[str]) -> tuple[Expectation, ast.expr] | None:
+    """The expectation whose wanted value stays outside, and the other side; None where there is none.
 
-    def is_outside(self, index: int) -> bool:
-        """Whether what is recorded under an index is compared with a value that stays outside."""
-        return self.expectations[index].operator != "Truth"
-
-    def _record(self, node: ast.Assert) -> ast.stmt:
-        index = ast.Constant(len(self.expectations))
-        expectation, value = self._secret(node) or (
-            Expectation(node.lineno, True, "Truth"),
-            ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node.test)),
-        )
-        self.expectations.append(expectation)
-        return ast.Expr(ast.Call(ast.Name(RECORD, ast.Load()), [index, value], []))
-
-    def _secret(self, node: ast.Assert) -> tuple[Expectation, ast.expr] | None:
-        """The expectation whose wanted value stays outside, and the other side; None where there is none.
-
-        A value that anyone would guess is no secret where the other side may be a comparison itself; one that
-        cannot cross as plain data would equal no answer.
-        """
-        if not (isinstance(node.test, ast.Compare) and len(node.test.ops) == 1):
-            return None
-        operator, sides = type(node.test.ops[0]).__name__, (node.test.comparators[0], node.test.left)
-        if operator not in ("Eq", "Is"):
-            return None
-        for literal, other in (sides, sides[::-1]):
-            if _is_literal(literal):
-                wanted = ast.literal_eval(literal)
-                is_guessable = not wanted or wanted == 1
-                crosses = decode_value(encode_value(wanted)) == wanted
-                if crosses and (not is_guessable or is_answer(other, self._names)):
-                    return Expectation(node.lineno, wanted, operator), other
+    A value that anyone would guess is no secret where the other side may be a comparison itself; one that
+    cannot cross as plain data would equal no answer.
+    """
+    if not (isinstance(node.test, ast.Compare) and len(node.test.ops) == 1):
         return None
+    operator, sides = type(node.test.ops[0]).__name__, (node.test.comparators[0], node.test.left)
+    if operator not in ("Eq", "Is"):
+        return None
+    for literal, other in (sides, sides[::-1]):
+        if _is_literal(literal):
+            wanted = ast.literal_eval(literal)
+            is_guessable = not wanted or wanted == 1
+            crosses = decode_value(encode_value(wanted)) == wanted
+            if crosses and (not is_guessable or is_answer(other, names)):
+                return Expectation(node.lineno, wanted, operator), other
+    return None
 
 
 def _is_literal(node: ast.expr) -> bool:

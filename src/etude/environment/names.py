@@ -22,17 +22,12 @@ _RUN = re.compile(_WORD)
 
 def check_task_name(name: str, field: str = "task") -> str:
     """The name itself. Raises UserError for what is no name of a task, such as `../..`."""
-    return _checked(
-        _TASK,
-        name,
-        field,
-        "letters, digits and . _ + @ : -, words with slashes between them, as in org/fix-1",
-    )
+    return _checked(_TASK, name, field, "words with slashes between them, as in org/fix-1")
 
 
 def check_run_name(name: str) -> str:
     """The name itself. Raises UserError for what is no name of a run: one word, without slashes."""
-    return _checked(_RUN, name, "run", "letters, digits and . _ + @ : -, as in nightly-3")
+    return _checked(_RUN, name, "run", "as in nightly-3")
 
 
 def template_of(files: Mapping[str, str], field: str) -> Template:
@@ -62,6 +57,6 @@ def _checked(grammar: re.Pattern[str], name: str, field: str, wanted: str) -> st
             "is no name",
             field=field,
             received=name[:MAX_NAME_CHARACTERS],
-            fix=f"at most {MAX_NAME_CHARACTERS} characters: {wanted}",
+            fix=f"at most {MAX_NAME_CHARACTERS} characters: letters, digits and . _ + @ : -, {wanted}",
         )
     return name

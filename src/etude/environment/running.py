@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.agent import ToolContext, execute_calls
+from etude.agent.inputs import call_document, result_document
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Tool
-from etude.environment.history import History, TurnConflictError
+from etude.environment.history import EventLog, History, TurnConflictError
 from etude.kit.tasks import start_watched
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
@@ -61,6 +62,8 @@ class RunningTurn:
     key: str | None
     listeners: tuple[OnCall, OnResult]
     """Of its first caller."""
+    events: EventLog
+    """Of the session."""
     begun: list[int] = field(default_factory=list[int])
     """Positions, in the order in which they began."""
     results: dict[int, ToolResult] = field(default_factory=dict[int, ToolResult])
@@ -70,11 +73,13 @@ class RunningTurn:
     def on_call(self, position: int, call: ToolCall) -> None:
         """A call begins to run."""
         self.begun.append(position)
+        self.events.put("call_started", turn=self.number, position=position, call=call_document(call))
         self.listeners[0](position, call)
 
     def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
         """A call has ended."""
         self.results[position] = result
+        self.events.put("call_ended", turn=self.number, position=position, result=result_document(result))
         self.listeners[1](position, call, result)
 
     def what_is_known(self, tools: Mapping[str, Tool]) -> dict[int, ToolResult]:
@@ -95,6 +100,7 @@ class TurnRunner(ABC):
 
     def __init__(self, history: History, tools: Mapping[str, Tool]) -> None:
         self.history = history
+        self.events = EventLog()
         self._running: RunningTurn | None = None
         self._tools = tools
         self._failed: RunningTurn | None = None
@@ -123,8 +129,7 @@ class TurnRunner(ABC):
         for its end."""
         while (before := self._running) is not None:
             await asyncio.wait({before.task})
-        running = RunningTurn(len(self.history.turns), tuple(calls), None, (on_call, on_result))
-        self._begin(running, known)
+        running = self._begin(calls, None, (on_call, on_result), known)
         try:
             return await asyncio.shield(running.task)
         except asyncio.CancelledError:
@@ -155,8 +160,7 @@ class TurnRunner(ABC):
             return list(kept.results)
         running = self._running
         if running is None:
-            running = RunningTurn(len(self.history.turns), tuple(calls), key, (on_call, on_result))
-            self._begin(running, known or {})
+            running = self._begin(calls, key, (on_call, on_result), known or {})
         elif running.calls != tuple(calls) or (number is None and (not key or key != running.key)):
             raise TurnConflictError(
                 "another turn runs",
@@ -166,13 +170,21 @@ class TurnRunner(ABC):
             )
         return await asyncio.shield(running.task)
 
-    def _begin(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> None:
+    def _begin(
+        self,
+        calls: Sequence[ToolCall],
+        key: str | None,
+        listeners: tuple[OnCall, OnResult],
+        known: Mapping[int, ToolResult],
+    ) -> RunningTurn:
         self._check_open()
+        running = RunningTurn(len(self.history.turns), tuple(calls), key, listeners, self.events)
         before, self._failed = self._failed, None
         if before is not None and before.number == running.number and before.calls == running.calls:
             known = {**before.what_is_known(self._tools), **known}
         self._running = running
         running.task = start_watched(self._run(running, known))
+        return running
 
     async def _run(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
         try:

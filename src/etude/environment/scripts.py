@@ -25,17 +25,17 @@ import shlex
 import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.environment.carrying import Carried, carry_artifacts, carry_root, lay, left_behind, stays_inside
 from etude.environment.grading import Verdict, allowed_changes, lay_files
-from etude.environment.origins import OWN_ENV, OWN_S, run_own, task_origin, task_template, verifier_origin
+from etude.environment.origins import OWN_ENV, OWN_S, run_own, task_origin, verifier_origin
 from etude.errors import AgentError, TaskError
 from etude.kit.tasks import off_loop
 from etude.records import Task, TestScript
-from etude.sandbox.errors import DiffTooLargeError, PathMissingError, SandboxKilledByAgentError, Unsupported
+from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import CommandResult, Resources
 from etude.tasks.archives import pack_texts
@@ -204,12 +204,8 @@ async def find_left(task: Task, sandbox: Sandbox) -> Left:
     _, kinds = await sandbox.kinds()  # nothing runs there any more
     found = {path: kinds[path] for path in sorted(allowed_changes(task, dict.fromkeys(kinds)))}
     executable = frozenset(path for path, target in found.items() if not target and "\n" not in path)
-    left = Left(changes, executable, {path: target for path, target in found.items() if target})
-    template = task_template(task, script.user)
-    if template.image is None:
-        return left
-    env = {**template.image.env, **script.env}
-    return replace(left, elsewhere=await carry_root(task, sandbox, template.workspace, env))
+    links = {path: target for path, target in found.items() if target}
+    return Left(changes, executable, links, await carry_root(task, sandbox))
 
 
 async def check_isolation(backend: SandboxBackend) -> None:
@@ -245,26 +241,13 @@ async def run_solution(task: Task, sandbox: Sandbox) -> str | None:
 async def solution_words(task: Task, sandbox: Sandbox) -> str:
     """What may be why `solve.sh` earned nothing: what of its work was not graded, and what it said last."""
     words: list[str] = []
-    if lost := await _find_lost(task, sandbox):
+    if lost := await left_behind(task, sandbox):
         named = ", ".join(lost[:_NUM_NAMED]) + (", ..." if len(lost) > _NUM_NAMED else "")
         words.append(f"allowed_paths keeps {named} from grading")
     read = await sandbox.commands.run(f"tail -c 1000 {_SOLUTION_LOG}", OWN_S, OWN_ENV)
     if said := " ".join(read.stdout.split())[-_SAID_CHARS:]:
         words.append(f"solution/solve.sh said: {said}")
     return "; ".join(words)
-
-
-async def _find_lost(task: Task, sandbox: Sandbox) -> list[str]:
-    """What changed in an image's root and did not reach the task's script; nothing where it is too much."""
-    script = task.verifier
-    if script is None or script.machine is not None:
-        return []
-    template = task_template(task, script.user)
-    if template.image is None:
-        return []
-    with contextlib.suppress(DiffTooLargeError):
-        return await left_behind(task, sandbox, template.workspace, {**template.image.env, **script.env})
-    return []
 
 
 async def _lay_over(fresh: Sandbox, task: Task, left: Left) -> None:

@@ -17,11 +17,11 @@ import copy
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Literal
 
 from etude.agent import SessionFacts, ToolContext
 from etude.agent.index.workspace import WorkspaceSearch
-from etude.agent.inputs import call_document, result_document
 from etude.agent.mcp import open_servers
 from etude.agent.tools.ports import User
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
@@ -31,12 +31,11 @@ from etude.environment.history import Difference, History, SessionTurn, StepEnde
 from etude.environment.origins import DeferredSandbox, Origin, task_origin, user_of
 from etude.environment.rewards import Evidence, compute_reward
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
-from etude.environment.session_events import EventLog
-from etude.environment.site import Outcome, Site
 from etude.environment.steps import StepRun
+from etude.environment.verdicts import Outcome, Site
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
 from etude.kit.tasks import end_tasks, start_watched
-from etude.records import Status, Task, ToolCall, ToolResult
+from etude.records import Status, Task, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Template
@@ -99,7 +98,6 @@ class EnvironmentSession(TurnRunner):
         self.facts = SessionFacts()
         for turn in self.history.turns:
             self.facts.on_turn(turn.calls, turn.results)
-        self.events = EventLog()
         self.state: SessionState = "open"
         self.created_s = time.time()
         self.parent: str | None = None
@@ -202,16 +200,6 @@ class EnvironmentSession(TurnRunner):
 
     async def _run_turn(self, turn: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
         number = turn.number
-
-        def on_call(position: int, call: ToolCall) -> None:
-            self.events.put("call_started", turn=number, position=position, call=call_document(call))
-            turn.on_call(position, call)
-
-        def on_result(position: int, call: ToolCall, result: ToolResult) -> None:
-            document = result_document(result)
-            self.events.put("call_ended", turn=number, position=position, result=document)
-            turn.on_result(position, call, result)
-
         try:
             async with self._lock:
                 self._check_open()
@@ -219,7 +207,9 @@ class EnvironmentSession(TurnRunner):
                     await self._servers.start()
                 if self._search is not None and any(call.name == _SEARCH for call in turn.calls):
                     await self._search.ready()  # in no time of the agent's
-                results = await self.tool_time.execute(turn.calls, self.context, known, on_call, on_result)
+                results = await self.tool_time.execute(
+                    turn.calls, self.context, known, turn.on_call, turn.on_result
+                )
                 self.history.add(SessionTurn(turn.calls, tuple(results), turn.key))
                 self.facts.on_turn(turn.calls, results)
                 self.events.put("turn_ended", turn=number, finished=self.finished)
@@ -373,18 +363,15 @@ class EnvironmentSession(TurnRunner):
     async def _close(self) -> None:
         tasks = [self._grading, self._running and self._running.task]
         await end_tasks(*(task for task in tasks if task is not None))
-        try:
-            try:
-                if self._servers is not None:
-                    await self._servers.close()
-                await self.sandbox.kill()
-            finally:
-                await self.snapshots.release(self.site.backend)
-        finally:
+        async with AsyncExitStack() as ends:  # each is tried, the last one first
+            ends.callback(self.events.close)
+            ends.callback(self.events.put, "closed")
             if self._search is not None:
-                self._search.close()
-            self.events.put("closed")
-            self.events.close()
+                ends.callback(self._search.close)
+            ends.push_async_callback(self.snapshots.release, self.site.backend)
+            if self._servers is not None:
+                await self._servers.close()
+            await self.sandbox.kill()
 
     def _time_of_step(self) -> ToolTime:
         """What the agent's calls may take in the step that it is at."""

@@ -18,6 +18,7 @@ from etude.config.images import ImagesConfig
 from etude.errors import TaskError
 from etude.records import Task, TaskImage, TaskMachine
 from etude.sandbox.backends import ENGINES, IMAGES
+from etude.sandbox.containers.backend import ContainerBackend
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import find_base
 from etude.sandbox.images.building import build_image
@@ -80,28 +81,18 @@ class TaskImages:
         store = ImageStore(default_state_directory() / IMAGES)
         if name:
             if self._engine in ENGINES and name not in self._bases and not store.has(name):
-                return await self._image_of_engine(name)
+                # Under its id: what the engine calls so later may be another one.
+                return _task_image(await ContainerBackend(self._engine).image(name))
             image = await find_base(name, store, self._bases)
         else:
             assert task.directory is not None, "read from there"
             options = replace(self._options, deadline_s=machine.build_timeout_s)
             context = Path(task.directory) / machine.context
             image = await build_image(context, _image_name(context), store, options=options)
-        if self._engine not in ENGINES:
-            return TaskImage(image.name, image.layers, dict(image.env), image.workdir, image.user)
-        return await self._loaded(image, store)
+        return _task_image(image if self._engine not in ENGINES else await self._loaded(image, store))
 
-    async def _image_of_engine(self, name: str) -> TaskImage:
-        from etude.sandbox.containers.backend import ContainerBackend
-
-        # Under its id: what the engine calls so later may be another one.
-        image = await ContainerBackend(self._engine).image(name)
-        return TaskImage(image.name, (), dict(image.env), image.workdir, image.user)
-
-    async def _loaded(self, image: Image, store: ImageStore) -> TaskImage:
+    async def _loaded(self, image: Image, store: ImageStore) -> Image:
         """An image of the store, given once to the engine under a name that says what it holds."""
-        from etude.sandbox.containers.backend import ContainerBackend
-
         engine = ContainerBackend(self._engine).engine
         name = f"localhost/etude-task:{image.digest}"
         try:
@@ -111,7 +102,11 @@ class TaskImages:
                 archive = Path(folder, "image.tar")
                 await asyncio.to_thread(export_image, replace(image, name=name), store, archive)
                 await engine.load_image(archive)
-        return TaskImage(name, (), dict(image.env), image.workdir, image.user)
+        return replace(image, name=name, layers=())
+
+
+def _task_image(image: Image) -> TaskImage:
+    return TaskImage(image.name, image.layers, dict(image.env), image.workdir, image.user)
 
 
 def _check_users(task: Task, image: TaskImage) -> None:

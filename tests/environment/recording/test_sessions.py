@@ -21,7 +21,7 @@ import pytest
 
 from etude.cli.record import serve_command
 from etude.environment.recording import RecordingLimits, Recordings
-from etude.environment.recording.errors import SessionEndedError
+from etude.environment.recording.live import SessionEndedError
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, EtudeError, StoreError
 from etude.kit.ports import free_port

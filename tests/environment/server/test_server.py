@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from etude.environment.session_events import EventLog
+from etude.environment.history import EventLog
 from etude.records import ToolCall
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.environment.playing import MEND, READ, TASK

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
 
+from etude.environment.recording.branches import History
 from etude.environment.recording.journal import SessionJournal
-from etude.environment.recording.session_map import NOTHING, Ahead, Generation, SessionMap
+from etude.environment.recording.session_map import Generation, SessionMap
 from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError, StoreError
 from etude.kit.tasks import Tasks
 from etude.protocols import Sampler
@@ -67,23 +68,28 @@ class AnswerService:
         # A session that was taken up again goes on counting: no two of its requests have one id.
         self._numbers = itertools.count(self.session_map.counts.requests)
 
-    async def encode_ahead(self, messages: Sequence[Message]) -> Ahead:
-        """What `start` needs of a long history, made in a thread. Raises as `start`."""
+    async def encode(self, messages: Sequence[Message]) -> History:
+        """The history that they tell; what is long of it is encoded in a thread. Raises as `start`."""
         work = self.session_map.encoding(messages)
-        return NOTHING if work is None else await asyncio.to_thread(work)
+        return History.of(messages) if work is None else await asyncio.to_thread(work)
 
-    def start(self, ask: Ask, ahead: Ahead = NOTHING) -> tuple[int, AsyncGenerator[Event]]:
+    def start(self, ask: Ask, history: History | None = None) -> tuple[int, AsyncGenerator[Event]]:
         """Begins to sample the answer to a request; tokens of its context, and what is sampled, in order,
-        `Ended` last. `ahead`: see `encode_ahead`.
+        `Ended` last. `history`: that of the request, if it was encoded already.
 
         Raises BadRequestError, ContextLengthError and StoreError; then nothing is sampled. The events raise
         InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history
         can be sent again. Closing them early aborts the request.
         """
-        generation = self.session_map.begin(ask.messages, ask.params, ahead)
-        number = self._note_begin(generation, ask)
-        running = _Running(generation, self._request(generation, ask), number)
-        running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules)
+        generation = self.session_map.begin(history or ask.messages, ask.params)
+        reader, number = AnswerReader(generation.branch.framing.renderer, ask.rules), 0
+        try:
+            if self.journal is not None:
+                number = self.journal.begin(ask.messages, ask.params)
+        except StoreError:
+            self.session_map.fail(generation)
+            raise
+        running = _Running(generation, self._request(generation, ask), reader, number)
         running.task = self.tasks.start(self._sample(running))
         self._live.add(running)
         return len(generation.tokens), self._events(running)
@@ -100,16 +106,6 @@ class AnswerService:
         finally:
             if not running.task.done():
                 self._abort(running)
-
-    def _note_begin(self, generation: Generation, ask: Ask) -> int:
-        """Writes the request down; its number. Raises StoreError: then it has failed."""
-        if self.journal is None:
-            return 0
-        try:
-            return self.journal.begin(ask.messages, ask.params)
-        except StoreError:
-            self.session_map.fail(generation)
-            raise
 
     async def stop(self) -> None:
         """Aborts what is being sampled, waits for its end, and closes the sampler's sessions."""
@@ -131,7 +127,9 @@ class AnswerService:
 
     def _request(self, generation: Generation, ask: Ask) -> SampleRequest:
         branch = generation.branch
-        noise = self.rng_key or (_seed(self.session_map.trajectory_id),)
+        # A session's noise is a function of its name alone.
+        name = blake3(self.session_map.trajectory_id.encode()).digest(6)
+        noise = self.rng_key or (int.from_bytes(name, "big"),)
         key = (ask.seed,) if ask.seed is not None else (*noise, branch.number)
         return SampleRequest(
             id=f"{branch.id}:{next(self._numbers)}",
@@ -243,9 +241,9 @@ class _Running:
 
     generation: Generation
     request: SampleRequest
-    number: int = 0
+    reader: AnswerReader
+    number: int
     """In the journal."""
-    reader: AnswerReader = field(init=False)
     task: asyncio.Task[None] = field(init=False)
     """Samples it."""
     queue: asyncio.Queue[Event | EtudeError] = field(default_factory=asyncio.Queue)
@@ -264,8 +262,3 @@ def _ending(running: _Running) -> Ending:
     if running.finish in ("length", "abort"):
         return "length" if running.finish == "length" else "abort"
     return "calls" if running.reader.answer.calls and running.reader.stop is None else "stop"
-
-
-def _seed(trajectory_id: str) -> int:
-    """A session's noise is a function of its name alone."""
-    return int.from_bytes(blake3(trajectory_id.encode()).digest(6), "big")

@@ -20,13 +20,19 @@ does: answers before the user's last words lose their reasoning, so each such tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from etude.agent.recording import KeepRoutes
-from etude.environment.recording.branches import Branch, Entry, History
-from etude.environment.recording.planning import Plan, Planner, RendererFor, encode_messages
+from etude.environment.recording.branches import (
+    Branch,
+    Entry,
+    History,
+    Plan,
+    Planner,
+    RendererFor,
+    encode_messages,
+)
 from etude.errors import SamplerError
 from etude.kit.tasks import LARGE
 from etude.records import Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
@@ -41,10 +47,6 @@ from etude.tokens.chat.messages import (
     least_tokens,
     num_characters,
 )
-
-Ahead = Mapping[int, Tokens]
-"""Tokens of messages by their places in a history, made before they are asked for."""
-NOTHING: Ahead = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,9 @@ class SessionMap:
         """Tokens that a policy chose."""
         return sum(int(branch.recording.sampled.sum()) for branch in self.branches)
 
-    def encoding(self, messages: Sequence[Message]) -> Callable[[], Ahead] | None:
+    def encoding(self, messages: Sequence[Message]) -> Callable[[], History] | None:
         """What encodes the new messages of a history where they are long: it may be called in a thread, and
-        what it gives is for `begin` or `measure` of the same messages. None: they are short.
+        gives the history for `begin` or `measure`. None: they are short.
 
         Raises ContextLengthError for a history that is too long however it is encoded.
         """
@@ -141,19 +143,17 @@ class SessionMap:
             return None
         return lambda: encode_messages(history, places, framing)
 
-    def measure(self, messages: Sequence[Message], params: SamplingParams, ahead: Ahead = NOTHING) -> int:
+    def measure(self, messages: Sequence[Message] | History, params: SamplingParams) -> int:
         """Tokens of the context that a request of these messages would have; changes nothing."""
-        return self._planner.plan(History.of(messages), params, ahead).context_tokens
+        return self._planner.plan(History.of(messages), params).context_tokens
 
-    def begin(
-        self, messages: Sequence[Message], params: SamplingParams, ahead: Ahead = NOTHING
-    ) -> Generation:
+    def begin(self, messages: Sequence[Message] | History, params: SamplingParams) -> Generation:
         """Finds where a history (its opening first) goes on; adds what is new, up to where sampling begins.
 
-        `ahead`: see `encoding`. Raises ContextLengthError and BadRequestError; then nothing has changed.
+        Raises ContextLengthError and BadRequestError; then nothing has changed.
         """
         history = History.of(messages)
-        plan = self._planner.plan(history, params, ahead)
+        plan = self._planner.plan(history, params)
         room = self.limits.max_context_tokens - plan.context_tokens
         if room <= 0:
             raise ContextLengthError(plan.context_tokens, self.limits.max_context_tokens)

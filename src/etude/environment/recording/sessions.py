@@ -18,15 +18,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from etude.environment.recording.errors import (
+from etude.environment.recording.journal import LIVE, SessionFacts, SessionJournal, find_sessions
+from etude.environment.recording.live import (
     BusyError,
     DrainingError,
+    LiveSessions,
     NoSuchSessionError,
+    RecordedSession,
+    RecordingLimits,
     RefusedKeyError,
     SessionEndedError,
+    new_names,
 )
-from etude.environment.recording.journal import LIVE, SessionFacts, SessionJournal, find_sessions
-from etude.environment.recording.live import LiveSessions, RecordedSession, RecordingLimits, new_names
 from etude.environment.recording.spec import RECORDED_ROUTES, SessionSpec
 from etude.kit.tasks import finish_all
 from etude.protocols import Sampler

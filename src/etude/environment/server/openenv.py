@@ -20,9 +20,8 @@ from fastapi.responses import Response
 
 from etude.agent.admission import admit
 from etude.environment.running import unwatched
-from etude.environment.server.creating import create_session
 from etude.environment.server.host import Held, SessionHost
-from etude.environment.server.requests import Host, Tenant, fields_of, host_of, tenant_of
+from etude.environment.server.requests import Host, Tenant, create_session, fields_of, host_of, tenant_of
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
 from etude.errors import AgentError, EtudeError, UserError

@@ -16,11 +16,10 @@ from fastapi import APIRouter, FastAPI, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
-from etude.environment.history import TurnConflictError
+from etude.environment.history import Event, TurnConflictError
 from etude.environment.server import openenv, session_routes
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
-from etude.environment.session_events import Event
 from etude.errors import ConfigError, EtudeError
 from etude.sandbox.server.state import KeyConflictError
 from etude.sandbox.wire_types import STATUSES, encode_error

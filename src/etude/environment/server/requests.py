@@ -1,16 +1,30 @@
-"""What the routes share: the host, the tenant, the session of a path, the fields of each request."""
+"""What the routes share: the host, the tenant, the session of a path, the fields of each request; and from a
+request to a session: what it may begin with, and what it may name on this host.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
+from etude.environment.names import check_task_name, template_of
+from etude.environment.origins import Origin, directory_template, repository_template, task_origin
 from etude.environment.server.host import Held, SessionHost
+from etude.environment.sessions import EnvironmentSession
+from etude.environment.wire import task_of
+from etude.errors import EtudeError, UserError
+from etude.records import Task
+from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.inside.frames import Unpacker
-from etude.sandbox.server.requests import check_numbers, long_answer
+from etude.sandbox.server.requests import check_numbers, long_answer, network_of, resources_of
+from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
 from etude.serving.access import AccessError, bearer_of, find_token
 from etude.serving.application import read_request
 from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
@@ -19,7 +33,7 @@ from etude.serving.messages import FRAMES, Fields, checked, strings
 _NONE = type(None)
 LOCAL_TENANT = "local"
 """Whose sessions are where no tokens are asked for."""
-
+SOURCES = ("task", "files", "directory", "repository", "snapshot", "fork")
 CREATE: Fields = {
     "task": (str, dict, _NONE),
     "files": (dict, _NONE),
@@ -97,3 +111,108 @@ def long(request: Request, work: Work, output: OutputBuffer | None = None) -> Lo
     host: SessionHost = request.app.state.host
     plain = not wants_frames(request)
     return long_answer(work, output, host.in_background, plain=plain, on_error=host.note_error)
+
+
+async def create_session(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> Held:
+    """A new session of the tenant's, from one source. Raises UserError, CapacityError, SandboxError."""
+    given = [name for name in SOURCES if name in named]
+    if len(given) != 1:
+        raise UserError(
+            "a session begins with exactly one source",
+            field="body",
+            received=given,
+            fix="one of " + ", ".join(SOURCES),
+        )
+    async with host.place(tenant):
+        if given == ["fork"]:
+            session = await _forked(host, tenant, named["fork"])
+        else:
+            session = await _opened(host, tenant, named)
+        return host.hold(tenant, session, named.get("idle_s"))
+
+
+async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> EnvironmentSession:
+    task = find_task(host, named["task"]) if "task" in named else None
+    resources = resources_of(named.get("resources")) or Resources()
+    network = network_of(named.get("network"))
+    if task is not None:
+        origin = task_origin(task, resources)
+        origin = replace(origin, network=network or origin.network)
+    elif "snapshot" in named:
+        if host.snapshots.get(named["snapshot"]) != tenant:
+            raise no_such_snapshot(named["snapshot"])
+        origin = Origin(snapshot=named["snapshot"])
+    else:
+        origin = Origin(await _template(host, named), resources, network)
+    return await EnvironmentSession.open(
+        host.site, origin, task, named.get("instruction"), named.get("test_paths", ())
+    )
+
+
+async def _forked(host: SessionHost, tenant: str, raw: object) -> EnvironmentSession:
+    fork = checked(raw, FORK_OF)
+    held = host.find(tenant, fork["session"])
+    async with host.using(held) as parent:
+        (made,) = await parent.fork(1, fork.get("turn"))
+    if isinstance(made, EtudeError):
+        raise made
+    return made
+
+
+async def _template(host: SessionHost, named: Mapping[str, Any]) -> Template:
+    if "files" in named:
+        strings([*named["files"].values()], "files")
+        return template_of(named["files"], "files")
+    if "directory" in named:
+        return await asyncio.to_thread(directory_template, _allowed(host, named["directory"], "directory"))
+    return await repository_template(
+        _allowed(host, named["repository"], "repository"), named.get("commit", "HEAD")
+    )
+
+
+def no_such_snapshot(snapshot: str) -> SandboxMissingError:
+    """The error for a snapshot that the tenant does not have: as for sessions, nobody learns of others'."""
+    return SandboxMissingError(
+        "no such snapshot of this tenant's: it was deleted, or the server began anew",
+        field="snapshot",
+        received=snapshot,
+        fix="GET /snapshots lists what there is",
+    )
+
+
+def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
+    """A task of the server's by its name, or one that is written in the request. Raises UserError."""
+    if isinstance(named, dict):
+        task = task_of(named)
+        check_task_name(task.id, "task.id")
+        if task.machine is not None or task.verifier is not None or task.steps:
+            raise UserError(
+                "a task with a machine, a test.sh or steps of its own is played by its name only",
+                field="task.machine",
+                received=task.id,
+                fix="start the server with --tasks and its directory",
+            )
+        for name in ("files", "hidden_files"):
+            template_of(getattr(task, name), f"task.{name}")
+        return task
+    if check_task_name(named) not in host.tasks:
+        raise UserError(
+            "this server has no such task", field="task", received=named, fix="GET /tasks lists its tasks"
+        )
+    return host.tasks[named]
+
+
+def _allowed(host: SessionHost, text: str, field: str) -> Path:
+    """A path below one of the directories that clients may name. Raises UserError."""
+    try:
+        path = Path(text).resolve()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(f"is no path: {error}", field=field, received=text, fix="name a directory") from error
+    if not any(path.is_relative_to(root) for root in host.roots):
+        raise UserError(
+            "clients may not name this path",
+            field=field,
+            received=text,
+            fix="start the server with --root DIRECTORY above it, or send the files themselves",
+        )
+    return path

@@ -15,9 +15,17 @@ from etude.agent.inputs import result_document
 from etude.environment.names import template_of
 from etude.environment.running import unwatched
 from etude.environment.server import requests
-from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import Held, SessionHost
-from etude.environment.server.requests import Box, Host, Tenant, fields_of, long, wants_frames
+from etude.environment.server.requests import (
+    Box,
+    Host,
+    Tenant,
+    create_session,
+    fields_of,
+    long,
+    no_such_snapshot,
+    wants_frames,
+)
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of, known_of, outcome_document, status_of_text
 from etude.errors import InfrastructureError, UserError

@@ -20,10 +20,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
-from etude.environment.recording.errors import ERRORS
-from etude.environment.recording.live import LiveSessions, RecordedSession
-from etude.environment.recording.server import agent_routes, control_routes
-from etude.environment.recording.server.requests import sessions_of
+from etude.environment.recording.live import ERRORS, LiveSessions, RecordedSession
+from etude.environment.recording.server.routes import agents, sessions_of, trainers
 from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
 from etude.serving.application import build_application
@@ -72,10 +70,10 @@ def build_app(sessions: LiveSessions) -> FastAPI:
         respell=lambda connection, error, answer: respell_error(connection.url.path, error, answer),
     )
     app.state.sessions = sessions
-    app.include_router(agent_routes.router)
-    app.include_router(agent_routes.router, prefix="/s/{session}", dependencies=[Depends(_named)])
+    app.include_router(agents)
+    app.include_router(agents, prefix="/s/{session}", dependencies=[Depends(_named)])
     if recordings is not None:
-        app.include_router(control_routes.router)
+        app.include_router(trainers)
     return app
 
 
