@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +25,9 @@ Piece = str | Control
 def join_text(pieces: Iterable[Piece]) -> list[Piece]:
     """Merges neighbouring text pieces and drops empty ones, so that equal content has equal tokens."""
     merged: list[Piece] = []
-    run: list[str] = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            run.append(piece)
-            continue
-        if text := "".join(run):
-            merged.append(text)
-        run = []
-        merged.append(piece)
-    if text := "".join(run):
-        merged.append(text)
+    for is_text, run in groupby(pieces, lambda piece: isinstance(piece, str)):
+        listed = list(run)
+        merged += filter(None, ["".join(map(str, listed))]) if is_text else listed
     return merged
 
 

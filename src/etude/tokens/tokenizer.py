@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -252,24 +253,12 @@ class Tokenizer:
         special, as Qwen's `<tool_call>`. Of a text that follows a control token, here or as `after`, the
         space is left out that the tokenizer puts there; nothing may be left of it.
         """
-        control, table = self._control, self._bytes
-        leads = self._read.space_before == "always"
+        control, table, tags = self._control, self._bytes, tags or {}
         pieces: list[bytes | Control] = []
-        run: list[bytes] = []
-        for index in self._known(ids):
-            name = control.get(index)
-            if name is None and tags:
-                name = tags.get(index)
-            if name is None:
-                run.append(table[index])
-                continue
-            if run:
-                pieces.append(b"".join(run))
-                run = []
-            pieces.append(name)
-        if run:
-            pieces.append(b"".join(run))
-        if leads:
+        for mark, run in groupby(self._known(ids), lambda index: control.get(index) or tags.get(index)):
+            listed = list(run)
+            pieces += [b"".join([table[index] for index in listed])] if mark is None else [mark] * len(listed)
+        if self._read.space_before == "always":
             before = (after, *pieces)
             pieces = [
                 one.removeprefix(b" ") if isinstance(one, bytes) and isinstance(last, Control) else one

@@ -160,7 +160,7 @@ class ChatClient:
         writer = CHAT.writer(request, "0", num_tokens, qwen_tokenizer(), "m")
         async for event in events:
             writer.take(event)
-            assert not isinstance(event, Ended) or event.num_tokens == writer.usage.completion_tokens
+            assert not isinstance(event, Ended) or event.num_tokens == writer.completion_tokens
         document = writer.whole()
         self.answer_tokens += document["usage"]["completion_tokens"]
         return document

@@ -124,12 +124,12 @@ class CompletionWriter(AnswerWriter):
     tail = b"data: [DONE]\n\n"
 
     def end(self) -> list[Document]:
-        return [{**self._document([]), "usage": self.usage.document()}] * self.request.include_usage
+        return [{**self._document([]), "usage": self.usage()}] * self.request.include_usage
 
     def whole(self) -> Document:
         wanted = self.request.sampling.logprobs
         rows = [_row(one, one.text_of("text"), _legacy(one.rows) if wanted else None) for one in self.choices]
-        return {**self._document(rows), "usage": self.usage.document()}
+        return {**self._document(rows), "usage": self.usage()}
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
         logprobs = _legacy(rows, choice.num_characters) if rows else None

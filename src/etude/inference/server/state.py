@@ -57,9 +57,6 @@ class ServerLimits:
     """Answers sampled or waiting at the same time, of all keys together."""
     answer_s: float = 900.0
     """Longest time of one answer."""
-    side_channel_s: float = 300.0
-    """How long the tokens of an answer can be fetched."""
-    side_channel_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ class ServerState:
         self.gauges, self.failure = gauges, failure
         self.metrics = serve_metrics()
         self.frames = ChatFrames(model.shelf) if model.shelf is not None else None
-        self.channel = SideChannel(self.limits.side_channel_s, self.limits.side_channel_bytes)
+        self.channel = SideChannel()
         self.loans = loans
         self.draining = False
         self.live: set[LiveRequest] = set()
@@ -141,8 +138,8 @@ class ServerState:
         if self.num_answers + num > self.limits.requests:
             raise UnavailableError("the server is full", received=self.num_answers, retry_after_s=2)
         key.enter(num)
-        key.spend(answer.writer.usage.prompt_tokens)
-        self.metrics.count("etude_serve_prompt_tokens", answer.writer.usage.prompt_tokens)
+        key.spend(answer.writer.prompt_tokens)
+        self.metrics.count("etude_serve_prompt_tokens", answer.writer.prompt_tokens)
         request = LiveRequest(self, answer, key, asked)
         self.live.add(request)
         return request
@@ -235,7 +232,7 @@ class LiveRequest:
         if not self.gone.is_set():
             self.gone.set()
             self.key.leave(len(self.answer.jobs))
-            self.state.metrics.count("etude_serve_cached_tokens", self.answer.writer.usage.cached_tokens)
+            self.state.metrics.count("etude_serve_cached_tokens", self.answer.writer.cached_tokens)
             self.state.live.discard(self)
 
     def _measure(self, event: Sampled, job: Job) -> None:

@@ -51,44 +51,6 @@ class Ended:
 Event = Sampled | Ended
 
 
-@dataclass(slots=True)
-class Usage:
-    """Tokens of one request. `n` samples share their prompt: it counts once, and as cached only as far as
-    none of them had to compute it."""
-
-    prompt_tokens: int
-    num_samples: int = 1
-    """Of each prompt; answers are numbered prompt by prompt."""
-    completion_tokens: int = 0
-    _cached: dict[int, int] = field(default_factory=dict[int, int])
-    """By answer."""
-
-    def take(self, event: Event) -> None:
-        """Counts an event in."""
-        if isinstance(event, Ended):
-            self.completion_tokens += event.num_tokens
-        else:
-            self._cached.setdefault(event.index, event.num_cached)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of all prompts that were not computed, as far as answers have begun."""
-        least: dict[int, int] = {}
-        for index, cached in self._cached.items():
-            prompt = index // self.num_samples
-            least[prompt] = min(cached, least.get(prompt, cached))
-        return sum(least.values())
-
-    def document(self, prompt: str = "prompt", answer: str = "completion") -> Document:
-        """As OpenAI's `usage`; the responses API calls them `input` and `output`."""
-        return {
-            f"{prompt}_tokens": self.prompt_tokens,
-            f"{answer}_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            f"{prompt}_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
 BlockKind = Literal["text", "reasoning", "call"]
 
 
@@ -116,6 +78,8 @@ class Choice:
     """Log-probabilities, where they are asked for."""
     begun: bool = False
     """A stream has sent something of it."""
+    num_cached: int | None = None
+    """Tokens of its prompt that were not computed for it, once it has begun."""
     num_characters: int = 0
     """Of its tokens' texts that a stream of completions has sent."""
     ended: Ended | None = None
@@ -157,11 +121,37 @@ class AnswerWriter:
         self.model = model
         self.request = request
         self.created_s = int(time.time())
-        self.usage = Usage(prompt_tokens, request.sampling.num_samples)
+        self.prompt_tokens = prompt_tokens
+        """Samples share their prompt: it counts once."""
         self.version: str | None = None
         """Of the policy, as of the last tokens sampled."""
         self.choices = [Choice(index) for index in range(request.num_answers)]
         self._tokenizer = tokenizer
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answers that have ended."""
+        return sum(choice.ended.num_tokens for choice in self.choices if choice.ended)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that no sample had to compute, as far as answers have begun. Answers are
+        numbered prompt by prompt."""
+        least: dict[int, int] = {}
+        for choice in self.choices:
+            if choice.num_cached is not None:
+                prompt = choice.index // self.request.sampling.num_samples
+                least[prompt] = min(choice.num_cached, least.get(prompt, choice.num_cached))
+        return sum(least.values())
+
+    def usage(self, prompt: str = "prompt", answer: str = "completion") -> Document:
+        """As OpenAI's `usage`; the responses API calls them `input` and `output`."""
+        return {
+            f"{prompt}_tokens": self.prompt_tokens,
+            f"{answer}_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            f"{prompt}_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
     def begin(self) -> list[Document]:
         """The documents that begin a stream."""
@@ -169,11 +159,12 @@ class AnswerWriter:
 
     def take(self, event: Event) -> list[Document]:
         """Takes an event in; the documents that a stream sends for it."""
-        self.usage.take(event)
         choice = self.choices[event.index]
         if isinstance(event, Ended):
             choice.ended = event
             return self._finish(choice, event)
+        if choice.num_cached is None:
+            choice.num_cached = event.num_cached
         rows: list[Document] = []
         if event.chunk is not None:
             self.version = str(event.chunk.version)

@@ -159,9 +159,9 @@ class MessagesWriter(AnswerWriter):
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
 
     def _usage(self) -> Document:
-        cached = self.usage.cached_tokens
-        usage = {"input_tokens": self.usage.prompt_tokens - cached, "cache_read_input_tokens": cached}
-        return {**usage, "output_tokens": self.usage.completion_tokens}
+        cached = self.cached_tokens
+        usage = {"input_tokens": self.prompt_tokens - cached, "cache_read_input_tokens": cached}
+        return {**usage, "output_tokens": self.completion_tokens}
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
         index, block = len(choice.blocks) - 1, choice.blocks[-1]

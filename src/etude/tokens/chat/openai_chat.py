@@ -158,7 +158,7 @@ class ChatWriter(AnswerWriter):
     def end(self) -> list[Document]:
         if not self.request.include_usage:
             return []
-        return [{**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage.document()}]
+        return [{**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage()}]
 
     def whole(self) -> Document:
         choices = [
@@ -170,7 +170,7 @@ class ChatWriter(AnswerWriter):
             }
             for choice in self.choices
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": self.usage.document()}
+        return {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
         return [self._chunk(choice, _delta(part, len(choice.calls) - 1), rows=rows)]

@@ -237,7 +237,7 @@ class ResponseWriter(AnswerWriter):
         }
 
     def _usage(self) -> Document:
-        return {**self.usage.document("input", "output"), "output_tokens_details": {"reasoning_tokens": 0}}
+        return {**self.usage("input", "output"), "output_tokens_details": {"reasoning_tokens": 0}}
 
     def _numbered(self, *events: tuple[str, Document]) -> list[Document]:
         documents = [

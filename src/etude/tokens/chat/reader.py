@@ -41,6 +41,7 @@ from etude.tokens.grammar.events import (
     ReasoningDelta,
     TextDelta,
 )
+from etude.tokens.grammar.message_parser import WordSet
 from etude.tokens.renderer import Renderer
 from etude.tokens.stream import MessageStream
 from etude.tokens.tokenizer import Tokenizer
@@ -83,7 +84,7 @@ class Reader:
     """Reads one answer, up to a stop string in its text. Takes time linear in it, times their number."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self._stops = WordSet(sorted(stops))
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self._out: list[Part] = []
@@ -137,15 +138,13 @@ class Reader:
     def _search_stops(self, text: str) -> None:
         """Serves text up to a stop string; holds back what may become one."""
         text = self._held + text
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            place, self.stop = min(found)
-            self._held, self.ended = "", True
-            self._serve_text(text[:place])
-            return
-        kept = _begun_stop(text, self._stops)
-        self._held = text[len(text) - kept :]
-        self._serve_text(text[: len(text) - kept])
+        if found := self._stops.find(text):
+            start, end = found
+            self.stop, self._held, self.ended = text[start:end], "", True
+        else:
+            start = self._stops.undecided(text)
+            self._held = text[start:]
+        self._serve_text(text[:start])
 
 
 class TextReader(Reader):
@@ -354,16 +353,6 @@ def _foreign_tags(renderer: Renderer) -> dict[int, str]:
         for name, token in names.items()
         if token not in renderer.tags and name not in frame and _TAG.fullmatch(name)
     }
-
-
-def _begun_stop(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of the text that begins a stop string: not to be shown yet."""
-    longest = max((len(stop) for stop in stops), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        tail = text[-size:]
-        if any(stop.startswith(tail) for stop in stops):
-            return size
-    return 0
 
 
 def cut_chunk(chunk: SampleChunk, length: int, num_before: int) -> SampleChunk:

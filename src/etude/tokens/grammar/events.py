@@ -67,14 +67,9 @@ class ParsedMessage:
 
 def collect(events: Iterable[ParseEvent]) -> ParsedMessage:
     """All events of a message, put together."""
-    text: list[str] = []
-    reasoning: list[str] = []
-    calls: list[ToolCall] = []
-    for event in events:
-        if isinstance(event, TextDelta):
-            text.append(event.text)
-        elif isinstance(event, ReasoningDelta):
-            reasoning.append(event.text)
-        elif isinstance(event, CallFinished):
-            calls.append(event.call)
-    return ParsedMessage("".join(text), "".join(reasoning), tuple(calls))
+    listed = list(events)
+    return ParsedMessage(
+        text="".join(event.text for event in listed if isinstance(event, TextDelta)),
+        reasoning="".join(event.text for event in listed if isinstance(event, ReasoningDelta)),
+        calls=tuple(event.call for event in listed if isinstance(event, CallFinished)),
+    )

@@ -28,7 +28,7 @@ from etude.records import ToolCall
 from etude.tokens.grammar.events import ArgumentDelta, CallStarted, ParseEvent, TextDelta
 from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Kind, ToolSchema, ToolTable, check_names
 from etude.tokens.grammar.json_reader import JsonFault, JsonReader, JsonSink, check_json, printable
-from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, TagSet
+from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, WordSet
 from etude.tokens.pieces import Control, Piece, join_text
 
 CALL_OPEN = "<tool_call>"
@@ -80,7 +80,7 @@ class HermesGrammar(Grammar):
         return [Control(CALL_OPEN), f"\n{without_tags(body, CALL_TAGS)}\n", Control(CALL_CLOSE)]
 
     def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
-        in_call = TagSet(CALL_TAGS) if mode.text_mode else None
+        in_call = WordSet(CALL_TAGS) if mode.text_mode else None
         return partial(HermesReader, self._table, mode.outside(CALL_TAGS), in_call)
 
 
@@ -111,18 +111,41 @@ def _render_value(text: str, kind: Kind) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-class _CallSink(JsonSink):
-    """Takes a call's JSON down as it is read."""
+class JsonCall(JsonSink):
+    """One call whose JSON is read as it comes: an object with its name and its arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: ToolTable) -> None:
         self.call = OpenCall("")
-        self.out: list[ParseEvent] = []
+        self._tools = tools
+        self._json = JsonReader(self)
+        self._out: list[ParseEvent] = []
         """Where events go; set anew for each piece."""
-        self.is_named = False
-        self.kinds: dict[str, str] = {}
+        self._is_named = False
+        self._kinds: dict[str, str] = {}
         """Of the arguments."""
         self._member = self._argument = ""
         self._name: list[str] = []
+
+    def feed(self, text: str, out: list[ParseEvent]) -> None:
+        """Takes more of the JSON; nothing more behind a fault."""
+        if self.call.error is None:
+            self._out = out
+            try:
+                self._json.feed(text)
+            except JsonFault as fault:
+                self.call.fail(str(fault))
+
+    def finish(self, out: list[ParseEvent]) -> None:
+        """The call is as far as it came, with the first thing that is wrong about it."""
+        self._out = out
+        try:
+            if self.call.error is None:
+                self._json.end()
+        except JsonFault as fault:
+            self.call.fail(str(fault))
+        self._check(self.call)
+        if not self._is_named:
+            self._start()
 
     def key(self, depth: int, key: str) -> None:
         """Which member of the call, or which argument, comes next."""
@@ -136,7 +159,7 @@ class _CallSink(JsonSink):
     def begin(self, depth: int, kind: str) -> None:
         """A member's or an argument's value begins."""
         if depth == 2:
-            self.kinds[self._argument] = kind
+            self._kinds[self._argument] = kind
             self.call.open_body(self._argument, padded=False)
         elif depth == 0 and kind != "object":
             raise JsonFault("not a JSON object")
@@ -148,7 +171,7 @@ class _CallSink(JsonSink):
     def text(self, depth: int, text: str) -> None:
         """More of the name or of an argument."""
         if depth == 2:
-            self.call.add_text(text, self.out if self.is_named else [])
+            self.call.add_text(text, self._out if self._is_named else [])
         else:
             self._name.append(text)
 
@@ -160,56 +183,25 @@ class _CallSink(JsonSink):
             name = "".join(self._name)
             if len(name) > MAX_NAME_CHARACTERS:
                 raise JsonFault("name too long")
-            self.call.name, self.is_named = name, True
-            self.start()
+            self.call.name, self._is_named = name, True
+            self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Tells that the call has begun, and the arguments that came before its name."""
-        self.out.append(CallStarted(self.call.name))
+        self._out.append(CallStarted(self.call.name))
         arguments = self.call.arguments.items()
-        self.out.extend(ArgumentDelta(name, text) for name, text in arguments if text)
-
-
-class JsonCall:
-    """One call whose JSON is read as it comes: an object with its name and its arguments."""
-
-    def __init__(self, tools: ToolTable) -> None:
-        self._tools = tools
-        self._sink = _CallSink()
-        self._json = JsonReader(self._sink)
-        self.call = self._sink.call
-
-    def feed(self, text: str, out: list[ParseEvent]) -> None:
-        """Takes more of the JSON; nothing more behind a fault."""
-        if self.call.error is None:
-            self._sink.out = out
-            try:
-                self._json.feed(text)
-            except JsonFault as fault:
-                self.call.fail(str(fault))
-
-    def end(self, out: list[ParseEvent]) -> None:
-        """The call is as far as it came, with the first thing that is wrong about it."""
-        self._sink.out = out
-        try:
-            if self.call.error is None:
-                self._json.end()
-        except JsonFault as fault:
-            self.call.fail(str(fault))
-        self._check(self.call)
-        if not self._sink.is_named:
-            self._sink.start()
+        self._out.extend(ArgumentDelta(name, text) for name, text in arguments if text)
 
     def _check(self, call: OpenCall) -> None:
         parameters = self._tools.get(call.name)
-        if not self._sink.is_named or parameters is None:
-            call.fail(f"unknown tool {printable(call.name)}" if self._sink.is_named else "missing name")
+        if not self._is_named or parameters is None:
+            call.fail(f"unknown tool {printable(call.name)}" if self._is_named else "missing name")
             return
         for name in call.arguments:
             if name not in parameters:
                 call.misfit(f"unknown parameter {printable(name)}")
         for name, parameter in parameters.items():
-            kind = self._sink.kinds.get(name)
+            kind = self._kinds.get(name)
             if kind is None:
                 if parameter.required:
                     call.misfit(f"missing {printable(name)}")
@@ -219,20 +211,20 @@ class JsonCall:
                 article = "an" if parameter.kind in ("integer", "array", "object") else "a"
                 call.misfit(f"{printable(name)} is not {article} {parameter.kind}")
         if call.unfit:
-            kinds, given = self._sink.kinds, call.arguments.items()
+            kinds, given = self._kinds, call.arguments.items()
             call.values = {name: one if kinds[name] == "string" else json.loads(one) for name, one in given}
 
 
 class HermesReader(CallReader):
     """Reads the calls of one message."""
 
-    def __init__(self, tools: ToolTable, outside: TagSet | None, in_call: TagSet | None) -> None:
+    def __init__(self, tools: ToolTable, outside: WordSet | None, in_call: WordSet | None) -> None:
         """`outside`, `in_call`: what is recognised in characters there."""
         self._tools = tools
         self._outside, self._in_call = outside, in_call
         self._json = JsonCall(tools)
 
-    def tags(self) -> TagSet | None:
+    def tags(self) -> WordSet | None:
         """In text mode the two tags count everywhere: a value that holds one must escape its `<`."""
         return self._outside if self._call is None else self._in_call
 
@@ -265,5 +257,5 @@ class HermesReader(CallReader):
             self._finish(out)
 
     def _finish(self, out: list[ParseEvent]) -> None:
-        self._json.end(out)
+        self._json.finish(out)
         super()._finish(out)

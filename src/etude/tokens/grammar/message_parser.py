@@ -36,38 +36,35 @@ _BEGUN_CLOSING = re.compile(r"</?(?:[a-z_][a-z0-9_]{0,31})?")
 _LONGEST_ANY = 35
 
 
-class TagSet:
-    """Tags that are recognised in characters. Each begins with `<` and has no other `<` in it."""
+class WordSet:
+    """Words that are recognised in characters, such as tags."""
 
-    def __init__(self, tags: Iterable[str], any_closing: bool = False, other: str = "") -> None:
-        """`any_closing`: the closing tag of any name as well. `other`: what ends a name, without any `<`."""
-        words = [*tags, other] if other else list(tags)
-        listed = list(dict.fromkeys(words))
-        self._other = other
-        self._literal = listed[0] if len(listed) == 1 and not any_closing else None
-        patterns = [re.escape(tag) for tag in listed] + [_ANY_CLOSING] * any_closing
+    def __init__(self, words: Iterable[str], any_closing: bool = False) -> None:
+        """Of words that begin at one place the first counts. `any_closing`: the closing tag of any name as
+        well."""
+        self._words = [word for word in dict.fromkeys(words) if word]
+        patterns = [re.escape(word) for word in self._words] + [_ANY_CLOSING] * any_closing
         self._search = re.compile("|".join(patterns) or r"(?!)").search
-        self._prefixes = frozenset(tag[:size] for tag in listed for size in range(1, len(tag)))
         self._any_closing = any_closing
-        lengths = [len(tag) for tag in listed] + [_LONGEST_ANY] * any_closing
-        self._longest = max(lengths, default=0)
+        self._initials = frozenset([word[0] for word in self._words] + ["<"] * any_closing)
+        self._longest = max([_LONGEST_ANY * any_closing, *map(len, self._words)])
 
-    def find(self, text: str, position: int) -> tuple[int, int] | None:
-        """Bounds of the first tag from `position` on."""
-        if self._literal is not None:
-            start = text.find(self._literal, position)
-            return None if start < 0 else (start, start + len(self._literal))
+    def find(self, text: str, position: int = 0) -> tuple[int, int] | None:
+        """Bounds of the first word from `position` on."""
         match = self._search(text, position)
         return None if match is None else match.span()
 
-    def undecided(self, text: str, position: int) -> int:
-        """Where the text's end begins that may become a tag with what follows."""
-        start = text.rfind("<", max(position, len(text) - self._longest + 1))
-        begun = text[start:] if start >= 0 else ""
-        if begun in self._prefixes or (self._any_closing and _BEGUN_CLOSING.fullmatch(begun)):
-            return start
-        sizes = range(min(len(self._other) - 1, len(text) - position), 0, -1)
-        return len(text) - next((size for size in sizes if text.endswith(self._other[:size])), 0)
+    def undecided(self, text: str, position: int = 0) -> int:
+        """Where the text's end begins that may become a word with what follows."""
+        for start in range(max(position, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._initials and self._is_begun(text[start:]):
+                return start
+        return len(text)
+
+    def _is_begun(self, begun: str) -> bool:
+        if self._any_closing and _BEGUN_CLOSING.fullmatch(begun):
+            return True
+        return any(word.startswith(begun) for word in self._words)
 
 
 @dataclass(slots=True)
@@ -150,7 +147,7 @@ class CallReader:
         """Whether marks of reasoning are part of a call here, and so mean nothing."""
         return self._call is not None
 
-    def tags(self) -> TagSet | None:
+    def tags(self) -> WordSet | None:
         """The tags that are recognised in characters in the present state."""
         raise NotImplementedError
 
@@ -194,13 +191,13 @@ class ParserMode:
     text_mode: bool
     reasoning: ReasoningMarks
 
-    def outside(self, tags: Iterable[str]) -> TagSet | None:
+    def outside(self, tags: Iterable[str]) -> WordSet | None:
         """What is recognised outside of calls: these tags, the marks of reasoning, or nothing."""
         found = [*(tags if self.text_mode else ()), *(THINK_MARKS if self.reasoning == "text" else ())]
-        return TagSet(found) if found else None
+        return WordSet(found) if found else None
 
 
-_CLOSING_MARK = TagSet([THINK_CLOSE])
+_CLOSING_MARK = WordSet([THINK_CLOSE])
 
 
 class MessageParser:
@@ -242,7 +239,7 @@ class MessageParser:
         held, self._held = self._held, ""
         self._deliver(held, out)
 
-    def _tags(self) -> TagSet | None:
+    def _tags(self) -> WordSet | None:
         if not self._thinking:
             return self._reader.tags()
         return _CLOSING_MARK if self._reasoning == "text" else None

@@ -27,7 +27,7 @@ from etude.tokens.grammar.events import ParseEvent, TextDelta
 from etude.tokens.grammar.hermes import HermesGrammar, JsonCall, render_arguments, without_tags
 from etude.tokens.grammar.interface import MAX_NAME_CHARACTERS, Parameter, ToolSchema, ToolTable, check_names
 from etude.tokens.grammar.json_reader import printable
-from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, TagSet
+from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, WordSet
 from etude.tokens.pieces import Piece, join_text
 
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
@@ -120,11 +120,11 @@ class FormTags:
         name_end, key_end = (word if word in in_characters else "" for word in ends)
         self.spelled = {
             _Place.OUTSIDE: mode.outside(form.tags),
-            _Place.SECTION: TagSet(spelled),
-            _Place.NAME: TagSet(spelled, other=name_end),
-            _Place.KEY: TagSet(spelled, other=key_end),
-            _Place.GAP: TagSet(spelled),
-            _Place.VALUE: TagSet(spelled if self.is_json else {self.value_end} & in_characters),
+            _Place.SECTION: WordSet(spelled),
+            _Place.NAME: WordSet([*spelled, name_end]),
+            _Place.KEY: WordSet([*spelled, key_end]),
+            _Place.GAP: WordSet(spelled),
+            _Place.VALUE: WordSet(spelled if self.is_json else {self.value_end} & in_characters),
         }
 
 
@@ -149,7 +149,7 @@ class NativeReader(CallReader):
         """Marks of reasoning inside are text."""
         return self._place is not _Place.OUTSIDE
 
-    def tags(self) -> TagSet | None:
+    def tags(self) -> WordSet | None:
         """In a value only what closes it is one."""
         return self._tags.spelled[self._place]
 
@@ -332,7 +332,7 @@ class NativeReader(CallReader):
 
     def _finish(self, out: list[ParseEvent]) -> None:
         if self._json is not None:
-            self._json.end(out)
+            self._json.finish(out)
             self._json = None
         super()._finish(out)
         self._num_calls += 1

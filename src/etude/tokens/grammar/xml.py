@@ -36,7 +36,7 @@ from etude.records import ToolCall
 from etude.tokens.grammar.channels import THINK_MARKS
 from etude.tokens.grammar.events import ParseEvent, TextDelta
 from etude.tokens.grammar.interface import Parameter, ToolSchema, ToolTable
-from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, TagSet
+from etude.tokens.grammar.message_parser import CallReader, Grammar, OpenCall, ParserMode, WordSet
 from etude.tokens.pieces import Control, Piece, join_text, spell
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -129,10 +129,10 @@ class TagSets:
     def __init__(self, tags: Collection[str], tools: ToolTable, mode: ParserMode) -> None:
         spelled = tags if mode.text_mode else ()
         self.outside = mode.outside(tags)
-        self.in_call = TagSet(spelled) if spelled else None
-        self.in_unknown_call = TagSet(spelled, any_closing=True)
+        self.in_call = WordSet(spelled) if spelled else None
+        self.in_unknown_call = WordSet(spelled, any_closing=True)
         names = {name for parameters in tools.values() for name in parameters} if spelled else ()
-        self.in_body = {name: TagSet([f"</{name}>"]) for name in names}
+        self.in_body = {name: WordSet([f"</{name}>"]) for name in names}
 
 
 class XmlReader(CallReader):
@@ -150,7 +150,7 @@ class XmlReader(CallReader):
         """A nameless call (a parameter's tag that strayed) ends with its parameter."""
         return self._call is not None and (bool(self._call.name) or self._call.parameter is not None)
 
-    def tags(self) -> TagSet | None:
+    def tags(self) -> WordSet | None:
         """In a body only its own closing tag is one."""
         call = self._call
         if call is None:
