@@ -146,7 +146,7 @@ def serve_command(
 def _access(host: str, tokens: Path | None, admin_token: Path | None, limits: KeyLimits) -> tuple[Keys, str]:
     """The keys, and the administrator's token: empty where there is none. Raises ConfigError."""
     from etude.inference.server import Keys, check_address, read_keys
-    from etude.inference.server.process import SERVER
+    from etude.inference.server.app import SERVER
     from etude.sandbox.server import read_token
 
     check_address(host, has_keys=tokens is not None)

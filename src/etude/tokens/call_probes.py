@@ -49,31 +49,28 @@ def speaks(
     """Whether the template announces tools and writes calls as sessions with this grammar do."""
     try:
         renderer = Renderer(tokenizer, grammar, template)
-    except ConfigError:  # the tokenizer has some of the tags only
+        return _writes_calls(jinja, frame, renderer) and _tells_tools(jinja, renderer, split)
+    except ConfigError:  # the tokenizer has some of the tags only, or the template fails
         return False
-    return _writes_calls(jinja, frame, renderer) and _tells_tools(jinja, renderer, split)
 
 
 def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], tuple[Piece, ...]]) -> bool:
     """Whether the template announces tools as sessions do, before words of the system's and without any, and
     with all control tokens that it then shows written out in its own text."""
     template, is_native = renderer.template, renderer.grammar.announce(()) is None
-    try:
-        for words in ("", SYSTEM):
-            described = renderer.describe(words, PROBE_TOOLS)
-            opening = renderer.tokenizer.decode(renderer.opening(described))
-            if is_native and described != split(opening):
-                return False
-            if not all(tool.description in opening for tool in PROBE_TOOLS):
-                return False
-            talk = [*([said("system", words)] if words else []), said("user", USER)]
-            answered = [*talk, said("assistant", ANSWER), said("user", FIRST)]
-            functions = [tool.function_schema() for tool in PROBE_TOOLS]
-            rendered = jinja.render(answered, functions)
-            if not rendered.startswith(opening + spell(template.user) + USER):
-                return False
-    except ConfigError:
-        return False
+    for words in ("", SYSTEM):
+        described = renderer.describe(words, PROBE_TOOLS)
+        opening = renderer.tokenizer.decode(renderer.opening(described))
+        if is_native and described != split(opening):
+            return False
+        if not all(tool.description in opening for tool in PROBE_TOOLS):
+            return False
+        talk = [*([said("system", words)] if words else []), said("user", USER)]
+        answered = [*talk, said("assistant", ANSWER), said("user", FIRST)]
+        functions = [tool.function_schema() for tool in PROBE_TOOLS]
+        rendered = jinja.render(answered, functions)
+        if not rendered.startswith(opening + spell(template.user) + USER):
+            return False
     return True
 
 
@@ -92,10 +89,7 @@ def _writes_calls(jinja: ChatTemplate, frame: ChatTemplate, renderer: Renderer) 
         for num_before in (0, count):
             calls = probe_calls(count, is_numbered, num_before)
             messages += [{**answer, "tool_calls": calls}, *probe_results(calls, [FIRST] * count, is_numbered)]
-        try:
-            rendered = jinja.render(messages)
-        except ConfigError:
-            return False
+        rendered = jinja.render(messages)
         end = template.tool[:1] if template.openers_end else (template.shown_end or template.end,)
         once, again = (
             spell((*begun, words, *grammar.render_calls([PROBE_CALL] * count, bool(words), number), *end))

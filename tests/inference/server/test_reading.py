@@ -27,7 +27,6 @@ from etude.tokens.chat.reader import (
     CallHead,
     CallMore,
     Part,
-    Reader,
     ReadingRules,
     TextReader,
 )
@@ -76,7 +75,7 @@ def cut(tokens: NDArray[np.int32], sizes: Sequence[int]) -> list[NDArray[np.int3
     return np.split(tokens, places)
 
 
-def read(reader: Reader, chunks: Sequence[NDArray[np.int32]]) -> list[Part]:
+def read(reader: TextReader, chunks: Sequence[NDArray[np.int32]]) -> list[Part]:
     parts: list[Part] = []
     for chunk in chunks:
         parts += reader.feed(chunk)[0]

@@ -20,7 +20,7 @@ from etude.kit.tasks import closing
 from etude.protocols import Sampler
 from etude.records import SampleChunk, SampleRequest, SamplingParams
 from etude.tokens.chat.answers import Ended, Ending, Event, Sampled
-from etude.tokens.chat.reader import Reader, cut_chunk
+from etude.tokens.chat.reader import TextReader, cut_chunk
 
 Tokens = NDArray[np.int32]
 _SESSIONS = map("serve-{}-{}".format, itertools.repeat(secrets.token_hex(4)), itertools.count())
@@ -37,7 +37,7 @@ class Job:
     params: SamplingParams
     stop_tokens: frozenset[int]
     rng_key: tuple[int, ...]
-    reader: Reader
+    reader: TextReader
     remember: Callable[[Tokens], None] = lambda tokens: None
     """Called with the tokens of the whole answer."""
     chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])

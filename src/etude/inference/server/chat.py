@@ -102,11 +102,12 @@ def answer_chat(
     assert frames is not None, "there is a prompt"
     room = room_for(len(prompt.tokens), model, "messages")
     params = sampling.params_within(room, model.default_max_tokens)
-    stop_tokens = model.end_tokens | prompt.renderer.end_tokens
+    renderer = prompt.framing.renderer
+    stop_tokens = model.end_tokens | renderer.end_tokens
     seed = random_key() if sampling.seed is None else sampling.seed
 
     def job(index: int) -> Job:
-        reader = AnswerReader(prompt.renderer, request.rules)
+        reader = AnswerReader(renderer, request.rules)
 
         def remember(tokens: NDArray[np.int32]) -> None:
             if reader.stop is None:  # with one, the tokens say more than was served

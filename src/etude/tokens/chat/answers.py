@@ -76,8 +76,6 @@ class Choice:
     blocks: list[Block] = field(default_factory=list[Block])
     rows: list[Document] = field(default_factory=list[Document])
     """Log-probabilities, where they are asked for."""
-    begun: bool = False
-    """A stream has sent something of it."""
     num_cached: int | None = None
     """Tokens of its prompt that were not computed for it, once it has begun."""
     num_characters: int = 0

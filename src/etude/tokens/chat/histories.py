@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Answer, Message, Opening, content_key, same_reasoning
 from etude.tokens.chat.shelf import RendererShelf
-from etude.tokens.renderer import Renderer
 
 Tokens = NDArray[np.int32]
 
@@ -36,11 +35,6 @@ class ChatPrompt:
     framing: Framing
     state: bytes
     """Names the conversation, for `ChatFrames.remember`."""
-
-    @property
-    def renderer(self) -> Renderer:
-        """What renders its messages and reads its answer."""
-        return self.framing.renderer
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +77,7 @@ class ChatFrames:
 
     def remember(self, prompt: ChatPrompt, answer: Answer, tokens: Tokens) -> None:
         """Keeps an answer that was sampled from a prompt, for the conversation's next turn."""
-        if all(int(token) in prompt.renderer.end_tokens for token in tokens[:2]):
+        if all(int(token) in prompt.framing.renderer.end_tokens for token in tokens[:2]):
             return  # nothing was said
         state = _next(prompt.state, answer, prompt.framing.opening)
         with self._lock:

@@ -151,8 +151,8 @@ class ChatWriter(AnswerWriter):
 
     def take(self, event: Event) -> list[Document]:
         choice = self.choices[event.index]
-        documents, begins = super().take(event), not choice.begun
-        choice.begun = True
+        begins = choice.num_cached is None and choice.ended is None
+        documents = super().take(event)
         return [self._chunk(choice, {"role": "assistant", "content": ""})] * begins + documents
 
     def end(self) -> list[Document]:

@@ -80,10 +80,15 @@ class ReadingRules:
     """Calls are served when they have ended. For clients that make the best of half a call."""
 
 
-class Reader:
-    """Reads one answer, up to a stop string in its text. Takes time linear in it, times their number."""
+class TextReader:
+    """Reads one answer, up to a stop string in its text. Takes time linear in it, times their number.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    That of a completion: every token is text, control tokens are not shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = WordSet(sorted(stops))
         self._held = ""
         """Text that may be the beginning of a stop string."""
@@ -116,15 +121,17 @@ class Reader:
         return self._served()
 
     def _take_token(self, token: int) -> None:
-        raise NotImplementedError
+        data = self._tokenizer.decode_bytes([token], skip_control=True)
+        self._search_stops(self._decoder.decode(data))
 
     def _take_end(self) -> None:
-        """No more tokens come."""
-        raise NotImplementedError
+        """No more tokens come: half a character that nothing completes becomes U+FFFD."""
+        self._search_stops(self._decoder.decode(b"", final=True))
 
     def _serve_text(self, text: str) -> None:
         """Serves text that holds no stop string, nor the beginning of one."""
-        raise NotImplementedError
+        if text:
+            self._out.append(TextDelta(text))
 
     def _served(self) -> list[Part]:
         out, self._out = self._out, []
@@ -147,32 +154,11 @@ class Reader:
         self._serve_text(text[:start])
 
 
-class TextReader(Reader):
-    """Reads a completion: every token is text, control tokens are not shown."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        super().__init__(stops)
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def _take_token(self, token: int) -> None:
-        data = self._tokenizer.decode_bytes([token], skip_control=True)
-        self._search_stops(self._decoder.decode(data))
-
-    def _take_end(self) -> None:
-        """Half a character that nothing completes becomes U+FFFD."""
-        self._search_stops(self._decoder.decode(b"", final=True))
-
-    def _serve_text(self, text: str) -> None:
-        if text:
-            self._out.append(TextDelta(text))
-
-
-class AnswerReader(Reader):
+class AnswerReader(TextReader):
     """Reads one answer of a conversation."""
 
     def __init__(self, renderer: Renderer, rules: ReadingRules) -> None:
-        super().__init__(rules.stops)
+        super().__init__(renderer.tokenizer, rules.stops)
         self._renderer = renderer
         self._rules = rules
         self._stream = MessageStream(renderer)
@@ -232,7 +218,8 @@ class AnswerReader(Reader):
         if tool is not None and not self._rules.whole_calls:
             call = self._open or self._begin(tool.name)
             kinds = {one.name: one.kind for one in tool.parameters}
-            self._serve_more(call.more(delta, as_text=kinds.get(delta.name, "string") == "string"))
+            if kinds.get(delta.name, "string") == "string":
+                self._serve_more(call.more(delta))
 
     def _take_call(self, event: CallFinished) -> None:
         call, opened, self._open, self._name = event.call, self._open, None, None
@@ -275,7 +262,7 @@ class AnswerReader(Reader):
 
     def _raw_call(self) -> str:
         """The characters of the call that has just ended: those after what was delivered as text."""
-        raw = self._renderer.tokenizer.decode(self._raw)
+        raw = self._tokenizer.decode(self._raw)
         position = 0
         for text in self._delivered:
             found = raw.find(text, position)
@@ -308,10 +295,8 @@ class _OpenCall:
         self._argument: str | None = None
         self._begun: set[str] = set()
 
-    def more(self, event: ArgumentDelta, as_text: bool) -> str:
-        """What a delta adds to the JSON."""
-        if not as_text:
-            return ""
+    def more(self, event: ArgumentDelta) -> str:
+        """What a delta of a text adds to the JSON."""
         added = ""
         if event.name != self._argument:
             added = self._end_argument() + self._key(event.name) + '"'

@@ -44,17 +44,10 @@ class Parameter:
 
     def __repr__(self) -> str:
         """Names the later fields only where they are set: digests of older tools stay what they were."""
-        shown = [
-            f"name={self.name!r}",
-            f"description={self.description!r}",
-            f"required={self.required!r}",
-            f"kind={self.kind!r}",
-        ]
-        if self.enum:
-            shown.append(f"enum={self.enum!r}")
-        if self.schema:
-            shown.append(f"schema={dict(self.schema)!r}")
-        return f"Parameter({', '.join(shown)})"
+        shown = {name: getattr(self, name) for name in ("name", "description", "required", "kind")}
+        later = {"enum": self.enum, "schema": dict(self.schema)}
+        shown |= {name: value for name, value in later.items() if value}
+        return f"Parameter({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def json_schema(self) -> dict[str, object]:
         """The argument's own JSON Schema."""

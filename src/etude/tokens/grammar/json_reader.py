@@ -96,8 +96,7 @@ class JsonReader:
         try:
             next(self._steps)
         finally:
-            if self._raw_start is not None:
-                self._tell_raw(self._raw_start)
+            self._tell_raw()
 
     def end(self) -> None:
         """No more text comes. Raises JsonFault where the value is not whole."""
@@ -122,8 +121,9 @@ class JsonReader:
         shown = character if character.isprintable() else f"U+{ord(character):04X}"
         return JsonFault(f"unexpected {shown} in the JSON")
 
-    def _tell_raw(self, start: int) -> None:
-        if self._at > start:
+    def _tell_raw(self) -> None:
+        start = self._raw_start
+        if start is not None and self._at > start:
             self._sink.text(REPORTED_DEPTH, self._text[start : self._at])
 
     def _document(self) -> Generator[None]:
@@ -148,8 +148,8 @@ class JsonReader:
             if depth == REPORTED_DEPTH:
                 self._raw_start = self._at
             yield from self._container(depth, _CLOSINGS[opening])
-            if depth == REPORTED_DEPTH and self._raw_start is not None:
-                self._tell_raw(self._raw_start)
+            if depth == REPORTED_DEPTH:
+                self._tell_raw()
                 self._raw_start = None
         sink.end(depth)
 

@@ -60,9 +60,10 @@ class XmlGrammar(Grammar):
     """
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
-        _check_names([tool.name for tool in tools], [p.name for tool in tools for p in tool.parameters])
-        names = [*(tool.name for tool in tools), *(p.name for tool in tools for p in tool.parameters)]
-        super().__init__("xml", tools, [tag for name in names for tag in (f"<{name}>", f"</{name}>")])
+        own, parameters = [tool.name for tool in tools], [p.name for tool in tools for p in tool.parameters]
+        _check_names(own, parameters)
+        tags = [tag for name in (*own, *parameters) for tag in (f"<{name}>", f"</{name}>")]
+        super().__init__("xml", tools, tags)
 
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
         """How to call each tool, by example."""
