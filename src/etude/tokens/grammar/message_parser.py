@@ -86,8 +86,6 @@ class OpenCall:
     """Nothing of a padded body has come: a newline now is layout."""
     newline: bool = False
     """The body so far ends with a newline, which is layout if the body ends here."""
-    kept: bool = True
-    """Whether the body will be an argument."""
 
     def fail(self, message: str) -> None:
         """Only the first thing wrong is reported: what follows is mostly its consequence."""
@@ -104,14 +102,13 @@ class OpenCall:
         self.body = io.StringIO()
         self.padded = self.fresh = padded
         self.newline = False
-        self.kept = parameter not in self.arguments
 
     def add_text(self, text: str, out: list[ParseEvent]) -> None:
         """Appends to the body; of a padded one without a newline at each end."""
         if self.fresh:
             self.fresh = False
             text = text.removeprefix("\n")
-        if not text or not self.kept:
+        if not text or self.parameter in self.arguments:
             return
         if self.newline:
             text = "\n" + text
@@ -126,8 +123,7 @@ class OpenCall:
     def close_body(self) -> None:
         """The value is whole."""
         assert self.parameter is not None and self.body is not None
-        if self.kept:
-            self.arguments[self.parameter] = self.body.getvalue()
+        self.arguments.setdefault(self.parameter, self.body.getvalue())
         self.parameter = None
 
     def check_complete(self, parameters: Mapping[str, Parameter]) -> None:
@@ -309,7 +305,7 @@ class Grammar:
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
         """What a system message says of these tools, for models that know the grammar or are to learn it.
         None: the model's own chat template says it."""
-        raise NotImplementedError
+        return None
 
     def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
         """Calls that follow each other as their author would write them, with what stands before the first:

@@ -44,9 +44,6 @@ class NativeGrammar(Grammar):
         self.form = form
         self.numbers_restart = form.numbers_restart
 
-    def announce(self, schemas: Sequence[ToolSchema]) -> None:
-        """The model's own chat template does."""
-
     def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
         """All calls of an answer, with what stands between them and before the first."""
         form = self.form
