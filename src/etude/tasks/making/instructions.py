@@ -241,9 +241,9 @@ class _Described:
     def tell(
         self, failures: Sequence[TestFailure], earlier: Sequence[str], most: int, must_tell: bool
     ) -> list[str]:
-        """Sentences on up to `most` failures, of differing calls first, whose calls are then told. What
-        names the last call that is not named yet is left out, unless there must be a sentence and is no
-        other."""
+        """Sentences on up to `most` failures, of differing calls first; what they call counts as named from
+        then on. What names the last call that is not named yet is left out, unless there must be a sentence
+        and is no other."""
         found, last = dict[str, str](), dict[str, frozenset[Call]]()
         order = sorted(failures, key=lambda failure: (len(failure.message), failure.test))
         for failure in order[:_MOST_READ]:
