@@ -1,4 +1,6 @@
-"""A verdict, and what an agent left behind for it: which changes reach grading, and how they are laid."""
+"""A verdict, what a session earned by it, and what an agent left behind for it: which changes reach grading,
+and how they are laid.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from functools import lru_cache
 
 from etude.agent.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
-from etude.records import Task
+from etude.records import RewardBreakdown, Status, Task
 from etude.sandbox.errors import PathKindError, PathMissingError
 from etude.sandbox.inside.testrunner import shorten
 from etude.sandbox.interface import Sandbox
@@ -38,6 +40,15 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.cause is not None:
             object.__setattr__(self, "cause", shorten(self.cause, CAUSE_CHARS))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a session earned."""
+
+    status: Status
+    verdict: Verdict
+    reward: RewardBreakdown
 
 
 def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str, bytes | None]:

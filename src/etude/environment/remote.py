@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.agent.inputs import result_of
+from etude.environment.grading import Outcome
 from etude.environment.running import was_run
-from etude.environment.verdicts import Outcome
 from etude.environment.wire import OUTCOME, task_document, turn_document
 from etude.errors import InfrastructureError, SandboxError, UserError
 from etude.kit.retry import Backoff, retry_async

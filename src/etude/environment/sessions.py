@@ -26,13 +26,13 @@ from etude.agent.mcp import open_servers
 from etude.agent.tools.ports import User
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
 from etude.environment.forking import Snapshots, fork_at, fork_here
-from etude.environment.grading import Verdict
+from etude.environment.grading import Outcome, Verdict
 from etude.environment.history import Difference, History, SessionTurn, StepEnded
 from etude.environment.origins import DeferredSandbox, Origin, task_origin, user_of
 from etude.environment.rewards import Evidence, compute_reward
 from etude.environment.running import RunningTurn, ToolTime, TurnRunner
 from etude.environment.steps import StepRun
-from etude.environment.verdicts import Outcome, Site
+from etude.environment.verdicts import Site
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
 from etude.kit.tasks import end_tasks, start_watched
 from etude.records import Status, Task, ToolResult

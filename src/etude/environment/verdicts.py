@@ -44,7 +44,7 @@ from etude.environment.scripts import FORGEABLE, Left, find_left, judge_by_scrip
 from etude.environment.twins import TwinFinder, Twins
 from etude.errors import AgentError, SandboxError, TaskError
 from etude.kit.tasks import off_loop, start_watched
-from etude.records import RewardBreakdown, Status, Task
+from etude.records import Task
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
@@ -244,15 +244,6 @@ class Site:
     less; 0: none is."""
     life_s: float | None = None
     """Sandboxes end by themselves after it, whatever becomes of this process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a session earned."""
-
-    status: Status
-    verdict: Verdict
-    reward: RewardBreakdown
 
 
 class _Memory(Generic[Found]):

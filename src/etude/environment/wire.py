@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from etude.agent.inputs import call_document, result_document, result_of
-from etude.environment.verdicts import Outcome
+from etude.environment.grading import Outcome
 from etude.errors import UserError
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.serving.errors import plain

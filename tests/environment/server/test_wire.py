@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.inputs import call_document
-from etude.environment.grading import Verdict
+from etude.environment.grading import Outcome, Verdict
 from etude.environment.history import History, SessionTurn, TurnConflictError, differences
-from etude.environment.verdicts import Outcome
 from etude.environment.wire import (
     MAX_CALLS,
     OUTCOME,

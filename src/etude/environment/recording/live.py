@@ -25,9 +25,6 @@ from etude.environment.recording.spec import SessionSpec
 from etude.errors import EtudeError, InfrastructureError, UserError
 from etude.protocols import Sampler
 from etude.records import RewardBreakdown, Status, Trajectory
-from etude.serving.access import AccessError
-from etude.serving.errors import BodyTooLargeError, OpenAIErrors
-from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.shelf import RendererShelf
 
 
@@ -49,22 +46,6 @@ class BusyError(UserError):
 
 class DrainingError(InfrastructureError):
     """The server is about to end and takes no new sessions."""
-
-
-ERRORS = OpenAIErrors(
-    (
-        (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
-        (AccessError, 401, "authentication_error", "foreign_name"),
-        (RefusedKeyError, 401, "authentication_error", "invalid_api_key"),
-        (NoSuchSessionError, 404, "invalid_request_error", "session_not_found"),
-        (SessionEndedError, 410, "invalid_request_error", "session_ended"),
-        (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
-        (BusyError, 429, "rate_limit_error", "rate_limit_exceeded"),
-        (UserError, 400, "invalid_request_error", None),
-        (EtudeError, 503, "server_error", None),
-    )
-)
-"""What a recording endpoint refuses, in OpenAI's words; other dialects have theirs from these."""
 
 
 @dataclass(frozen=True, slots=True)

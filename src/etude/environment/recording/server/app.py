@@ -20,8 +20,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
-from etude.environment.recording.live import ERRORS, LiveSessions, RecordedSession
-from etude.environment.recording.server.routes import agents, sessions_of, trainers
+from etude.environment.recording.live import LiveSessions, RecordedSession
+from etude.environment.recording.server.routes import ERRORS, agents, sessions_of, trainers
 from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
 from etude.serving.application import build_application

@@ -17,24 +17,27 @@ from fastapi.responses import JSONResponse, Response
 
 from etude.environment.names import check_run_name, check_task_name
 from etude.environment.recording.live import (
-    ERRORS,
+    BusyError,
     LiveSessions,
+    NoSuchSessionError,
     RecordedSession,
     RecordingLimits,
     RefusedKeyError,
+    SessionEndedError,
 )
 from etude.environment.recording.service import Ask
 from etude.environment.recording.sessions import Recordings
 from etude.environment.recording.spec import SamplingDefaults, SessionSpec
-from etude.errors import EtudeError, StoreError
+from etude.errors import EtudeError, StoreError, UserError
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
-from etude.serving.access import bearer_of
+from etude.serving.access import AccessError, bearer_of
 from etude.serving.answers import EventStream, Sending
 from etude.serving.application import read_parsed, unless_gone
 from etude.serving.describing import answering, described
-from etude.serving.errors import ErrorAnswer
+from etude.serving.errors import BodyTooLargeError, ErrorAnswer, OpenAIErrors
 from etude.tokens.chat.answers import encode_event, written, written_whole
 from etude.tokens.chat.dialects import DIALECTS, MESSAGES, Dialect, respell_error
+from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import flag, integer, number, parse_body, text, unsupported, wrong
 from etude.tokens.chat.requests import ChatRequest
 
@@ -51,6 +54,20 @@ _SPEC_FIELDS = {*_NUMBERS, "run", "task", "group_size", "consent", "keep_thinkin
 _SAMPLING_FIELDS = {"temperature", "max_tokens"}
 _METADATA_BYTES = 1 << 16
 _MAX_REWARD = 1e300
+ERRORS = OpenAIErrors(
+    (
+        (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+        (AccessError, 401, "authentication_error", "foreign_name"),
+        (RefusedKeyError, 401, "authentication_error", "invalid_api_key"),
+        (NoSuchSessionError, 404, "invalid_request_error", "session_not_found"),
+        (SessionEndedError, 410, "invalid_request_error", "session_ended"),
+        (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
+        (BusyError, 429, "rate_limit_error", "rate_limit_exceeded"),
+        (UserError, 400, "invalid_request_error", None),
+        (EtudeError, 503, "server_error", None),
+    )
+)
+"""What a recording endpoint refuses, in OpenAI's words; other dialects have theirs from these."""
 agents, trainers = APIRouter(), APIRouter()
 _log = logging.getLogger("etude.recording.server")
 
