@@ -37,7 +37,6 @@ from etude.sandbox.errors import (
     SnapshotError,
     Unsupported,
 )
-from etude.sandbox.file_streams import receive_file
 from etude.sandbox.files import batches, below, split_write
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.interface import Sandbox
@@ -56,6 +55,7 @@ from etude.sandbox.wire_types import (
     decode_info,
     encode,
     encode_error,
+    receive_file,
 )
 from etude_quickstart.memory_backend import MemoryBackend
 from tests.sandbox.backends import with_sandbox

@@ -46,8 +46,8 @@ def _open_named(name: str, state: Path | None) -> SandboxBackend:
 
 
 def _open_containers(engine: str, image: str, state: Path | None) -> SandboxBackend:
-    from etude.sandbox.containers.arguments import IMAGE
     from etude.sandbox.containers.backend import ContainerBackend
+    from etude.sandbox.containers.engine import IMAGE
 
     return ContainerBackend(engine, image or IMAGE, state)
 

@@ -1,4 +1,5 @@
-"""The programs of `inside`: packed for guests, or started here in an interpreter of their own."""
+"""The programs of `inside`: packed for guests, or started here in an interpreter of their own; and how
+guests get the files of a template that they were booted without."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
+from etude.errors import SandboxError
+from etude.sandbox.channel import Channel
+from etude.sandbox.files import batches
+from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 
 _INSIDE = Path(__file__).parent / "inside"
@@ -40,3 +45,28 @@ def guest_program() -> bytes:
         for name, text in entries.items():
             archive.writestr(zipfile.ZipInfo(name, _DATE), text)
     return buffer.getvalue()
+
+
+_BATCH_BYTES, _FILE_BYTES = 8 << 20, 8 << 10
+"""Of one batch, and what each file counts for beside its contents."""
+
+
+async def install_template(
+    channel: Channel, template: Template, deadline_s: float, keep: bool = False
+) -> None:
+    """Fills the workspace. `deadline_s` is for each batch; `keep`: what an image has there stays.
+
+    Raises SandboxError if that cannot be done.
+    """
+    files = list(template.contents.items())
+    more = False
+    # One at least, so that a workspace without files is marked complete as well.
+    for part in list(batches([len(data) + _FILE_BYTES for _, data in files], _BATCH_BYTES)) or [slice(0)]:
+        rows = [[path, len(data)] for path, data in files[part]]
+        header: dict[str, object] = {"op": "install", "files": rows, "more": more, "keep": keep and not more}
+        answer, _ = await channel.request(header, b"".join(data for _, data in files[part]), deadline_s)
+        if "fault" in answer:
+            raise SandboxError(
+                f"the template cannot be installed: {answer['fault'][1]}", field="template", received=rows[:3]
+            )
+        more = True

@@ -46,6 +46,10 @@ class SnapshotKeeper:
         """Writes the running machine's state into the draft; the machine goes on afterwards."""
         raise self.unsupported(kind)
 
+    async def discard(self, draft: SnapshotDraft) -> None:
+        """Drops one that `save` did not finish, or that could not be published."""
+        self.snapshots.discard(draft)
+
     def unsupported(self, ability: str) -> Unsupported:
         """The error for what this kind of machine cannot do."""
         return unsupported(self.name, ability)
@@ -110,7 +114,7 @@ class SnapshotKeeper:
                 temporary=temporary,
             )
         except BaseException:
-            self.snapshots.discard(draft)
+            await self.discard(draft)
             raise
 
     async def _write_state(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:

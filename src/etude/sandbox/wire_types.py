@@ -1,4 +1,4 @@
-"""What sandbox server and remote client say to each other: calls, results and errors.
+"""What sandbox server and remote client say to each other: calls, results, errors and files.
 
 One frame (`inside.frames`) is a JSON header and raw bytes. Text that the agent's code made may hold lone
 surrogates, so nothing here goes through a parser that refuses them. Calls of a sandbox (`calls`) and their
@@ -10,20 +10,24 @@ Answers that may take long come as a stream of frames, distinguished by their `e
     dropped   {"num_bytes"}                   output that nobody took in time
     beat                                      the server is alive, nothing else
     started   {"value"}                       the answer to the start of a command whose output follows
-    piece, end                                a file, see `file_streams`
+    piece     and bytes                       of a file
+    end       {"num_bytes"}                   of all pieces of a file together
     result    {"value"} and bytes             the last frame of a call that succeeded
     error     {"error"}                       the last frame of a call that failed
 
-A stream without `result` or `error` at its end is torn.
-"""
+A stream without `result` or `error` at its end is torn, and so is a file's without `end`."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from etude.errors import EtudeError, SandboxError
+from etude.errors import EtudeError, ResourceError, SandboxError
+from etude.kit.durable import whole_file
 from etude.sandbox.errors import (
     CapacityError,
     PathMissingError,
@@ -32,6 +36,7 @@ from etude.sandbox.errors import (
     SnapshotMissingError,
     SnapshotRefusedError,
 )
+from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 from etude.serving.errors import OwnErrors
 from etude.serving.errors import decode_error as decode_plainly
@@ -113,3 +118,61 @@ def decode_snapshot(raw: Any) -> SnapshotInfo:
 def decode_capabilities(raw: Any) -> Capabilities:
     """Capabilities that `encode` wrote."""
     return Capabilities(**{**raw, "snapshots": frozenset(raw["snapshots"]), "pause": frozenset(raw["pause"])})
+
+
+PIECE_BYTES = 1 << 20
+"""The most that one frame carries."""
+
+
+async def pack_file(source: Path) -> AsyncGenerator[bytes, None]:
+    """The frames of a file."""
+    num_bytes = 0
+    with await asyncio.to_thread(source.open, "rb") as stream:
+        while piece := await asyncio.to_thread(stream.read, PIECE_BYTES):
+            yield pack({"event": "piece"}, piece)
+            num_bytes += len(piece)
+    yield pack({"event": "end", "num_bytes": num_bytes})
+
+
+class FileWriter:
+    """Writes the pieces of one stream."""
+
+    def __init__(self, file: BinaryIO, target: Path) -> None:
+        self._file = file
+        self._target = target
+        self.num_bytes = 0
+        """Written so far."""
+        self.is_whole = False
+        """Whether the stream came to its end, and nothing of it was missing."""
+
+    def take(self, header: Header, piece: bytes) -> None:
+        """One frame. Blocks on the disk. Raises ResourceError for a disk that fails."""
+        if header.get("event") == "piece":
+            with _disk_errors(self._target):
+                self._file.write(piece)
+            self.num_bytes += len(piece)
+        self.is_whole = header.get("event") == "end" and header.get("num_bytes") == self.num_bytes
+
+
+@contextlib.contextmanager
+def receive_file(target: Path) -> Iterator[FileWriter]:
+    """A writer whose file becomes `target` when the block ends; nothing stays of it where the block raises,
+    as it must for a stream that is not whole. Raises ResourceError."""
+    with contextlib.ExitStack() as stack:
+        with _disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(whole_file(target, sync=False))
+        yield FileWriter(file, target)
+
+
+@contextlib.contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write what came: {error.strerror}",
+            field="target",
+            received=str(target),
+            fix="name another place, or make room",
+        ) from error

@@ -11,9 +11,8 @@ import pytest
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox.backends import open_backend
-from etude.sandbox.containers.arguments import COMMAND_UID, create_arguments, pack_upload
 from etude.sandbox.containers.backend import ContainerBackend
-from etude.sandbox.containers.engine import Engine, EngineError
+from etude.sandbox.containers.engine import COMMAND_UID, Engine, EngineError, create_arguments, pack_upload
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Resources

@@ -18,8 +18,8 @@ import pytest
 from etude.errors import SandboxError
 from etude.kit.leftovers import owner_tag
 from etude.sandbox.backends import open_backend
-from etude.sandbox.containers.arguments import HOST_LABEL, OWNER_LABEL
 from etude.sandbox.containers.backend import ContainerBackend
+from etude.sandbox.containers.engine import HOST_LABEL, OWNER_LABEL
 from etude.sandbox.errors import (
     SandboxKilledByAgentError,
     SandboxMissingError,

@@ -28,9 +28,8 @@ from etude.sandbox.images.building import (
     open_proxy,
     show_line,
 )
-from etude.sandbox.images.built import BuildInputs, BuildOptions, note_build
+from etude.sandbox.images.built import BuildInputs, BuildOptions, LastCopy, note_build
 from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.images.last_copy import LastCopy
 from etude.sandbox.template import Image
 from etude.sandbox.types import Network
 from tests.sandbox.images.image_builders import (

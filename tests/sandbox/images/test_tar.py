@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.tar import open_archive
+from etude.sandbox.images.archives import open_archive
 from tests.sandbox.images.image_builders import file_member, member, tar_bytes
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import SandboxError
-from etude.sandbox.vm.memory import (
+from etude.sandbox.vm.state import (
     PAGE_BYTES,
     copy_sparse,
     find_mappings,

@@ -21,17 +21,18 @@ from typing import IO
 from etude.errors import SandboxError
 from etude.kit.leftovers import boot_id, is_owner_alive, owner_tag
 from etude.sandbox.channel import READY, Channel
-from etude.sandbox.containers.arguments import (
+from etude.sandbox.containers.engine import (
     COMMAND_UID,
     HOST_LABEL,
     IMAGE,
     OWNER_LABEL,
+    TRANSFER_S,
+    Engine,
     create_arguments,
     pack_upload,
 )
-from etude.sandbox.containers.engine import TRANSFER_S, Engine
 from etude.sandbox.errors import SnapshotError, TemplateError
-from etude.sandbox.installing import install_template
+from etude.sandbox.guest_program import install_template
 from etude.sandbox.machine import MachineSandbox, greeting
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft, Spec, pack_files, unpack_files
@@ -75,7 +76,6 @@ class ContainerBackend(MachineBackend):
         self._default_image = image
         self.engine = Engine(program)
         self._containers: dict[str, _Container] = {}
-        self._committed: dict[str, str] = {}
         self._doomed: set[str] = set()
         self._sweeping: asyncio.Task[None] | None = None
         self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
@@ -143,11 +143,10 @@ class ContainerBackend(MachineBackend):
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
         """See MachineBackend.save: commits the container's files."""
-        self._committed[sandbox.id] = image = f"{REPOSITORY}:{draft.id}"
+        draft.extra["image"] = image = f"{REPOSITORY}:{draft.id}"
         async with sandbox.standing_still():
             container = self._containers[sandbox.id].name
             await self.engine.run("commit", "--pause=true", container, image, deadline_s=TRANSFER_S)
-        draft.extra["image"] = image
 
     async def stop(self, sandbox: MachineSandbox) -> None:
         container = self._containers.pop(sandbox.id, None)
@@ -187,18 +186,10 @@ class ContainerBackend(MachineBackend):
 
     # Inner workings
 
-    async def _save(
-        self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None, temporary: bool = False
-    ) -> SnapshotInfo:
-        try:
-            info = await super()._save(sandbox, kind, name, temporary)
-        except BaseException:
-            image = self._committed.pop(sandbox.id, None)
-            if image is not None:
-                await asyncio.shield(self._drop_image(image))
-            raise
-        self._committed.pop(sandbox.id, None)
-        return info
+    async def discard(self, draft: SnapshotDraft) -> None:
+        await super().discard(draft)
+        if "image" in draft.extra:
+            await asyncio.shield(self._drop_image(draft.extra["image"]))
 
     async def _run(self, sandbox: MachineSandbox, image: str) -> Channel:
         await self._sweep()

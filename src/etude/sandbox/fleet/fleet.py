@@ -26,8 +26,7 @@ from etude.kit.tasks import finish_all
 from etude.sandbox.fleet.heartbeat import Heartbeats
 from etude.sandbox.fleet.host import FleetHost, HostSpec, kill
 from etude.sandbox.fleet.hosts import Placement, Request
-from etude.sandbox.fleet.registry import FleetConfig, Registry
-from etude.sandbox.fleet.sandbox import FleetSandbox
+from etude.sandbox.fleet.registry import FleetConfig, FleetSandbox, Registry
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.kit.tasks import to_the_end
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.guarded import GuardedProcess
 from etude.sandbox.gvisor.bundle import Interpreter, configuration
@@ -55,7 +56,9 @@ class Container:
         self._runsc = runsc
         self._interpreter = interpreter
         self._rootfs = rootfs
-        self._starting: asyncio.Task[GuardedProcess] | None = None
+        self._process: GuardedProcess | None = None
+        self._spawning = asyncio.Lock()
+        """Held by a start, which whoever ends the container waits for."""
         self._groups = groups
         self._watch: asyncio.Task[None] | None = None
 
@@ -67,10 +70,10 @@ class Container:
         The caller waits for the program inside: `ready`, or the answer to `hello` after a restore.
         """
         ours, theirs = socket.socketpair()
-        # Shielded: what a cancelled caller left half-made would be nobody's.
-        self._starting = asyncio.ensure_future(self._spawn(resources, hostname, image, theirs))
         try:
-            await asyncio.shield(self._starting)
+            # What a cancelled caller left half-made would be nobody's.
+            async with self._spawning:
+                await to_the_end(self._spawn(resources, hostname, image, theirs))
         except BaseException:
             ours.close()
             raise
@@ -78,7 +81,7 @@ class Container:
 
     async def _spawn(
         self, resources: Resources, hostname: str, image: Sequence[Path], line: socket.socket
-    ) -> GuardedProcess:
+    ) -> None:
         with line:
             control = await asyncio.to_thread(self._prepare, resources, hostname, image)
             binds = {WORK: self.directory, ROOTFS: self._rootfs}
@@ -87,7 +90,7 @@ class Container:
             binds.update({f"{IMAGE}/{path.name}": path for path in image})
             start = ["restore", f"--image-path={IMAGE}"] if image else ["run"]
             words = [*start, f"--bundle={WORK}/bundle", f"--pid-file={WORK}/pid", self.name]
-            return await self._runsc.spawn(words, binds, control, line.fileno())
+            self._process = await self._runsc.spawn(words, binds, control, line.fileno())
 
     def _prepare(self, resources: Resources, hostname: str, image: Sequence[Path]) -> list[Path]:
         """The files by which its processes enter their control groups; none where there are no groups."""
@@ -129,25 +132,22 @@ class Container:
 
     async def last_words(self) -> str:
         """The end of what runsc and the program inside printed; of one that is just ending, all of it."""
-        if self._starting is None:
+        if self._process is None:
             return ""
-        await asyncio.wait([self._starting])
-        if self._starting.cancelled() or self._starting.exception() is not None:
-            return ""
-        process = self._starting.result()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await process.wait()
-        return process.log()
+                await self._process.wait()
+        return self._process.log()
 
     def watch(self, resources: Resources, channel: Channel, on_end: Callable[[], None]) -> None:
         """From now on memory is bounded, and `on_end` called when the container ends by itself."""
-        self._watch = asyncio.ensure_future(self._watch_over(resources, channel, on_end))
-
-    async def _watch_over(self, resources: Resources, channel: Channel, on_end: Callable[[], None]) -> None:
-        assert self._starting is not None, "only what was started is watched"
-        process = await self._starting
+        assert self._process is not None, "only what was started is watched"
         limit_bytes = resources.memory_bytes + resources.disk_bytes
+        self._watch = asyncio.ensure_future(self._watch_over(self._process, limit_bytes, channel, on_end))
+
+    async def _watch_over(
+        self, process: GuardedProcess, limit_bytes: int, channel: Channel, on_end: Callable[[], None]
+    ) -> None:
         bound = asyncio.ensure_future(self._bound_memory(limit_bytes, channel, process))
         try:
             await process.wait()
@@ -182,9 +182,7 @@ class Container:
     @property
     def was_killed(self) -> bool:
         """Whether a signal ended runsc: nothing inside can send it one."""
-        started = self._starting
-        ended = started is not None and started.done() and not started.cancelled() and not started.exception()
-        return ended and started is not None and started.result().was_killed
+        return self._process is not None and self._process.was_killed
 
     @property
     def num_oom_kills(self) -> int:
@@ -195,12 +193,10 @@ class Container:
         """Ends everything that it consists of, and removes its directory. Idempotent."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._starting is not None:
-            # A start that failed was raised to its caller.
-            await asyncio.wait([self._starting])
-            if not self._starting.cancelled() and self._starting.exception() is None:
-                await self._starting.result().kill()
-        await asyncio.to_thread(self._clear)
+        async with self._spawning:
+            if self._process is not None:
+                await self._process.kill()
+            await asyncio.to_thread(self._clear)
 
     def _clear(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -20,9 +20,15 @@ from etude.kit.durable import read_record, write_json
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.base_sources import BaseFile, find_in_store, full_name
 from etude.sandbox.images.buildah import Buildah, OnLine, open_buildah
-from etude.sandbox.images.built import BuildInputs, BuildOptions, find_mark, note_build, recall_build
+from etude.sandbox.images.built import (
+    BuildInputs,
+    BuildOptions,
+    LastCopy,
+    find_mark,
+    note_build,
+    recall_build,
+)
 from etude.sandbox.images.image_store import ImageStore, check_name
-from etude.sandbox.images.last_copy import LastCopy
 from etude.sandbox.images.oci import architecture, export_image, import_image
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy

@@ -17,7 +17,7 @@ from pathlib import Path
 from etude.errors import EtudeError, ResourceError, SandboxError
 from etude.kit.durable import FULL
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images.tar import CHUNK_BYTES
+from etude.sandbox.images.archives import CHUNK_BYTES
 
 WHITEOUT_PREFIX = b".wh."
 OPAQUE_MARKER = b".wh..wh..opq"

@@ -21,9 +21,8 @@ from etude.errors import ResourceError
 from etude.kit.durable import DRAFTS, publish_directory, sync_file_system, write_json
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.archives import DigestReader, Readable, decompressed, open_archive
 from etude.sandbox.images.extract import Extractor, give, storage_error
-from etude.sandbox.images.streams import DigestReader, decompressed
-from etude.sandbox.images.tar import Readable, open_archive
 from etude.sandbox.inside.packing import pack_tree
 from etude.sandbox.inside.rights import NOBODY
 

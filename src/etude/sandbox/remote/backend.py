@@ -17,7 +17,6 @@ from etude.kit.retry import Backoff
 from etude.sandbox.calls import Answer
 from etude.sandbox.commands import process_id
 from etude.sandbox.errors import SnapshotError, TemplateError
-from etude.sandbox.file_streams import pack_file, receive_file
 from etude.sandbox.files import split_write
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
@@ -32,6 +31,8 @@ from etude.sandbox.wire_types import (
     decode_error,
     decode_info,
     decode_snapshot,
+    pack_file,
+    receive_file,
 )
 from etude.serving.client import Transport
 

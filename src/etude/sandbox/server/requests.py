@@ -12,14 +12,13 @@ from fastapi import Depends, Request
 
 from etude.errors import UserError
 from etude.sandbox.errors import SandboxLostError, fault_error
-from etude.sandbox.file_streams import receive_file
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server.state import Held, ServerState
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
-from etude.sandbox.wire_types import ERROR_SHAPE, encode
+from etude.sandbox.wire_types import ERROR_SHAPE, encode, receive_file
 from etude.serving import application
 from etude.serving.application import pieces
 from etude.serving.json_bodies import MOST_LEVELS, check_values, is_too_deep

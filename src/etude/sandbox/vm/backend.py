@@ -20,7 +20,7 @@ from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.kit.leftovers import ScratchDirectory, work_directory
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SnapshotError
-from etude.sandbox.installing import install_template
+from etude.sandbox.guest_program import install_template
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies

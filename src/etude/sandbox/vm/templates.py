@@ -31,9 +31,8 @@ from etude.sandbox.snapshots import this_machine
 from etude.sandbox.types import Resources
 from etude.sandbox.vm.guest_boot import kernel_arguments, machine_archive
 from etude.sandbox.vm.image import VmImage
-from etude.sandbox.vm.memory import make_sparse
 from etude.sandbox.vm.qemu import Boot, Hardware, Qemu, command_line, qemu_version
-from etude.sandbox.vm.state import DEVICES, DISK, RAM, Machine
+from etude.sandbox.vm.state import DEVICES, DISK, RAM, Machine, make_sparse
 
 FORMAT = 1
 MANIFEST = "manifest.json"
