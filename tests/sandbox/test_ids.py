@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ResourceError, SandboxError
-from etude.sandbox.images.layers import LayerStore
+from etude.sandbox.images.image_store import LayerStore
 from etude.sandbox.inside.ids import BLOCK, Spare
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend

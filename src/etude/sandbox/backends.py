@@ -10,7 +10,7 @@ from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
 from etude.sandbox.machine_backend import MachineBackend, default_state_directory
-from etude.sandbox.network.addresses import parse_private
+from etude.sandbox.network.rules import parse_private
 
 ENGINES = ("docker", "podman")
 IMAGES = "images"

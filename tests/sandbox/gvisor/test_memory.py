@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.gvisor.memory import (
+from etude.sandbox.gvisor.container import (
     KERNEL_BYTES,
     LONGEST_S,
     OVERHEAD_BYTES,

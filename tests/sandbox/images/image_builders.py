@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.sandbox.images.extract import is_whiteout
-from etude.sandbox.images.image_store import ImageStore
-from etude.sandbox.images.layers import LayerStore
+from etude.sandbox.images.image_store import ImageStore, LayerStore
 from etude.sandbox.images.oci import CONFIGS, LAYERS, MANIFESTS, architecture
 from etude.sandbox.template import Image
 

@@ -24,7 +24,7 @@ from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images import layers
 from etude.sandbox.images.extract import OPAQUE_XATTR
-from etude.sandbox.images.layers import LayerStore, default_owner
+from etude.sandbox.images.image_store import LayerStore, default_owner
 from tests.sandbox.images.image_builders import (
     Row,
     add,
@@ -251,7 +251,7 @@ import io, os, sys
 from pathlib import Path
 from etude.errors import ResourceError
 from tests.sandbox.images.image_builders import layer_bytes, layers_of
-from etude.sandbox.images.layers import LayerStore
+from etude.sandbox.images.image_store import LayerStore
 store = LayerStore(Path(sys.argv[1]))
 store.owner = (0, 0)
 store.add_tar(io.BytesIO(layer_bytes({"small": b"x"})))
@@ -326,7 +326,8 @@ def test_missing_layers_and_bad_digests_are_typed_errors(store: LayerStore) -> N
 
 def test_what_a_killed_process_left_is_swept_and_living_work_is_not(store: LayerStore) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from etude.sandbox.images.layers import LayerStore\n"
+        "import sys, time; from pathlib import Path\n"
+        "from etude.sandbox.images.image_store import LayerStore\n"
         "with LayerStore(Path(sys.argv[1])).scratch() as folder:\n"
         "    (folder / 'half').write_bytes(b'x'); print('ready', flush=True); time.sleep(60)\n"
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError
-from etude.sandbox.network.addresses import (
+from etude.sandbox.network.rules import (
     forbidden_reason,
     is_own_address,
     parse_private,

@@ -53,7 +53,7 @@ class Fleet(SandboxBackend):
         self._heartbeats = Heartbeats(self.registry)
         self._closed = False
         for name, host in hosts.items():
-            self.registry.add(name, host if isinstance(host, HostSpec) else HostSpec(host))
+            self.registry.add(name, host)
 
     # SandboxBackend
 
@@ -173,7 +173,7 @@ class Fleet(SandboxBackend):
 
     async def add_host(self, name: str, host: SandboxBackend | HostSpec) -> None:
         """One more host. Raises ConfigError if there is one of that name."""
-        added = self.registry.add(name, host if isinstance(host, HostSpec) else HostSpec(host))
+        added = self.registry.add(name, host)
         if self._heartbeats.started:
             await self._heartbeats.watch(added)
         self.registry.queue.serve()

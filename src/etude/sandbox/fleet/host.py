@@ -23,10 +23,6 @@ CLEANUP_S = 5.0
 """How long a cancelled call may take to tidy up before it is left behind."""
 
 
-def _everything(info: SandboxInfo) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class HostSpec:
     """A host as the user names it."""
@@ -35,7 +31,7 @@ class HostSpec:
     capacity: Capacity | AskCapacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
     """Or how to ask the host for it, which is done when it answers for the first time."""
     probe: HostProbe = field(default_factory=NoProbe)
-    owns: Callable[[SandboxInfo], bool] = _everything
+    owns: Callable[[SandboxInfo], bool] = lambda info: True
     """Which of the sandboxes there are this fleet's. Others are neither counted nor killed; what they
     use shows in the host's pressure."""
 

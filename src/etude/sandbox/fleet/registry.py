@@ -59,16 +59,16 @@ class Registry:
         self.sandboxes: dict[str, FleetSandbox] = {}
         """Those of which somebody holds a handle."""
 
-    def add(self, name: str, spec: HostSpec) -> FleetHost:
+    def add(self, name: str, host: SandboxBackend | HostSpec) -> FleetHost:
         """One more host. Raises ConfigError for a name that is taken or no name."""
         if not name or ":" in name:
             raise ConfigError(
                 "a host's name is not empty and has no colon", field="hosts", received=name, fix="rename it"
             )
-        host = FleetHost(name, spec)
-        self.scheduler.add_host(name, host.capacity)
-        self.hosts[name] = host
-        return host
+        added = FleetHost(name, host if isinstance(host, HostSpec) else HostSpec(host))
+        self.scheduler.add_host(name, added.capacity)
+        self.hosts[name] = added
+        return added
 
     def is_empty(self, name: str) -> bool:
         """Whether nothing of this fleet runs, sleeps or is being made on a host, as far as it is known; a

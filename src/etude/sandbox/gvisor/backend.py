@@ -21,8 +21,7 @@ from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.guest_program import install_template
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
-from etude.sandbox.gvisor.container import IMAGE_FILES, Container
-from etude.sandbox.gvisor.memory import OVERHEAD_BYTES
+from etude.sandbox.gvisor.container import IMAGE_FILES, OVERHEAD_BYTES, Container
 from etude.sandbox.gvisor.runsc import Runsc, find_problems
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.local.cgroups import ControlGroups

@@ -104,15 +104,19 @@ class Extractor:
             raise self._refusal(entry, "a directory with a name that only whiteouts may have")
         return parts
 
-    def _enter(self, parts: Parts) -> int:
-        """Descriptor of a directory, made with all above it if missing; valid until the next call."""
+    def _enter(self, parts: Parts, make: bool = True) -> int:
+        """Descriptor of a directory, made with all above it if missing; valid until the next call. Without
+        `make` raises OSError for what is none."""
         if self._parent is not None and self._parent[0] == parts:
             return self._parent[1]
         self._forget_parent()
         here = os.dup(self._root)
         try:
             for depth in range(len(parts)):
-                below = self._step(here, parts[: depth + 1])
+                if make:
+                    below = self._step(here, parts[: depth + 1])
+                else:
+                    below = os.open(parts[depth], _OPEN_DIRECTORY, dir_fd=here)
                 os.close(here)
                 here = below
         except BaseException:
@@ -244,25 +248,11 @@ class Extractor:
         """Last of all, because every new entry changes its directory's time."""
         for parts, mtime_s in self._directories.items():
             try:
-                here = self._enter_existing(parts)
+                _set_time(self._enter(parts, make=False), mtime_s)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                     raise storage_error(error, self._name, _shown(b"/".join(parts))) from error
-                continue  # a later entry replaced it
-            try:
-                _set_time(here, mtime_s)
-            finally:
-                os.close(here)
-
-    def _enter_existing(self, parts: Parts) -> int:
-        here = os.dup(self._root)
-        for part in parts:
-            try:
-                below = os.open(part, _OPEN_DIRECTORY, dir_fd=here)
-            finally:
-                os.close(here)
-            here = below
-        return here
+                # Else a later entry replaced it.
 
     def _forget_parent(self) -> None:
         if self._parent is not None:

@@ -20,8 +20,7 @@ from etude.kit.durable import whole_file
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.archives import Blobs, DigestReader, blob_name, open_blobs, read_document
 from etude.sandbox.images.extract import storage_error
-from etude.sandbox.images.image_store import ImageStore, check_name
-from etude.sandbox.images.layers import MAX_LAYER_BYTES
+from etude.sandbox.images.image_store import MAX_LAYER_BYTES, ImageStore, check_name
 from etude.sandbox.paths import WORKSPACE
 from etude.sandbox.template import Image
 

@@ -24,7 +24,15 @@ from typing import Any, Protocol
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import MAX_ENTRIES
-from etude.sandbox.inside.packing import DIRECTORY_FLAGS, FILE_FLAGS, OPAQUE, Folder, add_entry, attributes
+from etude.sandbox.inside.packing import (
+    DIRECTORY_FLAGS,
+    FILE_FLAGS,
+    OPAQUE,
+    Folder,
+    add_entry,
+    attributes,
+    go_through,
+)
 
 OWN = "var/lib/etude"
 """Where a guest keeps what is its own."""
@@ -212,35 +220,23 @@ def walk(
     Directories that may not be entered are passed over, and so are, in a whole root (`own`), those that hold
     no files of an image. Raises Fault for more than `most` entries beside those that are skipped.
     """
-    folders = [Folder(os.dup(top), "", os.fstat(top))]
-    device, count = folders[0].status.st_dev, 0
-    try:
-        while folders:
-            folder = folders[-1]
-            if not folder.names:
-                folders.pop().close()
-                continue
-            name = folder.names.pop()
-            if skipped.has(folder.prefix + name, name):
-                continue
-            try:
-                status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            count += 1
+    passed_over = (*NO_FILES, OWN) if own else ()
+    device = os.fstat(top).st_dev
+
+    def skips(folder: Folder, name: str) -> bool:
+        path = folder.prefix + name
+        return path in passed_over or skipped.has(path, name)
+
+    def enter(folder: Folder, name: str, status: os.stat_result) -> Folder | None:
+        with contextlib.suppress(PermissionError):
+            return folder.enter(name, status) if status.st_dev == device else None
+
+    entries = go_through(Folder(os.dup(top), "", os.fstat(top)), skips, enter)
+    with contextlib.closing(entries):
+        for count, entry in enumerate(entries, 1):
             if count > most:
                 raise Fault(*faults.DIFF_TOO_LARGE)
-            if own and folder.prefix + name in (*NO_FILES, OWN):
-                continue
-            yield folder, name, status
-            if stat.S_ISDIR(status.st_mode) and status.st_dev == device:
-                try:
-                    folders.append(folder.enter(name, status))
-                except PermissionError:
-                    continue
-    finally:
-        for folder in folders:
-            folder.close()
+            yield entry
 
 
 class Gathering:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from etude.sandbox.inside import ids, kernel, layers, namespaces
 from etude.sandbox.inside.filesystem import Workspace
@@ -23,41 +23,36 @@ that the sandbox changed. Then what counts the memory of its sockets (without co
 and with them not of connections), and what finds changes in the root, where that is an image's."""
 
 
-class Isolation(Protocol):
+class Isolation:
     """How a sandbox is kept apart."""
 
-    files: str
+    files = namespaces.FILES
     """Directory of `templates` and `layers`."""
 
     def clone(self) -> int:
         """Starts a sandbox's first process: 0 in the child, its pid in the parent."""
-        ...
+        return os.fork()
 
     def settle(self, pid: int) -> list[int]:
         """In the parent: gives it its user; descriptors that it needs for `enter`. Raises OSError."""
-        ...
+        return []
 
     def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
         """In the child: makes the sandbox around it. Raises OSError."""
-        ...
+        raise NotImplementedError
 
     def note_ended(self, pid: int) -> None:
         """In the parent: the first process, and with it its sandbox, is gone."""
-        ...
 
     def leave(self) -> None:
         """In the child, at the end of its service."""
-        ...
 
     def close(self) -> None:
         """In the fork server, at its end."""
-        ...
 
 
-class Namespaces:
-    """Sandboxes in namespaces of their own."""
-
-    files = namespaces.FILES
+class Namespaces(Isolation):
+    """Sandboxes in namespaces of their own, which the kernel takes apart, and ends what is left there."""
 
     def __init__(self, users: ids.Users) -> None:
         self._users = users
@@ -87,15 +82,9 @@ class Namespaces:
         gathering = Gathering(plan.workspace, before)
         return workspace, NamespaceProcesses(), disk, sockets, gathering
 
-    def leave(self) -> None:
-        """Nothing: the kernel takes the namespaces apart."""
 
-    def close(self) -> None:
-        """Nothing: the kernel kills whatever is left in the pid namespace."""
-
-
-class Folders:
-    """Sandboxes that are folders below `base`. Nothing is kept apart."""
+class Folders(Isolation):
+    """Sandboxes that are folders below `base`, all of one user. Nothing is kept apart."""
 
     def __init__(self, base: str) -> None:
         self.files = os.path.join(base, "files")
@@ -104,15 +93,6 @@ class Folders:
         self._base = base
         self._disk = ""
         self._processes = DescendantProcesses()
-
-    def clone(self) -> int:
-        return os.fork()
-
-    def settle(self, pid: int) -> list[int]:
-        return []
-
-    def note_ended(self, pid: int) -> None:
-        """Nothing: it was the same user."""
 
     def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
         os.setsid()

@@ -13,12 +13,13 @@ thousand names. Nothing here recurses.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 from collections.abc import Callable
 
-from etude.sandbox.inside.packing import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
+from etude.sandbox.inside.packing import DIRECTORY_FLAGS, OPAQUE, Folder, attributes, go_through
 
 ROOT, TEMPORARY = "root", "tmp"
 _SMALL_BYTES = 32 << 10
@@ -76,24 +77,12 @@ def _go_through(
     visit: Callable[[Folder, str, os.stat_result], None],
 ) -> None:
     """Calls `enter` for directories, which gives the descriptor of the copy, and `visit` for all else."""
-    folders = [Folder(os.dup(source), "", os.fstat(source), os.dup(target))]
-    try:
-        while folders:
-            folder = folders[-1]
-            if not folder.names:
-                if folder.prefix:
-                    _finish(folder.copy, folder.status)
-                folders.pop().close()
-                continue
-            name = folder.names.pop()
-            status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
-                folders.append(folder.enter(name, status, enter(folder, name)))
-            else:
+    top = Folder(os.dup(source), "", os.fstat(source), os.dup(target))
+    entries = go_through(top, enter=lambda f, name, s: f.enter(name, s, enter(f, name)), leave=_finish)
+    with contextlib.closing(entries):
+        for folder, name, status in entries:
+            if not stat.S_ISDIR(status.st_mode):
                 visit(folder, name, status)
-    finally:
-        for folder in folders:
-            folder.close()
 
 
 def _mode(name: str, folder: int) -> int:
@@ -119,10 +108,12 @@ def _copy_directory(folder: Folder, name: str) -> int:
     return copy
 
 
-def _finish(descriptor: int, status: os.stat_result) -> None:
+def _finish(folder: Folder) -> None:
     """Mode and times of a directory: last, because filling it needs the one and changes the others."""
-    os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
-    os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns))
+    if folder.prefix:
+        os.fchmod(folder.copy, stat.S_IMODE(folder.status.st_mode))
+        os.utime(folder.copy, ns=(folder.status.st_atime_ns, folder.status.st_mtime_ns))
+    folder.close()
 
 
 def _copy_entry(here: int, there: int, name: str, status: os.stat_result) -> bool:

@@ -10,10 +10,12 @@ in it; this one what `pack_tree` wrote, with times to the nanosecond, pipes and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import tarfile
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -48,6 +50,41 @@ class Folder:
         os.close(self.descriptor)
         if self.copy >= 0:
             os.close(self.copy)
+
+
+def go_through(
+    top: Folder,
+    skips: Callable[[Folder, str], bool] = lambda folder, name: False,
+    enter: Callable[[Folder, str, os.stat_result], Folder | None] = Folder.enter,
+    leave: Callable[[Folder], None] = Folder.close,
+) -> Generator[tuple[Folder, str, os.stat_result], None, None]:
+    """(folder, name, status) of all that lies below a directory, in order, but for what `skips` says. Follows
+    no link; what is gone since it was listed is left out.
+
+    `enter` opens a directory once it was given, or says by None that nobody goes in; `leave` closes it, when
+    all that it holds was given. Raises OSError.
+    """
+    folders = [top]
+    try:
+        while folders:
+            folder = folders[-1]
+            if not folder.names:
+                leave(folder)
+                folders.pop()
+                continue
+            name = folder.names.pop()
+            if skips(folder, name):
+                continue
+            try:
+                status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield folder, name, status
+            if stat.S_ISDIR(status.st_mode) and (below := enter(folder, name, status)) is not None:
+                folders.append(below)
+    finally:
+        for folder in folders:
+            folder.close()
 
 
 def attributes(name: str, folder: int) -> list[str]:
@@ -90,27 +127,18 @@ def pack_tree(root: str, file: IO[bytes], max_hole_bytes: int | None = MAX_HOLE_
     links: dict[tuple[int, int], str] = {}
     hole_bytes = 0
     uppermost = os.open(root, DIRECTORY_FLAGS)
-    folders = [Folder(uppermost, "", os.fstat(uppermost))]
-    try:
-        with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-            if OPAQUE in attributes(".", uppermost):
-                archive.addfile(tarfile.TarInfo(_OPAQUE_MARK))
-            while folders:
-                folder = folders[-1]
-                if not folder.names:
-                    folders.pop().close()
-                    continue
-                name = folder.names.pop()
-                status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode) and max_hole_bytes is not None:
-                    hole_bytes += max(0, status.st_size - status.st_blocks * 512)
-                _check_packable(folder.prefix + name, hole_bytes)
-                _pack_entry(archive, folder, name, status, links)
-                if stat.S_ISDIR(status.st_mode):
-                    folders.append(folder.enter(name, status))
-    finally:
-        for folder in folders:
-            folder.close()
+    entries = go_through(Folder(uppermost, "", os.fstat(uppermost)))
+    with (
+        contextlib.closing(entries),
+        tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        if OPAQUE in attributes(".", uppermost):
+            archive.addfile(tarfile.TarInfo(_OPAQUE_MARK))
+        for folder, name, status in entries:
+            if stat.S_ISREG(status.st_mode) and max_hole_bytes is not None:
+                hole_bytes += max(0, status.st_size - status.st_blocks * 512)
+            _check_packable(folder.prefix + name, hole_bytes)
+            _pack_entry(archive, folder, name, status, links)
 
 
 def _check_packable(path: str, hole_bytes: int) -> None:

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 _ROUNDS = 20
 _STOP_S = 2.0
@@ -41,19 +40,21 @@ Spare = Callable[[Table], set[int]]
 """Which processes of a table are left alone."""
 
 
-class Processes(Protocol):
+class Processes:
     """All processes of a sandbox except its server."""
 
-    def table(self) -> Table: ...
+    def table(self) -> Table:
+        raise NotImplementedError
 
-    def kill_all(self) -> None: ...
+    def kill_all(self) -> None:
+        kill_all_but(self, lambda table: set())
 
     def remove_shared_memory(self) -> None:
         """Removes what the processes shared and left, as far as it is nobody else's."""
-        ...
+        remove_shared_memory()
 
 
-class NamespaceProcesses:
+class NamespaceProcesses(Processes):
     """The processes of this pid namespace, of which the server is pid 1."""
 
     def table(self) -> Table:
@@ -68,25 +69,19 @@ class NamespaceProcesses:
         except ProcessLookupError:
             return
 
-    def remove_shared_memory(self) -> None:
-        remove_shared_memory()
 
-
-class DescendantProcesses:
+class DescendantProcesses(Processes):
     """The descendants of this process, which adopts its orphans. For servers without a pid namespace."""
 
     def table(self) -> Table:
         table = read_table()
         return {pid: table[pid] for pid in descendants(table, [os.getpid()]) if pid in table}
 
-    def kill_all(self) -> None:
-        kill_all_but(self, lambda table: set())
-
     def remove_shared_memory(self) -> None:
         """Nothing: it is shared with the host."""
 
 
-class UserProcesses:
+class UserProcesses(Processes):
     """The processes of one user, who is nobody else, without this one, whose effective user may be the same.
     For a server that is root in a guest of its own."""
 
@@ -96,12 +91,6 @@ class UserProcesses:
     def table(self) -> Table:
         table = read_table()
         return {pid: row for pid, row in table.items() if _owner(pid) == self._uid and pid != os.getpid()}
-
-    def kill_all(self) -> None:
-        kill_all_but(self, lambda table: set())
-
-    def remove_shared_memory(self) -> None:
-        remove_shared_memory()
 
 
 def descendants(table: Table, roots: Iterable[int]) -> set[int]:

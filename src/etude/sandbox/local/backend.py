@@ -22,10 +22,9 @@ from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
-from etude.sandbox.local.forkserver import ForkServer
 from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.local.host_view import HostView
-from etude.sandbox.local.spares import NUM_AHEAD, Spares
+from etude.sandbox.local.spares import NUM_AHEAD, ForkServer, Spares
 from etude.sandbox.local.templates import TemplateUses, pack_files, plan_request
 from etude.sandbox.machine import OPERATION_S, MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies

@@ -19,7 +19,6 @@ from functools import partial
 
 from etude.errors import SandboxError
 from etude.sandbox.inside.forward import PORT
-from etude.sandbox.network.addresses import forbidden_reason, parse_private
 from etude.sandbox.network.exchange import CutError, Forwarding, Tunnel
 from etude.sandbox.network.log import RequestLog, RequestRecord
 from etude.sandbox.network.messages import (
@@ -32,9 +31,11 @@ from etude.sandbox.network.messages import (
 from etude.sandbox.network.rules import (
     FIELD,
     Rule,
+    forbidden_reason,
     is_address,
     is_loopback_name,
     join_authority,
+    parse_private,
     parse_rules,
     permits,
 )

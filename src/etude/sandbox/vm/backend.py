@@ -14,6 +14,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from etude.errors import ConfigError, ResourceError, SandboxError
@@ -137,12 +138,12 @@ class VmBackend(MachineBackend):
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
         _, accelerator = await self._prepare()
         hardware = Hardware.for_resources(snapshot.spec.resources, accelerator)
-        if snapshot.extra.get("hardware") != _fields(hardware):
+        if snapshot.extra.get("hardware") != asdict(hardware):
             raise SnapshotError(
                 f"the snapshot is of another machine: {snapshot.extra.get('hardware')}",
                 field="snapshot",
                 received=snapshot.info.id,
-                fix=f"restore it where guests are {_fields(hardware)}",
+                fix=f"restore it where guests are {asdict(hardware)}",
             )
         image = await self._image_of(str(snapshot.extra["image"]))
         await self._step("restore: checked")
@@ -261,7 +262,7 @@ class VmBackend(MachineBackend):
                 raise
             extra["next_id"] = channel.next_id()
             extra["image"] = machine.image.digest
-            extra["hardware"] = _fields(machine.hardware)
+            extra["hardware"] = asdict(machine.hardware)
             if sandbox.id not in self._sleepy:
                 await asyncio.shield(machine.wake(channel))
 
@@ -273,7 +274,3 @@ class VmBackend(MachineBackend):
         status = await machine.qemu.execute("query-status")
         if not status["running"]:
             await machine.wake(sandbox.channel)
-
-
-def _fields(hardware: Hardware) -> dict[str, object]:
-    return {name: getattr(hardware, name) for name in Hardware.__dataclass_fields__}

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from etude.errors import SandboxError
+from etude.kit.tasks import Changes
 from etude.sandbox.errors import SandboxLostError
 
 COMMAND_S = 30.0
@@ -44,7 +45,7 @@ class Qmp:
         self._greeting: dict[str, Any] | None = None
         self._answers: dict[int, dict[str, Any]] = {}
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
-        self._news = asyncio.Event()
+        self._news = Changes()
         self._sending = asyncio.Lock()
         self._end: str | None = None
         self.on_end: Callable[[], None] = lambda: None
@@ -152,11 +153,7 @@ class Qmp:
             self._events.append(message)
         else:
             self._answers[message.get("id", 0)] = message
-        self._wake()
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._news.tell()
 
     def _finish(self, reason: str) -> None:
         if self._end is not None:
@@ -164,7 +161,7 @@ class Qmp:
         self._end = reason
         with contextlib.suppress(OSError):
             self._sock.close()
-        self._wake()
+        self._news.tell()
         self.on_end()
 
     def _lost(self) -> SandboxLostError:
