@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from etude.errors import SandboxError
 from etude.sandbox.guest_program import python_words
@@ -36,15 +38,19 @@ class GuardedProcess:
         stdout: int | None = None,
         pass_fds: Sequence[int] = (),
         user: tuple[int, int] | None = None,
+        control: Sequence[Path] = (),
+        binds: Mapping[str, Path] | None = None,
     ) -> GuardedProcess:
         """Starts `argv` below a guard. What it prints is kept for `log`. Raises SandboxError.
 
-        `user`: (uid, gid) that the program becomes; the guard stays who it is.
+        `user`: (uid, gid) that the program becomes; the guard stays who it is. `control`, `binds`: see
+        `inside.guard`.
         """
         owner = os.pidfd_open(os.getpid())
         log = os.memfd_create("log")
-        as_user = "-" if user is None else f"{user[0]}:{user[1]}"
-        command = python_words("etude.sandbox.inside.guard", str(owner), as_user, *argv)
+        bound = None if binds is None else {target: str(source) for target, source in binds.items()}
+        plan = {"argv": list(argv), "user": user, "control": [str(path) for path in control], "binds": bound}
+        command = python_words("etude.sandbox.inside.guard", str(owner), json.dumps(plan))
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.images import layers
+from etude.sandbox.images import image_store
 from etude.sandbox.images.extract import OPAQUE_XATTR
 from etude.sandbox.images.image_store import LayerStore, default_owner
 from tests.sandbox.images.image_builders import (
@@ -454,6 +454,6 @@ def test_a_layer_is_on_the_disk_before_it_has_its_name(
         assert (path / "layer.json").exists() and (path / "root" / "a").read_bytes() == b"x"
         synced.append(bool(layers_of(store)))
 
-    monkeypatch.setattr(layers, "sync_file_system", sync)
+    monkeypatch.setattr(image_store, "sync_file_system", sync)
     add_files(store, {"a": b"x"})
     assert synced == [False] and len(layers_of(store)) == 1

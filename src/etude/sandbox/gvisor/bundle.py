@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.sandbox.guest_program import guest_arguments, guest_program
-from etude.sandbox.gvisor.entering import PREFIX, ROOTFS
+from etude.sandbox.gvisor.runsc import PREFIX, ROOTFS
 from etude.sandbox.inside.namespaces import ETC, ETC_DIRECTORIES, HOST_DIRECTORIES, SANDBOX_UID
 from etude.sandbox.types import Resources
 

@@ -30,8 +30,7 @@ from etude.kit.tasks import to_the_end
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.guarded import GuardedProcess
 from etude.sandbox.gvisor.bundle import Interpreter, configuration
-from etude.sandbox.gvisor.entering import IMAGE, PREFIX, ROOTFS, WORK
-from etude.sandbox.gvisor.runsc import Runsc
+from etude.sandbox.gvisor.runsc import IMAGE, PREFIX, ROOTFS, WORK, Runsc
 from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.local.cgroups import REMOVE_S, ControlGroups
 from etude.sandbox.types import Resources
@@ -167,7 +166,7 @@ class Container:
         self._rootfs = rootfs
         self._process: GuardedProcess | None = None
         self._spawning = asyncio.Lock()
-        """Held by a start, which whoever ends the container waits for."""
+        """Held by a start, for whose end `end` waits."""
         self._groups = groups
         self._watch: asyncio.Task[None] | None = None
 

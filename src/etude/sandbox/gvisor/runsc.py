@@ -1,6 +1,6 @@
 """runsc's command line: where it is, which version, what keeps it from working, and the words of each call.
 
-Every call runs below a guard and behind `entering`, in a user namespace. A sandbox's processes are never
+Every call runs below a guard, in a user namespace. A sandbox's processes are never
 ended by runsc: its guard kills them all, and its directory holds all that runsc would remember of it.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -20,8 +19,7 @@ from pathlib import Path
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.guarded import GuardedProcess
-from etude.sandbox.guest_program import python_words
-from etude.sandbox.gvisor.entering import RUNSC, WORK
+from etude.sandbox.inside.guard import HALL
 from etude.sandbox.local import doctor
 
 OLDEST = 20240729
@@ -31,6 +29,10 @@ INSTALL = (
     "install a newer runsc: apt-get install -t bookworm-backports runsc, or a release from gvisor.dev, "
     "and put it on the PATH"
 )
+WORK, ROOTFS, IMAGE, PREFIX, RUNSC = (
+    f"{HALL}/{name}" for name in ("work", "rootfs", "image", "prefix", "runsc")
+)
+"""One sandbox's directory, the root file system that all share, a checkpoint, the interpreter, runsc."""
 _SYSCTL = Path("/proc/sys")
 _VERSION_S = 30.0
 _VERSION = re.compile(r"^runsc version (\S*?(\d{8})\S*)$", re.MULTILINE)
@@ -87,13 +89,9 @@ class Runsc:
         """Starts runsc with some words. `binds`: host paths by where runsc finds them; `line`: descriptor of
         the container's standard input and output; `control`: `cgroup.procs` files to enter.
         """
-        plan = {
-            "binds": {RUNSC: self.program, **{target: str(source) for target, source in binds.items()}},
-            "control": [str(path) for path in control],
-            "argv": [RUNSC, *_FLAGS, *words],
-        }
-        command = python_words("etude.sandbox.gvisor.entering", json.dumps(plan))
-        return await GuardedProcess.spawn(command, stdin=line, stdout=line)
+        bound = {RUNSC: Path(self.program), **binds}
+        command = [RUNSC, *_FLAGS, *words]
+        return await GuardedProcess.spawn(command, stdin=line, stdout=line, control=control, binds=bound)
 
     async def call(self, words: Sequence[str], binds: dict[str, Path], deadline_s: float) -> None:
         """Runs runsc to its end. Raises SandboxError with what it printed if it fails or takes too long."""

@@ -1,27 +1,42 @@
 """A parent for programs that must not outlive their owner: hypervisors, runtimes and all that they start.
 
-    guard.main([owner's pidfd, "-" or "uid:gid", program, arguments ...])
+    guard.main([owner's pidfd, plan as JSON])
 
-The program runs as the given user, where there is one. The guard adopts whatever its descendants abandon.
-When the owner dies, when the program ends, or on SIGTERM, it kills all of them and exits with the program's
-code.
+    {"argv": [...],                  the program
+     "user": [uid, gid] or null,     whom it runs as, if not as the guard
+     "control": [...],               `cgroup.procs` files: groups that it enters
+     "binds": {path: host path} or null}
+
+With `binds` it gets a user and a mount namespace of its own: it believes itself root, and is a plain user to
+the host. The real root gives itself up for nobody before it makes the user namespace, so that id 0 of the
+host is never mapped. (`runsc --rootless` does something like it, and knows no `restore`.) What it needs is
+bound below `HALL`, a tmpfs that hides the host's own: the paths there are the same in every call, whatever
+the host's directories are called and the user who may enter them.
+
+The guard adopts whatever its descendants abandon. When the owner dies, when the program ends, or on SIGTERM,
+it kills all of them and exits with the program's code.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
-from typing import NoReturn
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
 
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.processes import DescendantProcesses, reap
-from etude.sandbox.inside.rights import become
+from etude.sandbox.inside.rights import become, enter_own_namespaces
+
+HALL = "/tmp"
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Runs until the program or the owner has ended."""
-    owner, user, argv = int(arguments[0]), arguments[1], arguments[2:]
+    owner, plan = int(arguments[0]), json.loads(arguments[1])
     kernel.adopt_orphans()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -29,7 +44,7 @@ def main(arguments: list[str]) -> NoReturn:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     pid = os.fork()
     if pid == 0:
-        _become(argv, user, [owner, reader, writer])
+        _become(plan, [owner, reader, writer])
     watch = os.pidfd_open(pid)
     poll = select.poll()
     for descriptor in (owner, watch, reader):
@@ -46,17 +61,46 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def _become(argv: list[str], user: str, descriptors: list[int]) -> NoReturn:
+def _become(plan: dict[str, Any], descriptors: list[int]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor in descriptors:
         os.close(descriptor)
     try:
-        if user != "-":
-            uid, _, gid = user.partition(":")
-            become(int(uid), int(gid))
+        for path in plan["control"]:
+            Path(path).write_text(str(os.getpid()), encoding="ascii")
+        if plan["user"] is not None:
+            become(*plan["user"])
+        if plan["binds"] is not None:
+            _enter(plan["binds"])
         # After the change of user, which would undo it.
         kernel.die_with_parent()
-        os.execvp(argv[0], argv)
+        os.execvp(plan["argv"][0], plan["argv"])
     finally:
         os._exit(127)
+
+
+def _enter(binds: dict[str, str]) -> None:
+    """Moves this process into namespaces of its own; what keeps it from that is printed."""
+    try:
+        enter_own_namespaces(lambda: _furnish(binds))
+        os.chdir("/")
+    except OSError:
+        traceback.print_exc()
+        raise
+
+
+def _furnish(binds: dict[str, str]) -> None:
+    kernel.mount("", "/", flags=kernel.MS_PRIVATE | kernel.MS_REC)
+    # Opened first: what lies below HALL itself would be hidden.
+    sources = {Path(target): os.open(source, os.O_PATH) for target, source in binds.items()}
+    kernel.mount("hall", HALL, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+    for target, descriptor in sources.items():
+        source = Path(f"/proc/self/fd/{descriptor}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            target.touch()
+        kernel.mount(str(source), str(target), flags=kernel.MS_BIND | kernel.MS_REC)
+        os.close(descriptor)

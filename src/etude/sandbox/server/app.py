@@ -1,4 +1,5 @@
-"""The server's application (routes, authentication, errors, measurement), and its process.
+"""The server's application (routes, authentication, errors, measurement), its process, and the routes about
+the server itself and its snapshots: what it can, how it is, what it keeps.
 
 What a killed process leaves, the backends clear away at the next start.
 """
