@@ -80,7 +80,7 @@ def test_a_server_gets_no_more_than_it_is_said_to_have() -> None:
             await fleet.create(resources=wanted)
             third = asyncio.ensure_future(fleet.create(resources=wanted))
             await until(lambda: len(fleet.registry.queue) == 1)
-            await fleet.follow({"a": ServerSpec(specs["a"].url, TOKEN, {"memory_bytes": 2 << 30})})
+            await fleet.set_servers({"a": ServerSpec(specs["a"].url, TOKEN, {"memory_bytes": 2 << 30})})
             await third
             assert fleet.registry.hosts["a"].capacity.memory_bytes == 2 << 30
             await fleet.close()
@@ -94,14 +94,14 @@ def test_a_server_joins_and_another_leaves_once_its_last_sandbox_has_ended() -> 
             fleet = ServerFleet({"a": specs["a"]}, config=QUICK)
             box = await fleet.create()
             await box.files.write("kept.txt", "kept")
-            await fleet.follow({"b": specs["b"]})
+            await fleet.set_servers({"b": specs["b"]})
             assert await hosts_of(fleet) == {"b"}
             assert set(fleet.registry.hosts) == {"a", "b"}
             assert await box.files.read("kept.txt") == b"kept", "its session goes on, where it was"
             (copy,) = await box.fork(1)
             assert not isinstance(copy, Exception), "and may be copied there"
             await asyncio.gather(box.kill(), copy.kill())
-            await fleet.follow({"b": specs["b"]})
+            await fleet.set_servers({"b": specs["b"]})
             assert set(fleet.registry.hosts) == {"b"}
             assert not await backends["a"].list()
             await fleet.close()
@@ -116,9 +116,9 @@ def test_a_server_that_drains_is_used_again_when_it_no_longer_does() -> None:
             fleet = ServerFleet(draining, config=QUICK)
             assert fleet.num_in_use == 1
             assert await hosts_of(fleet) == {"b"}
-            await fleet.follow(specs)
+            await fleet.set_servers(specs)
             assert await hosts_of(fleet) == {"a", "b"}
-            await fleet.follow(draining)
+            await fleet.set_servers(draining)
             assert await hosts_of(fleet) == {"b"}
             await fleet.close()
 
@@ -131,7 +131,7 @@ def test_a_name_may_lead_to_another_server() -> None:
         async with serving("a", "b") as (specs, backends):
             fleet = ServerFleet({"a": specs["a"]}, config=QUICK)
             assert await hosts_of(fleet) == {"a"}
-            await fleet.follow({"a": specs["b"]})
+            await fleet.set_servers({"a": specs["b"]})
             box = await fleet.create()
             assert len(await backends["b"].list()) == 1
             await box.kill()
@@ -200,7 +200,7 @@ def test_a_server_that_is_down_at_the_start_is_used_when_it_answers() -> None:
             assert list(problems) == ["b"]
             assert await hosts_of(fleet) == {"a"}
             async with served(app_of(MemoryBackend()), port):
-                await until(lambda: fleet.registry.hosts["b"].ask_capacity is None)
+                await until(lambda: fleet.registry.hosts["b"].fetch_capacity is None)
                 await until(lambda: not fleet.registry.hosts["b"].missed)
                 fleet.registry.scheduler.hosts["b"].suspected_until_s = 0.0
                 assert await hosts_of(fleet) == {"a", "b"}

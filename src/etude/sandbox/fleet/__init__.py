@@ -1,1 +1,1 @@
-"""Many hosts as one backend: placement, death, forks, and a list of servers that may change."""
+"""Many hosts as one backend: placement, host failure, forks, and a server list that may change at runtime."""

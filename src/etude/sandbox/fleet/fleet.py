@@ -2,13 +2,13 @@
 
     create -> queue -> Scheduler.place -> that host's backend -> confirm
                  ^                              | fails: another host, at most `attempts`
-    heartbeats --+-- a report, an end, a new host: the queue is served again
+    heartbeats --+-- a report, an ended sandbox, a new host: the queue is served again
         | `missed_heartbeats` in a row
         v
     the host is dead: its sandboxes raise SandboxLostError at once, calls in flight included
 
-A host that answers again after its death comes back empty: whatever still runs there is killed first,
-because its sandboxes were reported as lost and may run elsewhere by now.
+A dead host that answers again rejoins empty: whatever still runs there is killed first, because its sandboxes
+were reported as lost and may run on other hosts by now.
 Sandbox ids are `host:id`.
 """
 
@@ -38,7 +38,7 @@ _ISOLATION: tuple[_Isolation, ...] = ("none", "namespaces", "container", "gvisor
 
 
 class Fleet(SandboxBackend):
-    """`SandboxBackend` over named hosts. For one event loop; heartbeats begin with the first call."""
+    """`SandboxBackend` over named hosts. For one event loop; heartbeats start with the first call."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Fleet(SandboxBackend):
     # SandboxBackend
 
     def capabilities(self) -> Capabilities:
-        """What every host can do."""
+        """The capabilities that every host has."""
         return common_capabilities([host.backend.capabilities() for host in self.registry.hosts.values()])
 
     async def create(
@@ -72,7 +72,7 @@ class Fleet(SandboxBackend):
     ) -> Sandbox:
         """As SandboxBackend.create, on the host that the scheduler chooses.
 
-        A failure of the host is tried again on another; what the caller or the agent did wrong is not.
+        A failure of the host is retried on another one; an error of the caller or the agent is not.
         A snapshot is restored on the host that holds it. Raises CapacityError if none has room in time.
         """
         await self.start()
@@ -81,14 +81,14 @@ class Fleet(SandboxBackend):
         request = Request(resources or Resources(), only=None if holder is None else holder.name)
         while True:
             placement = await self.registry.place(request)
-            host = self.registry.placed(placement)
-            making = host.backend.create(template, resources, network, timeout_s, inner_id, metadata)
+            host = self.registry.host_of(placement)
+            creation = host.backend.create(template, resources, network, timeout_s, inner_id, metadata)
             try:
-                return await self._make_on(host, placement, making)
+                return await self._create_on(host, placement, creation)
             except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
                 self.registry.suspect(host, error)
                 request = dataclasses.replace(request, exclude=request.exclude | {host.name})
-                if holder or len(request.exclude) >= self.config.attempts or not self._others(request):
+                if holder or len(request.exclude) >= self.config.attempts or not self._can_retry(request):
                     if isinstance(error, (InfrastructureError, ResourceError)):
                         raise
                     raise SandboxError(
@@ -110,13 +110,13 @@ class Fleet(SandboxBackend):
 
     async def list(self) -> list[SandboxInfo]:
         """The sandboxes of all living hosts, oldest first."""
-        rows = await self._of_all(lambda backend: backend.list())
+        rows = await self._query_all(lambda backend: backend.list())
         infos = [dataclasses.replace(info, id=host.id_of(info.id)) for host, info in rows]
         return sorted(infos, key=lambda info: info.created_s)
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
         """The snapshots of all living hosts, oldest first."""
-        rows = await self._of_all(lambda backend: backend.list_snapshots())
+        rows = await self._query_all(lambda backend: backend.list_snapshots())
         return sorted((_snapshot_of(host, info) for host, info in rows), key=lambda info: info.created_s)
 
     async def delete_snapshot(self, snapshot: str) -> None:
@@ -132,11 +132,11 @@ class Fleet(SandboxBackend):
         await host.call(host.backend.export_snapshot(inner_id, target))
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """As SandboxBackend.import_snapshot, on the host to which a sandbox would go now."""
+        """As SandboxBackend.import_snapshot, on the host that the scheduler chooses."""
         await self.start()
         placement = await self.registry.place(Request(Resources()))
         self.registry.scheduler.cancel(placement.ticket)
-        host = self.registry.placed(placement)
+        host = self.registry.host_of(placement)
         info = await host.call(host.backend.import_snapshot(source))
         return _snapshot_of(host, info)
 
@@ -149,11 +149,11 @@ class Fleet(SandboxBackend):
             await finish_all(host.call(host.backend.close()) for host in living)
         finally:
             for host in self.registry.hosts.values():
-                host.die("the fleet was closed")
-                await host.settle()
+                host.mark_dead("the fleet was closed")
+                await host.wait_for_abandoned()
 
     def doctor(self) -> list[str]:
-        """Every host's obstacles, by name."""
+        """The problems of every host, prefixed with its name."""
         return [
             f"{host.name}: {problem}"
             for host in self.registry.hosts.values()
@@ -163,7 +163,7 @@ class Fleet(SandboxBackend):
     # Hosts
 
     async def start(self) -> None:
-        """Looks at every host once, counts what runs there already, and begins the heartbeats. Idempotent.
+        """Queries every host once, adopts the sandboxes there, and starts the heartbeats. Idempotent.
 
         Raises SandboxError once the fleet is closed.
         """
@@ -172,69 +172,69 @@ class Fleet(SandboxBackend):
         await self._heartbeats.start()
 
     async def add_host(self, name: str, host: SandboxBackend | HostSpec) -> None:
-        """One more host. Raises ConfigError if there is one of that name."""
+        """Adds a host. Raises ConfigError if the name is taken."""
         added = self.registry.add(name, host)
         if self._heartbeats.started:
             await self._heartbeats.watch(added)
         self.registry.queue.serve()
 
     def retire(self, name: str) -> None:
-        """Makes nothing new on a host: what runs there goes on to its end, unmoved, and may be copied there.
-        `reopen` opens the host again. Raises ConfigError for an unknown one."""
+        """Places no new sandboxes on a host: those there stay until they end, and may be forked there.
+        `reopen` undoes it. Raises ConfigError for an unknown host."""
         self.registry.scheduler.retire(self.registry.host(name).name)
 
     async def remove_host(self, name: str) -> bool:
-        """Forgets a host, its backend closed, once nothing of this fleet runs there or it is dead; until then
-        False. Raises ConfigError for an unknown one."""
+        """Removes a host and closes its backend, if nothing of this fleet runs there or it is dead; else
+        returns False. Raises ConfigError for an unknown host."""
         if not self.registry.is_empty(name):
             return False
         self.retire(name)
         await self._heartbeats.unwatch(name)
-        if not self.registry.is_empty(name):  # a sandbox was found, or woke, meanwhile
+        if not self.registry.is_empty(name):  # a sandbox was found, or resumed, meanwhile
             await self._heartbeats.watch(self.registry.host(name))
             return False
         host = self.registry.remove(name)
         if not host.is_dead:
             await host.call(host.backend.close())
-        host.die("it left the fleet")
-        await host.settle()
+        host.mark_dead("it left the fleet")
+        await host.wait_for_abandoned()
         return True
 
     def mark_dead(self, name: str, reason: str) -> list[str]:
-        """For who knows before the heartbeats that a host is gone: ids of the sandboxes lost with it."""
+        """Marks a host dead before the heartbeats notice; returns the ids of the sandboxes lost with it."""
         return self.registry.mark_dead(name, reason)
 
     def reopen(self, name: str) -> None:
-        """A retired host takes sandboxes again. Raises ConfigError for an unknown one."""
+        """Accepts sandboxes on a retired host again. Raises ConfigError for an unknown host."""
         self.registry.scheduler.reopen(self.registry.host(name).name)
         self.registry.queue.serve()
 
-    async def _of_all(
-        self, ask: Callable[[SandboxBackend], Coroutine[Any, Any, list[Info]]]
+    async def _query_all(
+        self, query: Callable[[SandboxBackend], Coroutine[Any, Any, list[Info]]]
     ) -> list[tuple[FleetHost, Info]]:
-        """What the backends of all living hosts answer."""
+        """The rows that `query` returns for the backend of each living host."""
         await self.start()
         living = [host for host in self.registry.hosts.values() if not host.is_dead]
-        rows = await asyncio.gather(*(host.call(ask(host.backend)) for host in living))
+        rows = await asyncio.gather(*(host.call(query(host.backend)) for host in living))
         return [(host, info) for host, infos in zip(living, rows, strict=True) for info in infos]
 
-    async def _make_on(
-        self, host: FleetHost, placement: Placement, making: Coroutine[Any, Any, Sandbox]
+    async def _create_on(
+        self, host: FleetHost, placement: Placement, creation: Coroutine[Any, Any, Sandbox]
     ) -> FleetSandbox:
-        """One attempt on one host; the reservation is confirmed or given back."""
+        """One attempt on one host; the reservation is confirmed or cancelled."""
         try:
-            inner = await host.call(making, kill, self.config.create_timeout_s)
+            inner = await host.call(creation, kill, self.config.create_timeout_s)
         except BaseException:
             self.registry.scheduler.cancel(placement.ticket)
             self.registry.queue.serve()
             raise
         if host.is_dead:
-            raise host.lost(inner.id)
+            raise host.lost_error(inner.id)
         self.registry.scheduler.confirm(placement.ticket, host.id_of(inner.id), self.registry.clock())
         return self.registry.wrap(host, inner)
 
-    def _others(self, request: Request) -> bool:
-        """Whether a living host is left that has not failed the request."""
+    def _can_retry(self, request: Request) -> bool:
+        """Whether there is an open host that has not failed the request."""
         return any(
             host.is_open and name not in request.exclude
             for name, host in self.registry.scheduler.hosts.items()
@@ -246,7 +246,7 @@ def _snapshot_of(host: FleetHost, info: SnapshotInfo) -> SnapshotInfo:
 
 
 def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:
-    """The weakest isolation, and only what every host offers."""
+    """The weakest isolation among the hosts, and only the features that all of them have."""
     forks = {host.fork for host in hosts}
     moves = {host.migrate for host in hosts}
     weakest = _ISOLATION[min(_ISOLATION.index(host.isolation) for host in hosts)]

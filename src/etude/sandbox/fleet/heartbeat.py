@@ -1,8 +1,8 @@
-"""Heartbeats: how the fleet knows that a host lives, how loaded it is and what runs there.
+"""Heartbeats: they detect host failure, measure load, and list the sandboxes that run on each host.
 
-beat -> answered: report the pressure, free the places of what has ended, serve the queue
-     -> missed:   `missed_heartbeats` in a row, and the host is dead
-     -> answered by a dead host: kill what it still runs, then it is back, empty
+beat -> answered: report the pressure, release the reservations of ended sandboxes, serve the queue
+     -> missed:   after `missed_heartbeats` in a row the host is dead
+     -> answered by a dead host: kill what it still runs, then it rejoins, empty
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etude.sandbox.types import SandboxInfo
 
 
 class Heartbeats:
-    """One task for each host."""
+    """The heartbeats of all hosts: one task for each."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -28,36 +28,36 @@ class Heartbeats:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._starting = asyncio.Lock()
         self.started = False
-        """Whether the hosts are being watched."""
+        """Whether the heartbeat tasks run."""
 
     async def start(self) -> None:
-        """Looks at every host once, counts what runs there already, then watches. Idempotent."""
+        """Queries every host once, adopts the sandboxes that run there, then starts the tasks. Idempotent."""
         async with self._starting:
             if not self.started:
                 await asyncio.gather(*(self.watch(host) for host in self._registry.hosts.values()))
                 self.started = True
 
     async def watch(self, host: FleetHost) -> None:
-        """Looks at a host once, and from then on regularly."""
+        """Sends one heartbeat to a host, then starts its task."""
         await self.beat(host, adopt=True)
         self._watchers[host.name] = asyncio.create_task(self._watch(host))
 
     async def unwatch(self, name: str) -> None:
-        """Looks at a host no more. Does nothing for one that is not watched."""
+        """Ends the task of a host. Does nothing for a host without one."""
         watcher = self._watchers.pop(name, None)
         if watcher is not None:
             await end_tasks(watcher)
 
     async def stop(self) -> None:
-        """Ends the watching. Idempotent."""
+        """Ends all tasks. Idempotent."""
         watchers, self._watchers = self._watchers, {}
         await end_tasks(*watchers.values())
 
     async def beat(self, host: FleetHost, adopt: bool = False) -> None:
-        """One heartbeat: pressure, and what runs there. A miss is counted, not raised."""
+        """One heartbeat. A miss is counted, not raised. `adopt`: reserves for sandboxes found there, too."""
         began_s = self._registry.clock()
         try:
-            pressure, rows = await self._look(host)
+            pressure, rows = await self._query_host(host)
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -89,17 +89,17 @@ class Heartbeats:
             await asyncio.sleep(self._config.heartbeat_s)
             await self.beat(host)
 
-    async def _look(self, host: FleetHost) -> tuple[Pressure | None, list[SandboxInfo]]:
-        """Asks the host, dead or not, within the deadline of a heartbeat."""
+    async def _query_host(self, host: FleetHost) -> tuple[Pressure | None, list[SandboxInfo]]:
+        """Pressure and sandboxes of a host, dead or not, within the deadline of a heartbeat."""
 
-        async def ask() -> tuple[Pressure | None, list[SandboxInfo]]:
-            if host.ask_capacity is not None:
-                host.capacity, host.ask_capacity = await host.ask_capacity(), None
+        async def query() -> tuple[Pressure | None, list[SandboxInfo]]:
+            if host.fetch_capacity is not None:
+                host.capacity, host.fetch_capacity = await host.fetch_capacity(), None
                 self._registry.scheduler.hosts[host.name].resize(host.capacity)
             pressure, rows = await asyncio.gather(host.probe.pressure(), host.backend.list())
             return pressure, [info for info in rows if host.owns(info)]
 
-        task = asyncio.ensure_future(ask())
+        task = asyncio.ensure_future(query())
         try:
             done, _ = await asyncio.wait((task,), timeout=self._config.heartbeat_timeout_s)
         except asyncio.CancelledError:
@@ -111,20 +111,20 @@ class Heartbeats:
         return task.result()
 
     def _reconcile(self, host: FleetHost, found: set[str], began_s: float) -> None:
-        """Frees the places of sandboxes that have ended by themselves: their time to live was over."""
+        """Releases the reservations of sandboxes that ended by themselves: their time to live was over."""
         for reservation in list(self._registry.scheduler.hosts[host.name].reservations.values()):
             sandbox_id = reservation.sandbox
             if sandbox_id is None or reservation.confirmed_s > began_s or sandbox_id in found:
                 continue
             sandbox = self._registry.sandboxes.pop(sandbox_id, None)
             if sandbox is not None:
-                sandbox.end(
+                sandbox.mark_ended(
                     SandboxMissingError("the sandbox has ended", field="sandbox", received=sandbox_id)
                 )
             self._registry.scheduler.release(sandbox_id)
 
     async def _fence(self, host: FleetHost, rows: list[SandboxInfo]) -> bool:
-        """Kills what a host that was dead still runs; False if that failed, and it stays dead."""
+        """Kills what a dead host still runs (fencing); False if that failed, and the host stays dead."""
         try:
             async with asyncio.timeout(self._config.create_timeout_s):
                 for info in rows:

@@ -1,4 +1,4 @@
-"""One host of a fleet: its backend, whether it lives, and calls that end when it dies."""
+"""One host of a fleet: its backend, its state, and calls that fail as soon as it dies."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from etude.sandbox.types import SandboxInfo
 
 Result = TypeVar("Result")
 Undo = Callable[[Any], Coroutine[Any, Any, Any]]
-AskCapacity = Callable[[], Awaitable[Capacity]]
+FetchCapacity = Callable[[], Awaitable[Capacity]]
 
 CLEANUP_S = 5.0
-"""How long a cancelled call may take to tidy up before it is left behind."""
+"""How long a cancelled call may take to clean up before it is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """A host as the user names it."""
+    """A host as the user configures it."""
 
     backend: SandboxBackend
-    capacity: Capacity | AskCapacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
-    """Or how to ask the host for it, which is done when it answers for the first time."""
+    capacity: Capacity | FetchCapacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
+    """Or a function that fetches it, called when the host answers for the first time."""
     probe: HostProbe = field(default_factory=NoProbe)
     owns: Callable[[SandboxInfo], bool] = lambda info: True
-    """Which of the sandboxes there are this fleet's. Others are neither counted nor killed; what they
-    use shows in the host's pressure."""
+    """Whether a sandbox on the host belongs to this fleet. Others are neither counted nor killed; their use
+    is part of the host's measured pressure."""
 
 
 class FleetHost:
-    """A host while the fleet runs. For one event loop."""
+    """The runtime state of a host. For one event loop."""
 
     def __init__(self, name: str, spec: HostSpec) -> None:
         self.name = name
@@ -45,37 +45,37 @@ class FleetHost:
         self.probe = spec.probe
         self.owns = spec.owns
         self.capacity = spec.capacity if isinstance(spec.capacity, Capacity) else NO_CAPACITY
-        self.ask_capacity = None if isinstance(spec.capacity, Capacity) else spec.capacity
-        """None once it is known."""
+        self.fetch_capacity = None if isinstance(spec.capacity, Capacity) else spec.capacity
+        """Fetches the capacity; None once it is known."""
         self.missed = 0
-        """Heartbeats missed in a row."""
+        """Number of heartbeats missed in a row."""
         self.last_error: str | None = None
-        self._death: asyncio.Future[None] | None = None
-        self._abandoned = Tasks(on_error=self._note_undoing_error)
+        self._dead: asyncio.Future[None] | None = None
+        self._abandoned = Tasks(on_error=self._on_undo_error)
 
     def id_of(self, inner_id: str) -> str:
-        """The fleet's id of what this host calls `inner_id`."""
+        """The fleet-wide id of the sandbox or snapshot `inner_id` of this host."""
         return f"{self.name}:{inner_id}"
 
     @property
     def is_dead(self) -> bool:
-        """Whether it counts as dead: calls fail at once."""
-        return self._death is not None and self._death.done()
+        """Whether the host is dead: calls fail at once."""
+        return self._dead is not None and self._dead.done()
 
-    def die(self, reason: str) -> None:
-        """Ends the calls in flight with SandboxLostError, and all later ones. Idempotent."""
+    def mark_dead(self, reason: str) -> None:
+        """Fails the calls in flight, and all later ones, with SandboxLostError. Idempotent."""
         self.last_error = reason
-        death = self._future()
-        if not death.done():
-            death.set_result(None)
+        dead = self._dead_future()
+        if not dead.done():
+            dead.set_result(None)
 
     def revive(self) -> None:
-        """It answers again, as an empty host."""
-        self._death = None
+        """Marks a host alive that answers again, as an empty one."""
+        self._dead = None
         self.missed = 0
 
-    def lost(self, sandbox: str | None = None) -> SandboxLostError:
-        """What is raised for all that ran there."""
+    def lost_error(self, sandbox: str | None = None) -> SandboxLostError:
+        """The error for a sandbox of this dead host; without `sandbox`, for the host."""
         return SandboxLostError(
             f"host {self.name} died: {self.last_error or 'no heartbeat'}",
             field="sandbox",
@@ -92,46 +92,46 @@ class FleetHost:
         """The operation's result, or SandboxLostError as soon as the host dies. Raises TimeoutError after
         `timeout_s`, even if the operation cannot be cancelled.
 
-        An operation that is left behind (the host died, the caller was cancelled) and succeeds
-        all the same is undone: `undo` is called with its result.
+        An operation that is abandoned (the host died, the caller was cancelled) and succeeds all the same is
+        undone: `undo` is called with its result.
         """
         if self.is_dead:
             operation.close()
-            raise self.lost()
+            raise self.lost_error()
         task = asyncio.ensure_future(operation)
-        death = self._future()
+        dead = self._dead_future()
         try:
-            await asyncio.wait((task, death), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, dead), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             try:
-                await asyncio.wait((task, death), timeout=CLEANUP_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((task, dead), timeout=CLEANUP_S, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 self._abandon(task, undo)
             raise
         if not task.done():
             self._abandon(task, undo)
-            if not death.done():
+            if not dead.done():
                 raise TimeoutError(f"host {self.name} did not answer within {timeout_s} s")
-            raise self.lost()
+            raise self.lost_error()
         try:
             return task.result()
         except (InfrastructureError, OSError) as error:
             if self.is_dead:
-                raise self.lost() from error
+                raise self.lost_error() from error
             raise
 
-    async def settle(self) -> None:
-        """Waits a moment for what was left behind."""
+    async def wait_for_abandoned(self) -> None:
+        """Waits for abandoned operations and their undoing, at most `CLEANUP_S`."""
         await self._abandoned.wait(CLEANUP_S)
 
-    def _future(self) -> asyncio.Future[None]:
-        if self._death is None:
-            self._death = asyncio.get_running_loop().create_future()
-        return self._death
+    def _dead_future(self) -> asyncio.Future[None]:
+        if self._dead is None:
+            self._dead = asyncio.get_running_loop().create_future()
+        return self._dead
 
     def _abandon(self, task: asyncio.Future[Any], undo: Undo | None) -> None:
-        """Leaves a task to end by itself; its late result is undone, its late error was ours already."""
+        """Cancels a task without waiting for it; a late result is undone, a late error is ignored."""
         task.cancel()
         self._abandoned.start(self._undo_late(task, undo))
 
@@ -140,10 +140,10 @@ class FleetHost:
         if not task.cancelled() and task.exception() is None and undo is not None:
             await undo(task.result())
 
-    def _note_undoing_error(self, error: BaseException) -> None:
+    def _on_undo_error(self, error: BaseException) -> None:
         self.last_error = f"a late start could not be undone: {error}"
 
 
 async def kill(sandbox: Sandbox) -> None:
-    """Undoes the making of a sandbox."""
+    """Kills a sandbox: the `undo` of its creation."""
     await sandbox.kill()

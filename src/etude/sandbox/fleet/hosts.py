@@ -1,4 +1,4 @@
-"""The nouns of placement: what a host has, how loaded it is, what a sandbox asks for, where it goes."""
+"""Data types of placement: capacity and pressure of hosts, requests, reservations, the scheduler's policy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from etude.errors import ConfigError
 from etude.sandbox.types import Resources
 
 Measured = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""A comparison with NaN is false: no host may look empty for it."""
+"""Never NaN: comparisons with it are false, so that the host would count as empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one host has."""
+    """The resources of one host."""
 
     cpus: Measured
     memory_bytes: int
@@ -35,7 +35,7 @@ class Capacity:
 
 
 NO_CAPACITY = Capacity(1e-9, 1, 1)
-"""Of a host that has not said yet what it has: nothing fits."""
+"""Placeholder for a host whose capacity is not known yet: nothing fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A sandbox that wants a place."""
+    """A request to place one sandbox."""
 
     demand: Resources
     exclude: frozenset[str] = frozenset()
-    """Hosts that failed it already."""
+    """Hosts that have failed this request."""
     only: str | None = None
-    """The one host that can serve it: the one that holds its snapshot."""
+    """The only host that can serve it, because it holds the snapshot; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +78,22 @@ class Policy:
     memory_overcommit: float = 1.0
     disk_overcommit: float = 1.0
     max_pressure: float = 1.0
-    """Measured and reserved pressure beyond which a host takes nothing more."""
+    """Measured plus reserved pressure beyond which a host accepts nothing more."""
     max_cpu_pressure: float = 1.0
-    """The same for its processor, what it has promised included: without bound, where slow will do."""
+    """The same for the processor, and for what is promised of it. Infinite: slow sandboxes are acceptable."""
     floor: float = 0.5
-    """A host never counts as emptier than this part of what its promises come to on average: sandboxes
-    that have just started use little at the moment of the report."""
+    """Lower bound of a host's pressure, as a fraction of its promises at average utilization: sandboxes that
+    have just started use little at the moment of the report."""
 
 
 def _amounts(of: Capacity | Resources) -> tuple[float, float, float]:
-    """Cores, bytes of memory and bytes of disk: whatever has three numbers below has them in this order."""
+    """Cores, bytes of memory and bytes of disk: the order of all triples below."""
     return of.cpus, of.memory_bytes, of.disk_bytes
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """One promise of a host: in flight until confirmed, fresh until a later report covers it."""
+    """Resources promised on a host: in flight until confirmed, fresh until a later report covers them."""
 
     ticket: int
     host: HostState
@@ -104,29 +104,29 @@ class Reservation:
 
 @dataclass(slots=True, eq=False)
 class HostState:
-    """What the scheduler knows of one host."""
+    """The scheduler's record of one host."""
 
     name: str
     capacity: Capacity
     policy: Policy
     use: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
-    """The part of its share that a sandbox uses, as the reports of all hosts show it: a moving average that
-    all hosts of a scheduler share. Promises that no report has seen yet are weighed by it. At their full
-    size a host would seem to empty with each of its reports, and all hosts would send their load to the one
-    that reported last."""
+    """Average utilization: the fraction of its promise that a sandbox uses, by resource. A moving average
+    over the reports of all hosts, shared by all hosts of a scheduler. Promises that no report covers yet are
+    weighted by it: at full size they would make each report lower the host's pressure, and the host that
+    reported last would attract all load."""
     live: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The last report: fractions of the host."""
+    """The last report: measured use as fractions of the capacity."""
     alive: bool = True
     retiring: bool = False
-    """Takes nothing but what only it can serve: copies of its sandboxes, its snapshots."""
+    """Accepts only what no other host can serve: forks of its sandboxes, its snapshots."""
     suspected_until_s: float = -math.inf
-    """Until then it is the last to be asked."""
+    """Until this time it is chosen only if no other host has room."""
     promised: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     promised_fresh: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Promises that the last report cannot have seen."""
+    """The part of `promised` that the last report does not cover."""
     reservations: dict[int, Reservation] = field(default_factory=dict)
     fresh: dict[int, Reservation] = field(default_factory=dict)
-    """Those among the reservations that the last report cannot have seen."""
+    """The reservations that the last report does not cover."""
     shares: tuple[float, ...] = field(init=False)
     """Pressure of one promised core, of one byte of memory and of one of disk."""
 
@@ -134,7 +134,7 @@ class HostState:
         self.resize(self.capacity)
 
     def resize(self, capacity: Capacity) -> None:
-        """The host has become another size, or says what it has for the first time."""
+        """Sets the capacity, at the first report of it or when it changes."""
         self.capacity = capacity
         overcommit = self.policy.cpu_overcommit, self.policy.memory_overcommit, self.policy.disk_overcommit
         self.shares = tuple(
@@ -143,11 +143,11 @@ class HostState:
 
     @property
     def is_open(self) -> bool:
-        """Whether new sandboxes may come here, as far as nothing has failed."""
+        """Whether the host accepts new sandboxes, if it has room."""
         return self.alive and not self.retiring
 
     def pressure_with(self, demand: Resources) -> float:
-        """The worst pressure if `demand` came on top; infinite if it does not fit."""
+        """The highest of the three pressures with `demand` added; infinite if it does not fit."""
         policy = self.policy
         # A host is full when it has promised all it has; the rounding of sums must not refuse the last one.
         most_promised = policy.max_cpu_pressure + _ROUNDING, 1.0 + _ROUNDING, 1.0 + _ROUNDING
@@ -163,34 +163,34 @@ class HostState:
         return worst
 
     def reserve(self, reservation: Reservation) -> None:
-        """Counts a new promise."""
+        """Adds a reservation to the promises."""
         self.reservations[reservation.ticket] = self.fresh[reservation.ticket] = reservation
         _add(self.promised, reservation.demand, 1)
         _add(self.promised_fresh, reservation.demand, 1)
 
     def free(self, reservation: Reservation) -> None:
-        """Takes a promise back."""
+        """Removes a reservation from the promises."""
         del self.reservations[reservation.ticket]
         _add(self.promised, reservation.demand, -1)
-        self._settle(reservation)
+        self._mark_measured(reservation)
         if not self.reservations:
             # Fractions of cores do not add up exactly: an empty host is empty.
             self.promised[:] = 0.0, 0.0, 0.0
 
     def report(self, pressure: Pressure, measured_s: float) -> None:
-        """The pressure; what was confirmed before `measured_s` is taken to be in it."""
+        """Records a measurement; reservations confirmed before `measured_s` count as included in it."""
         self.live = pressure.cpu, pressure.memory, pressure.disk
         for reservation in list(self.fresh.values()):
             if reservation.confirmed_s <= measured_s:
-                self._settle(reservation)
+                self._mark_measured(reservation)
         for axis, live in enumerate(self.live):
             promised = (self.promised[axis] - self.promised_fresh[axis]) * self.shares[axis]
-            if promised >= _LEAST_PROMISED:  # hosts that have hardly promised anything teach nothing
+            if promised >= _LEAST_PROMISED:  # too little is promised for an estimate
                 seen = min(1.0, max(_LEAST_USE, live / promised))
                 self.use[axis] += _LEARNING_RATE * (seen - self.use[axis])
 
-    def _settle(self, reservation: Reservation) -> None:
-        """A report has seen it: it is no longer counted on top of what is measured."""
+    def _mark_measured(self, reservation: Reservation) -> None:
+        """Marks a reservation as covered by a report: it no longer counts on top of the measurement."""
         if self.fresh.pop(reservation.ticket, None) is not None:
             _add(self.promised_fresh, reservation.demand, -1)
         if not self.fresh:

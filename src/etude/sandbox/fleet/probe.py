@@ -1,4 +1,4 @@
-"""How loaded a host is: measured on the host, or not at all."""
+"""Probes: they measure how loaded a host is."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from etude.sandbox.fleet.hosts import Capacity, Pressure
 
 
 class HostProbe(Protocol):
-    """Looks at one host. That it answers is the host's heartbeat."""
+    """Measures one host. An answer counts as the host's heartbeat."""
 
     async def pressure(self) -> Pressure | None:
-        """The pressure now; None if nothing is measured: the scheduler then goes by its promises."""
+        """The pressure now; None if nothing is measured: the scheduler then relies on its promises."""
         ...
 
 
 class NoProbe:
-    """Measures nothing. The heartbeat is then that the backend lists its sandboxes."""
+    """Measures nothing. The heartbeat is then the backend's list of sandboxes."""
 
     async def pressure(self) -> Pressure | None:
         return None
@@ -34,8 +34,8 @@ class NoProbe:
 class MachineProbe:
     """Measures the machine on which it runs, from `/proc` and the disk that holds `directory`.
 
-    One measurement serves all who ask within a moment: each of several fleets that ask one server would else
-    shorten the others' interval, down to nothing, and see an idle processor.
+    A measurement is reused for `FRESH_S`: with several fleets on one server, each call would otherwise
+    shorten the interval of the others, down to nothing, and report an idle processor.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MachineProbe:
                 fix="mount /proc, or use NoProbe",
             ) from error
         usage = shutil.disk_usage(self._directory)
-        # Where all cores are busy, the queue before them tells loaded hosts from overloaded ones.
+        # Where all cores are busy, the run queue distinguishes loaded hosts from overloaded ones.
         waiting = running / (os.cpu_count() or 1)
         return Pressure(max(cpu, waiting) if cpu > _BUSY else cpu, memory, usage.used / usage.total)
 
@@ -94,7 +94,7 @@ def machine_capacity(directory: Path) -> Capacity:
 
 
 FRESH_S = 0.25
-"""How long one measurement serves everybody who asks."""
+"""How long a measurement is reused."""
 
 _BUSY = 0.95
 

@@ -1,6 +1,6 @@
-"""The fleet's books: which hosts there are, which sandbox lives where, who holds a handle of it; and the
-handles. Calls of one end with SandboxLostError as soon as its host is known to be dead, those in flight
-included.
+"""The fleet's registry of hosts, reservations and sandbox handles.
+
+Calls of a handle, those in flight included, raise SandboxLostError as soon as its host is dead.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class FleetConfig:
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 1.0
     missed_heartbeats: int = 3
-    """In a row, until a host counts as dead."""
+    """Number in a row after which a host is dead."""
     create_timeout_s: float = 60.0
-    """Of one attempt on one host."""
+    """Of one attempt to create a sandbox on one host."""
     attempts: int = 3
-    """Hosts that are tried for one sandbox."""
+    """Number of hosts tried for one sandbox."""
     queue_wait_s: float = 30.0
-    """How long a request waits for room."""
+    """How long a request waits for a free place."""
     max_queued: int = 10_000
-    """Requests that wait at once; one more is refused."""
+    """Most requests that wait at once; further ones are refused."""
     policy: Policy = field(default_factory=Policy)
     seed: int = 0
 
 
 class Registry:
-    """Hosts, places and handles. What changes here serves the queue."""
+    """Hosts, reservations and handles of one fleet. For one event loop."""
 
     def __init__(self, config: FleetConfig, clock: Callable[[], float]) -> None:
         self.config = config
@@ -54,13 +54,13 @@ class Registry:
             lambda request: self.scheduler.place(request, clock()),
             lambda placement: self.scheduler.cancel(placement.ticket),
         )
-        """Of one tenant: a request for much room is not starved by many for little."""
+        """One tenant, so first come, first served: many small requests do not starve a large one."""
         self.hosts: dict[str, FleetHost] = {}
         self.sandboxes: dict[str, FleetSandbox] = {}
-        """Those of which somebody holds a handle."""
+        """The handles that were given out, by fleet-wide id."""
 
     def add(self, name: str, host: SandboxBackend | HostSpec) -> FleetHost:
-        """One more host. Raises ConfigError for a name that is taken or no name."""
+        """Adds a host. Raises ConfigError for a name that is taken or invalid."""
         if not name or ":" in name:
             raise ConfigError(
                 "a host's name is not empty and has no colon", field="hosts", received=name, fix="rename it"
@@ -71,37 +71,37 @@ class Registry:
         return added
 
     def is_empty(self, name: str) -> bool:
-        """Whether nothing of this fleet runs, sleeps or is being made on a host, as far as it is known; a
-        dead one is empty. Raises ConfigError."""
+        """Whether this fleet knows of no running, paused or starting sandbox on a host; a dead host is empty.
+        Raises ConfigError for an unknown one."""
         return self.host(name).is_dead or not self.scheduler.hosts[name].reservations
 
     def remove(self, name: str) -> FleetHost:
-        """Forgets a host that is empty."""
+        """Removes an empty host."""
         self.scheduler.remove_host(name)
         return self.hosts.pop(name)
 
     def mark_dead(self, name: str, reason: str) -> list[str]:
-        """The host is gone: ids of the sandboxes lost with it. Also for who knows before the heartbeats."""
+        """Marks a host dead and ends its handles; returns the ids of the sandboxes lost with it."""
         lost = self.scheduler.mark_dead(name)
         host = self.host(name)
-        host.die(reason)
+        host.mark_dead(reason)
         for sandbox_id in lost:
             sandbox = self.sandboxes.pop(sandbox_id, None)
             if sandbox is not None:
-                sandbox.end(host.lost(sandbox_id))
+                sandbox.mark_ended(host.lost_error(sandbox_id))
         return lost
 
     def suspect(self, host: FleetHost, error: BaseException) -> None:
-        """The host did not answer, or failed a start (and one that fails fast looks empty): until it has had
-        time for another heartbeat it is the last to be asked. It is not shut out: where all are slow all are
-        suspected."""
+        """Marks a host suspected that did not answer or failed a start: until it has had time for another
+        heartbeat it is chosen only if no other has room. A host that fails fast would look empty. It is not
+        excluded: where all hosts are slow, all are suspected."""
         host.last_error = f"{type(error).__name__}: {error}"
-        if self.hosts.get(host.name) is host:  # else it has left
+        if self.hosts.get(host.name) is host:  # else it was removed
             until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
             self.scheduler.hosts[host.name].suspected_until_s = until_s
 
     async def place(self, request: Request) -> Placement:
-        """A reservation. Raises CapacityError after the longest wait, or at once if too many wait."""
+        """Reserves a place. Raises CapacityError after `queue_wait_s`, or at once if the queue is full."""
         if request.only is not None:
             placement = self.scheduler.place(request, self.clock())
             if placement is not None:
@@ -121,40 +121,40 @@ class Registry:
             fix="add hosts, end sandboxes, or allow a longer wait",
         )
 
-    def placed(self, placement: Placement) -> FleetHost:
-        """The host of a placement. Raises SandboxLostError where it has died and left since."""
+    def host_of(self, placement: Placement) -> FleetHost:
+        """The host of a placement. Raises SandboxLostError if the host has been removed since."""
         host = self.hosts.get(placement.host)
         if host is None:
             raise SandboxLostError("its host has left the fleet", field="sandbox", received=placement.host)
         return host
 
-    def forget(self, sandbox: FleetSandbox) -> None:
-        """A sandbox has ended: its place is free."""
+    def release(self, sandbox: FleetSandbox) -> None:
+        """Releases the reservation of an ended sandbox and serves the queue."""
         self.sandboxes.pop(sandbox.id, None)
         self.scheduler.release(sandbox.id)
         self.queue.serve()
 
     def wrap(self, host: FleetHost, inner: Sandbox) -> FleetSandbox:
-        """A handle for a sandbox whose place is confirmed."""
+        """Creates the handle of a sandbox whose reservation is confirmed."""
         sandbox = self.sandboxes[host.id_of(inner.id)] = FleetSandbox(self, host, inner)
         return sandbox
 
     def host(self, name: str) -> FleetHost:
-        """A host by name, dead or alive. Raises ConfigError."""
+        """A host by name, dead or alive. Raises ConfigError for an unknown one."""
         host = self.hosts.get(name)
         if host is None:
             raise ConfigError("no such host", field="host", received=name, fix=f"one of {list(self.hosts)}")
         return host
 
     def locate_sandbox(self, sandbox_id: str) -> tuple[FleetHost, str]:
-        """(host, id there) of a sandbox. Raises SandboxMissingError, SandboxLostError."""
+        """(host, id on that host) of a sandbox. Raises SandboxMissingError, SandboxLostError."""
         host, inner_id = self._split(sandbox_id, "sandbox", SandboxMissingError)
         if host.is_dead:
-            raise host.lost(sandbox_id)
+            raise host.lost_error(sandbox_id)
         return host, inner_id
 
     def locate_snapshot(self, snapshot: str) -> tuple[FleetHost, str]:
-        """(host, id there) of a snapshot. Raises SnapshotMissingError, SandboxLostError."""
+        """(host, id on that host) of a snapshot. Raises SnapshotMissingError, SandboxLostError."""
         host, inner_id = self._split(snapshot, "snapshot", SnapshotMissingError)
         if host.is_dead:
             raise SandboxLostError(
@@ -174,34 +174,34 @@ Result = TypeVar("Result")
 
 
 class FleetSandbox(WrappedSandbox):
-    """`Sandbox` on a host."""
+    """`Sandbox` on a host of a fleet."""
 
     def __init__(self, registry: Registry, host: FleetHost, inner: Sandbox) -> None:
         super().__init__(host.id_of(inner.id))
         self.host = host
         self.inner = inner
         self._registry = registry
-        self._gone: SandboxError | None = None
+        self._end_error: SandboxError | None = None
 
     async def perform(self, name: str, operation: Operation[Result]) -> Result:
         return await self.attempt(operation)
 
     async def attempt(self, operation: Operation[Result], undo: Undo | None = None) -> Result:
-        """One operation on the host's sandbox. Raises SandboxLostError once the host is dead."""
-        if self._gone is not None:
-            raise self._gone
+        """Runs one operation on the host's sandbox. Raises SandboxLostError once the host is dead."""
+        if self._end_error is not None:
+            raise self._end_error
         try:
             return await self.host.call(operation(self.inner), undo)
         except (SandboxLostError, SandboxMissingError) as error:
             if isinstance(error, SandboxLostError):
                 self._registry.suspect(self.host, error)
-            self.end(error)
-            self._registry.forget(self)
+            self.mark_ended(error)
+            self._registry.release(self)
             raise
 
-    def end(self, reason: SandboxError) -> None:
-        """Every later call raises `reason`."""
-        self._gone = self._gone or reason
+    def mark_ended(self, reason: SandboxError) -> None:
+        """Makes every later call raise `reason`."""
+        self._end_error = self._end_error or reason
 
     async def get_info(self) -> SandboxInfo:
         return replace(await super().get_info(), id=self.id)
@@ -209,7 +209,7 @@ class FleetSandbox(WrappedSandbox):
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot. It lies on the sandbox's host, and is restored there."""
+        """See Sandbox.create_snapshot. The snapshot is stored on the sandbox's host, and restored there."""
         info = await super().create_snapshot(kind, name)
         return replace(info, id=self.host.id_of(info.id), sandbox_id=self.id)
 
@@ -222,25 +222,25 @@ class FleetSandbox(WrappedSandbox):
             self._registry.queue.serve()
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate. Moves it out of the fleet, to a backend that the caller names."""
+        """See Sandbox.migrate. Moves the sandbox out of the fleet, to the backend `target`."""
         moved = await self.attempt(lambda s: s.migrate(target), kill)
-        self.end(SandboxMissingError("the sandbox left the fleet", field="sandbox", received=self.id))
-        self._registry.forget(self)
+        self.mark_ended(SandboxMissingError("the sandbox left the fleet", field="sandbox", received=self.id))
+        self._registry.release(self)
         return moved
 
     async def kill(self) -> None:
-        """See Sandbox.kill. Also when its host is dead: there is nothing left to kill then."""
-        if self._gone is not None:
+        """See Sandbox.kill. Does nothing if the host is dead."""
+        if self._end_error is not None:
             return
         try:
             await super().kill()
         except (SandboxLostError, SandboxMissingError):
             return
-        self.end(SandboxMissingError("the sandbox was killed", field="sandbox", received=self.id))
-        self._registry.forget(self)
+        self.mark_ended(SandboxMissingError("the sandbox was killed", field="sandbox", received=self.id))
+        self._registry.release(self)
 
     async def _fork(self, count: int) -> list[Sandbox | SandboxError]:
-        """`count` results: a sandbox, or the error that prevented it. Unused places are given back."""
+        """`count` results: a sandbox, or the error that prevented it. Unused reservations are cancelled."""
         scheduler = self._registry.scheduler
         places = scheduler.place_fork(self.id, count, self._registry.clock())
         can_move = self.host.backend.capabilities().migrate is not None
@@ -255,24 +255,24 @@ class FleetSandbox(WrappedSandbox):
             for place in used:
                 scheduler.cancel(place.ticket)
             raise
-        settling = [self._settle(place, copy) for place, copy in zip(used, copies, strict=True)]
-        settled = iter(await gather_copies(settling))
-        return [_no_room(self.id) if place is None else next(settled) for place in places]
+        placing = [self._place_copy(place, copy) for place, copy in zip(used, copies, strict=True)]
+        placed = iter(await gather_copies(placing))
+        return [_no_room(self.id) if place is None else next(placed) for place in places]
 
-    async def _settle(self, place: Placement, copy: Sandbox | SandboxError) -> Sandbox:
-        """A copy on the host for which it was planned. Raises SandboxError."""
+    async def _place_copy(self, place: Placement, copy: Sandbox | SandboxError) -> Sandbox:
+        """Moves a copy to the host of its reservation, and confirms it. Raises SandboxError."""
         registry, host = self._registry, self.host
         if isinstance(copy, SandboxError):
             registry.scheduler.cancel(place.ticket)
             raise copy
         try:
             if place.host != host.name:
-                copy = await self._move(copy, place)
-            host = registry.placed(place)
+                copy = await self._migrate_copy(copy, place)
+            host = registry.host_of(place)
             registry.scheduler.confirm(place.ticket, host.id_of(copy.id), registry.clock())
         except SandboxMissingError as error:
-            # The target died in between, and took its reservations along.
-            raise host.lost() from error
+            # The target host died in between, which cancelled its reservations.
+            raise host.lost_error() from error
         except BaseException as error:
             registry.scheduler.cancel(place.ticket)
             if isinstance(error, InfrastructureError) and not isinstance(error, SandboxError):
@@ -280,9 +280,9 @@ class FleetSandbox(WrappedSandbox):
             raise
         return registry.wrap(host, copy)
 
-    async def _move(self, copy: Sandbox, place: Placement) -> Sandbox:
+    async def _migrate_copy(self, copy: Sandbox, place: Placement) -> Sandbox:
         try:
-            target = self._registry.placed(place)
+            target = self._registry.host_of(place)
             return await self.host.call(copy.migrate(target.backend), kill)
         except BaseException:
             if not self.host.is_dead:

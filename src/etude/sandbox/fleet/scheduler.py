@@ -1,16 +1,16 @@
-"""Where sandboxes go: best of K random hosts.
+"""The placement of sandboxes on hosts: best of K random choices.
 
 Pure and deterministic: no I/O, no clock (time is given), one seeded generator. The fleet and the simulation
 of 100,000 sandboxes run this very code.
 
 A placement draws K hosts at random, and takes the one with the least *score*: its worst pressure (processor,
-memory, disk; measured, plus what was promised since the measurement). So no decision looks at all hosts,
-unless none of those drawn has room. Source: Mitzenmacher, The Power of Two Choices in Randomized Load
+memory, disk; measured, plus what was promised since the measurement). So no decision scans all hosts, unless
+none of those drawn has room. Source: Mitzenmacher, The Power of Two Choices in Randomized Load
 Balancing, 2001.
 
 A promise is counted in three states: *in flight* from `place` to `confirm`; *fresh* until a report that was
-measured after the confirmation; *settled* from then on, when the measured pressure contains it.
-What was promised in all is bounded whatever the measurement says.
+measured after the confirmation; *measured* from then on, when the reported pressure contains it.
+The sum of all promises is bounded whatever the measurement says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.sandbox.fleet.hosts import Capacity, HostState, Placement, Policy, Pr
 from etude.sandbox.types import Resources
 
 _SUSPICION = 1e9
-"""Added to the score of a suspected host: more than any pressure."""
+"""Penalty on the score of a suspected host: more than any pressure."""
 
 
 class Scheduler:
@@ -48,9 +48,9 @@ class Scheduler:
             self.add_host(name, capacity)
 
     def add_host(self, name: str, capacity: Capacity) -> None:
-        """A new, empty host; also one that comes back after its death, retired if it was.
+        """Adds an empty host; also a dead one that answers again, which stays retired if it was.
 
-        Raises ConfigError if one of that name lives.
+        Raises ConfigError if a living host has the name.
         """
         known = self.hosts.get(name)
         if known is not None and known.alive:
@@ -65,14 +65,14 @@ class Scheduler:
             self._open.append(host)
 
     def remove_host(self, name: str) -> None:
-        """Forgets a host that runs nothing, or is dead."""
+        """Removes a host that runs nothing, or is dead."""
         state = self.hosts[name]
         assert not state.reservations, "what runs there would be lost from the books"
         self.mark_dead(name)
         del self.hosts[name]
 
     def place(self, request: Request, now_s: float) -> Placement | None:
-        """Reserves a place; None if no host has room. Unless cancelled or confirmed it stays reserved."""
+        """Reserves a place; None if no host has room. It stays reserved until cancelled or released."""
         best, least = None, math.inf
         for host in self._candidates(request):
             score = self._score(host, request, now_s)
@@ -86,7 +86,7 @@ class Scheduler:
         return None if best is None else self._reserve(best, request.demand)
 
     def confirm(self, ticket: int, sandbox: str, now_s: float) -> None:
-        """The sandbox runs. Raises SandboxMissingError if the host died."""
+        """Binds a reservation to a sandbox that now runs. Raises SandboxMissingError if the host died."""
         reservation = self._reservations.get(ticket)
         if reservation is None:
             raise SandboxMissingError("no such reservation", field="ticket", received=ticket)
@@ -94,29 +94,29 @@ class Scheduler:
         self._by_sandbox[sandbox] = reservation
 
     def cancel(self, ticket: int) -> None:
-        """The sandbox was not made. Idempotent."""
+        """Frees a reservation whose sandbox was not created. Idempotent."""
         reservation = self._reservations.pop(ticket, None)
         if reservation is not None:
             reservation.host.free(reservation)
 
     def release(self, sandbox: str) -> None:
-        """The sandbox has ended. Idempotent."""
+        """Frees the reservation of a sandbox that has ended. Idempotent."""
         reservation = self._by_sandbox.pop(sandbox, None)
         if reservation is not None:
             self.cancel(reservation.ticket)
 
     def adopt(self, host: str, sandbox: str, demand: Resources, now_s: float) -> None:
-        """Counts a sandbox that was found on a host, even on one that is full. Idempotent."""
+        """Reserves for a sandbox that was found running on a host, even a full one. Idempotent."""
         if sandbox not in self._by_sandbox:
             placement = self._reserve(self.hosts[host], demand)
             self.confirm(placement.ticket, sandbox, now_s)
 
     def report(self, host: str, pressure: Pressure, measured_s: float) -> None:
-        """The pressure of a host; sandboxes confirmed before `measured_s` are taken to be in it."""
+        """Records the pressure of a host; sandboxes confirmed before `measured_s` count as included in it."""
         self.hosts[host].report(pressure, measured_s)
 
     def mark_dead(self, host: str) -> list[str]:
-        """The host is gone, and with it what ran there (these sandboxes) or was being made. Idempotent."""
+        """Marks a host dead and frees its reservations; returns the sandboxes that ran there. Idempotent."""
         state = self.hosts[host]
         if state.alive:
             state.alive = False
@@ -129,7 +129,7 @@ class Scheduler:
         return lost
 
     def reopen(self, host: str) -> None:
-        """The host takes sandboxes again. Idempotent."""
+        """Accepts sandboxes on a retired host again. Idempotent."""
         state = self.hosts[host]
         if state.retiring:
             state.retiring = False
@@ -137,14 +137,14 @@ class Scheduler:
                 self._open.append(state)
 
     def retire(self, host: str) -> None:
-        """No new sandboxes on the host; those there stay, and may be copied there. `reopen` opens it again.
+        """Places no new sandboxes on the host; those there stay, and may be forked there. `reopen` undoes it.
         Idempotent."""
         state = self.hosts[host]
         state.retiring = True
         self._close(state)
 
     def place_fork(self, sandbox: str, count: int, now_s: float) -> list[Placement | None]:
-        """Places for copies: on the sandbox's own host while there is room, then wherever they can migrate.
+        """Reserves places for copies: on the sandbox's own host while it has room, then on other hosts.
 
         Raises SandboxMissingError.
         """

@@ -1,10 +1,10 @@
-"""A fleet over sandbox servers, whose list may change while it is at work.
+"""A fleet over sandbox servers, whose list may change at runtime.
 
     listed ──> joins: greeted, measured, used
-    draining ──> nothing new there; what runs ends as it began ──> not draining: used again
-    no longer listed ──> the same, then forgotten
+    draining ──> gets no new sandboxes; running ones stay until they end ──> not draining: used again
+    no longer listed ──> as draining, then removed
 
-Nothing is moved that somebody works in: a move carries files alone where the backend copies no processes.
+Running sandboxes are never moved: where the backend copies no processes, a move carries files alone.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class ServerSpec:
     url: str
     token: str | None = field(default=None, repr=False)
     capacity: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fields of its Capacity that are other than what its machine has."""
+    """Overrides of the measured Capacity, by field."""
     draining: bool = False
-    """Whether nothing new is to be made there."""
+    """Whether the server gets no new sandboxes."""
 
     def is_same_server(self, other: ServerSpec) -> bool:
-        """Whether both lead to the same place in the same way."""
+        """Whether both have the same address and token."""
         return (self.url, self.token) == (other.url, other.token)
 
 
 Servers = Mapping[str, ServerSpec]
-"""By the names that hosts have in the fleet."""
+"""Servers by their host name in the fleet."""
 
 
 class ServerFleet(Fleet):
-    """`SandboxBackend` over named servers. For one event loop; of several clients of the same servers each
-    sees its own sandboxes alone."""
+    """`SandboxBackend` over named servers. For one event loop. Several clients may share servers: each sees
+    only its own sandboxes."""
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class ServerFleet(Fleet):
         changed: Callable[[], Servers | None] | None = None,
         poll_s: float = 2.0,
     ) -> None:
-        """`backend`: which of each server's. `owner`: see RemoteBackend; unnamed, a name of its own.
+        """`backend`: name of the backend on each server. `owner`: see RemoteBackend; None: a unique name.
 
-        `changed`: asked every `poll_s`, in a thread: the servers as they are to be from now on, or None where
-        that is as before.
+        `changed`: called every `poll_s`, in a thread; returns the new list of servers, or None if it has not
+        changed.
         """
         self._backend = backend
         self._owner = owner or f"fleet/{uuid.uuid4().hex}"
         self._servers = dict(servers)
-        """As hosts have them."""
+        """The servers that are hosts now; `_wanted` are those of the last list."""
         self._wanted = dict(servers)
         self._clients: dict[str, RemoteBackend] = {}
         self._changed, self._poll_s = changed, poll_s
-        self._following: asyncio.Task[None] | None = None
+        self._poll_task: asyncio.Task[None] | None = None
         super().__init__({name: self._host(name, spec) for name, spec in servers.items()}, config)
         for name, spec in servers.items():
             if spec.draining:
@@ -81,11 +81,11 @@ class ServerFleet(Fleet):
 
     @property
     def num_in_use(self) -> int:
-        """Servers that do not drain."""
+        """Number of servers that do not drain."""
         return sum(not spec.draining for spec in self._servers.values())
 
     def problems(self) -> dict[str, list[str]]:
-        """What is wrong with the servers that do not drain, by name. Blocks; all are asked at once."""
+        """Problems of the servers that do not drain, by name. Blocks; queries all at the same time."""
         clients = {name: self._clients[name] for name, one in self._servers.items() if not one.draining}
         with ThreadPoolExecutor(max(1, len(clients))) as threads:
             answers = list(threads.map(lambda client: client.doctor(), clients.values()))
@@ -95,33 +95,33 @@ class ServerFleet(Fleet):
         return [f"{name}: {one}" for name, found in self.problems().items() for one in found]
 
     async def start(self) -> None:
-        """See Fleet.start. From now on changes of the list are followed."""
+        """See Fleet.start. Also starts to poll for changes of the server list."""
         await super().start()
-        if self._following is None and self._changed is not None:
-            self._following = asyncio.create_task(self._follow(self._changed))
+        if self._poll_task is None and self._changed is not None:
+            self._poll_task = asyncio.create_task(self._poll_servers(self._changed))
 
     async def close(self) -> None:
-        if self._following is not None:
-            await end_tasks(self._following)
+        if self._poll_task is not None:
+            await end_tasks(self._poll_task)
         try:
             await super().close()
         finally:
-            for client in self._clients.values():  # those of dead hosts, too
+            for client in self._clients.values():  # including those of dead hosts
                 await client.disconnect()
 
-    async def follow(self, servers: Servers) -> None:
-        """Has these servers from now on: new ones join, those that drain or are gone get nothing new. One
-        that is gone is forgotten at once if nothing runs there, else by a later call."""
+    async def set_servers(self, servers: Servers) -> None:
+        """Replaces the server list: new servers join; draining or unlisted ones get no new sandboxes. An
+        unlisted server is removed at once if nothing runs there, else by a later call."""
         self._wanted = dict(servers)
         for name in list(self._servers):
             spec, known = self._wanted.get(name), self._servers[name]
             if spec is None or not spec.is_same_server(known):
                 self.retire(name)
-                await self._forget(name)
+                await self._remove_server(name)
                 continue
             if spec.capacity != known.capacity:
                 probe = RemoteProbe(self._clients[name], spec.capacity)
-                self.registry.host(name).ask_capacity = probe.capacity
+                self.registry.host(name).fetch_capacity = probe.capacity
             if spec.draining:
                 self.retire(name)
             elif self.registry.scheduler.hosts[name].retiring:
@@ -134,13 +134,13 @@ class ServerFleet(Fleet):
                 if spec.draining:
                     self.retire(name)
 
-    async def _follow(self, changed: Callable[[], Servers | None]) -> None:
+    async def _poll_servers(self, changed: Callable[[], Servers | None]) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
             servers = await asyncio.to_thread(changed)
-            await self.follow(self._wanted if servers is None else servers)
+            await self.set_servers(self._wanted if servers is None else servers)
 
-    async def _forget(self, name: str) -> None:
+    async def _remove_server(self, name: str) -> None:
         client = self._clients[name]
         try:
             if not await self.remove_host(name):
@@ -158,26 +158,26 @@ class ServerFleet(Fleet):
 
 
 class RemoteProbe:
-    """`HostProbe` of the host behind a `RemoteBackend`. That the server answers is the heartbeat."""
+    """`HostProbe` of the host behind a `RemoteBackend`. The server's answer is the heartbeat."""
 
-    def __init__(self, backend: RemoteBackend, given: Mapping[str, Any] | None = None) -> None:
-        """`given`: fields of the Capacity that are other than what the machine has."""
+    def __init__(self, backend: RemoteBackend, overrides: Mapping[str, Any] | None = None) -> None:
+        """`overrides`: fields of Capacity that replace the measured ones."""
         self._backend = backend
-        self._given = given or {}
+        self._overrides = overrides or {}
 
     async def capacity(self) -> Capacity:
-        """What the server's machine has. First of all it greets the server, which ends what an earlier client
-        of the same name has left there. Raises as `pressure`."""
+        """The capacity of the server's machine. Greets the server first, which kills the sandboxes that an
+        earlier client of the same name left there. Raises as `pressure`."""
         await self._backend.hello()
         line = self._backend.line
         found = line.decoded(CAPACITY.validate_python, await line.call("GET", "capacity"))
-        return replace(found, **self._given)
+        return replace(found, **self._overrides)
 
     async def pressure(self) -> Pressure | None:
         """The pressure as the server measures it; None if it measures nothing.
 
-        Never sent twice: the next heartbeat asks anew. Raises SandboxLostError if the server cannot be
-        reached, SandboxError for an answer that is no pressure, and what the server raises.
+        Not retried: the next heartbeat asks again. Raises SandboxLostError if the server cannot be
+        reached, SandboxError for a malformed answer, and what the server raises.
         """
         line = self._backend.line
         raw = await line.call("GET", "pressure")
@@ -185,4 +185,4 @@ class RemoteProbe:
 
 
 CAPACITY, PRESSURE = TypeAdapter(Capacity), TypeAdapter(Pressure)
-"""As servers tell them. Anything else is a ValueError, or a ConfigError."""
+"""Validators of the servers' answers. They raise ValueError or ConfigError."""
