@@ -67,7 +67,7 @@ class Scheduler:
     def remove_host(self, name: str) -> None:
         """Removes a host that runs nothing, or is dead."""
         state = self.hosts[name]
-        assert not state.reservations, "what runs there would be lost from the books"
+        assert not state.reservations, "a host is removed only without reservations"
         self.mark_dead(name)
         del self.hosts[name]
 

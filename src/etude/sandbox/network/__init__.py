@@ -1,5 +1,5 @@
-"""The way out of a sandbox: an allow-list, a proxy that checks every request against it, and its log.
+"""Egress of a sandbox: an allow-list, a proxy that checks every request against it, and a request log.
 
-A sandbox's network namespace holds a loopback and nothing else. What its programs send to the proxy's port
-there arrives outside as byte streams (`streams.Stream`), which `proxy.EgressProxy` serves.
+A sandbox's network namespace has only a loopback interface. Connections of its programs to the proxy's port
+there arrive outside as byte streams (`streams.Stream`), which `proxy.EgressProxy` serves.
 """

@@ -1,7 +1,7 @@
-"""What happens on a connection to a server: a tunnel of bytes, or one HTTP request and its response.
+"""A connection from the proxy to a server: a CONNECT tunnel, or one HTTP request and its response.
 
-Both directions run at once. What unblocks them: bytes, the end of either side, or `idle_s` without a byte
-to or from the server.
+Both directions run at the same time. They are unblocked by bytes, the end of either side, or `idle_s` without
+a byte to or from the server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TUNNEL_OPEN = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
 class CutError(Exception):
-    """The client has its response, or is gone: all that is left is to close. `reason` is for the log."""
+    """The connection is closed without a refusal, since a response has begun. `reason`: for the log."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class CutError(Exception):
 
 @asynccontextmanager
 async def idle_deadline(upstream: UpstreamStream, idle_s: float) -> AsyncIterator[None]:
-    """Raises TimeoutError in its body once nothing has moved to or from the server for `idle_s`."""
+    """Raises TimeoutError in its body after `idle_s` without a byte to or from the server."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(idle_s) as deadline:
 
@@ -77,23 +77,23 @@ class Tunnel:
         self._hello_s = hello_s
 
     async def run(self, idle_s: float) -> None:
-        """Until both directions have ended. Raises CutError; a half-closed tunnel goes on."""
+        """Runs until both directions have ended; a half-closed tunnel continues. Raises CutError."""
         await self._client.write(TUNNEL_OPEN)
         try:
             async with idle_deadline(self._upstream, idle_s):
-                await run_both(self._upwards(), _pump(self._upstream, self._client))
+                await run_both(self._send_to_server(), _pump(self._upstream, self._client))
         except TimeoutError as error:
             raise CutError("idle") from error
         except UpstreamError as error:
             raise CutError("upstream_failed") from error
 
-    async def _upwards(self) -> None:
-        """Client to server. The other direction does not wait: some servers speak first."""
+    async def _send_to_server(self) -> None:
+        """Client to server. The other direction does not wait for it: some servers send first."""
         await self._upstream.write(await self._first_bytes())
         await _pump(self._client, self._upstream)
 
     async def _first_bytes(self) -> bytes:
-        """The first bytes of the client; a whole ClientHello, checked, if that is what they begin."""
+        """The first bytes of the client; if they begin a ClientHello, all of it, checked."""
         data = await self._client.read(CHUNK_BYTES)
         if data[:1] != bytes([HANDSHAKE]):
             return data
@@ -123,13 +123,13 @@ class Forwarding:
         self._request = request
         self._uploaded = False
         self.status = 0
-        """Of the response that the client has begun to get; 0: none yet."""
+        """Status of the response whose head was sent to the client; 0: none yet."""
 
     async def run(self, idle_s: float) -> bool:
-        """Whether the client's connection can carry another request. Raises Refusal, CutError."""
+        """Returns whether the client's connection can carry another request. Raises Refusal, CutError."""
         try:
             async with idle_deadline(self._counted, idle_s):
-                return await run_both(self._upload(), self._respond(), enough=True)
+                return await run_both(self._upload(), self._respond(), stop_with_response=True)
         except TimeoutError as error:
             raise self._failure(Refusal(504, "idle", "the server did not answer in time")) from error
         except UpstreamError as error:
@@ -138,7 +138,7 @@ class Forwarding:
             raise self._failure(refusal) from refusal
 
     def _failure(self, refusal: Refusal) -> Refusal | CutError:
-        """A response that has begun cannot become another one."""
+        """CutError once a response has begun, which cannot be replaced by a refusal."""
         return CutError(refusal.reason) if self.status else refusal
 
     async def _upload(self) -> None:
@@ -147,12 +147,12 @@ class Forwarding:
             await self._upstream.write(upstream_head(self._request))
             await send_body(read_body(self._client, framing), self._upstream, framing.kind == "chunked")
         except UpstreamError:
-            # A server may answer and close before it has read all; what it said is still to be read.
+            # A server may answer and close before it has read all; its response must still be read.
             return
         self._uploaded = True
 
     async def _respond(self) -> bool:
-        response = await self._final_head()
+        response = await self._read_final_head()
         framing = response.framing
         if framing.kind == "close" and self._request.minor_version == 1:
             framing = Framing("chunked")
@@ -168,8 +168,8 @@ class Forwarding:
             raise CutError("upstream_" + refusal.reason) from refusal
         return keep
 
-    async def _final_head(self) -> ResponseHead:
-        """The response's head, after interim ones (1xx) have been passed on."""
+    async def _read_final_head(self) -> ResponseHead:
+        """The head of the final response; interim ones (1xx) are forwarded."""
         for _ in range(_MAX_INTERIM):
             try:
                 data = await self._upstream.read_head(MAX_HEAD_BYTES)
@@ -188,11 +188,11 @@ class Forwarding:
 
 
 async def run_both(
-    upwards: Coroutine[Any, Any, None], downwards: Coroutine[Any, Any, Any], enough: bool = False
+    upwards: Coroutine[Any, Any, None], downwards: Coroutine[Any, Any, Any], stop_with_response: bool = False
 ) -> Any:
-    """Runs both at once; the result of `downwards`, and neither is left running.
+    """Runs both at the same time and returns the result of `downwards`; on return both have ended.
 
-    The first exception of either ends the other. `enough`: so does the end of `downwards`.
+    The first exception of either cancels the other. `stop_with_response`: so does the end of `downwards`.
     """
     up, down = asyncio.ensure_future(upwards), asyncio.ensure_future(downwards)
     try:
@@ -201,7 +201,7 @@ async def run_both(
             up.result()
             return await down
         result = down.result()
-        if not enough:
+        if not stop_with_response:
             await up
         return result
     finally:
@@ -214,22 +214,22 @@ async def _pump(source: Stream, target: Stream) -> None:
     await target.write_eof()
 
 
-# The server name that a TLS client asks for. A tunnel carries what the proxy cannot read, but its first
-# message is in the clear (RFC 8446, 4.1.2; server name: RFC 6066). What is asked for later, inside the
-# encryption, stays unseen: a server that answers for several hosts under one name answers a sandbox for all.
+# The server name in a TLS ClientHello. A tunnel carries encrypted bytes, but its first message is plain text
+# (RFC 8446, 4.1.2; server name: RFC 6066). Hosts requested later, inside the encryption, are not checked: a
+# server that serves several hosts under one name is reachable for all of them.
 
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """What a ClientHello says about its destination."""
+    """The fields of a ClientHello that name its destination."""
 
     server_name: str | None
     encrypted: bool
-    """Whether it also carries an encrypted ClientHello, whose server name nobody on the way can see."""
+    """Whether it also carries an encrypted ClientHello, whose server name the proxy cannot read."""
 
 
 def parse_client_hello(data: bytes) -> ClientHello | None:
-    """The ClientHello at the start of `data`; None if there must be more. Raises Refusal if it is none."""
+    """The ClientHello at the start of `data`; None if incomplete. Raises Refusal if it is malformed."""
     message = _handshake_message(data)
     if message is None:
         return None
@@ -240,9 +240,9 @@ def parse_client_hello(data: bytes) -> ClientHello | None:
 
 
 def check_server_name(hello: ClientHello, host: str) -> None:
-    """Raises Refusal unless the ClientHello asks for `host` (canonical) and for it alone.
+    """Raises Refusal unless the ClientHello names `host` (canonical), and no other server.
 
-    For an address as `host` no server name is asked for (RFC 6066 has names only).
+    An address as `host` needs no server name (RFC 6066 has names only).
     """
     if hello.encrypted:
         raise Refusal(403, "tls_encrypted_hello", "an encrypted ClientHello hides its server name")
@@ -263,28 +263,28 @@ class _Cursor:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.at = 0
+        self.position = 0
 
-    def take(self, num_bytes: int) -> bytes:
-        if self.at + num_bytes > len(self.data):
+    def read_bytes(self, num_bytes: int) -> bytes:
+        if self.position + num_bytes > len(self.data):
             raise IndexError(num_bytes)
-        self.at += num_bytes
-        return self.data[self.at - num_bytes : self.at]
+        self.position += num_bytes
+        return self.data[self.position - num_bytes : self.position]
 
-    def number(self, num_bytes: int) -> int:
-        return int.from_bytes(self.take(num_bytes), "big")
+    def read_uint(self, num_bytes: int) -> int:
+        return int.from_bytes(self.read_bytes(num_bytes), "big")
 
-    def vector(self, length_bytes: int) -> _Cursor:
-        """What follows a length of `length_bytes` bytes."""
-        return _Cursor(self.take(self.number(length_bytes)))
+    def read_vector(self, length_bytes: int) -> _Cursor:
+        """A TLS vector: a length of `length_bytes` bytes, then its content."""
+        return _Cursor(self.read_bytes(self.read_uint(length_bytes)))
 
     @property
     def ended(self) -> bool:
-        return self.at == len(self.data)
+        return self.position == len(self.data)
 
 
 def _handshake_message(data: bytes) -> bytes | None:
-    """The body of the first handshake message, put together from its records; None if it is incomplete."""
+    """The body of the first handshake message, joined from its records; None if incomplete."""
     message = bytearray()
     at = 0
     for _ in range(_MAX_RECORDS):
@@ -309,18 +309,18 @@ def _handshake_message(data: bytes) -> bytes | None:
 
 
 def _parse_hello(hello: _Cursor) -> ClientHello:
-    hello.take(2 + 32)  # version, random
-    hello.vector(1)  # session id
-    hello.vector(2)  # cipher suites
-    hello.vector(1)  # compression methods
+    hello.read_bytes(2 + 32)  # version, random
+    hello.read_vector(1)  # session id
+    hello.read_vector(2)  # cipher suites
+    hello.read_vector(1)  # compression methods
     if hello.ended:
         return ClientHello(None, False)
-    extensions = hello.vector(2)
+    extensions = hello.read_vector(2)
     if not hello.ended:
         raise _malformed("bytes after the ClientHello's extensions")
     found: dict[int, _Cursor] = {}
     while not extensions.ended:
-        kind, value = extensions.number(2), extensions.vector(2)
+        kind, value = extensions.read_uint(2), extensions.read_vector(2)
         if kind in found:
             raise _malformed("an extension stands twice")
         found[kind] = value
@@ -329,8 +329,8 @@ def _parse_hello(hello: _Cursor) -> ClientHello:
 
 
 def _parse_server_name(extension: _Cursor) -> str:
-    names = extension.vector(2)
-    kind, name = names.number(1), names.vector(2).data
+    names = extension.read_vector(2)
+    kind, name = names.read_uint(1), names.read_vector(2).data
     if kind != 0 or not names.ended or not extension.ended or not name.isascii():
         raise _malformed("not exactly one server name")
     return name.decode("ascii")

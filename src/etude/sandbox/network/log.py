@@ -1,6 +1,6 @@
-"""The log of what sandboxes asked of the network: one JSON line for each request.
+"""The request log of the egress proxy: one JSON line for each request.
 
-Never in it: headers, bodies, credentials, paths and query strings of URLs.
+Never logged: headers, bodies, credentials, paths and query strings of URLs.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from etude.kit.durable import move
 
 Decision = Literal["allowed", "refused"]
 MAX_LOG_BYTES = 64 * 2**20
-"""Of a log file, which is then FILE.1 in place of an earlier one: sandboxes ask as often as they like."""
+"""Size at which a log file is renamed to FILE.1: sandboxes may send any number of requests."""
 _MAX_TEXT_CHARS = 255
 _MAX_REFUSED = 8
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request: filled in while it is served, logged once at its end."""
+    """The record of one request: filled in while it is served, logged once at its end."""
 
     sandbox: str
     time_s: float = field(default_factory=time.time)
-    """Seconds since 1970 at which its head had come."""
+    """Seconds since 1970 at which the first byte of the request arrived."""
     method: str = ""
     host: str = ""
-    """Canonical; what was received, without credentials, if it is no host; empty if there was none."""
+    """Canonical host; the received text, without credentials, if it is not valid; empty if there was none."""
     port: int = 0
     decision: Decision = "refused"
-    """Whether rules and addresses let it through; what failed after that is in `reason`."""
+    """Whether the rules and the address checks allow it; later failures are in `reason`."""
     reason: str = ""
-    """One word for why it was refused, failed or was cut short; empty if all went well."""
+    """Code for why it was refused, failed or was cut short; empty on success."""
     address: str = ""
-    """IP address that was connected to, or refused."""
+    """IP address of the connection, or the address that was refused."""
     status: int = 0
-    """HTTP status that the client got; 0: none."""
+    """HTTP status sent to the client; 0: none."""
     bytes_up: int = 0
-    """Sent to the server, the rewritten head of a plain request included."""
+    """Bytes sent to the server, including the rewritten head of a plain request."""
     bytes_down: int = 0
-    """Received from the server."""
+    """Bytes received from the server."""
     duration_s: float = 0.0
 
     def to_line(self) -> str:
@@ -62,18 +62,18 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Takes records, writes lines. Several proxies may share one; several processes one file."""
+    """Writes records as lines. Several proxies may share a log, several processes a file."""
 
     def __init__(self, sink: Callable[[str], None]) -> None:
         """`sink` is called with each line and must not block."""
         self._sink = sink
         self._fd: int | None = None
         self.refused: dict[str, str] = {}
-        """Reason, with the address where it is one, by `host:port`: of the first few that were refused."""
+        """`host:port` -> reason, and address if any, of the first few refused requests."""
 
     @classmethod
     def to_file(cls, path: str | Path, max_bytes: int = MAX_LOG_BYTES) -> RequestLog:
-        """A log that appends to a file; a new one is for its owner's eyes only. Raises SandboxError."""
+        """A log that appends to a file; a new file is readable by its owner only. Raises SandboxError."""
         try:
             fd = _open(path)
         except OSError as error:
@@ -81,7 +81,7 @@ class RequestLog:
 
         def write(line: str) -> None:
             if os.fstat(fd).st_size + len(line) > max_bytes:
-                _begin_anew(fd, Path(path))
+                _rotate(fd, Path(path))
             _write_line(fd, line)
 
         log = cls(write)
@@ -115,8 +115,8 @@ def _open(path: str | Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def _begin_anew(fd: int, path: Path) -> None:
-    """Makes `fd` an empty file at `path`. The full one is moved away by the first of its writers."""
+def _rotate(fd: int, path: Path) -> None:
+    """Points `fd` at an empty file at `path`; the first of the writers renames the full one."""
     fcntl.flock(fd, fcntl.LOCK_EX)
     if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
         move(path, path.with_name(f"{path.name}.1"))
@@ -126,7 +126,7 @@ def _begin_anew(fd: int, path: Path) -> None:
 
 
 def _write_line(fd: int, line: str) -> None:
-    """One write for one line, so that lines of several writers never mix."""
+    """Writes a line in one call, so that lines of several writers never mix."""
     data = line.encode("ascii")
     written = os.write(fd, data)
     if written != len(data):

@@ -1,7 +1,7 @@
-"""Heads of HTTP/1.1 messages (RFC 9110, 9112), read strictly and written anew.
+"""HTTP/1.1 messages (RFC 9110, 9112): strict parsing of heads, composition of new heads, and bodies.
 
-Where two programs may read the same bytes differently, a request can be smuggled past the one that checks.
-So whatever is doubtful is refused, and what goes on is composed from what was understood, never copied.
+Where two programs may parse the same bytes differently, a request can be smuggled past the one that checks.
+So ambiguous messages are refused, and forwarded heads are composed from the parsed fields, never copied.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Header = tuple[bytes, bytes]
 
 
 class Refusal(Exception):
-    """Why a request is not served. It becomes a response and a log line, and never leaves the proxy."""
+    """Refusal of a request. It becomes a response and a log line, and never leaves the proxy."""
 
     def __init__(self, status: int, reason: str, message: str, received: str = "", address: str = "") -> None:
-        """`reason`: one word for the log; `message`: for the client; `received`: a host; `address`: of it."""
+        """`reason`: code for the log; `message`: for the client; `received`: the host; `address`: its IP."""
         super().__init__(message)
         self.status = status
         self.reason = reason
@@ -54,7 +54,7 @@ class Refusal(Exception):
         self.address = address
 
     def response(self) -> bytes:
-        """The response that says so; the connection ends with it."""
+        """The error response as bytes; the connection closes after it."""
         body = f"{self.message}\n".encode("ascii", "backslashreplace")
         head = (
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
@@ -66,16 +66,16 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How a body's end is found."""
+    """How the end of a body is determined."""
 
     kind: Literal["none", "length", "chunked", "close"]
     length_bytes: int = 0
-    """Of `length` only."""
+    """Only for kind `length`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request wants to go."""
+    """The destination of a request."""
 
     host: str
     """Canonical."""
@@ -86,21 +86,21 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """A request as it was understood."""
+    """A parsed request head."""
 
     method: str
     target: Target
     headers: tuple[Header, ...]
     framing: Framing
     minor_version: int
-    """0 or 1, of HTTP/1."""
+    """0 or 1: HTTP/1.0 or HTTP/1.1."""
     keep_alive: bool
     """Whether the client expects to send another request on the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """A response as it was understood."""
+    """A parsed response head."""
 
     status: int
     headers: tuple[Header, ...]
@@ -110,9 +110,9 @@ class ResponseHead:
 
 
 def parse_request_head(data: bytes, own: Target | None = None) -> RequestHead:
-    """A request from the bytes of its head, empty line included. Raises Refusal, and nothing else.
+    """Parses a request head, including its empty line. Raises Refusal, and nothing else.
 
-    `own`: the server that a request means which names a path alone, whatever its Host header says.
+    `own`: the target of requests that name a path alone, whatever their Host header says.
     """
     first, headers = _split_head(data, 400)
     match = _REQUEST_LINE.fullmatch(first)
@@ -138,7 +138,7 @@ def parse_request_head(data: bytes, own: Target | None = None) -> RequestHead:
 
 
 def parse_response_head(data: bytes, method: str) -> ResponseHead:
-    """The response to a request of `method`. Raises Refusal with status 502."""
+    """Parses the response head to a request of `method`. Raises Refusal with status 502."""
     first, headers = _split_head(data, 502)
     match = _STATUS_LINE.fullmatch(first)
     if match is None:
@@ -151,7 +151,7 @@ def parse_response_head(data: bytes, method: str) -> ResponseHead:
 
 
 def upstream_head(request: RequestHead) -> bytes:
-    """The head that the server gets. Its connection serves this one request."""
+    """The request head sent to the server. Its connection serves this one request."""
     target = request.target
     authority = join_authority(target.host, target.port)
     if target.port == HTTP_PORT:
@@ -167,7 +167,7 @@ def upstream_head(request: RequestHead) -> bytes:
 
 
 def client_head(response: ResponseHead, framing: Framing, keep_alive: bool) -> bytes:
-    """The head that the client gets, its body framed as `framing`."""
+    """The response head sent to the client, with the body framed as `framing`."""
     lines = [f"HTTP/1.1 {response.status} {_phrase(response.status)}".encode()]
     lines += _end_to_end(response.headers, frozenset({b"content-length"}))
     if framing.kind == "chunked":
@@ -180,7 +180,7 @@ def client_head(response: ResponseHead, framing: Framing, keep_alive: bool) -> b
 
 
 def parse_headers(data: bytes, status: int) -> tuple[Header, ...]:
-    """Header lines, each with its CRLF. Raises Refusal with `status`."""
+    """Parses header lines, each with its CRLF. Raises Refusal with `status`."""
     lines = data.split(b"\r\n")
     if lines.pop() != b"" or len(lines) > _MAX_HEADERS:
         raise Refusal(status, "malformed", f"more than {_MAX_HEADERS} headers, or one without its line end")
@@ -236,7 +236,7 @@ def _check_host_header(value: bytes, target: Target) -> None:
 
 
 def _framing(headers: tuple[Header, ...], status: int) -> tuple[Framing, bytes | None]:
-    """(framing, Content-Length). `close` where neither of the two headers stands."""
+    """(framing, Content-Length). `close` without either of the two headers."""
     lengths, codings = _values(headers, b"content-length"), _values(headers, b"transfer-encoding")
     if len(lengths) + len(codings) > 1:
         raise Refusal(status, "ambiguous_length", "more than one Content-Length or Transfer-Encoding")
@@ -261,7 +261,7 @@ def _connection_tokens(headers: tuple[Header, ...]) -> frozenset[bytes]:
 
 
 def _end_to_end(headers: tuple[Header, ...], composed: frozenset[bytes]) -> list[bytes]:
-    """Header lines without those of one connection and those that are composed anew."""
+    """Header lines without the hop-by-hop headers and those in `composed`, which are written anew."""
     dropped = _HOP_BY_HOP | composed | _connection_tokens(headers)
     return [name + b": " + value for name, value in headers if name.lower() not in dropped]
 
@@ -280,7 +280,7 @@ _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,12})[ \t]*(?:;[\x20-\x7e\t\x80-\xff]*
 
 
 async def read_body(source: BufferedStream, framing: Framing) -> AsyncIterator[bytes]:
-    """The body in pieces as they come. Raises Refusal if it is cut short or badly chunked."""
+    """Yields the body in pieces as they arrive. Raises Refusal if it is truncated or badly chunked."""
     if framing.kind == "length":
         async for piece in _read_exactly(source, framing.length_bytes):
             yield piece
@@ -293,7 +293,7 @@ async def read_body(source: BufferedStream, framing: Framing) -> AsyncIterator[b
 
 
 async def send_body(pieces: AsyncIterator[bytes], to: Stream, chunked: bool) -> None:
-    """Writes the pieces on, each as one chunk if `chunked`."""
+    """Writes the pieces, each as one chunk if `chunked`."""
     async for piece in pieces:
         await to.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
     if chunked:
@@ -326,7 +326,7 @@ async def _read_chunked(source: BufferedStream) -> AsyncIterator[bytes]:
 
 
 async def _drop_trailers(source: BufferedStream) -> None:
-    """Reads the headers after the last chunk; they are checked and not passed on."""
+    """Reads the trailers after the last chunk; they are checked and not forwarded."""
     trailers = b""
     while (line := await source.read_line(_MAX_LINE_BYTES)) != b"\r\n":
         trailers += line or b""

@@ -1,7 +1,7 @@
 """The egress proxy: every byte that leaves a sandbox's network namespace passes here.
 
-For each connection of the sandbox it reads a request, checks its name against the rules and every
-address behind the name, connects to an address that was checked, carries bytes, and logs one line.
+For each request it checks the host name against the rules and every address of that name, connects to a
+checked address, forwards bytes, and logs one line.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from etude.sandbox.network.rules import (
 from etude.sandbox.network.streams import CHUNK_BYTES, AsyncioStream, BufferedStream, Stream, UpstreamStream
 
 OWN_URL = f"http://127.0.0.1:{PORT}"
-"""Where programs inside reach the server of the process that made the sandbox, if they may."""
+"""URL at which programs inside reach the server of the sandbox's owner (`own_server`), if allowed."""
 _NO_PROXY = "localhost,127.0.0.1,::1"
-_ANSWER_S = 5.0
+_REFUSAL_S = 5.0
 _LINGER_S = 1.0
 _LINGER_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """What one sandbox may ask of its proxy, and how long anything may take."""
+    """Limits and timeouts of one sandbox's proxy."""
 
     head_s: float = 10.0
     """From the first byte of a request's head (or of a ClientHello) to its last."""
@@ -62,13 +62,13 @@ class ProxyLimits:
     idle_s: float = 60.0
     """Without a byte to or from the server."""
     own_idle_s: float = 900.0
-    """The same of the owner's server: a model's answer takes as long as it is long."""
+    """The same for the owner's server, whose long answers of a model take long."""
     num_connections: int = 64
-    """At once."""
+    """Open at the same time."""
     num_requests: int = 100_000
-    """In all: what a sandbox can write into the log is bounded too."""
+    """In total, which also bounds the log."""
     num_lookups: int = 4
-    """Names being resolved at once."""
+    """Names resolved at the same time."""
 
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
@@ -77,12 +77,12 @@ Connect = Callable[[str, int], Awaitable[Stream]]
 """(IP address, port) -> stream. Raises OSError."""
 
 MAX_ADDRESSES = 4
-# Not the event loop's own threads: slow name servers of a sandbox's choice must not block others' work.
+# Not the event loop's default executor: slow name servers that a sandbox chose must not block other work.
 _LOOKUPS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="etude-lookup")
 
 
 async def resolve_name(name: str) -> Sequence[str]:
-    """Addresses of a name as this machine sees them. Raises OSError."""
+    """Addresses of a name, by this machine's resolver. Raises OSError."""
     loop = asyncio.get_running_loop()
     look_up = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
     rows = await loop.run_in_executor(_LOOKUPS, look_up)
@@ -106,7 +106,7 @@ class Dialer:
         deadline_s: float,
         num_lookups: int,
     ) -> None:
-        """`deadline_s` bounds resolving and connecting together, `num_lookups` the names in the works."""
+        """`deadline_s` bounds resolving and connecting together, `num_lookups` concurrent look-ups."""
         self._resolve = resolve
         self._connect = connect
         self._allow_private = allow_private
@@ -114,7 +114,7 @@ class Dialer:
         self._lookups = asyncio.Semaphore(num_lookups)
 
     async def dial(self, target: Target) -> tuple[str, Stream]:
-        """(address, open stream)."""
+        """Connects to a target: (address, open stream)."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._deadline_s
         try:
@@ -122,7 +122,7 @@ class Dialer:
                 addresses = await self._addresses(target)
         except TimeoutError as error:
             raise Refusal(504, "resolve_timeout", f"{target.host} was not resolved in time") from error
-        # All are checked, also those beyond the few that are tried: a mixed answer is no honest one.
+        # All are checked, including those that are not tried: a mixed answer is suspicious.
         for address in addresses:
             self._check(address, target)
         addresses = addresses[:MAX_ADDRESSES]
@@ -144,7 +144,7 @@ class Dialer:
         if is_address(target.host):
             return [target.host]
         if is_loopback_name(target.host):
-            raise _out_of_reach(target, "loopback")
+            raise _forbidden_address(target, "loopback")
         try:
             async with self._lookups:
                 found = await self._resolve(target.host)
@@ -164,10 +164,10 @@ class Dialer:
             return
         reason = forbidden_reason(address)
         if reason is not None:
-            raise _out_of_reach(target, reason, address)
+            raise _forbidden_address(target, reason, address)
 
 
-def _out_of_reach(target: Target, reason: str, address: str = "") -> Refusal:
+def _forbidden_address(target: Target, reason: str, address: str = "") -> Refusal:
     return Refusal(
         403,
         f"address_{reason}",
@@ -190,12 +190,12 @@ class EgressProxy:
         allow_private: Iterable[str] = (),
         own_server: str = "",
     ) -> None:
-        """`rules`: as in `Network.allow`. `allow_private`: exact `IP:port` that are reached although
-        they are private or this machine's own; the operator's choice, never a sandbox's. `own_server`: one
-        more, of a server of the owner's: requests of a path alone, as programs send them that take the proxy
-        for the server, are for it.
+        """`rules`: as in `Network.allow`. `allow_private`: exact `IP:port` that are allowed although they are
+        private or this machine's own; set by the operator, never by a sandbox. `own_server`: one more, of a
+        server of the owner; it gets the requests that name a path alone, which programs send that use the
+        proxy's URL as the server's.
 
-        Raises ConfigError for what is no rule or no exact address.
+        Raises ConfigError for an invalid rule or address.
         """
         self._rules = tuple(rule if isinstance(rule, Rule) else parse_rules([rule])[0] for rule in rules)
         self._log = log
@@ -210,11 +210,11 @@ class EgressProxy:
 
     @property
     def num_open(self) -> int:
-        """Connections being served."""
+        """Number of open connections."""
         return self._num_open
 
     async def serve(self, client: Stream) -> None:
-        """Serves one connection until it ends, and closes it. Cancelling it ends it at once.
+        """Serves one connection until it ends, and closes it. Cancellation closes it at once.
 
         Raises SandboxError if the log cannot be written; from then on every request is refused.
         """
@@ -227,15 +227,15 @@ class EgressProxy:
             while await self._serve_request(source):
                 pass
         except OSError:
-            # The client is gone, so nobody could receive the reason.
+            # The client is gone.
             return
         finally:
             self._num_open -= 1
             client.close()
 
     async def _serve_request(self, client: BufferedStream) -> bool:
-        """Serves one request; whether there may be another."""
-        if not await self._wait(client):
+        """Serves one request; returns whether another may follow."""
+        if not await self._wait_for_request(client):
             return False
         record = RequestRecord(self._sandbox_id)
         started = time.monotonic()
@@ -265,18 +265,18 @@ class EgressProxy:
                     self._write(record)
             finally:
                 if refused is not None:
-                    await self._answer(client, refused)
+                    await self._send_refusal(client, refused)
         return keep
 
-    async def _wait(self, client: BufferedStream) -> bool:
+    async def _wait_for_request(self, client: BufferedStream) -> bool:
         try:
             async with asyncio.timeout(self._limits.keep_alive_s):
-                return await client.wait()
+                return await client.wait_readable()
         except TimeoutError:
             return False
 
     async def _handle(self, client: BufferedStream, record: RequestRecord) -> bool:
-        """Raises Refusal, CutError, OSError (of the client)."""
+        """As `_serve_request`, without the log. Raises Refusal, CutError, OSError (of the client)."""
         if self._num_requests > self._limits.num_requests:
             raise Refusal(429, "too_many_requests", "this sandbox has used up its requests")
         request = await self._read_request(client)
@@ -335,12 +335,12 @@ class EgressProxy:
             self._write(RequestRecord(self._sandbox_id, reason=refusal.reason, status=refusal.status))
         if self._num_open > 2 * limit:
             return
-        await self._answer(client, refusal)
+        await self._send_refusal(client, refusal)
 
-    async def _answer(self, client: BufferedStream, refusal: Refusal) -> None:
-        """Sends a refusal, then reads for a moment: closing on unread bytes would destroy it on its way."""
+    async def _send_refusal(self, client: BufferedStream, refusal: Refusal) -> None:
+        """Sends a refusal, then reads for a moment: closing with unread bytes would reset the connection."""
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_REFUSAL_S):
                 await client.write(refusal.response())
                 await client.write_eof()
             async with asyncio.timeout(_LINGER_S):
@@ -360,7 +360,7 @@ class EgressProxy:
 
 
 def proxy_environment(port: int = PORT) -> dict[str, str]:
-    """Environment variables for commands inside; both cases, because programs disagree on which they read."""
+    """Environment variables for commands inside, in upper and lower case: programs differ in which they read."""
     url = f"http://127.0.0.1:{port}"
     names = {"http_proxy": url, "https_proxy": url, "all_proxy": url, "no_proxy": _NO_PROXY}
     return names | {name.upper(): value for name, value in names.items()}

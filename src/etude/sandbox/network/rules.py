@@ -1,11 +1,11 @@
-"""What a sandbox may reach: hosts and ports by name, as its allow rules say; and which addresses are out of
-reach, whatever they say. Both must agree.
+"""Egress rules: the hosts and ports that an allow-list permits, and the IP addresses that are forbidden
+whatever it says. A request must pass both.
 
 Host names are compared in one form: ASCII (IDNA), lower case, without a trailing dot.
 
-Out of reach is of IPv4 everything that is not globally routed. IPv6: everything outside 2000::/3 and what is
-reserved within it; addresses that carry an IPv4 address (mapped, 6to4, NAT64) are judged by the one that they
-carry. The list is written out because that of the standard library differs between its versions."""
+Forbidden are all IPv4 addresses that are not globally routed; of IPv6, everything outside 2000::/3 and what
+is reserved within it. Addresses that embed an IPv4 address (mapped, 6to4, NAT64) are judged by that address.
+The list is written out because that of the standard library differs between its versions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _AMBIGUOUS = frozenset("\u00df\u03c2\u200c\u200d")
-"""Characters that the two editions of IDNA turn into different names."""
+"""Characters that IDNA 2003 and IDNA 2008 encode differently."""
 
 
 class HostError(ValueError):
-    """A text that names no host, or names one in a form that programs read differently."""
+    """A text that is not a host, or is one in a form that programs parse differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,17 @@ class Rule:
     """Canonical name or IP address, without brackets; of a wildcard rule, the domain after `*.`."""
     port: int
     subdomains: bool = False
-    """Whether the names below `host` are meant, at any depth, and not `host` itself."""
+    """Whether the rule allows the names below `host`, at any depth, and not `host` itself."""
 
     def matches(self, host: str, port: int) -> bool:
-        """Whether a canonical host and a port are what this rule allows."""
+        """Whether this rule allows a canonical host and a port."""
         if port != self.port:
             return False
         return host.endswith("." + self.host) if self.subdomains else host == self.host
 
 
 def parse_rules(allow: Iterable[str]) -> tuple[Rule, ...]:
-    """The rules of an allow-list. Raises ConfigError, see `parse_rule`."""
+    """Parses an allow-list. Raises ConfigError, see `parse_rule`."""
     return tuple(parse_rule(text) for text in allow)
 
 
@@ -61,7 +61,7 @@ def parse_rule(text: str) -> Rule:
     """
     subdomains = text.startswith("*.")
     try:
-        host, port = split_authority(text[2:] if subdomains else text, DEFAULT_PORT, foreign=True)
+        host, port = split_authority(text[2:] if subdomains else text, DEFAULT_PORT, convert_unicode=True)
     except HostError as error:
         raise ConfigError(f"no allow rule: {error}", field=FIELD, received=text, fix=_FIX) from error
     if is_loopback_name(host):
@@ -87,10 +87,10 @@ def permits(rules: Iterable[Rule], host: str, port: int) -> bool:
     return any(rule.matches(name, port) for rule in rules)
 
 
-def split_authority(text: str, default_port: int | None, foreign: bool = False) -> tuple[str, int]:
+def split_authority(text: str, default_port: int | None, convert_unicode: bool = False) -> tuple[str, int]:
     """(canonical host, port) of `host:port`, `[IPv6]:port`, or of a host alone if there is a default port.
 
-    `foreign`: names in other scripts are converted; else they are refused. Raises HostError.
+    `convert_unicode`: non-ASCII names are converted; else they are refused. Raises HostError.
     """
     if text.startswith("["):
         inner, bracket, rest = text[1:].partition("]")
@@ -101,7 +101,7 @@ def split_authority(text: str, default_port: int | None, foreign: bool = False) 
             raise HostError("only IPv6 addresses stand in brackets")
     else:
         name, colon, after = text.partition(":")
-        host, port_text = canonical_host(name, foreign), after if colon else None
+        host, port_text = canonical_host(name, convert_unicode), after if colon else None
     if port_text is None:
         if default_port is None:
             raise HostError("the port is missing")
@@ -116,14 +116,14 @@ def join_authority(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def canonical_host(text: str, foreign: bool = False) -> str:
-    """The one form in which hosts are compared. Raises HostError for anything doubtful.
+def canonical_host(text: str, convert_unicode: bool = False) -> str:
+    """The canonical form of a host, for comparison. Raises HostError for anything ambiguous.
 
-    Refused are numbers that C libraries take for addresses (`127.1`, `0x7f000001`, `0177.0.0.1`).
+    Also for numbers that C libraries parse as addresses (`127.1`, `0x7f000001`, `0177.0.0.1`).
     """
     if ":" in text:
         return canonical_address(text)
-    if not text.isascii() and not foreign:
+    if not text.isascii() and not convert_unicode:
         raise HostError("a name in another script is sent in its ASCII form (xn--...)")
     name = text if text.isascii() else _to_ascii(text)
     name = name.lower().removesuffix(".")
@@ -153,7 +153,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether a canonical name means the own machine (RFC 6761, and names that hosts files often hold)."""
+    """Whether a canonical name means the local machine (RFC 6761, and names common in hosts files)."""
     return host in _LOOPBACK_NAMES or host.endswith((".localhost", ".localdomain"))
 
 
@@ -161,7 +161,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "localdomain", "ip6-localhost", "ip6-l
 
 
 def _to_ascii(text: str) -> str:
-    """IDNA's ASCII form; refuses names on which its two editions disagree."""
+    """The ASCII form (IDNA); refuses names that IDNA 2003 and IDNA 2008 encode differently."""
     if len(text) > _MAX_NAME_CHARS or _AMBIGUOUS & set(text):
         raise HostError("write this name in its ASCII form (xn--...)")
     try:
@@ -208,18 +208,18 @@ _IPV6 = tuple(
     )
 )
 _GLOBAL = ipaddress.IPv6Network("2000::/3")
-_CARRIERS = (
+_IPV4_EMBEDDINGS = (
     (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
     (ipaddress.IPv6Network("64:ff9b::/96"), 0),
     (ipaddress.IPv6Network("2002::/16"), 80),
 )
-"""(network, bits to the right of the IPv4 address that its addresses carry)."""
+"""(network, number of bits to the right of the IPv4 address embedded in its addresses)."""
 
 
 def forbidden_reason(ip: str, own: Callable[[Address], bool] | None = None) -> str | None:
-    """Why an address is out of reach (`loopback`, `private`, `own`, ...); None if it is not.
+    """Why an address is forbidden (`loopback`, `private`, `own`, ...); None if it is allowed.
 
-    `own` tells this machine's own addresses; None: `is_own_address`.
+    `own`: predicate for this machine's own addresses; None: `is_own_address`.
     """
     try:
         address = ipaddress.ip_address(ip)
@@ -229,12 +229,12 @@ def forbidden_reason(ip: str, own: Callable[[Address], bool] | None = None) -> s
 
 
 def reserved_reason(address: Address) -> str | None:
-    """As `forbidden_reason`, from the address alone: this machine's own addresses are not looked up."""
+    """As `forbidden_reason`, without the check for this machine's own addresses."""
     if isinstance(address, ipaddress.IPv4Address):
         return next((reason for network, reason in _IPV4 if address in network), None)
-    carried = _carried(address)
-    if carried is not None:
-        return reserved_reason(carried)
+    embedded = _embedded_ipv4(address)
+    if embedded is not None:
+        return reserved_reason(embedded)
     for network, reason in _IPV6:
         if address in network:
             return reason
@@ -242,27 +242,27 @@ def reserved_reason(address: Address) -> str | None:
 
 
 def is_own_address(address: Address) -> bool:
-    """Whether this machine itself answers at `address`.
+    """Whether `address` is this machine's own.
 
-    Asked of the kernel's routing: a packet to an own address has that address as its source too.
-    Connecting a datagram socket sends nothing.
+    By the kernel's routing: a packet to an own address has that address as its source, too. Connecting a
+    datagram socket sends nothing.
     """
     if isinstance(address, ipaddress.IPv6Address):
-        carried = _carried(address)
-        if carried is not None:
-            return is_own_address(carried)
+        embedded = _embedded_ipv4(address)
+        if embedded is not None:
+            return is_own_address(embedded)
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((str(address), 9))
             return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]) == address
     except OSError:
-        # No route, or no such family: a connection cannot be made either, and says why.
+        # No route, or no such family: a connection would fail as well, with its own error.
         return False
 
 
 def parse_private(entries: Iterable[str]) -> frozenset[tuple[str, int]]:
-    """Exact `IP:port` exceptions from all of this, which only an operator makes. Raises ConfigError."""
+    """Parses exceptions from the forbidden addresses, exact `IP:port` of the operator. Raises ConfigError."""
     parsed: set[tuple[str, int]] = set()
     for text in entries:
         try:
@@ -281,8 +281,8 @@ def _private_error(text: str, message: str) -> ConfigError:
     )
 
 
-def _carried(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    for network, shift in _CARRIERS:
+def _embedded_ipv4(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    for network, shift in _IPV4_EMBEDDINGS:
         if address in network:
             return ipaddress.IPv4Address((int(address) >> shift) & 0xFFFFFFFF)
     return None

@@ -1,4 +1,4 @@
-"""Byte streams as the proxy sees them, over sockets or over a sandbox's channel alike."""
+"""Byte streams of the proxy, over sockets or over a sandbox's channel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 
 class Stream(Protocol):
-    """Two directions of bytes between two programs."""
+    """A bidirectional byte stream between two programs."""
 
     async def read(self, num_bytes: int) -> bytes:
-        """1 to `num_bytes` bytes; empty once the other side has ended its direction. Raises OSError."""
+        """Reads 1 to `num_bytes` bytes; empty once the other side has ended its direction. Raises OSError."""
         ...
 
     async def write(self, data: bytes) -> None:
-        """Sends all of `data`; returns only when the stream is ready for more. Raises OSError."""
+        """Sends all of `data`; returns when the stream is ready for more. Raises OSError."""
         ...
 
     async def write_eof(self) -> None:
-        """Ends this side's direction; the other may go on. Idempotent. Raises OSError."""
+        """Ends this side's direction; the other stays open. Idempotent. Raises OSError."""
         ...
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class AsyncioStream(Stream):
             self._writer.write_eof()
 
     def close(self) -> None:
-        """See Stream.close. What a cancelled write left unsent is dropped: its reader may never come."""
+        """See Stream.close. Unsent bytes of a cancelled write are dropped: they may never be read."""
         if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:
@@ -61,7 +61,7 @@ class AsyncioStream(Stream):
 
 
 class BufferedStream(Stream):
-    """`Stream` around another that can also be read by line and by message head."""
+    """`Stream` around another one, with reading by line and by message head."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -74,23 +74,23 @@ class BufferedStream(Stream):
         del self._buffer[:num_bytes]
         return data
 
-    async def wait(self) -> bool:
-        """Waits until there is something to read; False if the other side has ended instead."""
+    async def wait_readable(self) -> bool:
+        """Waits until there are bytes to read; False if the other side has ended its direction."""
         if not self._buffer:
             self._buffer += await self._stream.read(CHUNK_BYTES)
         return bool(self._buffer)
 
     async def read_line(self, limit_bytes: int) -> bytes | None:
-        """A line with its LF; None if more than `limit_bytes` or the end of the stream come first."""
+        """Reads a line with its LF; None if more than `limit_bytes` or the end of the stream come first."""
         start = 0
         while (end := self._buffer.find(b"\n", start)) < 0:
             start = len(self._buffer)
             if start > limit_bytes or not await self._fill():
                 return None
-        return self._take(end + 1) if end < limit_bytes else None
+        return self._pop_bytes(end + 1) if end < limit_bytes else None
 
     async def read_head(self, limit_bytes: int) -> bytes | None:
-        """The bytes up to and with an empty line, or up to a line end without CR, which heads cannot have.
+        """Reads up to and with an empty line, or up to a line end without CR, which heads cannot have.
 
         None if more than `limit_bytes` come first. Raises EOFError if the stream ends first.
         """
@@ -99,12 +99,12 @@ class BufferedStream(Stream):
             end = self._buffer.find(b"\r\n\r\n", start)
             bare = _BARE_LF.search(self._buffer, start)
             if bare is not None and (end < 0 or bare.end() <= end):
-                return self._take(bare.end())
+                return self._pop_bytes(bare.end())
             if end >= 0:
-                return self._take(end + 4) if end + 4 <= limit_bytes else None
+                return self._pop_bytes(end + 4) if end + 4 <= limit_bytes else None
             if len(self._buffer) > limit_bytes:
                 return None
-            # The tail that may hold the beginning of the empty line is searched again.
+            # The empty line may begin in the last three bytes.
             start = max(0, len(self._buffer) - 3)
             if not await self._fill():
                 raise EOFError("the stream ended within a head")
@@ -123,14 +123,14 @@ class BufferedStream(Stream):
         self._buffer += data
         return bool(data)
 
-    def _take(self, num_bytes: int) -> bytes:
+    def _pop_bytes(self, num_bytes: int) -> bytes:
         data = bytes(self._buffer[:num_bytes])
         del self._buffer[:num_bytes]
         return data
 
 
 class UpstreamError(Exception):
-    """The server's side of a connection failed; tells its errors from the client's."""
+    """The server's side of a connection failed, as opposed to the client's."""
 
 
 class UpstreamStream(Stream):
