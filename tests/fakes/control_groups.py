@@ -25,8 +25,8 @@ class FakeGroups(ControlGroups):
         self.limited: list[str] = []
         """Groups that have their limits."""
 
-    def admit(self, pid: int) -> None:
-        """See ControlGroups.admit."""
+    def admit_fork_server(self, pid: int) -> None:
+        """See ControlGroups.admit_fork_server."""
 
     def enter(self, name: str, pid: int) -> None:
         """See ControlGroups.enter."""

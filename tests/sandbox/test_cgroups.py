@@ -123,7 +123,7 @@ def test_a_kernel_that_is_a_program_has_memory_of_its_own_and_any_number_of_proc
     made = {path.parent.name: path / "7" for path in set(own_groups()) - before}
     assert set(made) == {"memory", "cpu"}
     assert int(read(made["memory"] / "memory.limit_in_bytes")) == (100 + 10 + 256) << 20
-    assert [path.parent for path in groups.entrances("7")] == [made["memory"], made["cpu"]]
+    assert [path.parent for path in groups.procs_files("7")] == [made["memory"], made["cpu"]]
     assert groups.remove("7")
     groups.close()
     assert not set(own_groups()) - before

@@ -12,7 +12,7 @@ import pytest
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.images.image_store import LayerStore
-from etude.sandbox.inside.ids import BLOCK, Spare
+from etude.sandbox.inside.ids import BLOCK, SpareIds
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.local.doctor import find_problems
@@ -140,7 +140,7 @@ class MappedByPrograms(LocalBackend):
 
     def __init__(self, state: Path, programs: Sequence[Path]) -> None:
         super().__init__(state)
-        self._spare_ids = Spare(0x7FF0_0000, 0x7FF8_0000, 2 * BLOCK, tuple(map(str, programs)))
+        self._spare_ids = SpareIds(0x7FF0_0000, 0x7FF8_0000, 2 * BLOCK, tuple(map(str, programs)))
 
 
 @SEPARATE
@@ -201,7 +201,7 @@ def find(
 
 def test_ids_are_found_where_there_are_any_and_else_the_reason_and_the_fix(tmp_path: Path) -> None:
     assert "older than Linux 6.3" in find(tmp_path, 0, release="6.1.0-13-amd64").reason
-    assert find(tmp_path, 0).spare == Spare(0x7000_0000, 0x7000_0000, 0x0FFD_0000)
+    assert find(tmp_path, 0).spare == SpareIds(0x7000_0000, 0x7000_0000, 0x0FFD_0000)
     assert "map them" in find(tmp_path, 0, maps="0 100000 65536").reason
     assert "newuidmap is missing" in find(tmp_path).reason
     for name in ("newuidmap", "newgidmap"):
@@ -213,7 +213,7 @@ def test_ids_are_found_where_there_are_any_and_else_the_reason_and_the_fix(tmp_p
     assert found is not None
     assert (found.first_uid, found.first_gid, found.num) == (100000, 300000, 65536)
     assert found.programs == (str(tmp_path / "newuidmap"), str(tmp_path / "newgidmap"))
-    assert Spare.from_words(found.words()) == found
+    assert SpareIds.from_arguments(found.to_arguments()) == found
     unmapped = find(tmp_path, maps="0 0 165535", sub="4711:100000:65536\n")
     assert "no ids 100000 to 165535" in unmapped.reason
     unmapped = find(tmp_path, maps="0 0 300000", sub="4711:100000:65536\n")
@@ -228,5 +228,5 @@ def test_sandboxes_with_an_image_share_unless_root_gives_ids(
     tmp_path: Path, programs: tuple[str, ...], has_images: bool, share: bool
 ) -> None:
     backend = LocalBackend(tmp_path, tmp_path / "images" if has_images else None)
-    backend._spare_ids = Spare(100000, 100000, 65536, programs)
+    backend._spare_ids = SpareIds(100000, 100000, 65536, programs)
     assert backend.capabilities().neighbours_share is share

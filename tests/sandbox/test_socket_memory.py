@@ -229,6 +229,6 @@ def test_a_fork_server_has_a_group_of_its_own_in_version_2(tmp_path: Path) -> No
     members = tmp_path / "server" / "cgroup.procs"
     members.write_text("")
     with subprocess.Popen(["sleep", "60"]) as process:
-        ControlGroups({"unified": tmp_path}).admit(process.pid)
+        ControlGroups({"unified": tmp_path}).admit_fork_server(process.pid)
         process.kill()
     assert members.read_text() == str(process.pid)

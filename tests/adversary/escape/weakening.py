@@ -132,7 +132,7 @@ def _no_user_namespace() -> None:
     for name in ("setgroups", "setresgid", "setresuid"):
         setattr(os, name, lambda *ids: None)
     kernel.write_maps = kernel.map_ids = lambda *ids: None
-    _wrap(ids, "take", lambda original, words, images: original([], images))
+    _wrap(ids, "reserve_ids", lambda original, words, images: original([], images))
 
 
 def _no_user_namespace_as_nobody() -> None:
@@ -316,12 +316,12 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "holes kept": _set(layers, "_copy_data", _copy_holes_too),
     "removal without recursion": _set(layers, "remove_tree", _remove_by_recursion),
     "blocks of 4096 ids": _set(ids, "BLOCK", 8),
-    "user of its own": lambda: _wrap(ids, "take", lambda original, words, images: original([], images)),
+    "user of its own": lambda: _wrap(ids, "reserve_ids", lambda original, words, images: original([], images)),
     "counts of watches": namespaces.WATCHES.clear,
     "descriptors of the server's own": _set(namespaces, "SERVER_FILES", 256),
     "alarms checked": lambda: setattr(server, "_is_time_over", lambda: server._deadlines_s != server._NEVER),
     "own view of programs": _set(namespaces, "_cover_programs", lambda root, names: None),
-    "templates stored apart": lambda: setattr(zygote, "store_apart", zygote.store_template),
+    "templates stored apart": lambda: setattr(zygote, "store_in_child", zygote.store_template),
     "output bounded": _set(jobs.Output, "trim", _keep_all_output),
     "filter's machine check": lambda: _wrap(
         seccomp, "build_filter", lambda original, *a, **k: _without_machine_check(original(*a, **k))

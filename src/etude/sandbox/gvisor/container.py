@@ -216,7 +216,7 @@ class Container:
             return []
         self._groups.create(self.name)
         self._groups.limit(self.name, resources)
-        return self._groups.entrances(self.name)
+        return self._groups.procs_files(self.name)
 
     async def checkpoint(self, target: Path, deadline_s: float) -> None:
         """Writes the state into `target`; the container goes on. Raises SandboxError."""

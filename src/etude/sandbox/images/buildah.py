@@ -30,7 +30,7 @@ from etude.errors import ResourceError
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.guest_program import python_words
 from etude.sandbox.inside.enclosure import FAILED, PLACE, REASON
-from etude.sandbox.inside.ids import Spare
+from etude.sandbox.inside.ids import SpareIds
 from etude.sandbox.local.host_ids import BUILD_IDS
 from etude.sandbox.network.proxy import EgressProxy, proxy_environment
 from etude.sandbox.network.streams import AsyncioStream
@@ -48,7 +48,7 @@ OnLine = Callable[[str], object]
 class Buildah:
     """One build's use of buildah: its directory `work`, and what buildah keeps for all."""
 
-    def __init__(self, root: Path, work: Path, ids: Spare, proxy: EgressProxy | None) -> None:
+    def __init__(self, root: Path, work: Path, ids: SpareIds, proxy: EgressProxy | None) -> None:
         """`work`: new and empty. Raises OSError."""
         self.root = root
         self.own = work / "own"
@@ -136,7 +136,7 @@ class Buildah:
         ours, theirs = socket.socketpair()
         # Without a way out nothing listens inside, not even for a moment.
         number = -1 if self._proxy is None else theirs.fileno()
-        words = [str(number), str(self.root), *self._ids.words(), "--", *command]
+        words = [str(number), str(self.root), *self._ids.to_arguments(), "--", *command]
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(
                 *python_words("etude.sandbox.inside.enclosure", *words),
@@ -270,13 +270,13 @@ class Lock:
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
 
-def find_ids() -> Spare:
+def find_ids() -> SpareIds:
     """65,536 ids for the users of builds, the same each time: what they leave belongs to them.
 
     Raises ResourceError for a plain user, as whom root of the builds would have to act.
     """
     if os.geteuid() == 0:
-        return Spare(BUILD_IDS, BUILD_IDS, NUM_IDS)
+        return SpareIds(BUILD_IDS, BUILD_IDS, NUM_IDS)
     raise ResourceError(
         "only root can build images from Dockerfiles", field="image", received=os.geteuid(),
         fix="build as root, or build elsewhere and import an OCI archive",

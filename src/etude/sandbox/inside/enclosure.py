@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.forward import PORT
-from etude.sandbox.inside.ids import Spare
+from etude.sandbox.inside.ids import SpareIds
 
 FAILED, REASON = 121, "no namespaces: "
 """Exit status where the namespaces could not be made, and what the output then begins with."""
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> None:
     """Runs the program to its end, and exits as it did."""
     split = words.index("--")
     line, directory = int(words[0]), words[1]
-    spare, command = Spare.from_words(words[2:split]), list(words[split + 1 :])
+    spare, command = SpareIds.from_arguments(words[2:split]), list(words[split + 1 :])
     kernel.die_with_parent()
     ours, theirs = socket.socketpair()
     pid = os.fork()

@@ -38,7 +38,7 @@ SERVER_IN_FIRST = 1
 
 
 @dataclass(frozen=True)
-class Spare:
+class SpareIds:
     """Ids of the host that belong to nobody, and the programs that map them for a plain user."""
 
     first_uid: int
@@ -47,12 +47,12 @@ class Spare:
     programs: tuple[str, ...] = ()
     """newuidmap, newgidmap. None: the launcher is root."""
 
-    def words(self) -> list[str]:
+    def to_arguments(self) -> list[str]:
         """Arguments of the launcher."""
         return [str(self.first_uid), str(self.first_gid), str(self.num), *self.programs]
 
     @classmethod
-    def from_words(cls, words: Sequence[str]) -> Spare:
+    def from_arguments(cls, words: Sequence[str]) -> SpareIds:
         """What `words` gave."""
         first_uid, first_gid, num = map(int, words[:3])
         return cls(first_uid, first_gid, num, tuple(words[3:]))
@@ -61,10 +61,10 @@ class Spare:
 class Users:
     """The ids of one fork server's sandboxes."""
 
-    def __init__(self, clerk: socket.socket | None, clerk_pid: int, has_images: bool) -> None:
-        """`clerk`: line to the process that maps; None: all sandboxes are the fork server's user."""
-        self._clerk = clerk
-        self._clerk_pid = clerk_pid
+    def __init__(self, mapper: socket.socket | None, mapper_pid: int, has_images: bool) -> None:
+        """`mapper`: line to the process that maps; None: all sandboxes are the fork server's user."""
+        self._mapper = mapper
+        self._mapper_pid = mapper_pid
         self._has_images = has_images
         self._free = deque(range(BLOCK))
         self._taken: dict[int, int] = {}
@@ -72,22 +72,22 @@ class Users:
 
     def map_server(self, uid: int, gid: int) -> None:
         """Gives this process, which made a user namespace, its ids there. Raises OSError."""
-        if self._clerk is None:
+        if self._mapper is None:
             kernel.write_maps(SERVER, uid, gid)
             return
-        self._clerk.send(b"map")
-        answer = self._clerk.recv(4096)
+        self._mapper.send(b"map")
+        answer = self._mapper.recv(4096)
         if answer != b"done":
             raise OSError(
                 errno.EPERM, f"no ids for sandboxes: {answer.decode() or 'the mapping process ended'}"
             )
         if not self._has_images:
-            os.waitpid(self._clerk_pid, 0)
+            os.waitpid(self._mapper_pid, 0)
 
-    def settle(self, pid: int, files: str) -> list[int]:
+    def assign_ids(self, pid: int, files: str) -> list[int]:
         """Gives a first process its ids; descriptors of what it mounts for them: `files`, and images if there
         are any. Raises OSError."""
-        if self._clerk is None:
+        if self._mapper is None:
             kernel.map_ids(pid, f"{OWN} {SERVER} 1", f"{OWN} {SERVER} 1")
             return []
         if not self._free:
@@ -102,10 +102,10 @@ class Users:
             os.close(namespace)
 
     def _images(self, namespace: int) -> list[int]:
-        if not self._has_images or self._clerk is None:
+        if not self._has_images or self._mapper is None:
             return []
-        socket.send_fds(self._clerk, [b"images"], [namespace])
-        _, copies, _, _ = socket.recv_fds(self._clerk, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        socket.send_fds(self._mapper, [b"images"], [namespace])
+        _, copies, _, _ = socket.recv_fds(self._mapper, 16, 1, socket.MSG_CMSG_CLOEXEC)
         self._has_images = bool(copies)
         return copies
 
@@ -116,14 +116,14 @@ class Users:
 
     def close(self) -> None:
         """In a first process, which maps nothing."""
-        if self._clerk is not None:
-            self._clerk.close()
+        if self._mapper is not None:
+            self._mapper.close()
 
 
 def become_own_user(mounts: Mapping[str, int], needed: str) -> None:
     """Makes a first process the user that it was given, if what it needs can be shown as that user's.
 
-    `mounts`: where to mount what `settle` returned. Raises OSError.
+    `mounts`: where to mount what `assign_ids` returned. Raises OSError.
     """
     if needed not in mounts:
         for copy in mounts.values():
@@ -157,18 +157,18 @@ def mount_as_own(source: str, target: str) -> None:
         os.waitpid(pid, 0)
 
 
-def take(words: Sequence[str], images: str) -> tuple[Users, socket.socket | None]:
-    """Takes a block of spare ids (`Spare.words`; none: shared) for a fork server, by a process of its own.
+def reserve_ids(words: Sequence[str], images: str) -> tuple[Users, socket.socket | None]:
+    """Reserves a block of spare ids (`SpareIds.to_arguments`; none: shared) for a fork server.
 
     The second is what holds the block: to be kept open until every process with these ids is gone. `images`:
     directory of the layer store, or empty. Raises OSError.
     """
     if not words:
         return Users(None, 0, False), None
-    spare = Spare.from_words(words)
-    offset, lock = _take_block(spare)
+    spare = SpareIds.from_arguments(words)
+    offset, lock = _reserve_block(spare)
     has_images = bool(images) and not spare.programs  # Only root may show host files as another's.
-    clerk, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mapper, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -176,14 +176,14 @@ def take(words: Sequence[str], images: str) -> tuple[Users, socket.socket | None
             kernel.die_with_parent()
             os.closerange(3, theirs.fileno())
             os.closerange(theirs.fileno() + 1, 1 << 16)
-            _serve_as_clerk(theirs, lambda: _map(spare, offset, launcher), images if has_images else "")
+            _serve_as_mapper(theirs, lambda: _map(spare, offset, launcher), images if has_images else "")
         finally:
             os._exit(0)
     theirs.close()
-    return Users(clerk, pid, has_images), lock
+    return Users(mapper, pid, has_images), lock
 
 
-def _take_block(spare: Spare) -> tuple[int, socket.socket]:
+def _reserve_block(spare: SpareIds) -> tuple[int, socket.socket]:
     """Offset of a block, and an abstract socket that says so: the kernel removes it with its last holder.
 
     Begins anywhere: who has another network namespace does not see these names.
@@ -201,7 +201,7 @@ def _take_block(spare: Spare) -> tuple[int, socket.socket]:
     raise OSError(errno.EAGAIN, f"other fork servers have all {spare.num} spare ids, {BLOCK} each")
 
 
-def _map(spare: Spare, offset: int, launcher: int) -> None:
+def _map(spare: SpareIds, offset: int, launcher: int) -> None:
     """Writes the launcher's maps. Raises OSError."""
     is_root = os.geteuid() == 0
     uid, gid = (NOBODY, NOBODY) if is_root else (os.getuid(), os.getgid())
@@ -217,7 +217,7 @@ def _map(spare: Spare, offset: int, launcher: int) -> None:
             raise OSError(errno.EPERM, f"{program} ended with {status}")
 
 
-def _serve_as_clerk(line: socket.socket, map_launcher: Callable[[], None], images: str) -> None:
+def _serve_as_mapper(line: socket.socket, map_launcher: Callable[[], None], images: str) -> None:
     """Maps once; then mounts images for each user namespace that is sent. Ends with the fork server."""
     if not line.recv(16):
         return

@@ -33,7 +33,7 @@ class Isolation:
         """Starts a sandbox's first process: 0 in the child, its pid in the parent."""
         return os.fork()
 
-    def settle(self, pid: int) -> list[int]:
+    def assign_ids(self, pid: int) -> list[int]:
         """In the parent: gives it its user; descriptors that it needs for `enter`. Raises OSError."""
         return []
 
@@ -41,10 +41,10 @@ class Isolation:
         """In the child: makes the sandbox around it. Raises OSError."""
         raise NotImplementedError
 
-    def note_ended(self, pid: int) -> None:
+    def on_ended(self, pid: int) -> None:
         """In the parent: the first process, and with it its sandbox, is gone."""
 
-    def leave(self) -> None:
+    def clean_up(self) -> None:
         """In the child, at the end of its service."""
 
     def close(self) -> None:
@@ -63,10 +63,10 @@ class Namespaces(Isolation):
             self._users.close()
         return pid
 
-    def settle(self, pid: int) -> list[int]:
-        return self._users.settle(pid, namespaces.FILES_RO)
+    def assign_ids(self, pid: int) -> list[int]:
+        return self._users.assign_ids(pid, namespaces.FILES_RO)
 
-    def note_ended(self, pid: int) -> None:
+    def on_ended(self, pid: int) -> None:
         self._users.release(pid)
 
     def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
@@ -115,7 +115,7 @@ class Folders(Isolation):
         disk = os.open(self._disk, flags)
         return Workspace(workspace, os.open(template, flags)), self._processes, disk, None, None
 
-    def leave(self) -> None:
+    def clean_up(self) -> None:
         self._processes.kill_all()
         if self._disk:
             discard(self._disk)

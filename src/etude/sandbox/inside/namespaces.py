@@ -266,7 +266,7 @@ def clone_sandbox() -> int:
 
 
 def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int, LayeredRoot | None]:
-    """Gives a freshly cloned pid 1 its file system. `mounts`: see `ids.settle`.
+    """Gives a freshly cloned pid 1 its file system. `mounts`: see `ids.Users.assign_ids`.
 
     Returns the number of its user inside, descriptors that stay usable after the pivot, of what the workspace
     was at first and of the sandbox's own disk, and what an image's root was at first. Raises OSError, or

@@ -73,7 +73,7 @@ class ForkServer:
             ready = {descriptor for descriptor, _ in poll.poll()}
             if self._wake_reader in ready:
                 os.read(self._wake_reader, 4096)
-                self._note_ended(reap()[0])
+                self._on_ended(reap()[0])
             if self._owner in ready:
                 return
             if self._control.fileno() in ready:
@@ -103,13 +103,13 @@ class ForkServer:
         elif operation == "forget":
             self._forget(request["kind"], request["name"])
         else:
-            self._work_on_layer(request, descriptors)
+            self._start_layer_worker(request, descriptors)
 
-    def _note_ended(self, pids: Iterable[int]) -> None:
+    def _on_ended(self, pids: Iterable[int]) -> None:
         for pid in pids:
             number = self._ids.pop(pid, -1)
             if self._pids.pop(number, None) is not None:
-                self._isolation.note_ended(pid)
+                self._isolation.on_ended(pid)
             line = self._lines.pop(number, None)
             if line is not None:
                 line.close()
@@ -137,19 +137,19 @@ class ForkServer:
                 line = self._lines.pop(request["id"], None)
                 if line is not None:
                     line.close()
-                _tell(channel, {"failure": f"cannot make the sandbox: {error}"})
+                _send(channel, {"failure": f"cannot make the sandbox: {error}"})
                 return
             self._pids[request["id"]] = pid
             self._ids[pid] = request["id"]
-            self._settle(pid, request["id"], channel)
+            self._assign_ids(pid, request["id"], channel)
 
-    def _settle(self, pid: int, number: int, channel: socket.socket) -> None:
+    def _assign_ids(self, pid: int, number: int, channel: socket.socket) -> None:
         descriptors: list[int] = []
         try:
-            descriptors = self._isolation.settle(pid)
+            descriptors = self._isolation.assign_ids(pid)
             socket.send_fds(self._lines[number], [b"settled"], descriptors)
         except OSError as error:
-            _tell(channel, {"failure": f"cannot give the sandbox its user: {error}"})
+            _send(channel, {"failure": f"cannot give the sandbox its user: {error}"})
             self._lines.pop(number).close()
         finally:
             for descriptor in descriptors:
@@ -160,7 +160,7 @@ class ForkServer:
         try:
             if request["new_template"]:
                 digest = request["plan"]["digest"]
-                store_apart(os.path.join(self._isolation.files, "templates", digest), descriptors[0])
+                store_in_child(os.path.join(self._isolation.files, "templates", digest), descriptors[0])
         except Exception as error:
             data = json.dumps({"failure": f"cannot make the sandbox: {error}"}).encode()
         line = self._lines.pop(request["id"], None)
@@ -173,25 +173,25 @@ class ForkServer:
         """The child's whole life. Never returns into the fork server's loop."""
         code = 1
         try:
-            self._let_go()
-            settled, descriptors, _, _ = socket.recv_fds(line, 16, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            if announces and settled:
-                _tell(channel, {"waiting": True})
-            request = _await_plan(channel, line) if settled else None
+            self._drop_inherited()
+            assigned, descriptors, _, _ = socket.recv_fds(line, 16, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            if announces and assigned:
+                _send(channel, {"waiting": True})
+            request = _receive_plan(channel, line) if assigned else None
             if request is not None:
                 self._serve_sandbox(channel, request, descriptors)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0
         except BaseException as error:
-            _report(channel, error)
+            _send_error(channel, error)
         finally:
-            self._isolation.leave()
+            self._isolation.clean_up()
             os._exit(code)
 
     def _serve_sandbox(self, channel: socket.socket, request: dict[str, Any], descriptors: list[int]) -> None:
         if "failure" in request:
-            _tell(channel, request)
+            _send(channel, request)
             return
         limits = request["limits"]
         plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
@@ -208,7 +208,7 @@ class ForkServer:
         line = channel.detach()
         Server(line, line, workspace, processes, settings, disk, gathering=gathering).serve()
 
-    def _let_go(self) -> None:
+    def _drop_inherited(self) -> None:
         """In a child: drops what belongs to the fork server alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -218,25 +218,25 @@ class ForkServer:
         for descriptor in (self._owner, self._wake_reader, self._wake_writer):
             os.close(descriptor)
 
-    def _work_on_layer(self, request: dict[str, Any], descriptors: list[int]) -> None:
+    def _start_layer_worker(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """In a child of its own: a large copy must not hold up the others."""
         channel = socket.socket(fileno=descriptors[0])
         try:
             pid = os.fork()
         except OSError as error:
-            _tell(channel, {"failure": f"cannot work on a layer: {error}"})
+            _send(channel, {"failure": f"cannot work on a layer: {error}"})
             pid = -1
         if pid == 0:
             try:
-                self._let_go()
+                self._drop_inherited()
                 directory = os.path.join(self._isolation.files, "layers", request["layer"])
                 if request["op"] == "merge":
                     merge_layers(directory, request["below"])
                 else:
                     work_on_layer(request, directory, descriptors[1])
-                _tell(channel, {"ready": True})
+                _send(channel, {"ready": True})
             except BaseException as error:
-                _report(channel, error)
+                _send_error(channel, error)
             finally:
                 os._exit(0)
         if pid > 0:
@@ -279,7 +279,7 @@ def merge_layers(directory: str, below: Sequence[str]) -> None:
     layers.remove_tree(trash)
 
 
-def _await_plan(channel: socket.socket, line: socket.socket) -> dict[str, Any] | None:
+def _receive_plan(channel: socket.socket, line: socket.socket) -> dict[str, Any] | None:
     """What the fork server hands on; None once it or the owner is gone."""
     poll = select.poll()
     for waiting in (channel, line):
@@ -290,22 +290,22 @@ def _await_plan(channel: socket.socket, line: socket.socket) -> dict[str, Any] |
     return json.loads(data) if data else None
 
 
-def _report(channel: socket.socket, error: BaseException) -> None:
+def _send_error(channel: socket.socket, error: BaseException) -> None:
     """Tells the owner why there will be no sandbox. Without a line there is nobody to tell."""
     if channel.fileno() < 0:
         return
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENAMETOOLONG):
         # An agent's tree that is too deep to be copied.
-        _tell(channel, {"fault": list(faults.TOO_DEEP)})
+        _send(channel, {"fault": list(faults.TOO_DEEP)})
         return
     if isinstance(error, packing.UnpackableError):
-        _tell(channel, {"fault": ["argument", str(error)]})
+        _send(channel, {"fault": ["argument", str(error)]})
         return
     failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"
-    _tell(channel, {"failure": failure})
+    _send(channel, {"failure": failure})
 
 
-def _tell(channel: socket.socket, header: dict[str, Any]) -> None:
+def _send(channel: socket.socket, header: dict[str, Any]) -> None:
     """Answers, if anybody still waits for it."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.sendall(pack(header))
@@ -315,7 +315,7 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def store_apart(directory: str, descriptor: int) -> None:
+def store_in_child(directory: str, descriptor: int) -> None:
     """`store_template` in a child: whatever this process has read lies in the memory of all later sandboxes.
 
     Raises OSError.
@@ -334,9 +334,9 @@ def store_apart(directory: str, descriptor: int) -> None:
     os.close(writer)
     os.close(descriptor)
     with os.fdopen(reader, "rb") as file:
-        said = file.read()
+        message = file.read()
     if os.waitpid(pid, 0)[1]:
-        raise OSError(said.decode(errors="replace"))
+        raise OSError(message.decode(errors="replace"))
 
 
 def store_template(directory: str, descriptor: int) -> None:
@@ -360,7 +360,7 @@ def store_template(directory: str, descriptor: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Arguments: control socket, owner's pidfd, a base folder or `namespaces`. After that: directory of image
-    layers or "", a view of the host as JSON, then `ids.Spare.words` where each sandbox is to be a user of its
+    layers or "", a view of the host as JSON, then spare ids (`SpareIds`) if each sandbox is to be a user of its
     own."""
     control = socket.socket(fileno=int(arguments[0]))
     owner = int(arguments[1])
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str]) -> None:
         lock = None
         if arguments[2] == "namespaces":
             images, view = arguments[3], json.loads(arguments[4])
-            users, lock = ids.take(arguments[5:], images)
+            users, lock = ids.reserve_ids(arguments[5:], images)
             namespaces.isolate_fork_server(prefix, images, view, users.map_server)
             if view and view["programs"]:
                 path = f"{view['programs']}:{path}"

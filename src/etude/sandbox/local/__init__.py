@@ -1,1 +1,1 @@
-"""Sandboxes on this machine: owner's side of the fork server in `etude.sandbox.inside`."""
+"""Sandboxes on this machine: the owner's side of the fork server in `etude.sandbox.inside`."""

@@ -1,4 +1,4 @@
-"""Backends over a fork server: isolated in namespaces, or (when asked for by name) not at all."""
+"""Backends over a fork server: sandboxes in namespaces, or (the base class) as plain processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.local.host_view import HostView
-from etude.sandbox.local.spares import NUM_AHEAD, ForkServer, Spares
+from etude.sandbox.local.spares import NUM_AHEAD, ForkServer, SparePool
 from etude.sandbox.local.templates import TemplateUses, pack_files, plan_request
 from etude.sandbox.machine import OPERATION_S, MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
@@ -32,20 +32,20 @@ from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
 
 CREATE_S = 60.0
-TIDY_S = 0.05
-"""Between two looks at groups that the kernel still holds."""
+REMOVAL_RETRY_S = 0.05
+"""Between two attempts to remove groups that the kernel still holds."""
 MAX_LAYERS = 8
-"""Below one sandbox. More are made one: each costs look-ups, and the kernel takes about 150."""
+"""Most layers below one sandbox; more are merged: each costs look-ups, and the kernel allows about 150."""
 _PARTS = ("root", "tmp")
 
 
 @dataclass(frozen=True)
 class Clone:
-    """What the fork server has for one sandbox."""
+    """A sandbox's record on the side of the fork server."""
 
     number: int
     layers: tuple[str, ...]
-    """Saved layers that it stands on, uppermost first."""
+    """Saved layers below it, uppermost first."""
     server: ForkServer
     group: str
     """Name of its control groups."""
@@ -54,24 +54,24 @@ class Clone:
 class ForkServerBackend(MachineBackend):
     """Clones sandboxes from one fork server, which starts with the first sandbox.
 
-    The fork server and everything below it ends with `close()`, and with this process however that ends.
-    A copy of a sandbox stands on a layer of what the sandbox had changed, made once for all copies.
+    The fork server and all its descendants end with `close()`, or with this process, however it ends.
+    Forks of a sandbox share one layer with the changes of the original, made once for all of them.
     """
 
     has_whole_layers = False
-    """Whether a saved layer holds all files, not the changes alone."""
+    """Whether a saved layer contains all files, not only the changes."""
     home = "/tmp"
-    """Of commands that work in a directory of the host."""
+    """HOME of commands that run in a directory of the host."""
     works_in_directories = True
     num_spares = NUM_AHEAD
-    """First processes that wait in control groups of their own for a sandbox."""
+    """Number of spare processes that wait in control groups of their own for a sandbox."""
 
     def __init__(self, state: Path | None = None, images: Path | None = None) -> None:
-        """`images`: directory of the layer store, whose layers a template's image may name."""
+        """`images`: directory of the layer store; images of templates consist of its layers."""
         super().__init__(state)
         self._images = images
         self._server: ForkServer | None = None
-        self._spares: Spares | None = None
+        self._spares: SparePool | None = None
         self._starting: asyncio.Task[ForkServer] | None = None
         self._numbers = itertools.count(1)
         self._clones: dict[str, Clone] = {}
@@ -105,7 +105,7 @@ class ForkServerBackend(MachineBackend):
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
         clone = self._clones.get(sandbox.id)
         if clone is None or self._groups is None or self.host_failure(sandbox) is not None:
-            # With the fork server every sandbox ends, whatever its agent did before.
+            # The end of the fork server ends every sandbox: not the agent's doing.
             return None
         if self._groups.num_killed_for_memory(clone.group):
             return "the agent's processes used up the sandbox's memory"
@@ -125,13 +125,13 @@ class ForkServerBackend(MachineBackend):
             return
         if clone.server is self._server:
             with contextlib.suppress(SandboxError):
-                # A fork server that is gone has taken every sandbox with it.
-                self._end(clone)
+                # A fork server that has ended has ended every sandbox.
+                self._kill_clone(clone)
         if self._groups is not None:
             self._remove_group(self._groups, clone.group)
         if clone.server is self._server:
             for digest in self._templates.release(sandbox.spec.template):
-                self._forget("templates", digest)
+                self._delete_stored("templates", digest)
             self._release_layers(clone.layers)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
@@ -149,7 +149,7 @@ class ForkServerBackend(MachineBackend):
         try:
             for index, layer in enumerate(layers):
                 for part in _PARTS:
-                    await self._ask("pack", layer, draft.directory / f"layer-{index}-{part}.tar", part)
+                    await self._copy_part("pack", layer, draft.directory / f"layer-{index}-{part}.tar", part)
             draft.extra["num_layers"] = len(layers)
         finally:
             self._release_layers(layers)
@@ -161,7 +161,7 @@ class ForkServerBackend(MachineBackend):
         try:
             for index, layer in enumerate(layers):
                 for part in _PARTS:
-                    await self._ask("unpack", layer, snapshot.file(f"layer-{index}-{part}.tar"), part)
+                    await self._copy_part("unpack", layer, snapshot.file(f"layer-{index}-{part}.tar"), part)
             return await self._clone(sandbox, layers)
         finally:
             self._release_layers(layers)
@@ -186,10 +186,10 @@ class ForkServerBackend(MachineBackend):
         if groups is not None:
             await asyncio.to_thread(groups.close)
 
-    # For the kinds of fork server
+    # Overridden by the kinds of fork server
 
     def _arguments(self) -> Sequence[str]:
-        """How the fork server keeps sandboxes apart, and where image layers lie."""
+        """Arguments of the fork server: isolation, directory of image layers, view of the host, spare ids."""
         raise NotImplementedError
 
     def _interpreter(self) -> str:
@@ -198,14 +198,14 @@ class ForkServerBackend(MachineBackend):
     def _open_groups(self) -> ControlGroups | None:
         return None
 
-    def _end(self, clone: Clone) -> None:
-        """Ends a sandbox's first process, and with it all others."""
+    def _kill_clone(self, clone: Clone) -> None:
+        """Kills a sandbox's first process, and thereby all others."""
         self._send(clone.server, {"op": "kill", "id": clone.number})
 
     # Clones
 
     async def _ensure_started(self) -> ForkServer:
-        """The fork server. A caller that is cancelled leaves the start to the next one, or to `close`."""
+        """Returns the fork server, started if need be. The start continues if the caller is cancelled."""
         self.check_accepting()
         if self._server is not None:
             return self._server
@@ -226,7 +226,7 @@ class ForkServerBackend(MachineBackend):
             self._starting = None
 
     def _send(self, server: ForkServer, request: dict[str, object], *descriptors: int) -> None:
-        """Sends a request. Raises SandboxError if nobody takes it; the next one gets a new fork server."""
+        """Sends a request. Raises SandboxError once the fork server has ended; the next call starts one."""
         try:
             server.send(request, *descriptors)
         except SandboxError:
@@ -239,15 +239,15 @@ class ForkServerBackend(MachineBackend):
                 self.spawn(server.close())
             raise
 
-    def _new_spares(self, server: ForkServer, groups: ControlGroups | None) -> Spares:
+    def _new_spares(self, server: ForkServer, groups: ControlGroups | None) -> SparePool:
         remove = partial(self._remove_group, groups) if groups is not None else None
-        return Spares(partial(self._send, server), groups, remove, self._numbers, self.num_spares)
+        return SparePool(partial(self._send, server), groups, remove, self._numbers, self.num_spares)
 
     async def _clone(self, sandbox: MachineSandbox, layers: tuple[str, ...]) -> Channel:
         server = await self._ensure_started()
-        assert self._spares is not None, "they start with the fork server"
+        assert self._spares is not None, "the spare pool starts with the fork server"
         spares = self._spares
-        spare = await spares.take()
+        spare = await spares.acquire()
         if server is not self._server:
             spares.drop(spare)
             raise SandboxError("the fork server has ended", field="sandbox", received=sandbox.id)
@@ -255,7 +255,7 @@ class ForkServerBackend(MachineBackend):
         channel.name = sandbox.id
         clone = self._clones[sandbox.id] = Clone(spare.number, layers, server, spare.group)
         self._layer_uses.update(layers)
-        new = self._templates.hold(sandbox.spec.template)
+        new = self._templates.acquire(sandbox.spec.template)
         try:
             if self._groups is not None:
                 self._groups.limit(spare.group, sandbox.spec.resources)
@@ -264,8 +264,8 @@ class ForkServerBackend(MachineBackend):
         except BaseException as error:
             channel.close("the sandbox was never ready")
             if new:
-                # Perhaps the template is what went wrong: the next one sends it again.
-                self._templates.never_arrived(sandbox.spec.template)
+                # The template may have caused the failure: the next sandbox sends it again.
+                self._templates.mark_missing(sandbox.spec.template)
             if isinstance(error, OSError):
                 raise SandboxError(
                     f"no control group: {error}", field="sandbox", received=sandbox.id
@@ -275,18 +275,18 @@ class ForkServerBackend(MachineBackend):
         return channel
 
     def _remove_group(self, groups: ControlGroups, name: str) -> None:
-        """Removes a sandbox's groups as soon as the kernel lets go of them."""
-        self._removals.start(self._removed(groups, name))
+        """Removes a sandbox's groups in the background, as soon as the kernel allows it."""
+        self._removals.start(self._retry_removal(groups, name))
 
-    async def _removed(self, groups: ControlGroups, name: str) -> None:
+    async def _retry_removal(self, groups: ControlGroups, name: str) -> None:
         while True:
-            async with self._removing:  # each may take milliseconds, and one thread is enough
+            async with self._removing:  # one at a time: each may take milliseconds
                 if await asyncio.to_thread(groups.remove, name):
                     return
-            await asyncio.sleep(TIDY_S)
+            await asyncio.sleep(REMOVAL_RETRY_S)
 
     def _send_plan(self, clone: Clone, sandbox: MachineSandbox, new_template: bool) -> None:
-        """What a first process becomes a sandbox by. Raises SandboxError."""
+        """Sends the plan by which a first process becomes a sandbox. Raises SandboxError."""
         has_groups = self._groups is not None
         request = plan_request(clone.number, sandbox.spec, clone.layers, has_groups, new_template, self.home)
         if not new_template:
@@ -301,7 +301,7 @@ class ForkServerBackend(MachineBackend):
     # Layers
 
     async def _save_layer(self, sandbox: MachineSandbox) -> tuple[str, ...]:
-        """A layer of what the sandbox has changed, over those that it stands on; each held once more."""
+        """Saves the sandbox's changes as a layer; returns it and those below, each with one more use."""
         sandbox.spec.template.check_copyable()
         server = await self._ensure_started()
         clone = self._clones.get(sandbox.id)
@@ -313,7 +313,7 @@ class ForkServerBackend(MachineBackend):
             async with sandbox.standing_still() as channel:
                 disk = await channel.borrow(OPERATION_S)
                 try:
-                    await server.ask({"op": "copy", "layer": layer}, disk)
+                    await server.call({"op": "copy", "layer": layer}, disk)
                 finally:
                     os.close(disk)
             if len(layers) <= MAX_LAYERS:
@@ -321,7 +321,7 @@ class ForkServerBackend(MachineBackend):
             merged = self._new_layer()
             self._layer_uses[merged] += 1
             try:
-                await server.ask({"op": "merge", "layer": merged, "below": layers})
+                await server.call({"op": "merge", "layer": merged, "below": layers})
             except BaseException:
                 self._release_layers([merged])
                 raise
@@ -332,7 +332,7 @@ class ForkServerBackend(MachineBackend):
         return (merged,)
 
     def _new_layer(self) -> str:
-        # It can be seen inside, among the mounts.
+        # Random, because it is visible inside, in the list of mounts.
         return secrets.token_hex(8)
 
     def _release_layers(self, layers: Sequence[str]) -> None:
@@ -340,15 +340,15 @@ class ForkServerBackend(MachineBackend):
             self._layer_uses[layer] -= 1
             if self._layer_uses[layer] <= 0:
                 del self._layer_uses[layer]
-                self._forget("layers", layer)
+                self._delete_stored("layers", layer)
 
-    def _forget(self, kind: str, name: str) -> None:
+    def _delete_stored(self, kind: str, name: str) -> None:
         if self._server is not None:
             with contextlib.suppress(SandboxError):
-                # Whatever a fork server has ends with it.
+                # A fork server that has ended stores nothing.
                 self._send(self._server, {"op": "forget", "kind": kind, "name": name})
 
-    async def _ask(self, operation: str, layer: str, file: Path, part: str) -> None:
+    async def _copy_part(self, operation: str, layer: str, file: Path, part: str) -> None:
         server = await self._ensure_started()
         flags = os.O_RDONLY if operation == "unpack" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
@@ -358,7 +358,7 @@ class ForkServerBackend(MachineBackend):
                 f"a file of the snapshot cannot be opened: {error}", field="snapshot", received=str(file)
             ) from error
         try:
-            await server.ask({"op": operation, "layer": layer, "part": part}, descriptor)
+            await server.call({"op": operation, "layer": layer, "part": part}, descriptor)
         finally:
             os.close(descriptor)
 
@@ -372,7 +372,7 @@ class LocalBackend(ForkServerBackend):
         super().__init__(state, images)
         self._spare_ids = find_host_ids().spare
         self.view: HostView | None = None
-        """What else its sandboxes see of the host; set before the first is made."""
+        """What its sandboxes see of the host besides programs; set before the first sandbox starts."""
 
     def doctor(self) -> list[str]:
         """Known obstacles of this machine, each with its fix; starts nothing."""
@@ -380,16 +380,16 @@ class LocalBackend(ForkServerBackend):
 
     def capabilities(self) -> Capabilities:
         ids = self._spare_ids
-        # Without root's rights layers of images cannot be shown as another user's: all that have one share.
+        # Without root's rights layers of images cannot be idmapped: all sandboxes with an image share a user.
         share = ids is None or (self._images is not None and bool(ids.programs))
         return dataclasses.replace(super().capabilities(), neighbours_share=share)
 
     def _arguments(self) -> Sequence[str]:
         images = "" if self._images is None else str(self._images.resolve() / "layers")
-        view = "{}" if self.view is None else self.view.word()
-        # What is written to a directory of the host must belong to its owner: all sandboxes are one user.
+        view = "{}" if self.view is None else self.view.to_argument()
+        # Files written to a directory of the host must belong to its owner: all sandboxes run as that user.
         spare = None if self.view is not None and self.view.in_place else self._spare_ids
-        return ["namespaces", images, view, *([] if spare is None else spare.words())]
+        return ["namespaces", images, view, *([] if spare is None else spare.to_arguments())]
 
     def _interpreter(self) -> str:
         interpreter = os.path.realpath(sys.executable)

@@ -1,16 +1,16 @@
-"""Control groups for sandboxes, where this process may make them: memory, processes, a share of cores.
+"""Control groups of sandboxes, where this process may create them: memory and process limits, CPU weight.
 
-A sandbox under gVisor is not bounded in processes: those of its kernel are not the agent's.
+A sandbox under gVisor has no limit of processes: those of its kernel are not the agent's.
 
-Version 1 (one tree for each controller, as root) and version 2 (a delegated subtree) are both used. Where
-neither is writable there is none, and the watchdog inside each sandbox bounds its memory instead.
+Version 1 (one tree for each controller, as root) and version 2 (a delegated subtree) are supported. Where
+neither is writable there are no groups, and the watchdog inside each sandbox bounds its memory instead.
 
     <controller>/etude-<owner's key>-<number>/<sandbox>      version 1: the fork server in the directory above
     etude-<owner's key>-<number>/server, .../<sandbox>       version 2: the fork server in a group of its own
 
-A sandbox's control group namespace begins in its own group: of the above it sees nothing.
+A sandbox's control group namespace begins at its own group: it does not see the groups above.
 
-Groups outlive the process that made them; the next start removes those of dead owners.
+Groups outlive the process that created them; the next start removes those of dead owners.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from etude.sandbox.types import Resources
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "etude-"
 _OVERHEAD_BYTES = 24 << 20
-"""Of the server inside and of the kernel on the sandbox's behalf."""
+"""Memory of the server inside, and of the kernel for the sandbox."""
 _SHARES, _WEIGHT = 1024, 100
 """One core's worth, in version 1 and in version 2."""
 _TCP_BYTES = 32 << 20
-"""Version 1 counts the buffers of connections apart."""
+"""Version 1 limits the buffers of connections separately."""
 _OPTIONAL = (
     "cpu.weight",
     "memory.kmem.tcp.limit_in_bytes",
     "memory.memsw.limit_in_bytes",
     "memory.swap.max",
 )
-"""Not handed down everywhere, or not in every kernel."""
+"""Files that are not delegated everywhere, or not in every kernel."""
 _SERVER = "server"
 REMOVE_S = 10.0
-"""How long the kernel gets to end what is in a group."""
-_PAUSE_S = 0.005
+"""How long to wait until the kernel has ended all processes of a group."""
+_REMOVE_POLL_S = 0.005
 
 
 class ControlGroups:
@@ -53,13 +53,13 @@ class ControlGroups:
 
     def __init__(self, parents: dict[str, Path], kernel_bytes: int = 0) -> None:
         """`parents`: controller -> this owner's directory; all the same one in version 2. `kernel_bytes`: of
-        a kernel that runs in each group as a program, such as gVisor's; 0: none does."""
+        a kernel that runs in each group as a program, such as gVisor's; 0: there is none."""
         self._parents = parents
         self._kernel_bytes = kernel_bytes
 
     @classmethod
     def open(cls, root: Path = _ROOT, kernel_bytes: int = 0) -> ControlGroups | None:
-        """Makes this backend's groups and removes those of dead owners. None where that is not allowed.
+        """Creates this backend's groups and removes those of dead owners. None where that is not allowed.
 
         `kernel_bytes`: see `__init__`.
         """
@@ -72,9 +72,9 @@ class ControlGroups:
         return None
 
     def create(self, name: str) -> None:
-        """Makes the groups of one sandbox, without limits. Raises OSError.
+        """Creates the groups of one sandbox, without limits. Raises OSError.
 
-        Waits while a process enters a group anywhere, as everything here but `limit` does: for a thread.
+        Blocks while any process enters a group, as all methods but `limit` do: call them in a thread.
         """
         for parent in self._parents.values():
             (parent / name).mkdir(exist_ok=True)
@@ -106,15 +106,15 @@ class ControlGroups:
             yield ("memory.swap.max", "0") if self._kernel_bytes else ("pids.max", processes)
             yield "cpu.weight", str(max(1, min(10_000, int(_WEIGHT * resources.cpus))))
 
-    def entrances(self, name: str) -> list[Path]:
-        """A process that writes its id into these enters a sandbox's groups, with all that it will start."""
+    def procs_files(self, name: str) -> list[Path]:
+        """`cgroup.procs` files: a process enters the sandbox's groups by writing its id into all of them."""
         return [parent / name / "cgroup.procs" for parent in self._parents.values()]
 
-    def admit(self, pid: int) -> None:
+    def admit_fork_server(self, pid: int) -> None:
         """Moves a fork server and its parent `pid`, before there are sandboxes. Raises OSError."""
         name = ""
         if "unified" in self._parents:
-            # A group of version 2 that hands controllers down holds no process itself.
+            # A group of version 2 that delegates controllers cannot contain processes itself.
             name = _SERVER
             (self._parents["unified"] / name).mkdir(exist_ok=True)
         # In a pid namespace orphans stay below its first process.
@@ -122,43 +122,43 @@ class ControlGroups:
             self.enter(name, member)
 
     def enter(self, name: str, pid: int) -> None:
-        """Moves one process, and whatever it starts from then on, into a sandbox's groups. Raises OSError.
+        """Moves one process, and those that it will start, into a sandbox's groups. Raises OSError.
 
-        Blocks for 0.1 to 20 ms: the kernel waits until no process anywhere is being forked.
+        Blocks for 0.1 to 20 ms: the kernel waits until no process of the machine is being forked.
         """
-        for entrance in self.entrances(name):
-            write_file(entrance, str(pid))
+        for procs_file in self.procs_files(name):
+            write_file(procs_file, str(pid))
 
     def remove(self, name: str, within_s: float = 0.0) -> bool:
-        """Removes a sandbox's groups. False: after `within_s` the kernel still holds one, because it has not
-        ended all processes there."""
+        """Removes a sandbox's groups. False if the kernel still holds one after `within_s`, because not all
+        of its processes have ended."""
         return _remove([parent / name for parent in self._parents.values()], within_s)
 
     def num_killed_for_memory(self, name: str) -> int:
-        """How many processes of a sandbox the kernel ended because its memory was used up."""
+        """Number of processes of a sandbox that the kernel killed because the group was out of memory."""
         parent = self._parents.get("memory") or self._parents.get("unified")
         if parent is None:
             return 0
         return num_oom_kills(parent / name)
 
     def was_killed_for_the_host(self, name: str) -> bool:
-        """Whether the kernel ended processes of a sandbox that had not reached its own limit."""
+        """Whether the kernel killed processes of a sandbox that was below its own memory limit."""
         parent = self._parents.get("memory") or self._parents.get("unified")
         return parent is not None and num_oom_kills(parent / name) > 0 and not reached_limit(parent / name)
 
     def close(self) -> None:
-        """Removes everything, but for what the kernel still holds after a moment: that goes with the sweep of
-        the next owner."""
+        """Removes all groups. Those that the kernel still holds after `REMOVE_S` are left to the sweep of the
+        next owner."""
         parents = [parent for parent in self._parents.values() if parent.is_dir()]
         _remove([entry for parent in parents for entry in parent.iterdir() if entry.is_dir()], REMOVE_S)
         _remove(parents)
 
 
 _numbers = itertools.count()
-"""A process may have several backends; each has groups of its own."""
+"""Numbers of the backends of this process; each has groups of its own."""
 _SHARE = "cpu"
-"""The one controller that a sandbox can do without: it may have memory that belongs to no process, which the
-others bound."""
+"""The only optional controller: the others bound memory that belongs to no process, which is allowed only
+with groups."""
 
 
 def _version_1(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
@@ -172,7 +172,7 @@ def _version_1(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
         try:
             parent.mkdir()
             if controller == "cpu":
-                # All sandboxes together weigh as much as a busy thread on each core, several times over.
+                # All sandboxes together weigh as much as four busy threads on each core.
                 write_file(parent / "cpu.shares", str(_SHARES * 4 * (os.cpu_count() or 1)))
             parents[controller] = parent
         except OSError:
@@ -184,7 +184,7 @@ def _version_1(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
 
 
 def _version_2(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
-    """Below our own group, if it was delegated to us with the controllers that count."""
+    """Creates this owner's group below its own one, if that is delegated with the needed controllers."""
     try:
         own = [row[3:] for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::")]
         directory = root / own[0].lstrip("/")
@@ -198,7 +198,7 @@ def _version_2(root: Path, name: str, wanted: Sequence[str]) -> dict[str, Path]:
         return {}
     handed = " ".join(f"+{controller}" for controller in wanted if controller in able)
     try:
-        # No internal processes: a group whose controllers are handed down may hold none itself.
+        # A group whose controllers are delegated may contain no processes itself.
         for group in (directory, parent):
             write_file(group / "cgroup.subtree_control", handed)
     except OSError:
@@ -212,17 +212,17 @@ def _sweep(directory: Path) -> None:
     alive = live_keys() if found else set[str]()
     for entry in found:
         if entry.name.removeprefix(_PREFIX).partition("-")[0] not in alive:
-            with contextlib.suppress(FileNotFoundError):  # another process sweeps as well
+            with contextlib.suppress(FileNotFoundError):  # removed by the sweep of another process
                 _remove([*(inner for inner in entry.iterdir() if inner.is_dir()), entry])
 
 
 def _remove(groups: Sequence[Path], within_s: float = 0.0) -> bool:
-    """Removes what can be removed. False: after `within_s` the kernel still holds some."""
+    """Removes groups. False if the kernel still holds some after `within_s`."""
     end_s = time.monotonic() + within_s
     while groups := [group for group in groups if not _is_removed(group)]:
         if time.monotonic() >= end_s:
             return False
-        time.sleep(_PAUSE_S)
+        time.sleep(_REMOVE_POLL_S)
     return True
 
 
@@ -237,7 +237,7 @@ def _is_removed(group: Path) -> bool:
 
 
 def num_oom_kills(group: Path) -> int:
-    """Processes of a group that the kernel has ended because the group's memory was used up; 0 if it is gone.
+    """Number of processes of a group that the kernel killed for lack of memory; 0 without such a group.
 
     Version 2 counts in `memory.events`, version 1 in `memory.oom_control`.
     """
@@ -245,7 +245,7 @@ def num_oom_kills(group: Path) -> int:
 
 
 def reached_limit(group: Path) -> bool:
-    """Whether the group itself has been at its limit: not, where the whole machine lacked memory.
+    """Whether the group itself reached its memory limit, as opposed to the whole machine lacking memory.
 
     Version 2 counts in `memory.events`, version 1 in `memory.failcnt`.
     """

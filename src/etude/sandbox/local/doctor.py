@@ -1,4 +1,4 @@
-"""What keeps namespaces from working on this machine, and how to correct it."""
+"""Diagnosis: what prevents namespaces on this machine, and how to correct it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SYSCTL = Path("/proc/sys")
 
 
 def find_problems(sysctl: Path = _SYSCTL) -> list[str]:
-    """One line for each obstacle: what is wrong, then the command that corrects it.
+    """One line for each problem: what is wrong, then the command that corrects it.
 
-    What is refused to plain users is refused to root as well, who becomes `nobody` before making namespaces.
+    Restrictions of plain users hold for root as well, which becomes `nobody` before it makes namespaces.
     """
     if sys.platform != "linux":
         return ['the local sandbox needs Linux: set sandbox.backend = "unisolated" for code that you trust']

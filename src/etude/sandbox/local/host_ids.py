@@ -1,4 +1,4 @@
-"""Ids of the host that can be given to sandboxes, so that each is a user of its own."""
+"""Spare user and group ids of the host, so that each sandbox is a user of its own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.sandbox.inside.ids import BLOCK, Spare
+from etude.sandbox.inside.ids import BLOCK, SpareIds
 
 _FIRST, _LAST = 0x7000_0000, 0x7FFC_FFFF
-"""Which the list of systemd (UIDS-GIDS) leaves to nobody."""
+"""A range that is unassigned in systemd's list (UIDS-GIDS)."""
 BUILD_IDS = _LAST + 1
-"""First of 65,536 more, which the users of image builds are."""
+"""First of 65,536 more ids, for the users of image builds."""
 _KERNEL = (6, 3)
-"""The first that shows a tmpfs as another user's."""
+"""The first kernel version with idmapped mounts of tmpfs."""
 _MAPS = ("uid_map", "gid_map")
 
 
 @dataclass(frozen=True)
 class HostIds:
-    """Spare ids, or why there are none."""
+    """Spare ids, or the reason why there are none."""
 
-    spare: Spare | None
+    spare: SpareIds | None
     reason: str = ""
 
 
@@ -37,9 +37,9 @@ def find_host_ids(
     release: str | None = None,
     path: str | None = None,
 ) -> HostIds:
-    """What this process may give to sandboxes. Reads files, changes nothing.
+    """The ids that this process may give to sandboxes. Reads files, changes nothing.
 
-    `release`: of the kernel; `path`: where programs are looked for (None: PATH).
+    `release`: of the kernel; `path`: where to search programs (None: PATH).
     """
     uid = os.geteuid() if euid is None else euid
     numbers = re.findall(r"\d+", release or platform.release())[:2]
@@ -47,7 +47,7 @@ def find_host_ids(
         return HostIds(None, f"the kernel is older than Linux {_KERNEL[0]}.{_KERNEL[1]}")
     if uid == 0:
         if all(_is_mapped(proc / name, _FIRST, _LAST - _FIRST + 1) for name in _MAPS):
-            return HostIds(Spare(_FIRST, _FIRST, _LAST - _FIRST + 1))
+            return HostIds(SpareIds(_FIRST, _FIRST, _LAST - _FIRST + 1))
         return HostIds(None, f"this container has no ids {_FIRST} to {_LAST}: map them into it")
     programs = [shutil.which(name, path=path) for name in ("newuidmap", "newgidmap")]
     if None in programs:
@@ -66,7 +66,7 @@ def find_host_ids(
             return HostIds(None, f"this container has no ids {first} to {first + num - 1}: map them into it")
     (first_uid, num_uids), (first_gid, num_gids) = found_ranges
     found = tuple(program for program in programs if program is not None)
-    return HostIds(Spare(first_uid, first_gid, min(num_uids, num_gids), found))
+    return HostIds(SpareIds(first_uid, first_gid, min(num_uids, num_gids), found))
 
 
 def _is_mapped(file: Path, wanted: int, num_wanted: int) -> bool:
@@ -75,7 +75,7 @@ def _is_mapped(file: Path, wanted: int, num_wanted: int) -> bool:
 
 
 def _find_range(file: Path, uid: int) -> tuple[int, int] | None:
-    """First id and number of the largest range of a user, of at least one block."""
+    """(first id, number of ids) of the largest range of a user; None below one block."""
     names = {str(uid)}
     with contextlib.suppress(KeyError):  # a user without a name
         names.add(pwd.getpwuid(uid).pw_name)

@@ -1,14 +1,14 @@
-"""What local sandboxes see of the host beside its programs: a project's own Python, and its history.
+"""What local sandboxes see of the host besides its programs: a project's Python environment and git history.
 
-Each directory is shown read-only at its own path, since environments name their files by absolute paths:
+Each directory is mounted read-only at its own path, since environments name their files by absolute paths:
 
     /home/me/project/.venv     the host's, read-only            (python, pytest, the packages)
     /home/me/project/src       -> /workspace/src                (an editable install finds the copy)
     /opt/python/3.12           the host's, read-only            (the Python that the environment came from)
-    /home/me/.local/bin/python -> /opt/python/3.12/bin/python   (a link on the way, nothing beside it)
+    /home/me/.local/bin/python -> /opt/python/3.12/bin/python   (an intermediate link, nothing next to it)
 
-A repository can bring an environment of its own, whose links lead anywhere: `HostView._why_hidden` says what
-may be shown of the host because of them.
+A repository can contain an environment of its own, whose links may lead anywhere: `HostView._refusal_reason`
+decides what they may expose of the host.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.paths import WORKSPACE
 
 _OWN = ("tmp", "proc", "dev", "etc", "workspace", "tests", "logs", "solution")
-"""Directories of a sandbox's own: nothing of the host can be shown below them."""
+"""Top-level directories of the sandbox itself: nothing of the host can be mounted below them."""
 _NUM_LINKS = 40
-"""In a row, from an environment's `python` to the program."""
+"""Longest chain of links from an environment's `python` to the program."""
 
 
 @dataclass(slots=True)
 class HostView:
-    """Directories of the host that sandboxes see, and links to their workspace at the project's own path."""
+    """Host directories visible in sandboxes, and links to the workspace at the project's own path."""
 
     project: Path | None = None
-    """The directory that the workspaces are copies of, absolute and without links; None: of none."""
+    """The directory that the workspaces are copies of, absolute and without links; None: there is none."""
     directories: dict[str, str] = field(default_factory=dict[str, str])
     """Path in the sandbox -> directory of the host."""
     hops: dict[str, str] = field(default_factory=dict[str, str])
-    """Path in the sandbox -> where the host's link of that path leads."""
+    """Path in the sandbox -> target of the host's link at that path."""
     programs: str = ""
-    """Directory of programs that come first in PATH."""
+    """Directory of programs that is first in PATH."""
     in_place: bool = False
     """Whether the workspaces are `project` itself, writable, at its own path."""
     git: str = ""
-    """More of the configuration that git reads for the whole machine."""
+    """Additional lines of the system-wide git configuration."""
 
     @property
     def links(self) -> dict[str, str]:
-        """Path in the sandbox -> what it leads to: something of the workspace, or the next of the hops."""
+        """Path in the sandbox -> target: a path of the workspace, or the next link of a chain."""
         return {**self.hops, **self._workspace_links()}
 
     def _workspace_links(self) -> dict[str, str]:
@@ -59,21 +59,21 @@ class HostView:
         project = str(self.project)
         below = [path for path in self.directories if path.startswith(f"{project}/")]
         if not below:
-            return {} if self._is_shown(project) or _owner(project) else {project: WORKSPACE}
+            return {} if self._is_shown(project) or _hidden_by(project) else {project: WORKSPACE}
         taken = {path.removeprefix(f"{project}/").split("/")[0] for path in below}
         names = sorted(entry.name for entry in self.project.iterdir() if entry.name not in taken)
         return {f"{project}/{name}": f"{WORKSPACE}/{name}" for name in names}
 
-    def word(self) -> str:
-        """Argument of the fork server."""
+    def to_argument(self) -> str:
+        """The view as an argument of the fork server (JSON)."""
         shown = {"directories": self.directories, "links": self.links, "programs": self.programs}
         in_place = str(self.project) if self.in_place else ""
         return json.dumps({**shown, "in_place": in_place, "git": self.git})
 
     def add_python(self, environment: Path) -> None:
-        """Shows a Python environment, and the Python that it was made with; its programs come first.
+        """Shows a Python environment, and the Python that it was made with; its programs are first in PATH.
 
-        Raises ConfigError for what is none, cannot be shown, or cannot be read by a sandbox's user.
+        Raises ConfigError if it is no environment, may not be shown, or is unreadable to a sandbox's user.
         """
         prefix = environment.resolve()
         python = prefix / "bin" / "python"
@@ -93,54 +93,54 @@ class HostView:
                 fix="move the project, or go without: --venv none",
             )
         is_environment = (prefix / "pyvenv.cfg").is_file() or _is_installation(prefix)
-        if reason := self._why_hidden(prefix, is_environment):
+        if reason := self._refusal_reason(prefix, is_environment):
             raise _refusal(reason, str(prefix))
         self._show(str(prefix), prefix)
         self._add_homes(python)
         self.programs = str(prefix / "bin")
 
     def add_directory(self, directory: Path) -> None:
-        """Shows a directory that its user names, at its own path.
+        """Shows a directory that the user has named, at its own path.
 
-        Raises ConfigError for what is none, cannot be shown, or cannot be read by a sandbox's user.
+        Raises ConfigError if it is not a directory, may not be shown, or is unreadable to a sandbox's user.
         """
         source = directory.resolve()
-        reason = self._why_hidden(source, True) if source.is_dir() else "is no directory"
+        reason = self._refusal_reason(source, True) if source.is_dir() else "is no directory"
         if reason:
             raise _refusal(reason, str(directory))
         self._show(str(directory), source)
 
     def _add_homes(self, python: Path) -> None:
-        """Shows the installations that the links from `python` lead to; of other places the link alone."""
+        """Shows the installations on the chain of links from `python`; of other directories only the link."""
         for _ in range(_NUM_LINKS):
             home, is_link = python.parent.parent, python.is_symlink()
             target = Path(os.path.normpath(python.parent / python.readlink())) if is_link else python
             if not self._is_shown(str(python)):
                 source = home.resolve()
                 is_home = python.parent.name == "bin" and _is_installation(source)
-                reason = self._why_hidden(source, is_home)
+                reason = self._refusal_reason(source, is_home)
                 if not reason and not self._is_in_project(source):
                     self._show(str(home), source)
                 elif not is_link:
                     reason = reason or "lies in the project, and is not the environment"
                     raise _refusal(f"is the Python of this environment, but {home} {reason}", str(python))
                 elif not self._is_in_project(python):
-                    _check_place(str(python))
+                    _check_path(str(python))
                     self.hops[str(python)] = str(target)
             if not is_link:
                 return
             python = target
         raise _refusal("is a link that leads through too many others", str(python))
 
-    def _why_hidden(self, directory: Path, is_wanted: bool) -> str:
+    def _refusal_reason(self, directory: Path, is_wanted: bool) -> str:
         """Why a directory (without links) may not be shown; empty if it may. `is_wanted`: it is a Python
-        environment or installation, or its user has named it.
+        environment or installation, or the user has named it.
 
-        What is shown can be read whole, by a model's commands and by the tests of a repository that may be
-        hostile and may name any place by a link. So nothing is shown but what is a Python environment or
-        installation, of which no repository can make one elsewhere on the host; and of these none that holds
-        the project (its ignored files, which no copy has, could be read, and its tests would judge the
-        unchanged code) or what a person has at home. `/` holds every project.
+        A shown directory is readable as a whole, by a model's commands and by tests of a repository that may
+        be hostile and may link to any path. So only Python environments and installations are shown, which a
+        repository cannot create outside of itself; and none that contains the project (its ignored files,
+        which no copy has, would be readable, and its tests would run the unchanged code) or the user's home.
+        `/` contains every project.
         """
         home = Path.home().resolve()
         if self.project is not None and self.project.is_relative_to(directory):
@@ -155,11 +155,11 @@ class HostView:
         return self.project is not None and path.is_relative_to(self.project)
 
     def add_history(self) -> bool:
-        """Shows the project's `.git`; False where it has none, lies elsewhere or cannot be read."""
+        """Shows the project's `.git`; False if it has none, or one that is a link, hidden or unreadable."""
         if self.project is None:
             return False
         git = self.project / ".git"
-        if git.is_symlink() or not git.is_dir() or self._is_shown(str(git)) or _owner(str(git)):
+        if git.is_symlink() or not git.is_dir() or self._is_shown(str(git)) or _hidden_by(str(git)):
             return False
         try:
             _check_readable(git)
@@ -169,8 +169,8 @@ class HostView:
         return True
 
     def check_in_place(self) -> None:
-        """Raises ConfigError for a project that cannot be shown at its own path."""
-        if self.project is not None and _owner(str(self.project)) not in ("", "tmp", "etc", "workspace"):
+        """Raises ConfigError if the project cannot be mounted at its own path."""
+        if self.project is not None and _hidden_by(str(self.project)) not in ("", "tmp", "etc", "workspace"):
             raise ConfigError(
                 "lies where a sandbox has files of its own",
                 field="--in-place",
@@ -179,7 +179,7 @@ class HostView:
             )
 
     def _is_shown(self, path: str) -> bool:
-        """Whether sandboxes see a path of the host anyway."""
+        """Whether a path of the host is already visible in sandboxes."""
         shown = [
             *self.directories,
             os.path.realpath(sys.base_prefix),
@@ -191,17 +191,17 @@ class HostView:
     def _show(self, path: str, source: Path) -> None:
         if self._is_shown(path):
             return
-        _check_place(path)
-        if os.geteuid() == 0 or not self.in_place:  # else commands run as the user who asks
+        _check_path(path)
+        if os.geteuid() == 0 or not self.in_place:  # else commands run as the calling user
             _check_readable(source)
         self.directories[path] = str(source)
 
 
 def find_environment(project: Path) -> Path | None:
-    """The virtual environment of a project: its own `.venv` or `venv`, else the one that is active.
+    """The virtual environment of a project: its own `.venv` or `venv`, else the active one.
 
-    One that holds the project cannot be shown (`HostView._why_hidden`), and is not found. Nor is a link to
-    another directory of the project: a repository can bring one, to what its owner keeps there.
+    Skipped are environments that contain the project, which cannot be shown (`HostView._refusal_reason`), and
+    links to another directory of the project, which a repository could use to expose private files.
     """
     active = os.environ.get("VIRTUAL_ENV")
     project = project.resolve()
@@ -217,7 +217,7 @@ def _leads_into(project: Path, place: Path) -> bool:
 
 
 def _is_installation(directory: Path) -> bool:
-    """Whether a directory holds a Python with its standard library."""
+    """Whether a directory contains a Python installation with its standard library."""
     return any(directory.glob("lib*/py*/os.py"))
 
 
@@ -231,17 +231,17 @@ def _refusal(message: str, received: str) -> ConfigError:
     )
 
 
-def _owner(path: str) -> str:
-    """The sandbox's own directory that hides a path of the host (`/` for itself); empty if none does."""
+def _hidden_by(path: str) -> str:
+    """The sandbox's own directory that hides a path of the host (`/` for `/` itself); empty if none does."""
     first = path.split("/")[1]
     return (first or "/") if first in ("", *_OWN) else ""
 
 
-def _check_place(path: str) -> None:
-    """Raises ConfigError for a path that is the sandbox's own."""
-    if owner := _owner(path):
+def _check_path(path: str) -> None:
+    """Raises ConfigError for a path below one of the sandbox's own directories."""
+    if above := _hidden_by(path):
         raise ConfigError(
-            f"lies below /{owner.strip('/')}, where a sandbox has files of its own: it cannot be shown there",
+            f"lies below /{above.strip('/')}, where a sandbox has files of its own: it cannot be shown there",
             field="--venv",
             received=path,
             fix="move the project or its environment to another place, use --image or --dockerfile, or "
@@ -250,9 +250,9 @@ def _check_place(path: str) -> None:
 
 
 def _check_readable(directory: Path) -> None:
-    """Raises ConfigError where a sandbox's user, who is nobody on the host, may not read a directory."""
+    """Raises ConfigError if a directory is unreadable to a sandbox's user, which is `nobody` on the host."""
     if os.geteuid() != 0 and find_host_ids().spare is None:
-        return  # then it is the user of this process
+        return  # then sandboxes run as the user of this process
     for place in (
         directory,
         directory / "bin",

@@ -1,14 +1,14 @@
-"""The owner's end of the fork server: starts it, and asks it for clones and layers; and first processes of
-sandboxes, cloned and in control groups of their own before anybody asks for a sandbox.
+"""The owner's client of the fork server, and a pool of spare processes: first processes of sandboxes that are
+cloned, and moved into control groups of their own, before a sandbox is requested.
 
-The kernel moves a process between control groups only when none is being forked anywhere: it waits for a
-grace period, some 10 ms. No sandbox runs outside its limits meanwhile, and few have to wait:
+The kernel moves a process between control groups only while none is being forked on the machine: it waits for
+a grace period, some 10 ms. The pool hides this latency, and no sandbox runs outside its limits:
 
-    clone     a first process in new namespaces says which one it is, and waits for its plan
-    enter     its groups are made and it is moved there, in a thread; several in a row share a grace period
-    take      the maker of a sandbox takes one, sets its limits, and only then sends the plan
+    clone     a first process in new namespaces sends its process id, and waits for its plan
+    enter     its groups are created and it is moved there, in a thread; several in a row share a grace period
+    acquire   a new sandbox takes a spare, sets its limits, and only then sends the plan
 
-Until it has its plan a spare runs our code alone, whatever the machine is busy with.
+Until it has its plan a spare runs only our code, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from etude.sandbox.waiting import WaitingLine
 START_S = 60.0
 CLOSE_S = 10.0
 LAYER_S = 300.0
-"""Longest copy, packing or unpacking of a layer."""
+"""Deadline of copying, packing or unpacking a layer."""
 
 
 class ForkServer:
-    """A running fork server. It ends with `close()`, and with this process however that ends."""
+    """A running fork server. It ends with `close()`, or with this process, however it ends."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], control: socket.socket, log: IO[bytes]) -> None:
         self._launcher = launcher
@@ -56,7 +56,7 @@ class ForkServer:
     def start(
         cls, interpreter: str, arguments: Sequence[str], name: str, groups: ControlGroups | None = None
     ) -> ForkServer:
-        """Starts one and waits until it serves, in its own control group. Blocks for up to a minute.
+        """Starts a fork server in its own control group and waits until it serves. Blocks for up to a minute.
 
         Raises ResourceError.
         """
@@ -74,7 +74,7 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(), owner),
-                # Ctrl-C at a terminal is for the program that runs there, not for its sandboxes.
+                # Ctrl-C at a terminal is meant for the program that runs there, not for its sandboxes.
                 start_new_session=True,
                 env={"PATH": path, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
             )
@@ -84,7 +84,7 @@ class ForkServer:
         try:
             answer = json.loads(ours.recv(1 << 16) or b"{}")
             if groups is not None and "ready" in answer:
-                groups.admit(launcher.pid)
+                groups.admit_fork_server(launcher.pid)
         except (OSError, ValueError) as error:
             answer: dict[str, object] = {"failure": str(error)}
         if "ready" not in answer:
@@ -108,7 +108,7 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it still serves. It lets go of its socket before the kernel ends its sandboxes."""
+        """Whether it still serves. Its socket closes before the kernel ends its sandboxes."""
         if self._launcher.poll() is not None or self._control.fileno() < 0:
             return False
         poll = select.poll()
@@ -116,7 +116,7 @@ class ForkServer:
         return not poll.poll(0)
 
     def send(self, request: dict[str, object], *descriptors: int) -> None:
-        """Sends a request. Raises SandboxError; TemplateError for one that is too long, before it is sent."""
+        """Sends a request. Raises SandboxError, or TemplateError without sending if it is too long."""
         data = json.dumps(request).encode()
         if len(data) > MAX_REQUEST_BYTES:
             raise TemplateError(
@@ -132,8 +132,8 @@ class ForkServer:
                 f"the fork server does not answer: {error}", field="sandbox.backend", fix="make a new backend"
             ) from error
 
-    async def ask(self, request: dict[str, object], *descriptors: int) -> None:
-        """Sends a request about a layer and waits until it is done.
+    async def call(self, request: dict[str, object], *descriptors: int) -> None:
+        """Sends a request for a layer and waits for its completion.
 
         Raises SandboxError, AgentError for files that cannot be copied.
         """
@@ -150,7 +150,7 @@ class ForkServer:
             raise fault_error((kind, message), "files")
 
     async def close(self) -> None:
-        """Ends it and every sandbox, and waits for its end."""
+        """Ends the fork server and every sandbox, and waits for the end."""
         self._control.close()
         await asyncio.to_thread(_wait_for_end, self._launcher)
         self._log.close()
@@ -166,26 +166,26 @@ def _wait_for_end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 NUM_AHEAD = 4
-"""Spares that are kept ready. Each has 1.2 MB of its own."""
+"""Number of spares kept ready. Each takes 1.2 MB."""
 CLONE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Spare:
-    """A first process without a sandbox around it."""
+class SpareProcess:
+    """A first process of a future sandbox."""
 
     number: int
-    """What the fork server calls it."""
+    """Its id at the fork server."""
     group: str
     """Name of its control groups."""
     channel: Channel
 
 
-class Spares:
-    """The spares of one fork server, for one event loop.
+class SparePool:
+    """The spare processes of one fork server, for one event loop.
 
-    Waits for: the fork server's clone, and the kernel that moves it. What unblocks it: either of them, an
-    error of theirs, or `close`. Without control groups nothing is kept ready, and nothing waits.
+    `acquire` waits for the fork server to clone a process and for the kernel to move it, until both are done,
+    one fails, or `close` is called. Without control groups no spares are kept, and `acquire` does not wait.
     """
 
     def __init__(
@@ -196,87 +196,87 @@ class Spares:
         numbers: Iterator[int],
         num_ahead: int = NUM_AHEAD,
     ) -> None:
-        """`send`: a request, and descriptors, to the fork server; raises SandboxError."""
+        """`send` sends a request and descriptors to the fork server; raises SandboxError."""
         self._send = send
         self._groups = groups
         self._remove_group = remove_group
         self._numbers = numbers
         self._num_ahead = num_ahead if groups is not None else 0
-        self._ready: deque[Spare] = deque()
-        self._line = WaitingLine[None, Spare](self._next, self._keep)
+        self._ready: deque[SpareProcess] = deque()
+        self._line = WaitingLine[None, SpareProcess](self._pop_ready, self._add_ready)
         self._tasks = Tasks()
-        self._num_making = 0
-        self._making: set[Channel] = set()
-        # Of its own: a busy default executor must not keep sandboxes from starting.
+        self._num_starting = 0
+        self._starting: set[Channel] = set()
+        # Not the default executor: while that is busy sandboxes must still start.
         self._mover = ThreadPoolExecutor(1, "control-groups")
         self._closed = False
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many are ready, and how many are being made."""
-        return len(self._ready), self._num_making
+        """(number of ready spares, number being started)."""
+        return len(self._ready), self._num_starting
 
-    async def take(self) -> Spare:
-        """A spare that is in its groups, now or as soon as there is one. Raises SandboxError."""
+    async def acquire(self) -> SpareProcess:
+        """Takes a spare that is in its groups, as soon as there is one. Raises SandboxError."""
         if self._groups is None:
             return self._clone()
-        spare = self._next()
+        spare = self._pop_ready()
         if spare is None:
             if self._closed:
-                raise _ended()
-            self._make(len(self._line) + 1 - self._num_making)
+                raise _ended_error()
+            self._start_clones(len(self._line) + 1 - self._num_starting)
             spare = await self._line.wait(None, timeout_s=None)
         return spare
 
     def top_up(self) -> None:
-        """Begins to make as many as are to be ready, unless somebody waits: then theirs come first."""
+        """Starts the missing spares, unless a caller of `acquire` waits: its spare comes first."""
         if not self._closed and not len(self._line):
-            self._make(self._num_ahead - len(self._ready) - self._num_making)
+            self._start_clones(self._num_ahead - len(self._ready) - self._num_starting)
 
     async def close(self) -> None:
-        """Ends all that nobody has taken; callers that wait for one get an error. Idempotent."""
+        """Ends all spares in the pool; waiting callers of `acquire` get an error. Idempotent."""
         self._closed = True
-        self._line.refuse_all(_ended())
+        self._line.refuse_all(_ended_error())
         while self._ready:
             self.drop(self._ready.popleft())
-        for channel in self._making:
+        for channel in self._starting:
             channel.close("the fork server ends")
         await self._tasks.wait()
         self._mover.shutdown(wait=False)
 
-    def _make(self, count: int) -> None:
+    def _start_clones(self, count: int) -> None:
         for _ in range(count):
-            self._num_making += 1
-            self._tasks.start(self._make_one())
+            self._num_starting += 1
+            self._tasks.start(self._clone_into_groups())
 
-    async def _make_one(self) -> None:
+    async def _clone_into_groups(self) -> None:
         spare = None
         try:
             spare = self._clone()
-            self._making.add(spare.channel)
+            self._starting.add(spare.channel)
             await spare.channel.answer(READY, CLONE_S)
-            await asyncio.get_running_loop().run_in_executor(self._mover, self._enter, spare)
+            await asyncio.get_running_loop().run_in_executor(self._mover, self._enter_groups, spare)
             if spare.channel.closed:
                 raise SandboxError("the first process of a sandbox has died", field="sandbox.backend")
-            self._keep(spare)
+            self._add_ready(spare)
         except Exception as error:
             if spare is not None:
                 self.drop(spare)
-            self._line.refuse(error)  # if nobody waits, the next one tries again
+            self._line.refuse(error)  # without a waiting caller, the next one tries again
         finally:
-            self._num_making -= 1
+            self._num_starting -= 1
             if spare is not None:
-                self._making.discard(spare.channel)
+                self._starting.discard(spare.channel)
         self._line.serve()
 
-    def _clone(self) -> Spare:
-        """Has the fork server clone a first process, and does not wait for it. Raises SandboxError."""
+    def _clone(self) -> SpareProcess:
+        """Requests a clone from the fork server without waiting for it. Raises SandboxError."""
         number = next(self._numbers)
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise SandboxError(f"cannot start a sandbox: {error}", field="sandbox.backend") from error
-        spare = Spare(number, secrets.token_hex(8), Channel(ours, f"spare {number}"))
+        spare = SpareProcess(number, secrets.token_hex(8), Channel(ours, f"spare {number}"))
         announces = self._groups is not None
         try:
             with theirs:
@@ -288,9 +288,9 @@ class Spares:
             raise
         return spare
 
-    def _enter(self, spare: Spare) -> None:
-        """In a thread. Raises SandboxError."""
-        assert self._groups is not None, "nothing is entered without groups"
+    def _enter_groups(self, spare: SpareProcess) -> None:
+        """Creates the groups and moves the process there; runs in a thread. Raises SandboxError."""
+        assert self._groups is not None, "the caller has checked that there are groups"
         if not spare.channel.peer_pid:
             raise SandboxError("no control group: its process is out of sight", field="sandbox.backend")
         try:
@@ -299,14 +299,14 @@ class Spares:
         except OSError as error:
             raise SandboxError(f"no control group: {error}", field="sandbox.backend") from error
 
-    def _keep(self, spare: Spare) -> None:
+    def _add_ready(self, spare: SpareProcess) -> None:
         if self._closed:
             self.drop(spare)
         else:
             self._ready.append(spare)
 
-    def _next(self, _: None = None) -> Spare | None:
-        """One that is ready, and lives."""
+    def _pop_ready(self, _: None = None) -> SpareProcess | None:
+        """A ready spare that is alive; None if there is none."""
         while self._ready:
             spare = self._ready.popleft()
             if not spare.channel.closed:
@@ -314,15 +314,15 @@ class Spares:
             self.drop(spare)
         return None
 
-    def drop(self, spare: Spare) -> None:
-        """Ends a spare that will be no sandbox."""
+    def drop(self, spare: SpareProcess) -> None:
+        """Ends a spare that is not used."""
         spare.channel.close("nobody needs it")
         with contextlib.suppress(SandboxError):
-            # A fork server that is gone has taken every spare with it.
+            # A fork server that has ended has ended every spare.
             self._send({"op": "kill", "id": spare.number})
         if self._remove_group is not None:
             self._remove_group(spare.group)
 
 
-def _ended() -> SandboxError:
+def _ended_error() -> SandboxError:
     return SandboxError("the fork server has ended", field="sandbox.backend", fix="try again")

@@ -1,4 +1,4 @@
-"""Which templates a fork server holds, and when it may forget one."""
+"""The templates that a fork server stores, and the requests that send them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from etude.sandbox.template import Template
 
 MAX_IDLE_TEMPLATES = 256
 MAX_IDLE_TEMPLATE_BYTES = 256 << 20
-"""Templates without a sandbox that a fork server keeps."""
+"""Most templates without a sandbox that a fork server keeps, in number and bytes."""
 
 
 class TemplateUses:
-    """Counts the sandboxes of each template."""
+    """Reference counts of the templates that a fork server stores, and eviction of idle ones."""
 
     def __init__(self) -> None:
         self._uses: Counter[str] = Counter()
         self._stored: set[str] = set()
-        """Digests of the templates that the fork server has."""
+        """Digests of the templates that the fork server stores."""
         self._idle: OrderedDict[str, int] = OrderedDict()
-        """Bytes of those without a sandbox, the longest unused first."""
+        """Digest -> bytes of the templates without a sandbox, least recently used first."""
 
-    def hold(self, template: Template) -> bool:
-        """One user more; whether the fork server does not know the template yet."""
+    def acquire(self, template: Template) -> bool:
+        """Adds a use; returns whether the template must be sent to the fork server."""
         digest = template.digest
         new = digest not in self._stored
         self._stored.add(digest)
@@ -37,12 +37,12 @@ class TemplateUses:
         self._idle.pop(digest, None)
         return new
 
-    def never_arrived(self, template: Template) -> None:
-        """The fork server may lack a template that it was sent: the next one sends it again."""
+    def mark_missing(self, template: Template) -> None:
+        """Marks a template whose transfer may have failed: the next sandbox sends it again."""
         self._stored.discard(template.digest)
 
     def release(self, template: Template) -> list[str]:
-        """One user less; the digests of the longest unused templates that are to be forgotten."""
+        """Removes a use; returns the digests of the templates that are to be evicted."""
         digest = template.digest
         self._uses[digest] -= 1
         if self._uses[digest] > 0:
@@ -57,15 +57,15 @@ class TemplateUses:
         return forgotten
 
     def clear(self) -> None:
-        """The fork server is gone, and with it all that it held."""
+        """Resets the counts after the fork server has ended."""
         for known in (self._uses, self._stored, self._idle):
             known.clear()
 
 
 def pack_files(template: Template) -> int:
-    """A memfd with the template's files as one frame; below the image's workspace if there is an image.
+    """Packs the template's files as one frame in a memfd; with an image, below its workspace.
 
-    Raises TemplateError for more than a frame holds.
+    Raises TemplateError for more than a frame can hold.
     """
     prefix = "" if template.image is None else template.workspace.strip("/") + "/"
     rows = [[prefix + path, len(data)] for path, data in template.contents.items()]
@@ -86,16 +86,16 @@ def pack_files(template: Template) -> int:
 
 
 def layer_folder(digest: str) -> str:
-    """Where the layer store keeps a layer's files, below its directory of layers."""
+    """Path of a layer's files in the layer store, below its directory of layers."""
     return f"{digest.removeprefix('sha256:')}/root"
 
 
 def plan_request(
     number: int, spec: Spec, layers: Sequence[str], has_groups: bool, new_template: bool, home: str
 ) -> dict[str, object]:
-    """The request `begin` for first process `number`; see `inside.zygote`.
+    """The request `begin` for the first process `number`; see `inside.zygote`.
 
-    `layers`: saved ones that it stands on, uppermost first; `home`: of commands in a directory of the host.
+    `layers`: saved layers, uppermost first; `home`: HOME of commands that run in a directory of the host.
     """
     template, resources = spec.template, spec.resources
     image = template.image

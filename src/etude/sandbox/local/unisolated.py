@@ -20,7 +20,7 @@ _WARNING = "the unisolated sandbox backend keeps nothing apart: an agent's code 
 class UnisolatedBackend(ForkServerBackend):
     """**Not isolated.** Plain processes in temporary folders, for machines without user namespaces.
 
-    Commands and tests have every right of this user. Only for code that you trust.
+    Commands and tests have all rights of this user. Only for code that you trust.
     """
 
     name = "unisolated"
@@ -31,10 +31,10 @@ class UnisolatedBackend(ForkServerBackend):
         warnings.warn(_WARNING, stacklevel=3)
         self.home = str(Path.home())
         self._bases: list[str] = []
-        """Of each fork server; a sandbox outlives the one that made it."""
+        """Base directories of the fork servers; a sandbox may outlive the fork server that created it."""
 
     def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities. Its processes are on the host's network already."""
+        """See SandboxBackend.capabilities. `network` is False: processes use the host's network."""
         return dataclasses.replace(super().capabilities(), isolation="none", network=False, images=False)
 
     async def close(self) -> None:
@@ -43,15 +43,15 @@ class UnisolatedBackend(ForkServerBackend):
             await asyncio.to_thread(shutil.rmtree, self._bases.pop(), ignore_errors=True)
 
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.agents_doing. Its processes can reach everything of ours."""
+        """See MachineBackend.agents_doing. The agent's processes can kill the server."""
         return "the sandbox's server was killed while the agent's command ran"
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.host_failure. Its processes can end the fork server as well."""
+        """See MachineBackend.host_failure. Never: the agent's processes can kill the fork server, too."""
         return None
 
-    def _end(self, clone: Clone) -> None:
-        """Nothing: the closed channel lets the server end its processes and remove its folder."""
+    def _kill_clone(self, clone: Clone) -> None:
+        """Nothing: when its channel closes the server ends its processes and removes its folder."""
 
     def _arguments(self) -> Sequence[str]:
         self._bases.append(tempfile.mkdtemp(prefix="etude-unisolated-"))

@@ -360,7 +360,7 @@ class EgressProxy:
 
 
 def proxy_environment(port: int = PORT) -> dict[str, str]:
-    """Environment variables for commands inside, in upper and lower case: programs differ in which they read."""
+    """Environment variables for commands inside, in both cases: programs differ in which they read."""
     url = f"http://127.0.0.1:{port}"
     names = {"http_proxy": url, "https_proxy": url, "all_proxy": url, "no_proxy": _NO_PROXY}
     return names | {name.upper(): value for name, value in names.items()}
