@@ -334,7 +334,7 @@ def test_a_record_of_the_image_that_was_changed_is_the_agents_failure(tmp_path: 
     index = tmp_path / "index.json"
     index.write_text(text)
     with pytest.raises(Fault, match="was changed"):
-        list(IndexedRoot(str(index)).suspects(Skipped(frozenset(one.name for one in Path("/").iterdir()))))
+        list(IndexedRoot(str(index)).candidates(Skipped(frozenset(one.name for one in Path("/").iterdir()))))
 
 
 # A verifier with a machine of its own

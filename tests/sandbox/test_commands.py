@@ -462,7 +462,7 @@ def test_kept_output_is_the_head_and_the_tail(chunks: list[bytes], limit: int) -
     while not output.ended:
         taken += output.read()
     whole = b"".join(chunks)
-    kept = output.take()
+    kept = output.pop_data()
     output.close()
     assert taken == whole
     if len(whole) <= limit:

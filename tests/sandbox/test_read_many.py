@@ -275,7 +275,7 @@ def miss():
     server._is_alarmed = False
     work()
 
-server.FILE_OPERATION_WALL_S, server.AGAIN_S = 20.0, 0.05
+server.FILE_OPERATION_WALL_S, server.ALARM_REPEAT_S = 20.0, 0.05
 server._is_time_over = look
 print(what_becomes_of(lambda: signal.raise_signal(signal.SIGALRM)), what_becomes_of(work))
 server._is_time_over = looks

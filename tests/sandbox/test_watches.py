@@ -64,8 +64,8 @@ def test_nobody_gets_more_than_its_processor_time(rates: list[float], limit_s: i
         burners, limit_s, 2, lambda pid: burners.used_s[pid], lambda: burners.now_s, burners.kill
     )
     while burners.now_s < until_s:
-        burners.wait(watch.sooner(None))
-        watch.look()
+        burners.wait(watch.limit_timeout(None))
+        watch.check()
     most_s = limit_s + 2 * (SHORTEST_S + 0.002)
     assert all(used_s <= most_s for used_s in burners.used_s.values())
     assert all(used_s >= limit_s for used_s in burners.killed.values())
@@ -77,17 +77,17 @@ def test_idle_processes_are_looked_at_rarely() -> None:
     burners = Burners({10: 0.0})
     watch = ProcessorWatch(burners, 60, 2, lambda pid: 0.0, lambda: burners.now_s, burners.kill)
     while burners.now_s < 3600.0:
-        burners.wait(watch.sooner(None))
-        watch.look()
+        burners.wait(watch.limit_timeout(None))
+        watch.check()
     assert burners.num_looks <= 3600 / 30 + 2
 
 
 def test_whoever_waits_less_is_not_kept_waiting() -> None:
     burners = Burners({})
     watch = ProcessorWatch(burners, 60, 2, lambda pid: None, lambda: burners.now_s, burners.kill)
-    watch.look()
-    assert watch.sooner(5.0) == 5.0
-    assert 29_000 < watch.sooner(None) < 31_000
+    watch.check()
+    assert watch.limit_timeout(5.0) == 5.0
+    assert 29_000 < watch.limit_timeout(None) < 31_000
 
 
 def test_processor_time_of_another_process_is_the_kernels() -> None:
@@ -134,9 +134,9 @@ def test_memory_is_never_used_up_however_slowly_it_is_filled(total_mib: int, mib
     hogs = Hogs(total_mib << 20, mib_per_s * (1 << 20))
     floor = MemoryFloor(hogs, 12 << 20, lambda: int(hogs.available_bytes), lambda: hogs.now_s)
     for _ in range(3000):
-        hogs.wait(floor.sooner(None))
+        hogs.wait(floor.limit_timeout(None))
         assert hogs.available_bytes > 0
-        floor.look()
+        floor.check()
         assert hogs.available_bytes >= 12 << 20
     assert hogs.num_kills > 0 or hogs.now_s * mib_per_s <= total_mib
 

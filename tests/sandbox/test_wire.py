@@ -118,12 +118,12 @@ def test_a_held_line_says_nothing_until_the_next_owner_is_answered_first() -> No
         assert drain(wire, owner, poll, unpacker) == [({"n": 0}, b"")]
         wire.send({"n": 3}, bytes(HIGH_WATER_BYTES + 1))
         assert wire.congested
-        wire.answer_first({"hello": 1})
+        wire.release({"hello": 1})
         got = drain(wire, owner, poll, unpacker)
         assert [header for header, _ in got] == [{"hello": 1}, {"n": 1}, {"n": 2}, {"n": 3}]
         assert drained == [True]
         wire.hold()
-        wire.answer_first({"hello": 2})
+        wire.release({"hello": 2})
         assert drained == [True, True], "whoever was muted while the line was held listens again"
 
 

@@ -306,7 +306,7 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "tmpfs size": _tmpfs_option(r"size=\d+", "size=1g"),
     "tmpfs inodes": _tmpfs_option(r"nr_inodes=\d+", "nr_inodes=1000000"),
     "pid 1 not dumpable": lambda: _wrap(kernel, "set_dumpable", lambda original, wanted: original(True)),
-    "memory watchdog": _set(running.Running, "_watch_memory", lambda running: None),
+    "memory watchdog": _set(running.JobRunner, "_watch_memory", lambda running: None),
     "descriptors closed": _set(os, "closerange", lambda first, last: None),
     "links resolved": _set(
         filesystem.Workspace, "_resolve", lambda self, path: os.path.join(self.root, path)
@@ -316,7 +316,9 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "holes kept": _set(layers, "_copy_data", _copy_holes_too),
     "removal without recursion": _set(layers, "remove_tree", _remove_by_recursion),
     "blocks of 4096 ids": _set(ids, "BLOCK", 8),
-    "user of its own": lambda: _wrap(ids, "reserve_ids", lambda original, words, images: original([], images)),
+    "user of its own": lambda: _wrap(
+        ids, "reserve_ids", lambda original, words, images: original([], images)
+    ),
     "counts of watches": namespaces.WATCHES.clear,
     "descriptors of the server's own": _set(namespaces, "SERVER_FILES", 256),
     "alarms checked": lambda: setattr(server, "_is_time_over", lambda: server._deadlines_s != server._NEVER),

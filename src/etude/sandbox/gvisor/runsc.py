@@ -19,7 +19,7 @@ from pathlib import Path
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.guarded import GuardedProcess
-from etude.sandbox.inside.guard import HALL
+from etude.sandbox.inside.guard import BIND_ROOT
 from etude.sandbox.local import doctor
 
 OLDEST = 20240729
@@ -30,7 +30,7 @@ INSTALL = (
     "and put it on the PATH"
 )
 WORK, ROOTFS, IMAGE, PREFIX, RUNSC = (
-    f"{HALL}/{name}" for name in ("work", "rootfs", "image", "prefix", "runsc")
+    f"{BIND_ROOT}/{name}" for name in ("work", "rootfs", "image", "prefix", "runsc")
 )
 """One sandbox's directory, the root file system that all share, a checkpoint, the interpreter, runsc."""
 _SYSCTL = Path("/proc/sys")

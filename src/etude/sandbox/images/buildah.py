@@ -29,7 +29,7 @@ from pathlib import Path
 from etude.errors import ResourceError
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.guest_program import python_words
-from etude.sandbox.inside.enclosure import FAILED, PLACE, REASON
+from etude.sandbox.inside.enclosure import FAILED, MOUNT_POINT, REASON
 from etude.sandbox.inside.ids import SpareIds
 from etude.sandbox.local.host_ids import BUILD_IDS
 from etude.sandbox.network.proxy import EgressProxy, proxy_environment
@@ -63,7 +63,7 @@ class Buildah:
 
     def inside(self, path: Path) -> str:
         """Where buildah sees a file of its root."""
-        return f"{PLACE}/{path.relative_to(self.root)}"
+        return f"{MOUNT_POINT}/{path.relative_to(self.root)}"
 
     async def run(self, *words: str, on_line: OnLine | None = None) -> tuple[int, str]:
         """Runs `buildah words...`: its exit status and the end of what it wrote. Cancelled, it kills all.
@@ -113,7 +113,7 @@ class Buildah:
 
         Raises ResourceError if that fails.
         """
-        status, output = await self.enclose(["find", f"{PLACE}/storage", "-mindepth", "1", "-delete"])
+        status, output = await self.enclose(["find", f"{MOUNT_POINT}/storage", "-mindepth", "1", "-delete"])
         if status:
             raise ResourceError(
                 f"what buildah keeps cannot be removed: {output.strip()[-500:]}", field="image",
@@ -123,7 +123,7 @@ class Buildah:
     def _settings(self) -> list[str]:
         """Where its storage lies, and how it reads short names: as Docker does, whatever files say here."""
         places = {
-            "root": f"{PLACE}/storage",
+            "root": f"{MOUNT_POINT}/storage",
             "runroot": self.inside(self.own / "run"),
             "registries-conf": self.inside(self._work / _REGISTRIES),
             "registries-conf-dir": self.inside(self.own / "nothing"),

@@ -1,5 +1,5 @@
-"""What runs inside a sandbox: standard library only, never imports the rest of Étude.
+"""Programs that run inside sandboxes: standard library only, no imports from the rest of Étude.
 
-Files are handled with plain `os` calls (hence no PTH rules here): every sandbox pays for what these modules
-import, and descriptors relative to a directory have no other spelling.
+Files are handled with plain `os` calls (hence no PTH rules here): every sandbox pays for the imports of these
+modules, and `pathlib` has no calls relative to a directory descriptor.
 """

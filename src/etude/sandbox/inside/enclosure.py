@@ -1,11 +1,11 @@
-"""Runs one program as root of namespaces of its own: users, mounts, processes, network, names.
+"""Runs one program as root in new namespaces: user, mount, pid, network, IPC and UTS.
 
     LINE DIRECTORY FIRST_UID FIRST_GID NUM -- PROGRAM [ARGUMENT...]
 
-It is started by root. To the host the program and all that it starts are users without rights. They see the
-host's files, where those users may read them, `DIRECTORY` in place of `/tmp`, and no network but their own
-loopback. A socket that listens there is sent through the descriptor `LINE`; with -1 none listens. When the
-program ends, or this process is killed, the kernel kills whatever it left.
+Started by root. To the host the program and its descendants are users without rights. They see those of the
+host's files that such users may read, `DIRECTORY` in place of `/tmp`, and no network but a loopback of their
+own. A socket that listens there is sent through the descriptor `LINE`; with -1 there is none. When the
+program ends, or this process is killed, the kernel kills all remaining processes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from etude.sandbox.inside.forward import PORT
 from etude.sandbox.inside.ids import SpareIds
 
 FAILED, REASON = 121, "no namespaces: "
-"""Exit status where the namespaces could not be made, and what the output then begins with."""
-PLACE = "/tmp"
-"""Where the program sees its directory."""
+"""Exit status if the namespaces could not be created, and the prefix of the output then."""
+MOUNT_POINT = "/tmp"
+"""Where the directory is mounted for the program."""
 _FLAGS = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs the program to its end, and exits as it did."""
+    """Runs the program until it ends, and exits with its status."""
     split = words.index("--")
     line, directory = int(words[0]), words[1]
     spare, command = SpareIds.from_arguments(words[2:split]), list(words[split + 1 :])
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> None:
     theirs.close()
     with _failing():
         if ours.recv(1):
-            # Root there is the first.
+            # Id 0 inside is the first of the range.
             kernel.map_ids(pid, f"0 {spare.first_uid} {spare.num}", f"0 {spare.first_gid} {spare.num}")
             ours.send(b"x")
     ours.close()
@@ -53,12 +53,12 @@ def main(words: Sequence[str]) -> None:
 
 
 def _enter(directory: str, line: socket.socket) -> None:
-    """Moves this process into its namespaces, as their root. Raises OSError."""
+    """Moves this process into new namespaces, as their root. Raises OSError."""
     kernel.die_with_parent()
-    # With the host's rights: nobody else may enter some of the directories above.
+    # Still as the host's root: other users may not traverse some of the parent directories.
     kernel.unshare(kernel.NEWNS)
     kernel.mount("", "/", flags=kernel.MS_PRIVATE | kernel.MS_REC)
-    kernel.mount(directory, PLACE, flags=kernel.MS_BIND)
+    kernel.mount(directory, MOUNT_POINT, flags=kernel.MS_BIND)
     kernel.unshare(_FLAGS)
     line.send(b"x")
     if not line.recv(1):
@@ -75,7 +75,7 @@ def _start(command: list[str], line: int) -> None:
     if line >= 0:
         with socket.create_server(("127.0.0.1", PORT), backlog=64) as listener:
             socket.send_fds(socket.socket(fileno=line), [b"x"], [listener.fileno()])
-    os.chdir(PLACE)
+    os.chdir(MOUNT_POINT)
     pid = os.fork()
     if pid:
         os._exit(_wait(pid))
@@ -95,7 +95,7 @@ def _wait(pid: int) -> int:
 
 @contextlib.contextmanager
 def _failing() -> Iterator[None]:
-    """Ends this process where no namespaces can be made."""
+    """Exits with `FAILED` if the namespaces cannot be created."""
     try:
         yield
     except OSError as error:

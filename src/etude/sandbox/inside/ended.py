@@ -1,4 +1,4 @@
-"""How background commands ended: kept for later questions, as far as there is room."""
+"""Results of ended background commands, kept within bounds for later requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from etude.sandbox.inside.jobs import Job
 
 MAX_ENDED = 256
 MAX_ENDED_BYTES = 16 << 20
-"""Ended background commands, and their output, that are kept for later questions; the oldest go first."""
+"""Most results, and bytes of their output, that are kept; the oldest are dropped first."""
 
 
 class EndedCommands:
@@ -18,8 +18,8 @@ class EndedCommands:
         self._rows: dict[int, tuple[Job, Header, bytes]] = {}
         self._held_bytes = 0
 
-    def keep(self, job: Job, answer: Header, payload: bytes) -> None:
-        """Remembers how a command ended: its caller may have been gone by then."""
+    def add(self, job: Job, answer: Header, payload: bytes) -> None:
+        """Stores the result of a command whose caller may ask for it later."""
         self._drop(job.pid)
         self._rows[job.pid] = job, answer, payload
         self._held_bytes += len(payload)
@@ -27,17 +27,17 @@ class EndedCommands:
             self._drop(next(iter(self._rows)))
 
     def find(self, pid: int) -> tuple[Job, Header, bytes]:
-        """The command, its answer and its output. Raises Fault."""
+        """(command, answer, output) of a process id. Raises Fault."""
         if pid not in self._rows:
             raise Fault("argument", f"no background command has the process id {pid}")
         return self._rows[pid]
 
-    def unasked(self) -> list[tuple[int, Job, Header]]:
-        """Those that nobody has waited for."""
+    def unawaited(self) -> list[tuple[int, Job, Header]]:
+        """Rows of the commands that no request has waited for."""
         return [(pid, job, answer) for pid, (job, answer, _) in self._rows.items() if not job.waiting]
 
     def forget_request(self, request_id: int) -> None:
-        """Nobody waits for that request any longer."""
+        """Removes a cancelled request from the waiting ones."""
         for job, _, _ in self._rows.values():
             if request_id in job.waiting:
                 job.waiting.remove(request_id)

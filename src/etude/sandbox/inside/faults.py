@@ -1,7 +1,7 @@
-"""What an operation inside a sandbox answers when the agent asked for something impossible.
+"""Faults: answers to impossible requests of the agent, as opposed to failures of our own.
 
-A fault crosses the wall as (kind, message); `interface.fault_error` turns it into the typed error. All
-backends use these texts, so that an agent reads the same words everywhere.
+A fault is sent to the owner as (kind, message); `errors.fault_error` turns it into the typed error. All
+backends use these texts, so that an agent reads the same messages everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_PERMITTED = ("argument", "permission denied")
 
 
 class Fault(Exception):
-    """The agent asked for something impossible: `kind` names the class of error."""
+    """An impossible request of the agent; `kind` selects the error class outside."""
 
     def __init__(self, kind: str, message: str) -> None:
         self.kind = kind
@@ -52,6 +52,6 @@ _BY_ERRNO = {
 
 
 def from_os_error(error: OSError) -> Fault:
-    """The fault that stands for a failed system call on the agent's files."""
+    """The fault for a failed system call on the agent's files."""
     known = _BY_ERRNO.get(error.errno or 0)
     return Fault(*known) if known else Fault("argument", error.strerror or str(error))

@@ -1,7 +1,7 @@
 """File operations on a workspace, for the server inside a sandbox.
 
 Paths arrive normalised (`a/b.py`, `.`). The agent's processes may change anything at any time, so every
-operation opens without blocking, looks at what it opened, and resolves links before it trusts a path.
+operation opens without blocking, checks what it opened, and resolves links before it trusts a path.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _READ, _ENTER = stat.S_IRUSR, stat.S_IRUSR | stat.S_IXUSR
 
 
 class Unlocked:
-    """A context in which directories that were entered stay open to us; at its end all are as they were.
+    """A context in which entered directories are made readable; at its end their modes are restored.
 
-    The agent may take every right from its own files (`chmod 0 .`): one of them would hide all changes from a
-    server without capabilities. An owner may always change modes.
+    The agent may remove every right from its own directories (`chmod 0 .`), which would hide all changes from
+    a server without capabilities. The owner of a file may always change its mode.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,17 @@ class Unlocked:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The innermost first: once a directory is locked nothing below it can be reached.
+        # The innermost first: below a locked directory nothing can be reached.
         while self._changed:
             path, mode = self._changed.pop()
             try:
                 os.chmod(path, mode)
             except OSError:
-                # The agent removed or moved it meanwhile: there is nothing left to be put back.
+                # The agent has removed or moved it: there is nothing to restore.
                 continue
 
     def enter(self, folder: str) -> bool:
-        """Makes sure that a directory can be listed and gone through; False where that is impossible."""
+        """Makes a directory readable and searchable; False if that is impossible."""
         if os.access(folder, os.R_OK | os.X_OK):
             return True
         try:
@@ -64,9 +64,9 @@ class Unlocked:
 
 
 def open_unlocked(name: str, folder: int, opening: Callable[[], int]) -> int:
-    """What `opening` opens: the regular file `name` of a directory, unlocked while it does so if it must be.
+    """Calls `opening`, which opens the regular file `name` of a directory; unlocks the file if needed.
 
-    Raises OSError, PermissionError for a file of somebody else's.
+    Raises OSError, PermissionError for a file of another user.
     """
     try:
         return opening()
@@ -79,7 +79,7 @@ def open_unlocked(name: str, folder: int, opening: Callable[[], int]) -> int:
             os.chmod(name, mode | _READ, dir_fd=folder)
             return opening()
         finally:
-            # As above: its removal meanwhile must not lose what was opened.
+            # The agent may have removed it, which must not lose the descriptor.
             with contextlib.suppress(OSError):
                 os.chmod(name, mode, dir_fd=folder)
 
@@ -93,13 +93,13 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NO
 
 
 class Workspace:
-    """The files below `root`; `template` is a descriptor of the directory they started from.
+    """The files below `root`; `template` is a descriptor of the directory with their initial contents.
 
-    None: `root` is a directory of the host, of which nobody knows what it was at first.
+    None: `root` is a directory of the host, whose initial contents are unknown.
     """
 
     def __init__(self, root: str, template: int | None, passed_over: Iterable[str] = ()) -> None:
-        """`passed_over`: names that listings and searches leave out, with all that lies below."""
+        """`passed_over`: names that listings and searches skip, with everything below."""
         self.root = os.path.realpath(root)
         self._directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._template = template
@@ -110,7 +110,7 @@ class Workspace:
         return _read_regular(self._open_to_read(path), limit_bytes, offset)
 
     def write(self, path: str, data: bytes, append: bool = False) -> None:
-        """Replaces, makes or lengthens a file, and makes the directories above it."""
+        """Replaces, creates or appends to a file, and creates its parent directories."""
         if path == ".":
             raise Fault(*faults.IS_DIRECTORY)
         full = self._resolve(path)
@@ -130,7 +130,7 @@ class Workspace:
             os.close(descriptor)
 
     def remove(self, path: str) -> None:
-        """Removes a file or a whole directory; a link is removed itself, not what it names."""
+        """Removes a file or a whole directory; of a link, the link and not its target."""
         if path == ".":
             raise Fault(*faults.ROOT_STAYS)
         parent, name = os.path.split(path)
@@ -141,7 +141,7 @@ class Workspace:
             os.unlink(full)
 
     def list(self, path: str, depth: int) -> list[list[object]]:
-        """[path, kind, size] of what lies below a directory, sorted by path."""
+        """[path, kind, size] of everything below a directory, sorted by path."""
         full = self._resolve(path)
         if not stat.S_ISDIR(os.stat(full).st_mode):
             raise Fault(*faults.NOT_DIRECTORY)
@@ -152,7 +152,7 @@ class Workspace:
             try:
                 size = entry.stat(follow_symlinks=False).st_size if kind == "file" else 0
             except FileNotFoundError:
-                continue  # gone since it was listed
+                continue  # removed since it was listed
             found.append([name, kind, size])
         found.sort(key=lambda row: str(row[0]))
         return found
@@ -160,7 +160,7 @@ class Workspace:
     def grep(self, pattern: str, path: str, limit: int) -> list[list[object]]:
         """[path, line number, line] of the first `limit` matching lines.
 
-        Below a directory, what may not be read is passed over: one locked file does not hide the others.
+        Unreadable files below a directory are skipped: one locked file does not hide the others.
         """
         expression = compile_pattern(pattern)
         full = self._resolve(path)
@@ -185,16 +185,16 @@ class Workspace:
         return [[path, number, line] for number, line in itertools.islice(found, limit)]
 
     def diff(self, without: str) -> tuple[list[int | None], int, bytearray]:
-        """(sizes, bytes of names, contents and names) of what differs from the template, in one order.
+        """(sizes, bytes of names, contents and names) of files that differ from the template, in one order.
 
-        Nothing below the directory `without` is looked at.
+        The directory `without` is skipped.
 
-        The size of what was removed is None. Names end with NUL. They are of the agent's making, of any
-        bytes, and could be six times as long as JSON; they count against `MAX_DIFF_BYTES` as contents do.
+        The size of a removed file is None. Names end with NUL: the agent chose them, of any bytes, and as
+        JSON they could be six times as long. They count against `MAX_DIFF_BYTES` as contents do.
 
-        A file whose inode, size and times are the template's is taken as unchanged: a program that forges
-        those only hides a change of their own. What the agent locked away is carried as well; what belongs
-        to somebody else and cannot be read is as it was. Without a template all may differ: too much.
+        A file with the inode, size and times of the template's counts as unchanged: a program that forges
+        those only hides changes of its own. Files that the agent has locked are included; unreadable files of
+        another user count as unchanged. Without a template every file may differ, which is too much.
         """
         if self._template is None:
             raise Fault(*faults.DIFF_TOO_LARGE)
@@ -249,7 +249,7 @@ class Workspace:
         return full
 
     def _open_to_read(self, path: str) -> int:
-        """Mostly one call: only links that leave the directory by their own words need to be looked at."""
+        """Usually one call; only links with absolute targets or `..` out of the root need `_resolve`."""
         try:
             return kernel.open_beneath(self._directory, path, _READ_FLAGS)
         except OSError as error:
@@ -258,7 +258,7 @@ class Workspace:
         return self._open(self._resolve(path), _READ_FLAGS)
 
     def _read_unlocked(self, path: str) -> bytes:
-        """Up to `MAX_DIFF_BYTES` of a regular file, though the agent took its own right to read it away."""
+        """Up to `MAX_DIFF_BYTES` of a regular file, even if the agent has made it unreadable."""
         parent, name = os.path.split(path)
         folder = self._open(os.path.join(self.root, parent), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -268,7 +268,7 @@ class Workspace:
         return _read_regular(descriptor, MAX_DIFF_BYTES)
 
     def _open(self, full: str, flags: int, mode: int = 0) -> int:
-        """Opens what `_resolve` found. A link that was put there since leads nowhere but below the root."""
+        """Opens a path from `_resolve`; a link put there since cannot lead outside of the root."""
         try:
             return kernel.open_beneath(self._directory, os.path.relpath(full, self.root), flags, mode)
         except OSError as error:
@@ -283,7 +283,7 @@ class Workspace:
             return None
 
     def _template_bytes(self, path: str) -> bytes | None:
-        """None for a file of an image that may not be read: nothing is equal to it."""
+        """Content of a template's file; None if an image's file is unreadable: it counts as different."""
         try:
             descriptor = os.open(path, _READ_FLAGS, dir_fd=self._template)
         except PermissionError:
@@ -308,7 +308,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def matching_lines(expression: re.Pattern[str], data: bytes) -> Iterator[tuple[int, str]]:
-    """(number, line) of matching lines of a text file; nothing for a file with NUL bytes."""
+    """(number, line) of the matching lines of a text file; none for a file with NUL bytes."""
     if b"\0" in data:
         return
     for number, line in enumerate(data.decode(errors="replace").split("\n"), 1):
@@ -324,11 +324,11 @@ def _walk(
     closed: list[str] | None = None,
     passed_over: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(prefix + relative path, entry) of everything down to `depth` levels, but for the names `passed_over`.
+    """(prefix + relative path, entry) of everything down to `depth` levels, except the names `passed_over`.
     Links are not followed.
 
-    Directories below `root` that may not be entered are passed over, and put down in `closed`; so are those
-    that are gone since they were listed, but for `closed`, and those that stand there already.
+    Directories below `root` that cannot be entered are skipped and added to `closed`. Also skipped are those
+    removed since they were listed, and those in `closed` already.
     """
     pending = [(root, prefix, 1)] if depth > 0 else []
     count = 0
@@ -371,7 +371,7 @@ def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _read_regular(descriptor: int, limit_bytes: int, offset: int = 0) -> bytes:
-    """Reads what was opened, and closes it. Raises Fault for anything but a regular file."""
+    """Reads from a descriptor and closes it. Raises Fault for anything but a regular file."""
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -381,7 +381,7 @@ def _read_regular(descriptor: int, limit_bytes: int, offset: int = 0) -> bytes:
         elif 0 < status.st_size < min(limit_bytes, _SMALL_BYTES):
             data = os.read(descriptor, status.st_size + 1)
             if len(data) == status.st_size:
-                return data  # one byte less than was asked for: the file ends there
+                return data  # a short read: the file ends there
             return data + _read_up_to(descriptor, limit_bytes - len(data))
         return _read_up_to(descriptor, limit_bytes)
     finally:

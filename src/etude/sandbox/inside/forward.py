@@ -1,12 +1,12 @@
-"""The way out for a sandbox without a network: a listener on its loopback, forwarded to the owner.
+"""Egress of a sandbox without a network: a listener on its loopback, forwarded to the owner.
 
-Each accepted connection becomes a numbered stream of frames on the sandbox's one line; outside, the egress
-proxy serves it. Each side may be `WINDOW_BYTES` ahead of what the other has taken.
+Each accepted connection becomes a numbered stream of frames on the sandbox's line; outside, the egress proxy
+serves it. Flow control: each side may have `WINDOW_BYTES` in flight that the other has not acknowledged.
 
     inside -> outside   {"event": "net.open" | "net.data" | "net.end" | "net.took" | "net.close", "stream": n}
     outside -> inside   {"op": "net.data" | "net.end" | "net.took" | "net.close", "stream": n}
 
-`end`: no more data in this direction. `close`: nobody listens any more either; what was sent is delivered.
+`end`: no more data in this direction. `close`: both directions end; data sent before is still delivered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.sandbox.inside.wire import Wire
 
 PORT = 3128
 FRAMES = frozenset({"net.data", "net.end", "net.took", "net.close"})
-"""Operations of the owner's that are about one stream, and have no answer."""
+"""The owner's operations on one stream, which have no answer."""
 WINDOW_BYTES = 256 << 10
 MAX_STREAMS = 128
 _CHUNK = 1 << 16
@@ -34,17 +34,17 @@ class _Stream:
     number: int
     sock: socket.socket
     credit_bytes: int = WINDOW_BYTES
-    """What may still be sent to the owner."""
+    """Bytes that may still be sent to the owner."""
     unsent: bytearray = field(default_factory=bytearray)
-    ending: bool = False
-    """Whether the owner has no more to say."""
-    heard: bool = False
-    """Whether the program inside has no more to say."""
+    owner_ended: bool = False
+    """Whether the owner's direction has ended."""
+    program_ended: bool = False
+    """Whether the direction of the program inside has ended."""
     events: int = 0
 
 
 class Forwarder:
-    """Accepts connections on the sandbox's loopback and carries them over the line."""
+    """Accepts connections on the sandbox's loopback and forwards them over the line."""
 
     def __init__(self, wire: Wire, poll: select.poll, port: int = PORT) -> None:
         """Raises OSError if the port is taken."""
@@ -61,7 +61,7 @@ class Forwarder:
         return descriptor == self._listener.fileno() or descriptor in self._by_descriptor
 
     def on_ready(self, descriptor: int, events: int) -> None:
-        """A connection wants in, has something or takes something."""
+        """Handles poll events of the listener or of a connection."""
         if descriptor == self._listener.fileno():
             self._accept()
             return
@@ -72,7 +72,7 @@ class Forwarder:
             self._read(stream)
 
     def handle(self, header: Header, payload: bytes) -> None:
-        """A frame from the owner; those for a stream that has ended are passed over."""
+        """Handles a frame from the owner; ignores those for a stream that has ended."""
         stream = self._streams.get(header["stream"])
         if stream is None:
             return
@@ -80,17 +80,17 @@ class Forwarder:
             stream.unsent += payload
             self._flush(stream)
         elif header["op"] == "net.end":
-            stream.ending = True
+            stream.owner_ended = True
             self._flush(stream)
         elif header["op"] == "net.close":
-            stream.ending = stream.heard = True
+            stream.owner_ended = stream.program_ended = True
             self._flush(stream)
         else:
             stream.credit_bytes += header["bytes"]
             self._watch(stream)
 
     def drop_all(self) -> None:
-        """Ends every connection: there is nobody outside who serves it."""
+        """Ends every connection, whose owner is gone."""
         for stream in list(self._streams.values()):
             self._drop(stream)
 
@@ -98,7 +98,7 @@ class Forwarder:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            # The program inside gave up, or used up its own descriptors.
+            # The program inside has closed it, or the descriptors are used up.
             return
         if len(self._streams) >= MAX_STREAMS:
             sock.close()
@@ -120,7 +120,7 @@ class Forwarder:
             self._abandon(stream)
             return
         if not data:
-            stream.heard = True
+            stream.program_ended = True
             self._wire.send({"event": "net.end", "stream": stream.number})
             self._watch(stream)
             return
@@ -142,13 +142,13 @@ class Forwarder:
         self._watch(stream)
 
     def _watch(self, stream: _Stream) -> None:
-        if stream.ending and not stream.unsent:
-            if stream.heard:
+        if stream.owner_ended and not stream.unsent:
+            if stream.program_ended:
                 self._drop(stream)
                 return
             with contextlib.suppress(OSError):
                 stream.sock.shutdown(socket.SHUT_WR)
-        events = select.POLLIN if stream.credit_bytes > 0 and not stream.heard else 0
+        events = select.POLLIN if stream.credit_bytes > 0 and not stream.program_ended else 0
         events |= select.POLLOUT if stream.unsent else 0
         if events and not stream.events:
             self._poll.register(stream.sock, events)
@@ -159,7 +159,7 @@ class Forwarder:
         stream.events = events
 
     def _abandon(self, stream: _Stream) -> None:
-        """The program inside is gone."""
+        """Ends a stream whose program has closed its connection."""
         self._wire.send({"event": "net.close", "stream": stream.number})
         self._drop(stream)
 

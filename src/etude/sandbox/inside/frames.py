@@ -1,4 +1,4 @@
-"""The one framed protocol between owner, fork server and sandbox: a JSON header and raw bytes."""
+"""The framing protocol between owner, fork server and sandbox: a JSON header and raw bytes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Header = dict[str, Any]
 MAX_HEADER_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 256 << 20
 MAX_REQUEST_BYTES = 1 << 16
-"""Of one request to the fork server, which is a packet: it would take in no more of a longer one."""
+"""Size of a request to the fork server, which is one packet: a longer one would be cut."""
 _SIZES = struct.Struct("<II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class FrameError(ValueError):
-    """What is no frame: the other side sent it, or it would be too large to be one."""
+    """A malformed frame was received, or a frame to be sent is too large."""
 
 
 def pack(header: Header, payload: bytes | bytearray = b"") -> bytes:
-    """One frame: two little-endian lengths, the header, the payload. Raises FrameError for too large ones."""
+    """One frame: two little-endian lengths, the header, the payload. Raises FrameError if too large."""
     return pack_head(header, len(payload)) + payload
 
 
 def pack_head(header: Header, payload_bytes: int) -> bytes:
-    """What stands before the payload of a frame. Raises as `pack`."""
+    """The part of a frame before its payload. Raises as `pack`."""
     head = _encode(header).encode()
     if len(head) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise FrameError(f"frame of {len(head)} + {payload_bytes} bytes")
@@ -34,7 +34,7 @@ def pack_head(header: Header, payload_bytes: int) -> bytes:
 
 
 class Unpacker:
-    """Takes bytes as they come and gives whole frames."""
+    """Incremental parser: bytes in, complete frames out."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -55,7 +55,7 @@ class Unpacker:
             except (ValueError, RecursionError) as error:
                 raise FrameError(f"header is not JSON: {error}") from error
             with memoryview(self._buffer) as view:
-                # A slice of the buffer itself were a copy more, of what may be most of the memory.
+                # Slicing the buffer itself would copy once more what may be most of the memory.
                 frames.append((header, bytes(view[start:end])))
             del self._buffer[:end]
         return frames

@@ -1,9 +1,9 @@
-"""What a sandbox changed in an image's whole root, and archives of what it holds anywhere.
+"""Changes of a sandbox in the whole root of an image, and archives of its files.
 
-For grading: names first (`changed`), then the contents of those that count (`pack`); and what the
-contents of the workspace's files do not say (`kinds`). Nothing that the agent could have replaced takes part.
+For grading: first the changed names (`changed`), then the contents of those that count (`pack`); and links
+and executable bits of the workspace (`kinds`). No program that the agent could have replaced takes part.
 
-Which paths may differ is known from the layers that the sandbox wrote to, or, where the engine hides those,
+The paths that may differ come from the layers that the sandbox wrote to or, where the engine hides those,
 from an index that was made before anything ran.
 """
 
@@ -31,66 +31,66 @@ from etude.sandbox.inside.packing import (
     Folder,
     add_entry,
     attributes,
-    go_through,
+    walk_tree,
 )
 
 OWN = "var/lib/etude"
-"""Where a guest keeps what is its own."""
+"""Directory of the guest's own files."""
 NO_FILES = ("dev", "proc", "sys")
-"""Directories of the root that hold none of the image's files."""
+"""Directories of the root without files of the image."""
 _NAMES_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """What of the root nobody asks about: it is not looked at, and counts for nothing."""
+    """The parts of the root that are not searched, and do not count against limits."""
 
     tops: frozenset[str] = frozenset()
-    """Entries of the root itself."""
+    """Top-level names."""
     names: frozenset[str] = frozenset()
-    """Entries of any directory."""
+    """Names in any directory."""
     hidden: bool = False
-    """Whether that goes for all names that begin with a dot, but `.ssh`."""
+    """Whether all names that begin with a dot are skipped, except `.ssh`."""
 
-    def has(self, path: str, name: str) -> bool:
-        """Whether an entry is skipped that lies in a directory which is not."""
+    def skips(self, path: str, name: str) -> bool:
+        """Whether an entry is skipped, given that its directory is not."""
         is_hidden = self.hidden and name.startswith(".") and name != ".ssh"
         return is_hidden or name in self.names or path in self.tops
 
     def covers(self, path: str) -> bool:
-        """Whether an entry or a directory that it is in is skipped."""
+        """Whether an entry or one of its parent directories is skipped."""
         names = path.split("/")
-        return names[0] in self.tops or any(self.has("", name) for name in names)
+        return names[0] in self.tops or any(self.skips("", name) for name in names)
 
 
 _NOTHING = Skipped()
 
 
-class Before(Protocol):
-    """The image's root as it was before anything ran."""
+class OriginalRoot(Protocol):
+    """The image's root before anything ran."""
 
-    def suspects(self, skipped: Skipped) -> Iterator[str]:
-        """Paths below `/` that may have changed since, some of them perhaps twice."""
+    def candidates(self, skipped: Skipped) -> Iterator[str]:
+        """Paths below `/` that may have changed since, perhaps with duplicates."""
         ...
 
-    def had(self, path: str) -> bool:
-        """Whether something was there."""
+    def existed(self, path: str) -> bool:
+        """Whether the path existed."""
         ...
 
-    def has_same(self, path: str, status: os.stat_result) -> bool:
-        """Whether what is there now was there."""
+    def is_unchanged(self, path: str, status: os.stat_result) -> bool:
+        """Whether the path is the same as before; `status`: of the path now."""
         ...
 
 
 class LayeredRoot:
-    """A root of overlaid layers: looks at those that the sandbox wrote to."""
+    """A root of overlaid layers: its candidates are in the layers that the sandbox wrote to."""
 
     def __init__(self, base: int, written: Sequence[int]) -> None:
         """`base`: the image's own root, `written`: the layers above it, all as directories."""
         self._base = base
         self._written = written
 
-    def suspects(self, skipped: Skipped) -> Iterator[str]:
+    def candidates(self, skipped: Skipped) -> Iterator[str]:
         for layer in self._written:
             hidden: set[str] = set()
             for folder, name, status in walk(layer, skipped=skipped):
@@ -111,10 +111,10 @@ class LayeredRoot:
         finally:
             os.close(top)
 
-    def had(self, path: str) -> bool:
+    def existed(self, path: str) -> bool:
         return not path.startswith("tmp/") and self._status(path) is not None
 
-    def has_same(self, path: str, status: os.stat_result) -> bool:
+    def is_unchanged(self, path: str, status: os.stat_result) -> bool:
         before = None if path.startswith("tmp/") else self._status(path)
         if before is None or before.st_mode != status.st_mode:
             return False
@@ -131,7 +131,7 @@ class LayeredRoot:
             return None
 
     def _has_same_bytes(self, path: str) -> bool:
-        """A file that may not be read is another one."""
+        """Whether a file has the same content; False if it is unreadable."""
         try:
             with (
                 open(os.open(path, FILE_FLAGS, dir_fd=self._base), "rb") as before,
@@ -156,31 +156,31 @@ class LayeredRoot:
 
 
 class IndexedRoot:
-    """A root of which a file says what it held: kind, rights, size and time of each path."""
+    """A root with an index file: kind, rights, size and time of each path."""
 
     def __init__(self, index: str = f"/{OWN}/index.json") -> None:
         self._index = index
         self._rows: dict[str, list[Any]] | None = None
 
     def make(self) -> None:
-        """Makes the index, unless this root has one: it may be a copy of one that has changed since."""
+        """Writes the index, unless there is one: this root may be a copy that has changed since."""
         if not os.path.exists(self._index):
             rows = {path: _row(status) for path, status in _root_entries()}
             with open(self._index, "w", errors="surrogateescape") as file:
                 json.dump(rows, file)
 
-    def suspects(self, skipped: Skipped) -> Iterator[str]:
+    def candidates(self, skipped: Skipped) -> Iterator[str]:
         seen: set[str] = set()
         for path, status in _root_entries(skipped):
             seen.add(path)
-            if not self.has_same(path, status):
+            if not self.is_unchanged(path, status):
                 yield path
         yield from (path for path in self._known() if path not in seen and not skipped.covers(path))
 
-    def had(self, path: str) -> bool:
+    def existed(self, path: str) -> bool:
         return path in self._known()
 
-    def has_same(self, path: str, status: os.stat_result) -> bool:
+    def is_unchanged(self, path: str, status: os.stat_result) -> bool:
         return self._known().get(path) == _row(status)
 
     def _known(self) -> dict[str, list[Any]]:
@@ -190,7 +190,7 @@ class IndexedRoot:
                     rows = json.load(file)
             except (OSError, ValueError, RecursionError):
                 rows = None
-            if not isinstance(rows, dict):  # commands may be root: it was somebody of them
+            if not isinstance(rows, dict):  # commands may run as root and have replaced it
                 raise Fault("diff", f"the record of the image's files, {self._index}, was changed")
             self._rows = rows
         return self._rows
@@ -206,7 +206,7 @@ def _root_entries(skipped: Skipped = _NOTHING) -> Iterator[tuple[str, os.stat_re
 
 
 def _row(status: os.stat_result) -> list[Any]:
-    """What of a file is another after a change; a directory's names are looked at one by one."""
+    """The attributes that differ after a change; entries of a directory have rows of their own."""
     if stat.S_ISDIR(status.st_mode):
         return [status.st_mode]
     return [status.st_mode, status.st_size, status.st_mtime_ns]
@@ -215,23 +215,23 @@ def _row(status: os.stat_result) -> list[Any]:
 def walk(
     top: int, most: int = MAX_ENTRIES, own: bool = True, skipped: Skipped = _NOTHING
 ) -> Iterator[tuple[Folder, str, os.stat_result]]:
-    """(folder, name, status) of everything below a directory, on its own file system. Follows no link.
+    """(folder, name, status) of everything below a directory, on its own file system. Follows no links.
 
-    Directories that may not be entered are passed over, and so are, in a whole root (`own`), those that hold
-    no files of an image. Raises Fault for more than `most` entries beside those that are skipped.
+    Directories that cannot be entered are skipped; in a whole root (`own`), also those without files of the
+    image. Raises Fault for more than `most` entries, without those that are skipped.
     """
     passed_over = (*NO_FILES, OWN) if own else ()
     device = os.fstat(top).st_dev
 
     def skips(folder: Folder, name: str) -> bool:
         path = folder.prefix + name
-        return path in passed_over or skipped.has(path, name)
+        return path in passed_over or skipped.skips(path, name)
 
     def enter(folder: Folder, name: str, status: os.stat_result) -> Folder | None:
         with contextlib.suppress(PermissionError):
             return folder.enter(name, status) if status.st_dev == device else None
 
-    entries = go_through(Folder(os.dup(top), "", os.fstat(top)), skips, enter)
+    entries = walk_tree(Folder(os.dup(top), "", os.fstat(top)), skips, enter)
     with contextlib.closing(entries):
         for count, entry in enumerate(entries, 1):
             if count > most:
@@ -239,33 +239,33 @@ def walk(
             yield entry
 
 
-class Gathering:
-    """Answers `changed`, `kinds` and `pack`. For a sandbox in which nothing of the agent's runs any more."""
+class ChangeCollector:
+    """Answers `changed`, `kinds` and `pack`, for a sandbox without running processes of the agent."""
 
-    def __init__(self, workspace: str, before: Before | None = None) -> None:
-        """`before` None: the root is not an image's, and nothing in it can change."""
+    def __init__(self, workspace: str, before: OriginalRoot | None = None) -> None:
+        """`before` None: the root is not an image's, and cannot change."""
         self._workspace = workspace.strip("/")
         self._top = os.path.realpath(workspace)
         self._before = before
 
     def changed(self, skipped: Skipped = _NOTHING) -> bytes:
-        """NUL-ended paths below `/` but outside of the workspace: `+` and what changed or is new, `-` and
-        what is gone. Raises Fault for more than can be carried."""
+        """NUL-terminated paths below `/`, outside of the workspace: `+` and a changed or new path, `-` and a
+        removed one. Raises Fault for too many."""
         rows: list[bytes] = []
         size = 0
         before = self._before
         is_reached = functools.cache(_is_reached)
-        for path in sorted(set(before.suspects(skipped))) if before is not None else ():
+        for path in sorted(set(before.candidates(skipped))) if before is not None else ():
             if f"{path}/".startswith(f"{self._workspace}/") or not is_reached(os.path.dirname(path)):
                 continue
             try:
                 status: os.stat_result | None = os.lstat(f"/{path}")
             except OSError:
                 status = None
-            assert before is not None, "it has suspects"
-            sign = b"-" if before.had(path) else b""
+            assert before is not None, "it has candidates"
+            sign = b"-" if before.existed(path) else b""
             if status is not None:
-                sign = b"" if before.has_same(path, status) else b"+"
+                sign = b"" if before.is_unchanged(path, status) else b"+"
             if sign:
                 rows.append(sign + os.fsencode(path) + b"\0")
                 size += len(rows[-1])
@@ -274,8 +274,8 @@ class Gathering:
         return b"".join(rows)
 
     def kinds(self) -> tuple[str, bytes]:
-        """The workspace's real path, and NUL-ended pairs: a link and its target, or a file that can be
-        executed and nothing. Raises Fault for more than can be carried."""
+        """The workspace's real path, and NUL-terminated pairs: a link and its target, or an executable file
+        and an empty text. Raises Fault for too many."""
         rows: list[bytes] = []
         size = 0
         top = os.open(self._top, DIRECTORY_FLAGS)
@@ -295,11 +295,10 @@ class Gathering:
         return self._top, b"".join(rows)
 
     def pack(self, paths: Sequence[str], below: bool, exclude: Sequence[str], limit_bytes: int) -> bytes:
-        """A tar file of files, directories and links, under the names given; what is not there is left out.
+        """A tar file of files, directories and links, under the given names; missing paths are left out.
 
-        `below`: with all that lies below directories, but for what matches a pattern of `exclude`, as `tar
-        --exclude` has it; a path that is a link stands for what it leads to. Raises Fault for more than
-        `limit_bytes`.
+        `below`: with everything below directories, except what matches a pattern of `exclude`, as in `tar
+        --exclude`; a path that is a link is replaced by its target. Raises Fault for more than `limit_bytes`.
         """
         target = _Bounded(limit_bytes)
         with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive:
@@ -332,7 +331,7 @@ def _is_opaque(name: str, folder: int) -> bool:
 
 
 def _is_reached(folder: str) -> bool:
-    """Whether no link leads to a directory below `/`: under its own name it is something else."""
+    """Whether a directory below `/` is reached without links; otherwise it counts under its real path."""
     return os.path.realpath(f"/{folder}") == f"/{folder}"
 
 
@@ -351,7 +350,7 @@ def _pack_below(archive: tarfile.TarFile, name: str, place: str, exclude: Sequen
 
 
 def _is_excluded(path: str, patterns: Sequence[str]) -> bool:
-    """As `tar --exclude` of `./path`: a pattern may match from any name on, and its stars match slashes."""
+    """As `tar --exclude` of `./path`: a pattern may match from any component on, and `*` matches slashes."""
     names = ["./" + path, path, *(path[place + 1 :] for place, sign in enumerate(path) if sign == "/")]
     return any(fnmatch.fnmatchcase(name, pattern.rstrip("/")) for pattern in patterns for name in names)
 
@@ -371,7 +370,7 @@ def _pack_one(archive: tarfile.TarFile, name: str, place: str) -> None:
 
 
 def _add(archive: tarfile.TarFile, name: str, entry: str, folder: int, status: os.stat_result) -> None:
-    """Adds one entry; nothing for what is no file, directory or link, or may not be read."""
+    """Adds one entry, if it is a readable file, a directory or a link."""
     info = tarfile.TarInfo(name.strip("/"))
     info.mode = status.st_mode & (0o3777 if stat.S_ISDIR(status.st_mode) else 0o777)
     info.mtime = int(status.st_mtime)

@@ -1,20 +1,20 @@
-"""A parent for programs that must not outlive their owner: hypervisors, runtimes and all that they start.
+"""A supervisor of programs that must not outlive their owner: hypervisors, runtimes and their descendants.
 
     guard.main([owner's pidfd, plan as JSON])
 
     {"argv": [...],                  the program
-     "user": [uid, gid] or null,     whom it runs as, if not as the guard
-     "control": [...],               `cgroup.procs` files: groups that it enters
+     "user": [uid, gid] or null,     its user, if not that of the guard
+     "control": [...],               `cgroup.procs` files of the groups that it enters
      "binds": {path: host path} or null}
 
-With `binds` it gets a user and a mount namespace of its own: it believes itself root, and is a plain user to
-the host. The real root gives itself up for nobody before it makes the user namespace, so that id 0 of the
-host is never mapped. (`runsc --rootless` does something like it, and knows no `restore`.) What it needs is
-bound below `HALL`, a tmpfs that hides the host's own: the paths there are the same in every call, whatever
-the host's directories are called and the user who may enter them.
+With `binds` it gets a user and a mount namespace of its own: it is root inside, and a plain user to the host.
+The real root becomes nobody before it creates the user namespace, so that id 0 of the host is never mapped.
+(`runsc --rootless` is similar, but has no `restore`.) The files that it needs are bind-mounted below
+`BIND_ROOT`, a tmpfs that hides the host's own directory: the paths there are the same in every call, whatever
+the host's directories are called, and whoever may enter them.
 
-The guard adopts whatever its descendants abandon. When the owner dies, when the program ends, or on SIGTERM,
-it kills all of them and exits with the program's code.
+The guard adopts orphaned descendants. When the owner dies, when the program ends, or on SIGTERM, it kills all
+of them and exits with the program's code.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from etude.sandbox.inside import kernel
 from etude.sandbox.inside.processes import DescendantProcesses, reap
 from etude.sandbox.inside.rights import become, enter_own_namespaces
 
-HALL = "/tmp"
+BIND_ROOT = "/tmp"
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Runs until the program or the owner has ended."""
+    """Supervises the program until it or the owner ends."""
     owner, plan = int(arguments[0]), json.loads(arguments[1])
     kernel.adopt_orphans()
     reader, writer = os.pipe()
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> NoReturn:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     pid = os.fork()
     if pid == 0:
-        _become(plan, [owner, reader, writer])
+        _exec_program(plan, [owner, reader, writer])
     watch = os.pidfd_open(pid)
     poll = select.poll()
     for descriptor in (owner, watch, reader):
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def _become(plan: dict[str, Any], descriptors: list[int]) -> NoReturn:
+def _exec_program(plan: dict[str, Any], descriptors: list[int]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor in descriptors:
@@ -73,7 +73,7 @@ def _become(plan: dict[str, Any], descriptors: list[int]) -> NoReturn:
             become(*plan["user"])
         if plan["binds"] is not None:
             _enter(plan["binds"])
-        # After the change of user, which would undo it.
+        # After the change of user, which would reset it.
         kernel.die_with_parent()
         os.execvp(plan["argv"][0], plan["argv"])
     finally:
@@ -81,20 +81,20 @@ def _become(plan: dict[str, Any], descriptors: list[int]) -> NoReturn:
 
 
 def _enter(binds: dict[str, str]) -> None:
-    """Moves this process into namespaces of its own; what keeps it from that is printed."""
+    """Moves this process into namespaces of its own; prints the error if that fails."""
     try:
-        enter_own_namespaces(lambda: _furnish(binds))
+        enter_own_namespaces(lambda: _mount_binds(binds))
         os.chdir("/")
     except OSError:
         traceback.print_exc()
         raise
 
 
-def _furnish(binds: dict[str, str]) -> None:
+def _mount_binds(binds: dict[str, str]) -> None:
     kernel.mount("", "/", flags=kernel.MS_PRIVATE | kernel.MS_REC)
-    # Opened first: what lies below HALL itself would be hidden.
+    # Opened first: sources below BIND_ROOT itself will be hidden.
     sources = {Path(target): os.open(source, os.O_PATH) for target, source in binds.items()}
-    kernel.mount("hall", HALL, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+    kernel.mount("hall", BIND_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     for target, descriptor in sources.items():
         source = Path(f"/proc/self/fd/{descriptor}")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""The program of a guest: a server on a virtio-serial port or standard input and output.
+"""The program inside a guest: a server on a virtio-serial port or standard input and output.
 
     python3 -I -S guest.pyz --line stdio|PATH --workspace DIR --base DIR [--uid N] ...
 
-A guest outlives its owner's line: it is copied, put to sleep and moved. Before that the owner says `hold`,
-and the host that wakes it `hello`, with the time, fresh entropy and a name: two copies of a guest must
-not go on with the same clock, random numbers and identity.
+A guest outlives its owner's connection: it is copied, paused and moved. Before that the owner sends `hold`,
+and the host that resumes it `hello`, with the time, fresh entropy and a name: two copies of a guest must not
+continue with the same clock, random numbers and identity.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functools import partial
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.inside.gathering import Gathering, IndexedRoot
+from etude.sandbox.inside.gathering import ChangeCollector, IndexedRoot
 from etude.sandbox.inside.jobs import WARM_MODULES
 from etude.sandbox.inside.processes import NamespaceProcesses, UserProcesses
 from etude.sandbox.inside.running import Settings
@@ -40,11 +40,11 @@ _libc = ctypes.CDLL(None)
 _acting: int | None = None
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
 _XATTRS = {"x86_64": (188, 199), "aarch64": (5, 16)}
-"""Numbers of `setxattr` and its like, which follow each other."""
+"""First and last number of the extended-attribute calls, `setxattr` and its like."""
 
 
-class Files:
-    """Installs a template's files: once as the base of diffs, once as the workspace."""
+class TemplateInstaller:
+    """Installs a template's files twice: as the base of diffs, and as the workspace."""
 
     def __init__(self, workspace: str, base: str, uid: int | None, root: IndexedRoot) -> None:
         self._workspace = workspace
@@ -58,8 +58,8 @@ class Files:
             os.chown(workspace, uid, uid)
 
     def install(self, header: Header, payload: bytes) -> Answer:
-        """Replaces base and workspace by the given files; with `more`, adds these to what is there, and with
-        `keep` to what the machine's own image has in the workspace."""
+        """Replaces base and workspace by the given files. With `more` adds the files to both; with `keep` to
+        the image's own files in the workspace, which become the base."""
         with as_root():
             return self._install(header, payload)
 
@@ -99,7 +99,7 @@ class Files:
 
 
 class ChildWatch:
-    """Stands in for `pidfd_open` of children, which gVisor lacks: a pipe each, whose end is the child's."""
+    """Replaces `pidfd_open`, which gVisor lacks, for children: a pipe that closes when the child ends."""
 
     def __init__(self) -> None:
         self._writers: dict[int, int] = {}
@@ -117,16 +117,16 @@ class ChildWatch:
             try:
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             except ChildProcessError:
-                # The server collected it already.
+                # The server has reaped it already.
                 ended = True
-            # The signal may come in the middle of this very loop: the code that takes a writer out closes it.
+            # The signal may interrupt this loop itself: the call that removes a writer closes it.
             writer = self._writers.pop(pid, None) if ended else None
             if writer is not None:
                 os.close(writer)
 
 
 def has_pidfds() -> bool:
-    """Whether this kernel knows `pidfd_open`."""
+    """Whether this kernel has `pidfd_open`."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -137,9 +137,9 @@ def has_pidfds() -> bool:
 
 
 def filters() -> tuple[bytes, bytes]:
-    """The sandbox's system-call filter, and one by which there are no extended attributes.
+    """The sandbox's system-call filter, and one that disables extended attributes.
 
-    gVisor's fail with EBADF on symbolic links of the host, and `ls -l` with them.
+    In gVisor these calls fail with EBADF on symbolic links of the host, which breaks `ls -l`.
     """
     first, last = _XATTRS[kernel.MACHINE]
     program = (
@@ -153,10 +153,10 @@ def filters() -> tuple[bytes, bytes]:
 
 
 def act_as(uid: int) -> None:
-    """From now on files are opened and made with the rights of `uid`, and belong to it.
+    """Makes this process open and create files with the rights and ownership of `uid`.
 
-    Whatever the server does for the agent it does as the agent: no link leads it where the agent may not go,
-    and the agent may change what the server wrote. For a server that stays root.
+    The server works on the agent's files as the agent: links cannot lead it to files that the agent may not
+    access, and the agent may change what the server wrote. For a server that stays root.
     """
     global _acting
     _acting = uid
@@ -164,7 +164,7 @@ def act_as(uid: int) -> None:
     _libc.setfsuid(ctypes.c_int(uid))
     if _libc.setfsuid(ctypes.c_int(-1)) == uid:
         return
-    # gVisor has no such ids: there the effective ones do, which nobody may signal or trace either.
+    # gVisor has no fsuid. With the effective ids the agent cannot signal or trace the server either.
     if uid == os.getuid():
         os.seteuid(uid)
         os.setegid(uid)
@@ -175,7 +175,7 @@ def act_as(uid: int) -> None:
 
 @contextmanager
 def as_root() -> Iterator[None]:
-    """In the block files are opened with the rights of the server's own user."""
+    """A context in which files are opened with the rights of the server's own user."""
     acting = _acting
     if acting is None:
         yield
@@ -188,17 +188,17 @@ def as_root() -> Iterator[None]:
 
 
 def greet(header: Header) -> None:
-    """Gives a copied or restored guest its own time, entropy and identity, as far as it may."""
+    """Sets time, entropy and identity of a copied or restored guest, as far as it has the rights."""
     random.seed(header["entropy"])
     if os.getuid() != 0:
         return
     with as_root():
-        _take_identity(header)
+        _set_identity(header)
 
 
-def _take_identity(header: Header) -> None:
+def _set_identity(header: Header) -> None:
     _attempt(lambda: time.clock_settime(time.CLOCK_REALTIME, header["time_s"]))
-    _attempt(lambda: _stir(bytes.fromhex(header["entropy"])))
+    _attempt(lambda: _add_entropy(bytes.fromhex(header["entropy"])))
     _attempt(lambda: socket.sethostname(header["hostname"]))
     _attempt(lambda: _write_text("/etc/machine-id", header["machine_id"] + "\n"))
 
@@ -207,11 +207,11 @@ def _attempt(action: Callable[[], None]) -> None:
     try:
         action()
     except OSError as error:
-        # gVisor has no settable clock and no entropy pool of its own: it takes both from the host.
+        # gVisor takes clock and entropy from the host, and cannot set them.
         print(f"not set after the restore: {error}", file=sys.stderr, flush=True)
 
 
-def _stir(entropy: bytes) -> None:
+def _add_entropy(entropy: bytes) -> None:
     with open("/dev/urandom", "wb", buffering=0) as pool:
         fcntl.ioctl(pool, _ADD_ENTROPY, struct.pack("ii", 8 * len(entropy), len(entropy)) + entropy)
         fcntl.ioctl(pool, _RESEED)
@@ -223,7 +223,7 @@ def _write_text(path: str, text: str) -> None:
 
 
 def open_line(name: str) -> tuple[int, int]:
-    """(reader, writer) of a line. Raises OSError."""
+    """(reader, writer) descriptors of the line to the owner. Raises OSError."""
     if name == "stdio":
         reader, writer = os.dup(0), os.dup(1)
         null = os.open("/dev/null", os.O_RDWR)
@@ -236,8 +236,8 @@ def open_line(name: str) -> tuple[int, int]:
 
 
 def _close_log() -> None:
-    """From here on nothing is logged: under gVisor an agent may open the server's descriptors through /proc,
-    and would fill the owner's memory by way of the log.
+    """Stops logging: under gVisor an agent may open the server's descriptors through /proc, and could fill
+    the owner's memory through the log.
     """
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
@@ -246,7 +246,7 @@ def _close_log() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serves until the line ends for good (standard input), or for ever."""
+    """Serves until the line ends (standard input), or forever (a port)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--line", required=True)
     parser.add_argument("--workspace", default="/workspace")
@@ -262,7 +262,7 @@ def main(arguments: list[str]) -> None:
     for name in WARM_MODULES:
         __import__(name)
     root = IndexedRoot()
-    files = Files(options.workspace, options.base, options.uid, root)
+    installer = TemplateInstaller(options.workspace, options.base, options.uid, root)
     workspace = Workspace(options.workspace, os.open(options.base, os.O_RDONLY | os.O_DIRECTORY))
     is_init = os.getpid() == 1
     processes = UserProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
@@ -275,7 +275,7 @@ def main(arguments: list[str]) -> None:
         uid=options.uid,
         open_files=options.open_files,
         watch_memory=False,
-        # A kernel of its own counts the host's work for others as time of the guest's processes.
+        # A guest kernel charges time in which the host runs other work to the guest's processes.
         file_operation_s=FILE_OPERATION_WALL_S if has_own_kernel else Settings.file_operation_s,
     )
     for program in filters() if options.filter else ():
@@ -286,15 +286,15 @@ def main(arguments: list[str]) -> None:
     reader, writer = open_line(options.line)
 
     def end_processes(header: Header, payload: bytes) -> Answer:
-        """The owner saw that memory is used up."""
+        """Kills the agent's processes: the owner has seen that memory is used up."""
         processes.kill_all()
         return {}, b""
 
     if options.uid is not None:
-        # A child becomes the agent for good, which takes the rights of root.
+        # A child becomes the agent permanently, which needs root's rights.
         os.register_at_fork(after_in_child=lambda: act_as(os.getuid()))
         act_as(options.uid)
-    extra = {"install": files.install, "exhausted": end_processes}
+    extra = {"install": installer.install, "exhausted": end_processes}
     watches: list[ProcessorWatch | MemoryFloor] = [ProcessorWatch(processes, options.cpu_s)]
     if options.floor_bytes:
         watches.append(MemoryFloor(processes, options.floor_bytes))
@@ -307,7 +307,7 @@ def main(arguments: list[str]) -> None:
         settings,
         greet=greet,
         extra=extra,
-        gathering=Gathering(options.workspace, root if is_init else None),
+        collector=ChangeCollector(options.workspace, root if is_init else None),
         watches=watches,
     )
     if not has_own_kernel:

@@ -1,18 +1,19 @@
-"""Who the processes of a sandbox are to the host: each sandbox is a user of its own, where that can be.
+"""User and group ids of sandboxes on the host: each sandbox is a user of its own, if spare ids are available.
 
-The kernel counts descriptors in flight, pages of pipes and epoll watches for each user; of sandboxes that are
-one user, one can take what all need. So a fork server takes a block of ids that no other one has, and gives
-its sandboxes one each, as users and as groups:
+The kernel limits descriptors in flight, pages of pipes and epoll watches per user: one of several sandboxes
+of the same user can exhaust them for all. So a fork server reserves a block of ids that no other one has, and
+assigns one to each sandbox, as user and as group:
 
     the host                    fork server's namespace    first process's        the sandbox's own
     an id of the block          0 to 4095                  65534                  1000, or its image's user
     the fork server's user      65534                      1
 
-Templates, saved layers and images are the property of the fork server's user. A sandbox sees them in mounts
-that show them as its own (idmapped), so that what one has changed can lie below any other. Without spare ids
-all of these are one user, as are sandboxes with an image whose file system has no such mounts.
+Templates, saved layers and images are owned by the fork server's user. A sandbox sees them as its own, in
+idmapped mounts, so that a layer of one sandbox can be used by any other. Without spare ids all sandboxes are
+one user, as are those with an image whose file system has no idmapped mounts.
 
-The maps are written, and images mounted, by a process that keeps the rights that the launcher gives up.
+A separate process, the mapper, writes the id maps and mounts images: it keeps the rights that the launcher
+gives up.
 """
 
 from __future__ import annotations
@@ -29,49 +30,49 @@ from etude.sandbox.inside import kernel
 from etude.sandbox.inside.rights import NOBODY
 
 BLOCK = 4096
-"""Ids of one fork server: so many sandboxes at a time."""
+"""Number of ids of one fork server, and so the most sandboxes at a time."""
 SERVER = OWN = NOBODY
-"""What owns files in the fork server's namespace, and the sandbox's user in that of its first process: one
-number, which owns the files of images on disk, too."""
+"""The owner of files in the fork server's namespace, and the sandbox's user in that of its first process: the
+same number, which also owns the files of images on disk."""
 SERVER_IN_FIRST = 1
 """The fork server's user in the namespace of a first process; not 0, which would lose its rights."""
 
 
 @dataclass(frozen=True)
 class SpareIds:
-    """Ids of the host that belong to nobody, and the programs that map them for a plain user."""
+    """Unused ids of the host, and the programs that map them for a plain user."""
 
     first_uid: int
     first_gid: int
     num: int
     programs: tuple[str, ...] = ()
-    """newuidmap, newgidmap. None: the launcher is root."""
+    """Paths of newuidmap and newgidmap. Empty: the launcher is root."""
 
     def to_arguments(self) -> list[str]:
-        """Arguments of the launcher."""
+        """The ids as arguments of the launcher."""
         return [str(self.first_uid), str(self.first_gid), str(self.num), *self.programs]
 
     @classmethod
     def from_arguments(cls, words: Sequence[str]) -> SpareIds:
-        """What `words` gave."""
+        """The inverse of `to_arguments`."""
         first_uid, first_gid, num = map(int, words[:3])
         return cls(first_uid, first_gid, num, tuple(words[3:]))
 
 
 class Users:
-    """The ids of one fork server's sandboxes."""
+    """Assigns the ids of one fork server to its sandboxes."""
 
     def __init__(self, mapper: socket.socket | None, mapper_pid: int, has_images: bool) -> None:
-        """`mapper`: line to the process that maps; None: all sandboxes are the fork server's user."""
+        """`mapper`: socket to the mapper; None: all sandboxes are the fork server's user."""
         self._mapper = mapper
         self._mapper_pid = mapper_pid
         self._has_images = has_images
         self._free = deque(range(BLOCK))
         self._taken: dict[int, int] = {}
-        """First process -> id."""
+        """Process id of a first process -> assigned id."""
 
     def map_server(self, uid: int, gid: int) -> None:
-        """Gives this process, which made a user namespace, its ids there. Raises OSError."""
+        """Maps the ids of this process into the user namespace that it has created. Raises OSError."""
         if self._mapper is None:
             kernel.write_maps(SERVER, uid, gid)
             return
@@ -85,8 +86,8 @@ class Users:
             os.waitpid(self._mapper_pid, 0)
 
     def assign_ids(self, pid: int, files: str) -> list[int]:
-        """Gives a first process its ids; descriptors of what it mounts for them: `files`, and images if there
-        are any. Raises OSError."""
+        """Assigns ids to a first process; returns descriptors of idmapped mounts for it: of `files`, and of
+        images if there are any. Raises OSError."""
         if self._mapper is None:
             kernel.map_ids(pid, f"{OWN} {SERVER} 1", f"{OWN} {SERVER} 1")
             return []
@@ -110,20 +111,20 @@ class Users:
         return copies
 
     def release(self, pid: int) -> None:
-        """A first process is gone, and all that it started."""
+        """Frees the ids of a first process that has ended, with all its descendants."""
         if pid in self._taken:
             self._free.append(self._taken.pop(pid))
 
     def close(self) -> None:
-        """In a first process, which maps nothing."""
+        """Closes the mapper's socket, in a first process."""
         if self._mapper is not None:
             self._mapper.close()
 
 
 def become_own_user(mounts: Mapping[str, int], needed: str) -> None:
-    """Makes a first process the user that it was given, if what it needs can be shown as that user's.
+    """Changes a first process to its assigned user, if the mount `needed` is among the idmapped ones.
 
-    `mounts`: where to mount what `assign_ids` returned. Raises OSError.
+    `mounts`: target -> descriptor from `assign_ids`. Raises OSError.
     """
     if needed not in mounts:
         for copy in mounts.values():
@@ -131,15 +132,15 @@ def become_own_user(mounts: Mapping[str, int], needed: str) -> None:
         return
     os.setresgid(OWN, OWN, OWN)
     os.setresuid(OWN, OWN, OWN)
-    # Changing ids made /proc/self the property of root, and the maps unwritable.
+    # Changing ids made /proc/self owned by root, and the maps unwritable.
     kernel.set_dumpable(True)
     for target, copy in mounts.items():
         kernel.move_mount(copy, target)
 
 
 def mount_as_own(source: str, target: str) -> None:
-    """The real root's way to let sandboxes write to a directory: mounts it so that what is its owner's is the
-    fork server's user's. Raises OSError, EINVAL where the file system has no such mounts."""
+    """Mounts a directory writable for sandboxes, as the real root: its owner is mapped to the fork server's
+    user. Raises OSError, EINVAL where the file system has no idmapped mounts."""
     status = os.stat(source)
     pid = kernel.clone(kernel.NEWUSER)
     if pid == 0:
@@ -160,14 +161,14 @@ def mount_as_own(source: str, target: str) -> None:
 def reserve_ids(words: Sequence[str], images: str) -> tuple[Users, socket.socket | None]:
     """Reserves a block of spare ids (`SpareIds.to_arguments`; none: shared) for a fork server.
 
-    The second is what holds the block: to be kept open until every process with these ids is gone. `images`:
-    directory of the layer store, or empty. Raises OSError.
+    Starts the mapper. The returned socket locks the block: keep it open until every process with these ids
+    has ended. `images`: directory of the layer store, or empty. Raises OSError.
     """
     if not words:
         return Users(None, 0, False), None
     spare = SpareIds.from_arguments(words)
     offset, lock = _reserve_block(spare)
-    has_images = bool(images) and not spare.programs  # Only root may show host files as another's.
+    has_images = bool(images) and not spare.programs  # only root may idmap files of the host
     mapper, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     pid = os.fork()
@@ -184,9 +185,9 @@ def reserve_ids(words: Sequence[str], images: str) -> tuple[Users, socket.socket
 
 
 def _reserve_block(spare: SpareIds) -> tuple[int, socket.socket]:
-    """Offset of a block, and an abstract socket that says so: the kernel removes it with its last holder.
+    """Offset of a free block, and an abstract socket that locks it until its last holder closes it.
 
-    Begins anywhere: who has another network namespace does not see these names.
+    The search starts at a random block, since processes in other network namespaces do not see these locks.
     """
     num_blocks = spare.num // BLOCK
     start = int.from_bytes(os.urandom(4), "little")
@@ -202,7 +203,7 @@ def _reserve_block(spare: SpareIds) -> tuple[int, socket.socket]:
 
 
 def _map(spare: SpareIds, offset: int, launcher: int) -> None:
-    """Writes the launcher's maps. Raises OSError."""
+    """Writes the launcher's id maps. Raises OSError."""
     is_root = os.geteuid() == 0
     uid, gid = (NOBODY, NOBODY) if is_root else (os.getuid(), os.getgid())
     maps = (
@@ -218,7 +219,7 @@ def _map(spare: SpareIds, offset: int, launcher: int) -> None:
 
 
 def _serve_as_mapper(line: socket.socket, map_launcher: Callable[[], None], images: str) -> None:
-    """Maps once; then mounts images for each user namespace that is sent. Ends with the fork server."""
+    """Maps ids once, then mounts images for each user namespace received. Ends with the fork server."""
     if not line.recv(16):
         return
     try:

@@ -1,4 +1,4 @@
-"""How the fork server keeps sandboxes apart: in namespaces, or in folders, that is, not at all."""
+"""The fork server's kinds of isolation: namespaces, or plain folders (no isolation)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from etude.sandbox.inside import ids, kernel, layers, namespaces
 from etude.sandbox.inside.filesystem import Workspace
-from etude.sandbox.inside.gathering import Gathering
+from etude.sandbox.inside.gathering import ChangeCollector
 from etude.sandbox.inside.processes import DescendantProcesses, NamespaceProcesses, Processes, reap
 from etude.sandbox.inside.socket_memory import SocketMemory, limit_buffers
 
 _CLOSE_S = 5.0
-"""How long sandboxes without a namespace get to end their processes and remove their folders."""
+"""How long sandboxes without namespaces may take to end their processes and remove their folders."""
 
 
-Entered = tuple[Workspace, Processes, int, SocketMemory | None, Gathering | None]
-"""What a sandbox's first process has around it: workspace, processes, and the directory with `root` and `tmp`
-that the sandbox changed. Then what counts the memory of its sockets (without control groups nobody else does,
-and with them not of connections), and what finds changes in the root, where that is an image's."""
+Entered = tuple[Workspace, Processes, int, SocketMemory | None, ChangeCollector | None]
+"""The parts of an entered sandbox: workspace, processes, and a descriptor of the directory with its changes
+(`root` and `tmp`). Then the counter of socket memory (which control groups do not count, or not for
+connections), and the collector of changes, if the root is an image's."""
 
 
 class Isolation:
-    """How a sandbox is kept apart."""
+    """A kind of isolation. Runs in the fork server, and in the first process of each sandbox."""
 
     files = namespaces.FILES
     """Directory of `templates` and `layers`."""
@@ -34,25 +34,25 @@ class Isolation:
         return os.fork()
 
     def assign_ids(self, pid: int) -> list[int]:
-        """In the parent: gives it its user; descriptors that it needs for `enter`. Raises OSError."""
+        """In the parent: assigns a user; returns the descriptors for `enter`. Raises OSError."""
         return []
 
     def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
-        """In the child: makes the sandbox around it. Raises OSError."""
+        """In the child: sets up the sandbox. Raises OSError."""
         raise NotImplementedError
 
     def on_ended(self, pid: int) -> None:
-        """In the parent: the first process, and with it its sandbox, is gone."""
+        """In the parent: called when the first process, and so its sandbox, has ended."""
 
     def clean_up(self) -> None:
-        """In the child, at the end of its service."""
+        """In the child: called when it stops serving."""
 
     def close(self) -> None:
-        """In the fork server, at its end."""
+        """In the fork server: called when it stops serving."""
 
 
 class Namespaces(Isolation):
-    """Sandboxes in namespaces of their own, which the kernel takes apart, and ends what is left there."""
+    """Sandboxes in namespaces of their own; the kernel removes these and kills the remaining processes."""
 
     def __init__(self, users: ids.Users) -> None:
         self._users = users
@@ -79,12 +79,12 @@ class Namespaces(Isolation):
         sockets = SocketMemory()
         bounds = (limits["num_processes"], limits["file_bytes"])
         namespaces.lock_down(uid, *bounds, request["emulate_root"], request["has_groups"])
-        gathering = Gathering(plan.workspace, before)
-        return workspace, NamespaceProcesses(), disk, sockets, gathering
+        collector = ChangeCollector(plan.workspace, before)
+        return workspace, NamespaceProcesses(), disk, sockets, collector
 
 
 class Folders(Isolation):
-    """Sandboxes that are folders below `base`, all of one user. Nothing is kept apart."""
+    """Sandboxes that are folders below `base`, all of one user. No isolation."""
 
     def __init__(self, base: str) -> None:
         self.files = os.path.join(base, "files")
@@ -106,7 +106,7 @@ class Folders(Isolation):
             return workspace, self._processes, os.open(self._disk, flags), None, None
         workspace = os.path.join(self._disk, layers.ROOT)
         template = os.path.join(self.files, "templates", plan.digest)
-        # A saved layer holds the whole workspace here, not the changes alone.
+        # Here a saved layer contains the whole workspace, not only the changes.
         saved = [os.path.join(self.files, "layers", layer, layers.ROOT) for layer in plan.layers[:1]]
         os.makedirs(workspace)
         os.mkdir(os.path.join(self._disk, layers.TEMPORARY))
@@ -129,7 +129,7 @@ class Folders(Isolation):
 
 
 def discard(directory: str) -> None:
-    """Removes a directory; what cannot be removed only takes up room until the end."""
+    """Removes a directory; a failure is logged and leaves it until the fork server ends."""
     try:
         layers.remove_tree(directory)
     except OSError as error:

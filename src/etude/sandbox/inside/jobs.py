@@ -23,15 +23,15 @@ _RESTORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTE
                      signal.SIGCHLD)  # fmt: skip
 WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
                 "random", "re", "string", "typing")  # fmt: skip
-"""What a server imports at its start, so that test runs need not."""
+"""Modules that a server imports at its start, so that test runs need not."""
 
 Child = Callable[[list[int]], int]
-"""Starts a child, which gets these ends of the pipes, and returns its process id. Raises OSError."""
+"""Function that starts a child with the given pipe ends and returns its process id. Raises OSError."""
 
 
 @dataclass(frozen=True)
 class ChildLimits:
-    """What each process of a job may use, and as whom it runs."""
+    """Resource limits and user of each process of a job."""
 
     memory_bytes: int
     cpu_s: int
@@ -47,12 +47,12 @@ class ChildLimits:
             become(self.uid, self.uid)
 
     def in_shell(self) -> str:
-        """What a shell begins with to set the limits that its parent cannot bear."""
+        """Shell prefix that sets the limits which this process cannot have itself."""
         return f"ulimit -n {self.open_files}; ulimit -t {self.cpu_s}; "
 
 
 class Output:
-    """What arrives through one pipe, kept up to a limit: the first half and the last half of it."""
+    """The output of one pipe, kept up to a limit: the first and the last half of the limit."""
 
     def __init__(self, descriptor: int, limit_bytes: int) -> None:
         os.set_blocking(descriptor, False)
@@ -64,20 +64,20 @@ class Output:
         self._poll: select.poll | None = None
 
     def listen(self, poll: select.poll) -> None:
-        """Has the poll object watch the pipe, until `ignore` or the end of the stream."""
+        """Registers the pipe with a poll object, until `ignore` or the end of the stream."""
         self._poll = poll
         poll.register(self.descriptor, select.POLLIN)
 
     def ignore(self) -> None:
-        """Has it watched no longer. Idempotent."""
+        """Unregisters the pipe. Idempotent."""
         poll, self._poll = self._poll, None
         if poll is not None:
             poll.unregister(self.descriptor)
 
     def read(self) -> bytes:
-        """Takes what is there and returns it; `ended` is set at the end of the stream.
+        """Reads and returns what is available; sets `ended` at the end of the stream.
 
-        One call takes little more than the limit: a writer without end cannot hold the server.
+        One call reads little more than the limit: an endless writer cannot block the server.
         """
         taken = bytearray()
         while len(taken) <= self._limit_bytes:
@@ -98,27 +98,27 @@ class Output:
         return bytes(taken)
 
     def trim(self) -> None:
-        """Cuts the middle out of what exceeds the limit."""
+        """Removes the middle of data that exceeds the limit."""
         if len(self._data) > self._limit_bytes:
             self.truncated = True
             head = self._limit_bytes // 2
             tail = self._limit_bytes - head
             del self._data[head : len(self._data) - tail]
 
-    def take(self) -> bytes:
-        """All that was kept, which is kept here no longer."""
+    def pop_data(self) -> bytes:
+        """Returns the kept data and clears it."""
         self.trim()
         data, self._data = bytes(self._data), bytearray()
         return data
 
     def close(self) -> None:
-        """Closes the pipe. A closed descriptor that is still watched would never let the poll sleep."""
+        """Closes the pipe. A closed descriptor that is still registered would keep `poll` from sleeping."""
         self.ignore()
         os.close(self.descriptor)
 
 
 class Input:
-    """What is still to be written to a child's standard input."""
+    """The standard input of a child, with data that is not written yet."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -132,7 +132,7 @@ class Input:
         return not self.closed and bool(self._unsent)
 
     def write(self, data: bytes, close: bool) -> None:
-        """Writes as far as the child reads; the rest waits for `flush`."""
+        """Writes as much as the pipe accepts; the rest waits for `flush`."""
         self._unsent += data
         self._closing = self._closing or close
         self.flush()
@@ -159,7 +159,7 @@ class Input:
 
 @dataclass
 class Job:
-    """A running child. `spare` are the processes that were there before it."""
+    """A running child. `existing`: the processes that existed before it."""
 
     pid: int
     watch: int
@@ -167,30 +167,30 @@ class Job:
     outputs: list[Output]
     start_s: float
     timeout_s: float
-    """How long it may take; infinite where nothing bounds it."""
+    """Time limit; infinite if there is none."""
     deadline_s: float
-    """When to look whether it ends: see `processes.extension_s`."""
-    spare: set[int]
+    """When to check whether to end it: see `processes.extension_s`."""
+    existing: set[int]
     keep_background: bool
-    """Whether processes that the child leaves behind may live on."""
+    """Whether processes that the child leaves behind are kept."""
     request_id: int = 0
-    """Whom to answer at its end; 0: it runs in the background."""
+    """The request to answer at its end; 0: it runs in the background."""
     started_by: int = 0
-    """The request that started one in the background, which its output names."""
+    """The request that started it in the background; events of its output carry this id."""
     cmd: str = ""
     stream: bool = False
-    """Whether output is sent on as it comes."""
+    """Whether output is sent as it arrives."""
     input: Input | None = None
     timed_out: bool = False
     memory_exceeded: bool = False
     waiting: list[int] = field(default_factory=list)
     """Requests that wait for the end of a background job."""
 
-    def put_off(self, since_s: float, now_s: float) -> None:
-        """It stood still in between: that does not count as its time."""
-        stood_s = now_s - max(since_s, self.start_s)
-        self.start_s += stood_s
-        self.deadline_s += stood_s
+    def exclude_pause(self, since_s: float, now_s: float) -> None:
+        """Shifts start and deadline by the time for which it was frozen."""
+        paused_s = now_s - max(since_s, self.start_s)
+        self.start_s += paused_s
+        self.deadline_s += paused_s
 
 
 def start_job(
@@ -198,11 +198,11 @@ def start_job(
     num_pipes: int,
     limit_bytes: int,
     timeout_s: float | None,
-    spare: set[int],
+    existing: set[int],
     keep_background: bool,
     with_input: bool,
 ) -> Job:
-    """Starts `child`, which gets the reading end of its input (if any) and `num_pipes` writing ends.
+    """Starts `child` with the reading end of its input (if any) and `num_pipes` writing ends.
 
     Raises OSError.
     """
@@ -231,7 +231,7 @@ def start_job(
         stdin = Input(inward[1])
     outputs = [Output(reader, limit_bytes) for reader, _ in pipes]
     most_s = float("inf") if timeout_s is None else timeout_s
-    return Job(pid, watch, outputs, start_s, most_s, start_s + most_s, spare, keep_background, input=stdin)
+    return Job(pid, watch, outputs, start_s, most_s, start_s + most_s, existing, keep_background, input=stdin)
 
 
 def _close_all(pairs: Sequence[tuple[int, int]]) -> None:
@@ -241,7 +241,7 @@ def _close_all(pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def _forked_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
-    """A child that becomes a program. Gets [stdout, stderr], or [stdin, stdout, stderr]."""
+    """A child that executes a program. Gets [stdout, stderr], or [stdin, stdout, stderr]."""
 
     def become(pipes: list[int]) -> NoReturn:
         _detach(pipes if len(pipes) > 2 else [os.open("/dev/null", os.O_RDONLY), *pipes])
@@ -265,9 +265,9 @@ def _forked_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildL
 def shell_child(cmd: str, env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
     """A child that runs a shell command. Gets [stdout, stderr], or [stdin, stdout, stderr].
 
-    Without a user to become it is spawned, which copies nothing of this process and so takes half the time
-    of a fork. Its memory is bounded by this process's own limit (see `limit_own_memory`); its other limits
-    the shell sets itself, before it reads the command.
+    Without a change of user it is spawned, which copies nothing of this process and so takes half the time
+    of a fork. Its memory is bounded by this process's own limit (see `limit_own_memory`); the shell sets its
+    other limits itself, before it reads the command.
     """
     limited = limits.in_shell() + cmd
     forked = _forked_child(["/bin/sh", "-c", cmd], env, cwd, limits)
@@ -279,7 +279,7 @@ def shell_child(cmd: str, env: dict[str, str], cwd: str, limits: ChildLimits) ->
             except BlockingIOError:
                 raise
             except OSError:
-                # The directory or the shell is not there: the child itself says so, in its own output.
+                # The directory or the shell is missing: a forked child reports that in its own output.
                 return forked(pipes)
         return forked(pipes)
 
@@ -287,7 +287,7 @@ def shell_child(cmd: str, env: dict[str, str], cwd: str, limits: ChildLimits) ->
 
 
 def limit_own_memory(memory_bytes: int) -> None:
-    """Bounds this process's memory, and so that of all that it spawns."""
+    """Bounds this process's memory, and so that of all processes that it spawns."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
@@ -302,7 +302,7 @@ def _fork(run: Callable[[list[int]], NoReturn], pipes: list[int]) -> int:
 
 
 def _spawn(argv: list[str], env: dict[str, str], cwd: str, pipes: list[int]) -> int:
-    """posix_spawn(3). Every other descriptor of ours closes itself at the exec."""
+    """posix_spawn(3). All other descriptors are close-on-exec."""
     actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = []
     if len(pipes) == 2:
         actions.append((os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0))
@@ -315,15 +315,15 @@ def _spawn(argv: list[str], env: dict[str, str], cwd: str, pipes: list[int]) -> 
             argv[0], argv, env, file_actions=actions, setsid=True, setsigdef=_RESTORED_SIGNALS
         )
     finally:
-        # The program runs already, and may have locked the directory: that is no reason to run it again.
-        # The start of a program names its directory, so that ours does not matter.
+        # The program runs already and may have locked the directory, which is no reason to run it again.
+        # Our own directory does not matter: each start of a program names one.
         with contextlib.suppress(OSError):
             os.fchdir(here)
         os.close(here)
 
 
 def tests_child(paths: Sequence[str], root: str, probe: bool, limits: ChildLimits) -> Child:
-    """A child that runs test files and sends the JSON result down its pipe."""
+    """A child that runs test files and writes the JSON result to its pipe."""
 
     def run(pipes: list[int]) -> NoReturn:
         null = os.open("/dev/null", os.O_RDWR)
@@ -344,9 +344,9 @@ def tests_child(paths: Sequence[str], root: str, probe: bool, limits: ChildLimit
 
 
 def _detach(descriptors: list[int]) -> None:
-    """A session of its own, with the given descriptors as 0, 1, 2, ... and no others."""
+    """Starts a new session, with the given descriptors as 0, 1, 2, ... and no others."""
     os.setsid()
-    # Above all of them first: none may be overwritten before it was copied.
+    # Copied above all of them first: none may be overwritten before it is copied.
     beyond = max(*descriptors, len(descriptors)) + 1
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in descriptors]
     for index, descriptor in enumerate(high):
@@ -355,7 +355,7 @@ def _detach(descriptors: list[int]) -> None:
 
 
 class DirectorySource:
-    """Workspace modules out of a directory. Only regular files count."""
+    """`Source` of the workspace modules in a directory. Only regular files count."""
 
     def __init__(self, root: str) -> None:
         self._root = root

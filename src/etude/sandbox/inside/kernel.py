@@ -1,4 +1,4 @@
-"""Linux system calls that Python does not offer, by ctypes. Every call raises OSError with its name."""
+"""Linux system calls that Python lacks, by ctypes. Every call raises OSError with its name."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _NUMBERS = {
     "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91},
 }
 _SHARED_NUMBERS = {"open_tree": 428, "move_mount": 429, "openat2": 437, "mount_setattr": 442}
-"""Of calls that are the same on every machine."""
+"""Numbers of calls that are the same on every machine."""
 MACHINE = platform.machine()
 MACHINES = tuple(_NUMBERS)
 
-# PyDLL keeps the interpreter lock: a raw clone must not return into an interpreter that released it.
+# PyDLL keeps the interpreter lock: a raw clone must not return to an interpreter that has released it.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
@@ -63,7 +63,7 @@ def unshare(flags: int) -> None:
 def clone(flags: int) -> int:
     """fork(2) into new namespaces in one step: 0 in the child, its pid in the parent.
 
-    Saves the second fork that unshare needs for a pid namespace. For single-threaded processes only.
+    Avoids the second fork that unshare needs for a pid namespace. For single-threaded processes only.
     """
     ctypes.pythonapi.PyOS_BeforeFork()
     zero = ctypes.c_long(0)
@@ -91,7 +91,7 @@ def detach(target: str) -> None:
 
 
 def pivot_root_here() -> None:
-    """Makes the current directory, a mount point, the root, and lets go of the old root."""
+    """Makes the current directory, a mount point, the root, and unmounts the old root."""
     _syscall("pivot_root", b".", b".")
     detach(".")
     os.chdir("/")
@@ -105,8 +105,8 @@ def make_read_only(target: str) -> None:
 def copy_mount(path: str, namespace: int, read_only: bool = True) -> int:
     """A descriptor of a copy of the mount at `path`, not yet mounted anywhere.
 
-    The owner of a file, a number on disk, is looked up in the map of a user namespace (a descriptor) as if it
-    stood inside. Raises OSError, EINVAL where the file system or the kernel has no idmapped mounts.
+    The owners of files are translated by the id map of a user namespace (a descriptor). Raises OSError,
+    EINVAL where the file system or the kernel has no idmapped mounts.
     """
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
     copy = _syscall("open_tree", ctypes.c_int(_AT_FDCWD), path.encode(), flags)
@@ -120,7 +120,7 @@ def copy_mount(path: str, namespace: int, read_only: bool = True) -> int:
 
 
 def move_mount(copy: int, target: str) -> None:
-    """Mounts what `copy_mount` returned, and closes the descriptor."""
+    """Attaches a mount from `copy_mount`, and closes the descriptor."""
     flags = ctypes.c_uint(_MOVE_MOUNT_FROM_DESCRIPTOR)
     _syscall("move_mount", ctypes.c_int(copy), b"", ctypes.c_int(_AT_FDCWD), target.encode(), flags)
     os.close(copy)
@@ -138,17 +138,17 @@ def _prctl(what: str, option: int, *arguments: int) -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same user may look into this one through /proc or ptrace."""
+    """Sets whether processes of the same user may inspect this one through /proc or ptrace."""
     _prctl("set dumpable", _PR_SET_DUMPABLE, int(dumpable))
 
 
 def adopt_orphans() -> None:
-    """Orphaned descendants become children of this process (PR_SET_CHILD_SUBREAPER)."""
+    """Makes orphaned descendants children of this process (PR_SET_CHILD_SUBREAPER)."""
     _prctl("set child subreaper", _PR_SET_CHILD_SUBREAPER, 1)
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability for good, for this process and all that it will start."""
+    """Drops all capabilities permanently, for this process and its future children."""
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break
@@ -158,7 +158,7 @@ def drop_capabilities() -> None:
 
 
 def no_new_privileges() -> None:
-    """exec never gains privileges (PR_SET_NO_NEW_PRIVS)."""
+    """Keeps exec from gaining privileges (PR_SET_NO_NEW_PRIVS)."""
     _prctl("set no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -177,14 +177,14 @@ def write_maps(inside_id: int, uid: int, gid: int) -> None:
 
 
 def map_ids(process: int | str, uids: str, gids: str) -> None:
-    """Maps users and groups into the new user namespace of a process: lines of first inside, first outside,
-    how many. Of another process, and of more than oneself, for who has rights over those ids outside."""
+    """Writes the id maps of a process's new user namespace: lines of first id inside, first outside, number.
+    For another process, or more than the own id, it needs rights over those ids outside."""
     write_file(f"/proc/{process}/uid_map", uids)
     write_file(f"/proc/{process}/gid_map", gids)
 
 
 def write_file(path: str | os.PathLike[str], text: str) -> None:
-    """Writes to a file of the kernel's, unbuffered: an unclosed file would hide a refusal."""
+    """Writes to a file of the kernel, unbuffered: with a buffer, errors come only at its close."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, text.encode())
@@ -193,26 +193,26 @@ def write_file(path: str | os.PathLike[str], text: str) -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent ends (PR_SET_PDEATHSIG)."""
+    """Makes the kernel kill this process when its parent ends (PR_SET_PDEATHSIG)."""
     _prctl("set parent death signal", _PR_SET_PDEATHSIG, 9)
 
 
 def pivot_into(new_root: str, old_root: str) -> None:
-    """pivot_root(2): `new_root` becomes the root, the old one is found at `old_root` below it."""
+    """pivot_root(2): `new_root` becomes the root, and the old one is mounted at `old_root` below it."""
     _syscall("pivot_root", new_root.encode(), old_root.encode())
     os.chdir("/")
 
 
 def raise_loopback() -> None:
-    """Brings up `lo` in this network namespace: programs may talk to themselves, to nothing else."""
+    """Brings up the interface `lo` of this network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anchor:
         fcntl.ioctl(anchor, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", 1))
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """openat2(2) that never leaves `directory`, whatever links are put in the way meanwhile: EXDEV then.
+    """openat2(2) that never leaves `directory`, even if links are created concurrently: EXDEV then.
 
-    Where the kernel has no such call (gVisor), every link on the way is EXDEV: resolve the path first.
+    Where the kernel has no such call (gVisor), every link in the path is EXDEV: resolve the path first.
     """
     how = struct.pack("QQQ", flags, mode, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
     size = ctypes.c_size_t(len(how))
@@ -225,7 +225,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
 
 
 def open_without_links(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """Opens `path` (normalised) name by name from `directory`. Raises OSError, EXDEV for a link or `..`."""
+    """Opens `path` (normalised) component by component. Raises OSError, EXDEV for a link or `..`."""
     folder = directory
     *above, last = path.split("/")
     try:

@@ -1,14 +1,14 @@
-"""Layers of files inside the fork server: copied out of a sandbox, merged, removed.
+"""Layers of files in the fork server: copied from a sandbox, merged, removed.
 
 A layer is a directory `<layer>/root` (what a sandbox changed below its root or workspace, in overlayfs' own
 form: whiteouts are character devices 0/0, opaque directories carry `user.overlay.opaque`) and
-`<layer>/tmp`. Copies are made while the sandbox stands still, with `sendfile`: the bytes never enter this
+`<layer>/tmp`. Copies are made while the sandbox is frozen, with `sendfile`: the bytes never enter this
 process.
 
 Packed, a layer is a tar file: see packing.py.
 
-The agent made these trees: they may be deeper than any stack or path, full of holes, or one file under ten
-thousand names. Nothing here recurses.
+The agent made these trees: they may be deeper than any stack or path limit, sparse, or one file with ten
+thousand hard links. No function here recurses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from etude.sandbox.inside.packing import DIRECTORY_FLAGS, OPAQUE, Folder, attributes, go_through
+from etude.sandbox.inside.packing import DIRECTORY_FLAGS, OPAQUE, Folder, attributes, walk_tree
 
 ROOT, TEMPORARY = "root", "tmp"
 _SMALL_BYTES = 32 << 10
@@ -28,8 +28,8 @@ _SMALL_BYTES = 32 << 10
 def copy_tree(source: int, target: int) -> None:
     """Copies everything below one directory descriptor into another, empty one.
 
-    Never follows a link and never leaves `source`. Sockets are left out: nobody listens in a copy. Holes stay
-    holes. Raises OSError.
+    Never follows a link and never leaves `source`. Sockets are left out: a copy has no listeners. Holes are
+    preserved. Raises OSError.
     """
     links: dict[tuple[int, int], str] = {}
 
@@ -40,13 +40,13 @@ def copy_tree(source: int, target: int) -> None:
         elif _copy_entry(folder.descriptor, folder.copy, name, status) and status.st_nlink > 1:
             links[key] = folder.prefix + name
 
-    _go_through(source, target, _copy_directory, copy)
+    _copy_walk(source, target, _copy_directory, copy)
 
 
 def merge_tree(source: int, target: int, trash: int) -> None:
-    """Lays one layer over another, so that the two together hide and show what they did one by one.
+    """Merges an upper layer into a lower one, with the same visible files as the two stacked.
 
-    Files are linked, not copied: nobody writes to a layer. What they replace goes to the directory `trash`.
+    Files are linked, not copied: layers are never written to. Replaced directories are moved to `trash`.
     Raises OSError.
     """
 
@@ -59,7 +59,7 @@ def merge_tree(source: int, target: int, trash: int) -> None:
         os.mkdir(name, 0o700, dir_fd=folder.copy)
         copy = os.open(name, DIRECTORY_FLAGS, dir_fd=folder.copy)
         if is_opaque or below:
-            # What the replaced entry hid stays hidden.
+            # Entries that the replaced one hid stay hidden.
             os.setxattr(copy, OPAQUE, b"y")
         return copy
 
@@ -67,18 +67,18 @@ def merge_tree(source: int, target: int, trash: int) -> None:
         _discard(name, folder.copy, _mode(name, folder.copy), trash)
         os.link(name, name, src_dir_fd=folder.descriptor, dst_dir_fd=folder.copy, follow_symlinks=False)
 
-    _go_through(source, target, enter, link)
+    _copy_walk(source, target, enter, link)
 
 
-def _go_through(
+def _copy_walk(
     source: int,
     target: int,
     enter: Callable[[Folder, str], int],
     visit: Callable[[Folder, str, os.stat_result], None],
 ) -> None:
-    """Calls `enter` for directories, which gives the descriptor of the copy, and `visit` for all else."""
+    """Walks `source`: `enter` makes the copy of a directory and returns it; `visit` handles all else."""
     top = Folder(os.dup(source), "", os.fstat(source), os.dup(target))
-    entries = go_through(top, enter=lambda f, name, s: f.enter(name, s, enter(f, name)), leave=_finish)
+    entries = walk_tree(top, enter=lambda f, name, s: f.enter(name, s, enter(f, name)), leave=_finish)
     with contextlib.closing(entries):
         for folder, name, status in entries:
             if not stat.S_ISDIR(status.st_mode):
@@ -109,7 +109,7 @@ def _copy_directory(folder: Folder, name: str) -> int:
 
 
 def _finish(folder: Folder) -> None:
-    """Mode and times of a directory: last, because filling it needs the one and changes the others."""
+    """Sets mode and times of a directory, once it is filled, which needs the mode and changes the times."""
     if folder.prefix:
         os.fchmod(folder.copy, stat.S_IMODE(folder.status.st_mode))
         os.utime(folder.copy, ns=(folder.status.st_atime_ns, folder.status.st_mtime_ns))
@@ -117,7 +117,7 @@ def _finish(folder: Folder) -> None:
 
 
 def _copy_entry(here: int, there: int, name: str, status: os.stat_result) -> bool:
-    """Copies what is no directory. False if it is left out."""
+    """Copies an entry that is not a directory. False if it is left out."""
     if stat.S_ISREG(status.st_mode):
         _copy_file(here, there, name, status)
     elif stat.S_ISLNK(status.st_mode):
@@ -152,7 +152,7 @@ def _copy_file(here: int, there: int, name: str, status: os.stat_result) -> None
 
 
 def _copy_data(reader: int, writer: int, size: int) -> None:
-    """Copies what is no hole."""
+    """Copies the data of a file, without its holes."""
     os.ftruncate(writer, size)
     end = 0
     while end < size:
@@ -171,9 +171,9 @@ def _copy_data(reader: int, writer: int, size: int) -> None:
 
 
 def remove_tree(directory: str) -> None:
-    """Removes a directory with all that it holds, if it is there. Raises OSError.
+    """Removes a directory and its contents, if it exists. Raises OSError.
 
-    Every directory is moved up before it is emptied, so that no depth is too much.
+    Every directory is moved to the top before it is emptied, so that any depth works.
     """
     hold = f"{directory}.doomed"
     os.makedirs(hold, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Looks at the memory of all that runs in a sandbox, as far as no control group bounds it."""
+"""The memory watchdog: measures the processes of a sandbox, as far as no control group bounds them."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from etude.sandbox.inside.processes import Processes, own_bytes, proportional_by
 from etude.sandbox.inside.settings import Settings
 
 WATCH_S = 0.1
-"""How often the memory of running processes is looked at."""
+"""Interval between two measurements."""
 LOCKS_S = 1.0
-"""How often their locks are: the kernel waits for all processors before it lists them."""
+"""Interval for file locks: the kernel waits for all processors before it lists them."""
 LOCKS_BYTES = 1 << 20
-"""Of that list: some 20,000 locks."""
+"""Limit of that list: some 20,000 locks."""
 _ELSEWHERE = re.compile(rb" -\d")
-"""In a row whose lock belongs to no process: these are listed in all sandboxes, whichever holds them."""
+"""Marks a row whose lock belongs to no process: such locks are listed in all sandboxes."""
 
 
 class MemoryWatch:
-    """When to look next, and whether it is too much."""
+    """Decides when to measure, and whether the limit is exceeded."""
 
     def __init__(self, processes: Processes, settings: Settings) -> None:
         self.next_s = 0.0
-        """Monotonic."""
+        """Time of the next measurement, on the monotonic clock."""
         self._next_locks_s = time.monotonic() + LOCKS_S
         self._processes = processes
         self._settings = settings
 
-    def put_off(self, now_s: float) -> None:
-        """Looks next in a while."""
+    def schedule_next(self, now_s: float) -> None:
+        """Schedules the next measurement in `WATCH_S`."""
         self.next_s = now_s + WATCH_S
 
     def is_exceeded(self) -> bool:
-        """Whether the processes hold more than the sandbox may; may put off the next look."""
+        """Whether the processes exceed the memory limit; may postpone the next measurement."""
         most, with_shared = self._settings.memory_bytes, not self._settings.has_groups
         if self._holds_many_locks():
             return True
         table = self._processes.table()
-        # The quick count takes what forks share for each one's own, and each socket for a full one: it only
-        # tells when to look closely.
+        # The quick count overestimates: it counts pages that forks share once for each, and every socket as
+        # full. It only decides whether an exact count is needed.
         sockets = self._settings.sockets
         quick_bytes = own_bytes(table, with_shared)
         if quick_bytes + (sockets.most_bytes() if sockets else 0) <= most:
@@ -51,13 +51,13 @@ class MemoryWatch:
             used_bytes += proportional_bytes(table, with_shared)
         if used_bytes > most:
             return True
-        # Forks that share much are looked at closely all the time: at most a tenth of it.
+        # Forks that share much need exact counts each time: they get at most a tenth of the time.
         end_s = time.monotonic()
         self.next_s = end_s + max(WATCH_S, 9 * (end_s - start_s))
         return False
 
     def _holds_many_locks(self) -> bool:
-        """Locks on files are memory that no control group counts, and one process may have any number."""
+        """File locks take kernel memory that no control group counts, and a process may hold any number."""
         now_s = time.monotonic()
         if now_s < self._next_locks_s:
             return False

@@ -1,27 +1,27 @@
-"""Namespaces and mounts: the root that all sandboxes share, and how one process enters a sandbox.
+"""Namespaces and mounts: the root shared by all sandboxes, and how a process enters a sandbox.
 
 The fork server lives in a mount namespace of its own, whose root is a small tmpfs:
 
-    /root        what a sandbox without an image sees as `/`: the host's programs, read-only
-    /image_root  empty; a sandbox with an image mounts its root on it
-    /images      layers of images, as the layer store keeps them (if there is one)
+    /root        the `/` of sandboxes without an image: the host's programs, read-only
+    /image_root  empty; mount point for the root of a sandbox with an image
+    /images      layers of images, from the layer store (if there is one)
     /files       templates/<digest> and layers/<id>, writable here only
     /files_ro    the same, read-only: lower layers of the sandboxes
     /nothing     empty: a lower layer beneath the host's directories
-    /scratch     empty; each sandbox mounts its own size-limited tmpfs on it
-    /in_place    a directory of the host, writable, that is the workspace of all sandboxes (if there is one)
+    /scratch     empty; mount point for the size-limited tmpfs of each sandbox
+    /in_place    a writable directory of the host that is the workspace of all sandboxes (if there is one)
     /proc        of the fork server's pid namespace
 
 A sandbox is cloned into new user, mount, pid, network, IPC and UTS namespaces, mounts its own tmpfs,
-overlays and /proc, and pivots into its root: nothing else of the above can be named from then on. Its cgroup
-namespace is made once it has a plan: it begins in the groups that the process is in by then. Last, it moves
-into a user namespace that holds its own user alone (see `ids`).
+overlays and /proc, and pivots into its root: the other directories above are then unreachable. Its cgroup
+namespace is created when the plan arrives: it begins in the groups that the process is in by then. Last, it
+moves into a user namespace with a single user (see `ids`).
 
-    no image    /            the fork server's /root, read-only; /tests, /logs and /solution lead into /tmp
+    no image    /            the fork server's /root, read-only; /tests, /logs and /solution link to /tmp
                 /workspace   overlay: scratch over saved layers over the template; or the host's directory,
-                             which stands at its own path as well
+                             which is mounted at its own path as well
     an image    /            overlay: scratch over saved layers over the template over the image's layers
-    both        /tmp         scratch, or an overlay of it over what saved layers hold
+    both        /tmp         scratch, or an overlay of scratch over saved layers
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from etude.sandbox.inside.seccomp import build_filter
 SANDBOX_UID = 1000
 PENDING_SIGNALS = 512
 _SIGNAL_SHARES = 256
-"""Where a sandbox's user has a limit, its sandboxes share it: this many can be full at a time."""
+"""A limit of the user is shared by its sandboxes: this many of them may use their full share."""
 SERVER_FILES = 8192
 WATCHES = {"max_inotify_instances": 16, "max_inotify_watches": 16384}
-"""The host counts these for the user who made the namespaces: one sandbox must not use up what all share."""
+"""Limits per sandbox: the host counts these for the user who created the namespaces."""
 _WATCH_SHARES = 16
-"""So many sandboxes can have all that they may."""
+"""Number of sandboxes that may reach these limits at the same time."""
 FILES, FILES_RO, IMAGES, IN_PLACE = "/files", "/files_ro", "/images", "/in_place"
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-ETC_DIRECTORIES = ("etc/alternatives", "etc/ssl/certs")  # the second: whom programs trust in TLS
+ETC_DIRECTORIES = ("etc/alternatives", "etc/ssl/certs")  # the second: trusted TLS certificates
 ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
-"""For commands of an emulated root: apt must not try to become another user, of whom there is none."""
+"""For commands of an emulated root: apt must not change to another user, as there is none."""
 PYTHON = "/dev/etude/python"
-"""Where sandboxes with an image find the standard library of the interpreter that runs their tests."""
+"""In sandboxes with an image, the standard library of the interpreter that runs their tests."""
 _GIT = {
     "gitconfig": "[safe]\n\tdirectory = *\n[core]\n\texcludesFile = /etc/gitignore\n",
     "gitignore": ".etude/\n",
 }
-"""Files of /etc: a project's history that is shown belongs to another user than the sandbox's."""
+"""Files of /etc: git must accept a project's history of another user than the sandbox's."""
 _APT_CONFIG = 'APT::Sandbox::User "root";\n'
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 ETC = {
@@ -70,22 +70,22 @@ ETC = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-_shown: list[str] = []
-"""The host's directories in the root that can be covered, known once it is built."""
+_bound: list[str] = []
+"""Directories of the host that are mounted in the root; filled when it is built."""
 _SANDBOX_FLAGS = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one sandbox's file system is made of. Layer names are directories of the fork server's."""
+    """The composition of one sandbox's file system. Layer names are directories of the fork server."""
 
     digest: str
-    """Of the template."""
+    """Digest of the template."""
     disk_bytes: int
     layers: tuple[str, ...] = ()
     """Saved layers, uppermost first."""
     has_image: bool = False
-    """Whether the whole root is an image's: one of no layers is empty, not the host's."""
+    """Whether the whole root is an image; an image without layers is an empty root, not the host's."""
     images: tuple[str, ...] = ()
     """Layers of the image, uppermost first."""
     workspace: str = "/workspace"
@@ -93,7 +93,7 @@ class Plan:
     in_place: bool = False
     """Whether the workspace is a directory of the host, at its own path."""
     passed_over: tuple[str, ...] = ()
-    """Names that listings and searches pass over."""
+    """Names that listings and searches skip."""
 
     @property
     def template(self) -> str:
@@ -112,11 +112,11 @@ class Plan:
 def isolate_fork_server(
     prefix: str, images: str, view: Mapping[str, Any], map_ids: Callable[[int, int], None]
 ) -> None:
-    """Moves this process into its own user, mount and (for its next child) pid namespace.
+    """Moves this process into a new user, mount and (for its next child) pid namespace.
 
-    `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory, or
-    empty; `view` what else of the host they see (`local.host_view`), or nothing; `map_ids` maps the host's
-    ids.
+    `prefix` is the interpreter's installation, visible in sandboxes; `images` the layer store's directory, or
+    empty; `view` what else they see of the host (`local.host_view`), or empty; `map_ids` maps the ids of the
+    host.
     """
     if os.geteuid() == 0:
         _lift_shared_limit()
@@ -125,17 +125,17 @@ def isolate_fork_server(
 
 
 def _lift_shared_limit() -> None:
-    """Each sandbox has its own limit of pending signals; one of all together would let some starve others.
+    """Lifts the user's limit of pending signals: each sandbox has its own, and could else starve others.
 
-    The kernel compares what all sandboxes hold with the limit of the user who makes their user namespaces.
+    The kernel compares the sum of all sandboxes with the limit of the user who creates their user namespaces.
     """
     with contextlib.suppress(ValueError):
-        # A root who may not raise limits: then shares of what there is (see `_pending_signals`).
+        # Root may not raise limits here: each sandbox gets a share (see `_pending_signals`).
         resource.setrlimit(resource.RLIMIT_SIGPENDING, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def _pending_signals() -> int:
-    """How many signals may be pending in one sandbox; timers take one each."""
+    """Limit of pending signals of one sandbox; timers take one each."""
     most = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
     if most == resource.RLIM_INFINITY:
         return PENDING_SIGNALS
@@ -143,7 +143,7 @@ def _pending_signals() -> int:
 
 
 def mount_fork_server() -> None:
-    """The mounts that belong to the fork server's own namespaces; runs as its pid 1."""
+    """Mounts what belongs to the fork server's own namespaces; runs as pid 1."""
     kernel.mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     kernel.mount("files", FILES, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
     for name in ("templates", "layers"):
@@ -168,42 +168,42 @@ def _build_root(prefix: str, images: str, view: Mapping[str, Any]) -> None:
         kernel.make_read_only(IMAGES)
     kernel.mount("sandbox", "/root", "tmpfs", MS_NOSUID, "mode=755,size=4m")
     for name in HOST_DIRECTORIES:
-        _show(name)
+        _bind_host(name)
     if not f"{prefix}/".startswith("/usr/"):
-        _show(prefix.lstrip("/"))
+        _bind_host(prefix.lstrip("/"))
     git = {**_GIT, "gitconfig": _GIT["gitconfig"] + view["git"]} if view else {}
     _fill_etc({**ETC, **git})
     _fill_dev(prefix)
     if view:
-        _show_more(view["directories"], view["links"])
+        _bind_view(view["directories"], view["links"])
     for name in ("proc", "tmp", "workspace"):
         os.mkdir(f"/root/{name}")
     for name in ("tests", "logs", "solution"):
-        # Where scripts that grade a task find and put their files (see `environment.scripts`).
+        # Directories of the scripts that grade a task (see `environment.scripts`).
         os.symlink(f"/tmp/{name}", f"/root/{name}")
-    # A new /proc may only be mounted where a complete one is in sight: this one, until it is covered.
+    # A new /proc may only be mounted where a complete one is visible: this one, until it is covered.
     kernel.mount("/host/proc", "/proc", flags=MS_BIND | MS_REC)
     if view and view["in_place"]:
-        _mount_directory(view["in_place"])
+        _mount_in_place(view["in_place"])
     kernel.make_read_only("/root")
     kernel.detach("/host")
 
 
-def _show(name: str) -> None:
-    """Makes a host directory (or the link in its place) visible in the sandbox root."""
+def _bind_host(name: str) -> None:
+    """Bind-mounts a host directory (or copies the link in its place) into the sandbox root."""
     source, target = f"/host/{name}", f"/root/{name}"
     if os.path.islink(source):
         os.symlink(os.readlink(source), target)
     elif os.path.isdir(source):
         os.makedirs(target)
         kernel.mount(source, target, flags=MS_BIND | MS_REC)
-        _shown.append(name)
+        _bound.append(name)
 
 
-def _show_more(directories: Mapping[str, str], links: Mapping[str, str]) -> None:
-    """Makes links, and shows directories of the host, none of them below one that is shown already.
+def _bind_view(directories: Mapping[str, str], links: Mapping[str, str]) -> None:
+    """Creates links, and bind-mounts directories of the host, none of them below one that is mounted already.
 
-    The links come first: made after, one below such a directory would be written on the host.
+    The links come first: created later, one below such a directory would be written to the host.
     """
     for path, target in links.items():
         os.makedirs(os.path.dirname(f"/root{path}"), exist_ok=True)
@@ -211,11 +211,11 @@ def _show_more(directories: Mapping[str, str], links: Mapping[str, str]) -> None
     for path, source in directories.items():
         os.makedirs(f"/root{path}", exist_ok=True)
         kernel.mount(f"/host{source}", f"/root{path}", flags=MS_BIND | MS_REC)
-        _shown.append(path[1:])
+        _bound.append(path[1:])
 
 
-def _mount_directory(path: str) -> None:
-    """Mounts a directory of the host, and makes its place in the root; in /tmp each sandbox makes it."""
+def _mount_in_place(path: str) -> None:
+    """Mounts a directory of the host and creates its mount point; below /tmp each sandbox does the latter."""
     if not path.startswith("/tmp/"):
         os.makedirs(f"/root{path}", exist_ok=True)
     os.mkdir(IN_PLACE)
@@ -239,7 +239,7 @@ def _fill_etc(files: Mapping[str, str]) -> None:
             target.write(source.read())
     os.mkdir("/root/etc/ssl")
     for name in ETC_DIRECTORIES:
-        _show(name)
+        _bind_host(name)
 
 
 def _fill_dev(prefix: str) -> None:
@@ -251,7 +251,7 @@ def _fill_dev(prefix: str) -> None:
         file.write(_APT_CONFIG)
     os.makedirs(f"/root{PYTHON}/lib/{library}")
     kernel.mount(f"/host{prefix}/lib/{library}", f"/root{PYTHON}/lib/{library}", flags=MS_BIND)
-    _shown.append(f"{PYTHON[1:]}/lib/{library}")
+    _bound.append(f"{PYTHON[1:]}/lib/{library}")
     for name in _DEVICES:
         with open(f"/root/dev/{name}", "w"):
             pass
@@ -261,16 +261,15 @@ def _fill_dev(prefix: str) -> None:
 
 
 def clone_sandbox() -> int:
-    """Clones this process into a sandbox's namespaces: 0 in the child, which is pid 1 there."""
+    """Clones this process into new namespaces of a sandbox: 0 in the child, which is pid 1 there."""
     return kernel.clone(_SANDBOX_FLAGS)
 
 
 def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int, LayeredRoot | None]:
-    """Gives a freshly cloned pid 1 its file system. `mounts`: see `ids.Users.assign_ids`.
+    """Sets up the file system of a newly cloned pid 1. `mounts`: see `ids.Users.assign_ids`.
 
-    Returns the number of its user inside, descriptors that stay usable after the pivot, of what the workspace
-    was at first and of the sandbox's own disk, and what an image's root was at first. Raises OSError, or
-    KeyError for a user that the image does not know.
+    Returns the uid inside; descriptors, usable after the pivot, of the initial workspace and of the sandbox's
+    own disk; and the initial root of an image. Raises OSError, or KeyError for a user that the image lacks.
     """
     uid = _user_id(plan)
     kernel.unshare(kernel.NEWCGROUP)
@@ -287,12 +286,12 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int, Layered
     if plan.has_image:
         root = _mount_image(plan)
     else:
-        # A bind of its own, because a mount inherited from the fork server is locked and cannot become root.
+        # A bind mount, because a mount inherited from the fork server is locked and cannot become root.
         root = "/root"
         kernel.mount(root, root, flags=MS_BIND | MS_REC)
         if not plan.in_place:
             _overlay("/root/workspace", plan.lowers(), layers.ROOT, "work")
-    _cover_programs(root, [name for name in _shown if not plan.has_image or name.startswith("dev/")])
+    _cover_programs(root, [name for name in _bound if not plan.has_image or name.startswith("dev/")])
     if plan.layers:
         _overlay(f"{root}/tmp", plan.temporaries(), layers.TEMPORARY, "tmp_work")
     else:
@@ -314,11 +313,11 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int, Layered
 
 
 def _cover_programs(root: str, names: list[str]) -> None:
-    """Gives a sandbox inodes of its own where it sees the host's files.
+    """Gives a sandbox its own inodes of the host's files, by an overlay over each directory.
 
-    Those that all shared would tell each of every use by another (inotify), and one could lock them for all.
-    A host whose root is a second overlay already takes no third: there its sandboxes share them, and also
-    where something is mounted below a directory, which an overlay would not show.
+    Through shared inodes a sandbox would see every use by another (inotify), and could lock files for all.
+    They stay shared where the overlay fails: on a host whose root is a second overlay already, since a third
+    is not allowed, and where something is mounted below a directory, which an overlay would not show.
     """
     for name in names:
         options = f"lowerdir={root}/{name}:/nothing,userxattr"
@@ -342,7 +341,7 @@ def _overlay(target: str, lowers: list[str], upper: str, work: str) -> None:
 
 
 def _open_base(plan: Plan, scratch: int) -> tuple[int, LayeredRoot | None]:
-    """A descriptor of the workspace as the template has it, and the whole root of the template's image."""
+    """A descriptor of the template's workspace, and the initial root if the template has an image."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     if not plan.has_image:
         return os.open(plan.template, flags), None
@@ -361,7 +360,7 @@ def _open_base(plan: Plan, scratch: int) -> tuple[int, LayeredRoot | None]:
 
 
 def _user_id(plan: Plan) -> int:
-    """Number of the plan's user, by the uppermost layer that has an /etc/passwd."""
+    """Uid of the plan's user, by /etc/passwd of the uppermost layer that has one."""
     if not plan.has_image:
         return SANDBOX_UID
     if plan.user in ("", "root", "0"):
@@ -380,9 +379,9 @@ def _user_id(plan: Plan) -> int:
 
 
 def lock_down(uid: int, num_processes: int, file_bytes: int, emulate_root: bool, shared_memory: bool) -> None:
-    """Takes from pid 1, and so from all that it starts, every right that a sandbox does not need.
+    """Drops every right that a sandbox does not need, for pid 1 and all its descendants.
 
-    `uid`: number of its user inside.
+    `uid`: its user inside.
     """
     kernel.unshare(kernel.NEWUSER)
     kernel.write_maps(uid, os.getuid(), os.getgid())
@@ -395,8 +394,8 @@ def lock_down(uid: int, num_processes: int, file_bytes: int, emulate_root: bool,
         (resource.RLIMIT_SIGPENDING, _pending_signals()),
     ):
         resource.setrlimit(kind, (limit, limit))
-    # Descriptors in flight are counted for the host's user, against the sender's own limit: with that of its
-    # children, pid 1 could be kept from lending its disk.
+    # Descriptors in flight are counted for the host's user and compared with the sender's limit: with the
+    # limit of its children, pid 1 could be kept from lending its disk.
     most = min(SERVER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     kernel.set_dumpable(False)

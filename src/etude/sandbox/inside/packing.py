@@ -1,11 +1,11 @@
-"""A layer as a tar file, and back.
+"""Packing of layers as tar files, and unpacking.
 
-In OCI's form: `.wh.name` for a whiteout, `.wh..wh..opq` for an opaque directory. Everything belongs to one
-user, so owners are not kept. What would not come back from a tar file is refused when it is packed. Nothing
-here recurses: the agent made these trees.
+In OCI's format: `.wh.name` for a whiteout, `.wh..wh..opq` for an opaque directory. Everything belongs to one
+user, so owners are not stored. Files that a tar file cannot represent are refused. No function here recurses:
+the agent made these trees.
 
-Equal trees give equal bytes. Not images/extract.py: that one takes what strangers packed, and whatever may be
-in it; this one what `pack_tree` wrote, with times to the nanosecond, pipes and names of any kind.
+Equal trees give equal bytes. Unlike images/extract.py, which accepts archives of strangers, this reads only
+what `pack_tree` wrote: with times to the nanosecond, pipes and names of any kind.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from dataclasses import dataclass, field
 from typing import IO
 
 OPAQUE = "user.overlay.opaque"
-"""Attribute of a directory that hides what lies below it in an overlay."""
+"""Attribute of an opaque directory: in an overlay it hides the entries of the layers below."""
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass
 class Folder:
-    """A directory that is being gone through."""
+    """An open directory of a tree walk."""
 
     descriptor: int
     prefix: str
-    """Its path with a slash at the end; empty for the uppermost."""
+    """Its path with a slash at the end; empty for the top."""
     status: os.stat_result
     copy: int = -1
     names: list[str] = field(default_factory=list)
-    """What is still to be seen, last one first."""
+    """Names still to be visited, in reverse order."""
 
     def __post_init__(self) -> None:
         self.names = sorted(os.listdir(self.descriptor), reverse=True)
 
     def enter(self, name: str, status: os.stat_result, copy: int = -1) -> Folder:
-        """The directory `name` below. Raises OSError."""
+        """Opens the subdirectory `name`. Raises OSError."""
         inner = os.open(name, DIRECTORY_FLAGS, dir_fd=self.descriptor)
         return Folder(inner, f"{self.prefix}{name}/", status, copy)
 
@@ -52,17 +52,17 @@ class Folder:
             os.close(self.copy)
 
 
-def go_through(
+def walk_tree(
     top: Folder,
     skips: Callable[[Folder, str], bool] = lambda folder, name: False,
     enter: Callable[[Folder, str, os.stat_result], Folder | None] = Folder.enter,
     leave: Callable[[Folder], None] = Folder.close,
 ) -> Generator[tuple[Folder, str, os.stat_result], None, None]:
-    """(folder, name, status) of all that lies below a directory, in order, but for what `skips` says. Follows
-    no link; what is gone since it was listed is left out.
+    """(folder, name, status) of everything below a directory, in order, without the entries that `skips`
+    selects. Follows no links; leaves out entries removed since they were listed.
 
-    `enter` opens a directory once it was given, or says by None that nobody goes in; `leave` closes it, when
-    all that it holds was given. Raises OSError.
+    `enter` opens a directory after it was yielded, or returns None to skip its contents; `leave` closes it
+    after its last entry. Raises OSError.
     """
     folders = [top]
     try:
@@ -88,7 +88,7 @@ def go_through(
 
 
 def attributes(name: str, folder: int) -> list[str]:
-    """The extended attributes of a directory; none where the file system has none. Raises OSError."""
+    """The extended attributes of a directory; empty if the file system has none. Raises OSError."""
     descriptor = os.open(name, DIRECTORY_FLAGS, dir_fd=folder)
     try:
         return os.listxattr(descriptor)
@@ -101,33 +101,33 @@ def attributes(name: str, folder: int) -> list[str]:
 
 
 MAX_PATH_BYTES = 3500
-"""The longest path that is packed: less than the kernel takes, because it is unpacked below another one."""
+"""Longest path that is packed: below the kernel's limit, because it is unpacked in another directory."""
 MAX_HOLE_BYTES = 1 << 30
-"""In all files of a packed layer together: a tar file has no holes."""
+"""Most bytes of holes in all files of a layer: a tar file stores them as zeros."""
 _WHITEOUT, _OPAQUE_MARK = ".wh.", ".wh..wh..opq"
 _LITERAL = "ETUDE.literal"
-"""Extended header of a file whose name only looks like a whiteout's."""
+"""Extended header of a file whose name merely looks like a whiteout's."""
 _SECOND_NS = 10**9
 
 
 class LayerError(Exception):
-    """A packed layer that is torn, or reaches outside itself."""
+    """A packed layer that is truncated, or contains paths outside of itself."""
 
 
 class UnpackableError(LayerError):
-    """Files of the agent's that cannot be packed."""
+    """The agent's files cannot be packed."""
 
 
 def pack_tree(root: str, file: IO[bytes], max_hole_bytes: int | None = MAX_HOLE_BYTES) -> None:
-    """Writes a directory in overlayfs' form as a tar file in OCI's, sorted by path.
+    """Writes a directory in overlayfs' format as a tar file in OCI's, sorted by path.
 
-    `max_hole_bytes` None: holes are only what a file system that compresses calls so. Raises LayerError for
-    what a tar file cannot give back, and OSError.
+    `max_hole_bytes` None: no limit, for file systems whose compression looks like holes. Raises LayerError
+    for files that a tar file cannot represent, and OSError.
     """
     links: dict[tuple[int, int], str] = {}
     hole_bytes = 0
     uppermost = os.open(root, DIRECTORY_FLAGS)
-    entries = go_through(Folder(uppermost, "", os.fstat(uppermost)))
+    entries = walk_tree(Folder(uppermost, "", os.fstat(uppermost)))
     with (
         contextlib.closing(entries),
         tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive,
@@ -178,8 +178,8 @@ def _pack_entry(
 
 
 def add_entry(archive: tarfile.TarFile, info: tarfile.TarInfo, name: str, folder: int, mode: int) -> None:
-    """Adds the entry `name` of a directory, as `info` calls it; nothing for what is no file, directory or
-    link. Raises OSError."""
+    """Adds the entry `name` of a directory under the name in `info`, if it is a file, directory or link.
+    Raises OSError."""
     if stat.S_ISREG(mode):
         with open(os.open(name, FILE_FLAGS, dir_fd=folder), "rb") as data:
             info.size = os.fstat(data.fileno()).st_size
@@ -210,7 +210,7 @@ def _decimal(time_ns: int) -> str:
 
 
 def _times_ns(member: tarfile.TarInfo) -> tuple[int, int]:
-    """Times to the nanosecond, which `member.mtime`, a float, does not hold."""
+    """(atime, mtime) in nanoseconds, a precision that `member.mtime`, a float, lacks."""
     whole, _, part = member.pax_headers.get("mtime", "").partition(".")
     if not (whole.removeprefix("-").isdecimal() and part.isdecimal()):
         time_ns = int(member.mtime) * _SECOND_NS
@@ -221,7 +221,7 @@ def _times_ns(member: tarfile.TarInfo) -> tuple[int, int]:
 
 
 def unpack_tree(file: IO[bytes], root: str) -> None:
-    """The reverse of `pack_tree`, into an empty directory. Raises LayerError, OSError."""
+    """The inverse of `pack_tree`, into an empty directory. Raises LayerError, OSError."""
     directories: list[tuple[str, int, tuple[int, int]]] = []
     try:
         with tarfile.open(fileobj=file, mode="r|") as archive:
@@ -268,7 +268,7 @@ def _unpack_member(
 
 
 def _place(root: str, path: str) -> str:
-    """Where a member belongs. Raises LayerError for what leads out, by its name or through a link."""
+    """The path of a member. Raises LayerError if it is outside of `root`, by its name or through a link."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts):
         raise LayerError(f"the layer names {path!r}")

@@ -1,4 +1,4 @@
-"""Which processes a sandbox has, and how they are ended, stopped and distinguished."""
+"""The processes of a sandbox: listing, killing, stopping, and measuring their memory and processor time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Process:
     session: int
     state: str
     processor_s: float = 0.0
-    """Time that it and its ended children have computed."""
+    """Processor time of the process and its reaped children."""
 
 
 Table = dict[int, Process]
-Spare = Callable[[Table], set[int]]
-"""Which processes of a table are left alone."""
+Exempt = Callable[[Table], set[int]]
+"""Selects the processes of a table that are not killed."""
 
 
 class Processes:
@@ -50,7 +50,7 @@ class Processes:
         kill_all_but(self, lambda table: set())
 
     def remove_shared_memory(self) -> None:
-        """Removes what the processes shared and left, as far as it is nobody else's."""
+        """Removes shared memory that ended processes have left, if it is not shared with others."""
         remove_shared_memory()
 
 
@@ -78,12 +78,12 @@ class DescendantProcesses(Processes):
         return {pid: table[pid] for pid in descendants(table, [os.getpid()]) if pid in table}
 
     def remove_shared_memory(self) -> None:
-        """Nothing: it is shared with the host."""
+        """Does nothing: the IPC namespace is the host's."""
 
 
 class UserProcesses(Processes):
-    """The processes of one user, who is nobody else, without this one, whose effective user may be the same.
-    For a server that is root in a guest of its own."""
+    """The processes of the agent's user, without this one, whose effective user may be the same. For a server
+    that is root in a guest."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
@@ -94,7 +94,7 @@ class UserProcesses(Processes):
 
 
 def descendants(table: Table, roots: Iterable[int]) -> set[int]:
-    """What the roots have started, however deep; the roots themselves not."""
+    """All descendants of the roots, without the roots."""
     children: dict[int, list[int]] = {}
     for pid, row in table.items():
         children.setdefault(row.parent, []).append(pid)
@@ -108,9 +108,9 @@ def descendants(table: Table, roots: Iterable[int]) -> set[int]:
 
 
 def families(table: Table, leaders: Iterable[int]) -> set[int]:
-    """The leaders, all that they started, and whatever still lies in their sessions.
+    """The leaders, their descendants, and the processes of their sessions.
 
-    A process that leaves its parent *and* its session belongs to nobody.
+    A process that leaves its parent *and* its session belongs to no family.
     """
     roots = set(leaders)
     roots |= {pid for pid, row in table.items() if row.session in roots}
@@ -118,7 +118,7 @@ def families(table: Table, leaders: Iterable[int]) -> set[int]:
 
 
 def parents_first(table: Table, pids: Iterable[int]) -> list[int]:
-    """Each of these processes after its parent, if that is one of them, too."""
+    """The processes in an order in which each comes after its parent, if that is among them."""
     children: dict[int, list[int]] = {}
     wanted = dict.fromkeys(pids)
     for pid in wanted:
@@ -129,17 +129,17 @@ def parents_first(table: Table, pids: Iterable[int]) -> list[int]:
         pid = pending.pop()
         order[pid] = None
         pending.extend(children.get(pid, ()))
-    return list(order | wanted)  # a number that was given anew between two rows may close a circle
+    return list(order | wanted)  # a pid reused while the table was read may form a cycle
 
 
-def kill_all_but(processes: Processes, spare: Spare) -> None:
-    """Kills until nothing new is left: a process may have forked while the table was being read.
+def kill_all_but(processes: Processes, exempt: Exempt) -> None:
+    """Kills repeatedly until none is left: a process may have forked while the table was being read.
 
-    Parents go first: a shell whose command is killed before it would go on with the next one.
+    Parents are killed first: a shell would run its next command once the current one is killed.
     """
     for _ in range(_ROUNDS):
         table = processes.table()
-        doomed = {pid for pid, row in table.items() if row.state not in "ZX"} - spare(table)
+        doomed = {pid for pid, row in table.items() if row.state not in "ZX"} - exempt(table)
         for pid in parents_first(table, doomed):
             _send(pid, signal.SIGKILL)
         if not doomed:
@@ -147,7 +147,7 @@ def kill_all_but(processes: Processes, spare: Spare) -> None:
 
 
 def stop_all(processes: Processes) -> set[int]:
-    """Stops everything that runs, and waits until it stands still; returns what `resume_all` wakes."""
+    """Stops all running processes and waits until they have stopped; returns those for `resume_all`."""
     stopped: set[int] = set()
     end_s = time.monotonic() + _STOP_S
     while time.monotonic() < end_s:
@@ -161,13 +161,13 @@ def stop_all(processes: Processes) -> set[int]:
 
 
 def resume_all(pids: Iterable[int]) -> None:
-    """Lets go on what `stop_all` stopped."""
+    """Continues the processes that `stop_all` has stopped."""
     for pid in pids:
         _send(pid, signal.SIGCONT)
 
 
 def reap() -> tuple[dict[int, int], bool]:
-    """Collects ended children: ({pid: wait status}, whether any child is left)."""
+    """Reaps ended children: ({pid: wait status}, whether any child is left)."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -180,8 +180,8 @@ def reap() -> tuple[dict[int, int], bool]:
 
 
 def own_bytes(pids: Iterable[int], with_shared: bool) -> int:
-    """Memory of the processes that no file backs: private pages, and tables that lead to pages, be these
-    nobody's; `with_shared`: shared ones, too, once for each process that has touched them."""
+    """Anonymous memory of the processes: private pages, and page tables, whatever they map;
+    `with_shared`: also shared pages, counted once for each process that has touched them."""
     wanted = (b"RssAnon:", b"VmPTE:", b"RssShmem:")[: 3 if with_shared else 2]
     total = 0
     for pid in pids:
@@ -191,7 +191,7 @@ def own_bytes(pids: Iterable[int], with_shared: bool) -> int:
 
 
 def proportional_bytes(pids: Iterable[int], with_shared: bool) -> int:
-    """As `own_bytes`, but pages that several processes share count once. A millisecond for each."""
+    """As `own_bytes`, but pages shared by several processes count once. Takes a millisecond per process."""
     wanted = (b"Pss_Anon:", b"Pss_Shmem:") if with_shared else (b"Pss_Anon:",)
     total = 0
     for pid in pids:
@@ -199,7 +199,7 @@ def proportional_bytes(pids: Iterable[int], with_shared: bool) -> int:
             total += _sum_bytes(f"/proc/{pid}/smaps_rollup", wanted)
             total += _sum_bytes(f"/proc/{pid}/status", (b"VmPTE:",))
         except PermissionError:
-            # A fork of the server itself, which nobody may look into.
+            # A fork of the server itself, which is not dumpable.
             total += own_bytes([pid], with_shared)
             continue
         except OSError:
@@ -208,14 +208,14 @@ def proportional_bytes(pids: Iterable[int], with_shared: bool) -> int:
 
 
 def _sum_bytes(path: str, names: tuple[bytes, ...]) -> int:
-    """The sum of some of a file's rows, which are in KiB. Raises OSError."""
+    """The sum of the rows with these names in a file of KiB values. Raises OSError."""
     with open(path, "rb") as file:
         rows = file.read().split(b"\n")
     return sum(int(row.split()[1]) for row in rows if row.startswith(names)) * 1024
 
 
 def read_table() -> Table:
-    """All processes that this one sees."""
+    """The table of all processes that are visible to this one."""
     table: Table = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -245,24 +245,24 @@ def _send(pid: int, number: int) -> None:
 
 
 def remove_shared_memory() -> None:
-    """Removes what outlives the processes that filled it (System V objects, POSIX ones in /dev/shm), as far
-    as this process may. For servers whose IPC namespace is their own.
+    """Removes IPC objects that outlive their processes (System V, and POSIX ones in /dev/shm), as far as this
+    process may. For servers with an IPC namespace of their own.
 
-    A control group counts it, and nobody is left whom the kernel could end for it but the sandbox's server.
+    Control groups count this memory, and the kernel would otherwise kill the sandbox's server for it.
     """
     for kind, remove in _KINDS.items():
         for number in _numbers(kind):
             remove(number)
     with contextlib.suppress(OSError), os.scandir(POSIX_OBJECTS) as entries:
         for entry in list(entries):
-            # What lies deeper is no shared memory, but files like all others.
+            # Files in subdirectories are not shared memory objects.
             if not entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
 
 
 def _numbers(kind: str) -> list[int]:
-    """Of all objects of a kind; none where the kernel lists none."""
+    """Ids of all objects of a kind; empty if the kernel does not list them."""
     try:
         with open(f"/proc/sysvipc/{kind}", "rb") as file:
             return [int(row.split()[1]) for row in file.read().splitlines()[1:]]
@@ -271,19 +271,19 @@ def _numbers(kind: str) -> list[int]:
 
 
 MOST_WAITING_S = 60.0
-"""How long a command may go on after its deadline."""
+"""How long a command may run after its deadline."""
 _SHORTEST_S, _LONGEST_S = 0.02, 0.1
-"""Bounds of the time between two looks."""
+"""Bounds of the time between two checks."""
 _WANTS_TO_RUN = "RD"
-"""States of processes that compute, wait for a processor, or wait for a disk."""
+"""States of processes that run, wait for a processor, or wait for a disk."""
 
 
 def extension_s(processes: Iterable[Process], timeout_s: float, lasted_s: float) -> float:
-    """After how many seconds to look again at a command that has lasted its time; 0: it ends now.
+    """Seconds until the next check of a command that has reached its deadline; 0: it ends now.
 
-    On a machine that does too much, tests would else run out of time for what other sandboxes compute. So a
-    command ends at its deadline if all that it started sleeps, or has had as much processor time as it may
-    take; what still wants to run goes on for a while.
+    On an overloaded machine tests would otherwise time out because of other sandboxes. So a command ends at
+    its deadline if all its processes sleep, or have used `timeout_s` of processor time; one that is still
+    runnable continues, for at most `MOST_WAITING_S`.
     """
     rows = list(processes)
     left_s = timeout_s - sum(row.processor_s for row in rows)

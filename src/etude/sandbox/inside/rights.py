@@ -1,4 +1,4 @@
-"""Giving up rights: becoming another user, and moving into a user namespace of one's own."""
+"""Dropping rights: changing the user, and entering a new user namespace."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from collections.abc import Callable
 from etude.sandbox.inside import kernel
 
 NOBODY = 65534
-"""What the real root becomes before it makes a user namespace: id 0 of the host is never mapped."""
+"""User of the real root before it creates a user namespace, so that id 0 of the host is never mapped."""
 
 
 def become(uid: int, gid: int) -> None:
-    """Takes on a user and its one group for good. Raises OSError."""
+    """Changes user and group of this process permanently, without other groups. Raises OSError."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
 
 
 def enter_own_namespaces(
-    furnish: Callable[[], None], map_ids: Callable[[int, int], None] | None = None
+    build_mounts: Callable[[], None], map_ids: Callable[[int, int], None] | None = None
 ) -> None:
-    """Moves this process into a user and a mount namespace of its own, where it has root's rights and is, to
-    the host, a plain user. `furnish` makes its file system; `map_ids` gives it its ids, for those that it has
-    on the host (None: 0).
+    """Moves this process into a new user and mount namespace, as root; to the host it is a plain user.
+    `build_mounts` sets up its file system; `map_ids` maps its uid and gid on the host (None: to 0).
 
-    The real root furnishes with its own rights, since what it binds may lie where nobody else may enter, and
-    then gives them up.
+    The real root mounts with its own rights, since the sources may be in directories that other users may not
+    enter, and then drops them.
     """
     map_ids = map_ids or (lambda uid, gid: kernel.write_maps(0, uid, gid))
     if os.geteuid() == 0:
         kernel.unshare(kernel.NEWNS)
-        furnish()
+        build_mounts()
         become(NOBODY, NOBODY)
-        # Changing ids made /proc/self the property of root, and the maps unwritable.
+        # Changing ids made /proc/self owned by root, and the maps unwritable.
         kernel.set_dumpable(True)
         kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
         map_ids(NOBODY, NOBODY)
@@ -41,4 +40,4 @@ def enter_own_namespaces(
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
         map_ids(uid, gid)
-        furnish()
+        build_mounts()

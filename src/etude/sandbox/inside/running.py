@@ -1,4 +1,4 @@
-"""Everything that runs in a sandbox: commands, test runs, background commands; their ends."""
+"""Execution of commands, test runs and background commands in a sandbox, until their end."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from etude.sandbox.inside.settings import Settings, check_texts
 from etude.sandbox.inside.wire import Wire
 
 MAX_RESULT_BYTES = 4 << 20
-_INSIST_S, _INSIST_PAUSE_S = 20.0, 0.002
-"""How long, and how often, a child is started again: killed processes count until they have been reaped."""
+_RETRY_S, _RETRY_PAUSE_S = 20.0, 0.002
+"""How long, and how often, a start is retried: killed processes count until they have been reaped."""
 
 _DEATH_S = 2.0
-"""How long the end of killed processes is waited for."""
+"""How long to wait for the end of killed processes."""
 
 Answer = tuple[Header, bytes]
 
 
-class Running:
-    """Starts and ends jobs. Part of the server's one thread; waits for nothing."""
+class JobRunner:
+    """Starts, watches and ends jobs. Runs in the server's only thread and does not block it."""
 
     def __init__(
         self, wire: Wire, poll: select.poll, processes: Processes, settings: Settings, root: str
@@ -62,14 +62,14 @@ class Running:
         self._by_descriptor: dict[int, Job] = {}
         self._ended = EndedCommands()
         self.has_children = False
-        """Whether anything runs, or has ended uncollected."""
+        """Whether there are children that run or are not reaped."""
         self._memory = MemoryWatch(processes, settings)
         self._reaped: dict[int, int] = {}
         self._stopped: set[int] = set()
         self._frozen_s: float | None = None
-        """Since when everything stands still."""
+        """Time of the freeze; None if not frozen."""
         self._muted: list[Output] = []
-        wire.on_drained = self._listen_again
+        wire.on_drained = self._unmute_outputs
         self.operations: dict[str, Callable[[Header, bytes], Answer | None]] = {
             "command": self._command,
             "tests": self._tests,
@@ -84,10 +84,10 @@ class Running:
             "thaw": self._thaw,
         }
 
-    # What the server's loop asks
+    # Called by the server's loop
 
     def timeout_ms(self) -> float | None:
-        """How long the loop may sleep."""
+        """How long the loop may sleep; None: without limit."""
         if not self.has_children or self._frozen_s is not None:
             return None
         deadlines = [self._memory.next_s] if self._settings.watch_memory else []
@@ -98,40 +98,40 @@ class Running:
         return max(0.0, (until_s - time.monotonic()) * 1e3 + 1.0)
 
     def on_ready(self, descriptor: int) -> None:
-        """A pipe or a pidfd of a child has something."""
+        """Handles a poll event of a child's pipe or pidfd."""
         job = self._by_descriptor.get(descriptor)
         if job is not None:
             self._read_output(job, descriptor)
 
-    def look_after_children(self) -> None:
-        """Reaps, enforces deadlines and memory, answers what has ended."""
+    def check_jobs(self) -> None:
+        """Reaps children, enforces deadlines and memory limits, answers for ended jobs."""
         if not self.has_children and not self._reaped:
             return
-        # Before the look at what has ended: a process that ends in between was in time.
+        # Read before reaping: a process that ends in between was in time.
         now_s = time.monotonic() if self._frozen_s is None else self._frozen_s
         self._reap()
         ended, self._reaped = self._reaped, {}
         if self._settings.watch_memory and self.has_children and now_s >= self._memory.next_s:
-            self._memory.put_off(now_s)
+            self._memory.schedule_next(now_s)
             self._watch_memory()
         for job in list(self._jobs.values()):
             if job.pid in ended:
                 self._finish(job, os.waitstatus_to_exitcode(ended[job.pid]))
-            elif now_s >= job.deadline_s and not self._goes_on(job, now_s):
+            elif now_s >= job.deadline_s and not self._extend_deadline(job, now_s):
                 job.timed_out = True
                 self._kill_family(job)
                 self._finish(job, -signal.SIGKILL)
 
-    def _goes_on(self, job: Job, now_s: float) -> bool:
-        """Whether a job at its deadline gets more time."""
+    def _extend_deadline(self, job: Job, now_s: float) -> bool:
+        """Whether a job at its deadline gets more time; sets the new deadline."""
         table = self._processes.table()
-        rows = (table[pid] for pid in families(table, [job.pid]) - job.spare if pid in table)
+        rows = (table[pid] for pid in families(table, [job.pid]) - job.existing if pid in table)
         more_s = extension_s(rows, job.timeout_s, now_s - job.start_s)
         job.deadline_s = now_s + more_s
         return more_s > 0
 
     def end_all(self) -> None:
-        """Ends every process of the sandbox, and what they shared; callers that wait get a kill."""
+        """Kills all processes of the sandbox and removes their shared memory; answers for all jobs."""
         self._processes.kill_all()
         self._await_ends()
         self._processes.remove_shared_memory()
@@ -140,15 +140,15 @@ class Running:
             self._finish(job, -signal.SIGKILL)
 
     def _await_ends(self) -> None:
-        """Until what was killed is gone: it holds memory, leases and half-written files while it dies."""
+        """Waits until killed processes have ended: until then they hold memory, leases and open files."""
         end_s = time.monotonic() + _DEATH_S
         self._reap()
         while self.has_children and time.monotonic() < end_s:
-            time.sleep(_INSIST_PAUSE_S)
+            time.sleep(_RETRY_PAUSE_S)
             self._reap()
 
     def _reap(self) -> None:
-        """Collects ended children; `look_after_children` deals with them."""
+        """Reaps ended children, for `check_jobs`."""
         ended, self.has_children = reap()
         self._reaped.update(ended)
 
@@ -186,25 +186,25 @@ class Running:
         keep_background: bool,
         with_input: bool,
     ) -> Job:
-        spare = set(self._processes.table()) if self.has_children else set[int]()
-        job = self._insist(
-            lambda: start_job(child, num_pipes, limit_bytes, timeout_s, spare, keep_background, with_input)
+        existing = set(self._processes.table()) if self.has_children else set[int]()
+        job = self._start_with_retry(
+            lambda: start_job(child, num_pipes, limit_bytes, timeout_s, existing, keep_background, with_input)
         )
         self._jobs[job.pid] = job
         self.has_children = True
-        self._memory.put_off(job.start_s)
+        self._memory.schedule_next(job.start_s)
         self._poll.register(job.watch, select.POLLIN)
         for output in job.outputs:
             self._by_descriptor[output.descriptor] = job
             output.listen(self._poll)
         return job
 
-    def _insist(self, start: Callable[[], Job]) -> Job:
-        """Starts a child. If the agent's processes have used up the sandbox's limit, they go.
+    def _start_with_retry(self, start: Callable[[], Job]) -> Job:
+        """Starts a child. If the agent's processes have used up the process limit, they are killed first.
 
         Raises OSError.
         """
-        end_s = time.monotonic() + _INSIST_S
+        end_s = time.monotonic() + _RETRY_S
         while True:
             try:
                 return start()
@@ -213,7 +213,7 @@ class Running:
                     raise
                 self._processes.kill_all()
                 self._reap()
-                time.sleep(_INSIST_PAUSE_S)
+                time.sleep(_RETRY_PAUSE_S)
 
     def _read_output(self, job: Job, descriptor: int) -> None:
         if job.input is not None and descriptor == job.input.descriptor:
@@ -226,9 +226,9 @@ class Running:
                 output.ignore()
                 self._muted.append(output)
                 return
-            self._send_on(job, index, output.read())
+            self._send_output(job, index, output.read())
 
-    def _send_on(self, job: Job, index: int, data: bytes) -> None:
+    def _send_output(self, job: Job, index: int, data: bytes) -> None:
         if job.stream and data:
             event = {
                 "event": "output",
@@ -238,14 +238,14 @@ class Running:
             }
             self._wire.send(event, data)
 
-    def _listen_again(self) -> None:
+    def _unmute_outputs(self) -> None:
         muted, self._muted = self._muted, []
         for output in muted:
             output.listen(self._poll)
 
     def _feed(self, job: Job, data: bytes, close: bool) -> None:
-        """Writes to a job's input, and goes on with it as the job reads."""
-        assert job.input is not None, "a job that is fed has an input"
+        """Writes to a job's input, and continues as the job reads."""
+        assert job.input is not None, "the caller has checked that the job has an input"
         descriptor = job.input.descriptor
         job.input.write(data, close)
         if job.input.pending:
@@ -255,14 +255,14 @@ class Running:
             self._poll.unregister(descriptor)
 
     def _finish(self, job: Job, exit_code: int) -> None:
-        """Answers for an ended job. What it left behind is killed, unless it may keep it."""
+        """Answers for an ended job; kills the processes that it left, unless it may keep them."""
         duration_s = time.monotonic() - job.start_s
         if self.has_children and not (job.keep_background or job.timed_out):
             self._kill_family(job)
         for index, output in enumerate(job.outputs):
             data = b"" if output.ended else output.read()
-            self._send_on(job, index, data)
-        outputs = [output.take() for output in job.outputs]
+            self._send_output(job, index, data)
+        outputs = [output.pop_data() for output in job.outputs]
         self._close(job)
         answer: Header = {
             "exit_code": exit_code,
@@ -278,7 +278,7 @@ class Running:
             return
         for request_id in job.waiting:
             self._wire.send({**answer, "id": request_id}, payload)
-        self._ended.keep(job, answer, payload)
+        self._ended.add(job, answer, payload)
 
     def _close(self, job: Job) -> None:
         del self._jobs[job.pid]
@@ -294,14 +294,14 @@ class Running:
                 self._muted.remove(output)
             output.close()
 
-    # Killing: what belongs to one job, and to no other
+    # Killing the processes of one job
 
     def _kill_family(self, job: Job) -> None:
         others = [other.pid for other in self._jobs.values() if other is not job]
-        if not others and not job.spare:
+        if not others and not job.existing:
             self._processes.kill_all()
         else:
-            kill_all_but(self._processes, lambda table: job.spare | families(table, others))
+            kill_all_but(self._processes, lambda table: job.existing | families(table, others))
         self._reap()
 
     def _watch_memory(self) -> None:
@@ -340,7 +340,7 @@ class Running:
 
     def _list(self, header: Header, payload: bytes) -> Answer:
         rows = [[job.pid, job.cmd, True, None] for job in self._jobs.values() if not job.request_id]
-        rows += [[pid, job.cmd, False, answer["exit_code"]] for pid, job, answer in self._ended.unasked()]
+        rows += [[pid, job.cmd, False, answer["exit_code"]] for pid, job, answer in self._ended.unawaited()]
         return {"processes": rows}, b""
 
     def _lookup(self, header: Header, payload: bytes) -> Answer:
@@ -349,7 +349,7 @@ class Running:
         return {}, b""
 
     def _cancel(self, header: Header, payload: bytes) -> None:
-        """Nobody waits for a request any longer: what it started ends. Has no answer."""
+        """Ends the job of a request whose caller is gone. Has no answer."""
         target = header["target"]
         for job in list(self._jobs.values()):
             if job.request_id == target:
@@ -359,10 +359,10 @@ class Running:
                 job.waiting.remove(target)
         self._ended.forget_request(target)
 
-    # Standing still, for a copy
+    # Freezing, for a copy
 
     def _freeze(self, header: Header, payload: bytes) -> Answer:
-        """Everything but this server stands still until `thaw`, the time of what runs too."""
+        """Stops all processes, and the clocks of the jobs, until `thaw`."""
         if self._frozen_s is None:
             self._frozen_s = time.monotonic()
         self._stopped |= stop_all(self._processes) if self.has_children else set[int]()
@@ -373,7 +373,7 @@ class Running:
         if since_s is not None:
             now_s = time.monotonic()
             for job in self._jobs.values():
-                job.put_off(since_s, now_s)
+                job.exclude_pause(since_s, now_s)
         resume_all(self._stopped)
         self._stopped = set()
         return {}, b""

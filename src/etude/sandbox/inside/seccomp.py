@@ -1,15 +1,14 @@
 """The system-call filter of a sandbox: an allow-list, as a BPF program.
 
-What programs need is allowed. Calls that reach for the kernel's administrative or rarely audited parts are
-refused with EPERM, as the kernel itself would refuse them to a plain user. Everything else (newer than the
-table, `clone3`, `io_uring`, ..., and `io_setup`, whose contexts are few for the whole host) does not exist
-(ENOSYS), so that programs fall back. `clone` makes no namespaces, `socket` knows only UNIX and IP (a new
-network namespace does not contain AF_VSOCK), and `fcntl` no locks of open files, which nothing tells from
-a neighbour's.
+Calls that programs need are allowed. Administrative or rarely audited calls are refused with EPERM, as the
+kernel itself would refuse them to a plain user. All others (newer than the table, `clone3`, `io_uring`, ...,
+and `io_setup`, whose contexts are few for the whole host) fail with ENOSYS, so that programs fall back.
+`clone` creates no namespaces, `socket` allows only UNIX and IP (network namespaces do not isolate AF_VSOCK),
+and `fcntl` no locks of open file descriptions, which cannot be told from those of other sandboxes.
 
-A sandbox whose one user is called root may have changes of owner and of user *answered* as done (0) without
-their being done: package managers want that, and everything belongs to one user anyway. The idea is
-Charliecloud's (Priedhorsky et al., "Zero-consistency root emulation", 2023).
+With root emulation, changes of owner and user *return* success (0) without an effect: package managers need
+that, and everything belongs to one user anyway. The idea is Charliecloud's (Priedhorsky et al.,
+"Zero-consistency root emulation", 2023).
 
 Numbers: x86_64 and aarch64; only x86_64 has been run.
 """
@@ -21,7 +20,7 @@ import struct
 from collections.abc import Sequence
 
 Range = tuple[int, int]
-"""First and last number."""
+"""First and last system-call number."""
 
 _ALLOWED: dict[str, tuple[Range, ...]] = {
     "x86_64": (
@@ -67,7 +66,7 @@ _AS_ROOT: dict[str, tuple[Range, ...]] = {
     "x86_64": ((92, 94), (105, 106), (113, 114), (116, 117), (119, 119), (122, 123), (126, 126), (260, 260)),
     "aarch64": ((54, 55), (91, 91), (143, 147), (149, 149), (151, 152), (159, 159)),
 }
-"""chown and its like, setuid and its like, capset: answered as done where root is emulated."""
+"""chown, setuid and their like, capset: return success under root emulation."""
 _CALLS = {
     "x86_64": {"clone": 56, "fcntl": 72, "socket": 41, "socketpair": 53, "setsockopt": 54},
     "aarch64": {"clone": 220, "fcntl": 25, "socket": 198, "socketpair": 199, "setsockopt": 208},
@@ -78,27 +77,27 @@ _ON_PROCESS = {
     "aarch64": {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "prlimit64": 261,
                 "sched_setattr": 274},
 }  # fmt: skip
-"""Calls that change the process of their first argument. Process 1 is the sandbox's server."""
+"""Calls that change the process in their first argument; refused for process 1, the sandbox's server."""
 _ON_GROUP = {
     "x86_64": {"setpriority": (141, 2), "ioprio_set": (251, 3)},
     "aarch64": {"setpriority": (140, 2), "ioprio_set": (30, 3)},
 }
-"""(number, what stands for "all processes of the user"): kind first, then the process or group."""
+"""(number, first argument for "all processes of the user"); the second argument is the process or group."""
 _SHARED_MEMORY: dict[str, tuple[int, ...]] = {"x86_64": (29, 68, 240, 319), "aarch64": (180, 186, 194, 279)}
-"""shmget, msgget, mq_open, memfd_create: memory that belongs to no process, which no watchdog can see."""
+"""shmget, msgget, mq_open, memfd_create: memory that belongs to no process, invisible to the watchdog."""
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NAMESPACE_FLAGS = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _FILE_LOCKS = (36, 37, 38)
-"""F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW. Programs that ask with the first fall back to a process's locks."""
+"""F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW. Programs that probe with the first fall back to process locks."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
 _PROTOCOLS = (0, 1, 6, 17)
-"""What the type of the socket says, UNIX (of IP: ICMP, which the namespace refuses), TCP, UDP."""
+"""Default of the socket type, UNIX (of IP: ICMP, which the namespace refuses), TCP, UDP."""
 _SOCKET_LEVEL, _BUFFER_SIZES = 1, (7, 8)
-"""SOL_SOCKET, and of it SO_SNDBUF and SO_RCVBUF."""
+"""SOL_SOCKET, and its options SO_SNDBUF and SO_RCVBUF."""
 _PACKET_FILTERS = (26, 51)
-"""SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF: the host has little memory for programs that it compiles."""
+"""SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF: the host has little memory for compiled filters."""
 
 Instruction = tuple[int, int, int, int]
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -110,11 +109,11 @@ _ABSENT: list[Instruction] = [(_RET, 0, 0, _ERRNO | errno.ENOSYS)]
 def build_filter(
     machine: str, emulate_root: bool = False, shared_memory: bool = True, countable_sockets: bool = False
 ) -> bytes:
-    """The program for one machine type. Raises KeyError for a machine that the tables lack.
+    """The BPF program for one machine type. Raises KeyError for a machine that is not in the tables.
 
-    `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it.
-    `countable_sockets`: whether sockets are of those kinds and sizes alone that `socket_memory` counts: their
-    buffers stay as they are, which is answered as done, and they have no packet filters.
+    `shared_memory`: whether memory that belongs to no process is allowed; only control groups bound it.
+    `countable_sockets`: allows only sockets that `socket_memory` can count: setting buffer sizes returns
+    success without an effect, and packet filters are refused.
     """
     blocks = _blocks(machine, emulate_root, shared_memory, countable_sockets)
     program: list[Instruction] = [
@@ -130,7 +129,7 @@ def build_filter(
 def _blocks(
     machine: str, emulate_root: bool, shared_memory: bool, countable_sockets: bool
 ) -> list[tuple[int, list[Instruction]]]:
-    """(first number, what is done from there on), ascending, from 0 on."""
+    """(first number, instructions for the numbers from there on), ascending, from 0."""
     done: dict[int, list[Instruction]] = {}
     for first, last in _ALLOWED[machine]:
         done.update({number: [(_RET, 0, 0, _ALLOW)] for number in range(first, last + 1)})
@@ -198,13 +197,13 @@ def _blocks(
 
 
 def _one_of(values: Sequence[int], refusal: int) -> list[Instruction]:
-    """Goes on behind itself if what was loaded is one of these; refuses it otherwise."""
+    """Instructions that continue after themselves if the loaded value is one of these, and else refuse."""
     comparisons = [(_JEQ, len(values) - index, 0, value) for index, value in enumerate(values)]
     return [*comparisons, (_RET, 0, 0, _ERRNO | refusal)]
 
 
 def _search(blocks: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
-    """A binary search for the block that a number falls into: about seven comparisons."""
+    """A binary search for the block of a number: about seven comparisons."""
     if len(blocks) == 1:
         return blocks[0][1]
     middle = len(blocks) // 2

@@ -1,12 +1,12 @@
 """The server of one sandbox: pid 1 inside (or its child in a guest), and the warm interpreter of test runs.
 
-One thread, one poll loop over the owner's line, the pipes and pidfds of what runs, and forwarded
-connections. File operations are answered at once; commands and test runs go on beside them. It waits for
-nothing without a deadline. It ends when the owner's line ends, and in a pid namespace the kernel ends
-everything else with it; where the line comes back (a guest that was restored), it goes on.
+One thread, one poll loop over the owner's line, the pipes and pidfds of jobs, and forwarded connections. File
+operations are answered at once; commands and test runs proceed concurrently. No wait is without a deadline.
+The server ends when the owner's line ends, and in a pid namespace the kernel then ends all other processes;
+if the line can be reconnected (a restored guest), it continues.
 
-Every request has an id and one answer: a result, `fault` (what the agent did wrong) or `failure`
-(what we did wrong). Events (`output`, `net.*`) come unasked.
+Every request has an id and one answer: a result, `fault` (an error of the agent) or `failure` (an error of
+ours). Events (`output`, `net.*`) are sent without a request.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.forward import FRAMES, Forwarder
 from etude.sandbox.inside.frames import FrameError, Header
-from etude.sandbox.inside.gathering import Gathering, Skipped
+from etude.sandbox.inside.gathering import ChangeCollector, Skipped
 from etude.sandbox.inside.processes import Processes
-from etude.sandbox.inside.running import Running, Settings
+from etude.sandbox.inside.running import JobRunner, Settings
 from etude.sandbox.inside.watches import Watch
 from etude.sandbox.inside.wire import Wire
 
 FILE_OPERATION_WALL_S = 20.0
-"""What a file operation may take on a machine that is busy with other things; its owner waits for longer."""
-AGAIN_S = 1.0
-"""When an alarm comes again: one that comes while another is handled counts for nothing."""
-TOGETHER_BYTES = 4 << 20
-"""Once files that are asked for together hold so much, the rest is left to another request."""
-ABSENCE_MS = 10.0
-"""How often the server of a guest looks whether an owner has come back."""
+"""Wall-clock limit of a file operation, for busy machines; the owner's timeout is longer."""
+ALARM_REPEAT_S = 1.0
+"""Interval at which the alarm repeats: an alarm that arrives while another is handled is ignored."""
+BATCH_READ_BYTES = 4 << 20
+"""Size at which a batched read stops; the remaining files are left to another request."""
+RECONNECT_POLL_MS = 10.0
+"""How often the server of a guest checks for a new owner."""
 
 Answer = tuple[Header, bytes | bytearray]
 Operation = Callable[[Header, bytes], Answer | None]
@@ -58,20 +58,20 @@ class Server:
         scratch: int | None = None,
         greet: Greet = lambda header: None,
         extra: Mapping[str, Operation] | None = None,
-        gathering: Gathering | None = None,
+        collector: ChangeCollector | None = None,
         watches: Sequence[Watch] = (),
     ) -> None:
         """`scratch`: a descriptor that the owner may borrow to copy the sandbox's files.
 
-        `greet` is called when an owner says hello after a restore: it sets clock, entropy and identity.
-        `extra`: operations that only some machines have. `gathering`: of the sandbox's root. `watches`: they
-        bound what the kernel does not.
+        `greet` is called for the owner's `hello` after a restore: it sets clock, entropy and identity.
+        `extra`: operations of some machines only. `collector`: of changes in the sandbox's root. `watches`:
+        enforce limits that the kernel does not.
         """
         self._poll = select.poll()
         self._wire = Wire(reader, writer, self._poll)
         self._workspace = workspace
-        self._gathering = gathering or Gathering(workspace.root)
-        self._running = Running(self._wire, self._poll, processes, settings, workspace.root)
+        self._collector = collector or ChangeCollector(workspace.root)
+        self._runner = JobRunner(self._wire, self._poll, processes, settings, workspace.root)
         self._scratch = scratch
         self._greet = greet
         self._watches = watches
@@ -85,12 +85,12 @@ class Server:
             "grep": self._grep,
             "diff": self._diff,
         }
-        self._gatherings: dict[str, Operation] = {
+        self._collector_operations: dict[str, Operation] = {
             "changed": self._changed,
             "kinds": self._kinds,
             "pack": self._pack,
         }
-        self._owners_operations: dict[str, Operation] = {
+        self._machine_operations: dict[str, Operation] = {
             "lend": self._lend,
             "hold": self._hold,
             "hello": self._hello,
@@ -99,24 +99,24 @@ class Server:
         }
 
     def serve(self, returning: bool = False) -> None:
-        """Returns when the owner has closed its end. `returning`: waits for the next owner instead."""
+        """Serves until the owner closes its end. `returning`: then waits for the next owner, forever."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, _on_alarm)
         self._wire.send({"ready": True})
         while True:
-            while self._turn(self._running.timeout_ms()):
+            while self._poll_once(self._runner.timeout_ms()):
                 pass
             if not returning:
                 return
             self._wire.disconnect()
             while not self._wire.connected():
-                self._turn(ABSENCE_MS)
+                self._poll_once(RECONNECT_POLL_MS)
 
-    def _turn(self, timeout_ms: float | None) -> bool:
-        """Waits once and handles what came. False when the owner is gone."""
-        for watch in self._watches if self._running.has_children else ():
-            timeout_ms = watch.sooner(timeout_ms)
+    def _poll_once(self, timeout_ms: float | None) -> bool:
+        """Polls once and handles the events. False when the owner is gone."""
+        for watch in self._watches if self._runner.has_children else ():
+            timeout_ms = watch.limit_timeout(timeout_ms)
         for descriptor, events in self._poll.poll(timeout_ms):
             if descriptor == self._wire.writer and events & select.POLLOUT:
                 self._wire.flush()
@@ -126,10 +126,10 @@ class Server:
             elif self._forwarder is not None and self._forwarder.owns(descriptor):
                 self._forwarder.on_ready(descriptor, events)
             elif descriptor != self._wire.writer:
-                self._running.on_ready(descriptor)
-        self._running.look_after_children()
+                self._runner.on_ready(descriptor)
+        self._runner.check_jobs()
         for watch in self._watches:
-            watch.look()
+            watch.check()
         return True
 
     def _receive(self) -> bool:
@@ -137,7 +137,7 @@ class Server:
         if frames is None:
             return False
         if len(frames) > 1:
-            with self._wire.gathering():
+            with self._wire.batching():
                 self._handle_all(frames)
         else:
             self._handle_all(frames)
@@ -157,16 +157,16 @@ class Server:
             if operation in self._file_operations:
                 with _time_limit(self._file_operation_s):
                     answer = self._file_operations[operation](header, payload)
-            elif operation in self._gatherings:
-                # Bounded by numbers of entries and bytes: on a busy machine the same files have to count.
+            elif operation in self._collector_operations:
+                # Bounded by numbers of entries and bytes, so that the result does not depend on the load.
                 with _time_limit(FILE_OPERATION_WALL_S):
-                    answer = self._gatherings[operation](header, payload)
-            elif operation in self._owners_operations:
-                # These have no limit but their owner's patience: a `hello` that ended halfway would hold all
-                # answers back for good, its own too.
-                answer = self._owners_operations[operation](header, payload)
+                    answer = self._collector_operations[operation](header, payload)
+            elif operation in self._machine_operations:
+                # No limit but the owner's timeout: a `hello` that ended halfway would hold back all answers
+                # forever, including its own.
+                answer = self._machine_operations[operation](header, payload)
             else:
-                answer = self._running.operations[operation](header, payload)
+                answer = self._runner.operations[operation](header, payload)
         except Fault as fault:
             answer = {"fault": [fault.kind, fault.message]}, b""
         except OSError as error:
@@ -182,31 +182,31 @@ class Server:
             try:
                 self._wire.send({**answer[0], "id": header["id"]}, answer[1])
             except (FrameError, MemoryError):
-                # Names and lines of the agent's making: its owner would take the frame for no answer at all.
+                # The agent's names and lines may exceed a frame, which the owner would reject.
                 self._wire.send({"fault": list(faults.ANSWER_TOO_LARGE), "id": header["id"]})
 
     # File operations
 
     def _read(self, header: Header, payload: bytes) -> Answer:
         if "more" in header:
-            return self._read_together([header["path"], *header["more"]], header["limit_bytes"])
+            return self._read_batch([header["path"], *header["more"]], header["limit_bytes"])
         return {}, self._workspace.read(header["path"], header["limit_bytes"], header.get("offset", 0))
 
-    def _read_together(self, paths: list[str], limit_bytes: int) -> Answer:
-        """Of each file its size, or the fault that stands for it alone; and what they hold, in order.
+    def _read_batch(self, paths: list[str], limit_bytes: int) -> Answer:
+        """The size of each file, or its fault; and the contents, in order.
 
-        Only of so many of them, from the first on, as do not fill the memory. A server that knows one file at
-        a time does not look at `more`, and its answer has no `files`: see Files.read_many.
+        Stops after `BATCH_READ_BYTES`, to bound memory. An older server, which reads one file at a time,
+        ignores `more`, and its answer has no `files`: see Files.read_many.
         """
         rows: list[int | list[str]] = []
         contents: list[bytes] = []
-        room_bytes = TOGETHER_BYTES
+        room_bytes = BATCH_READ_BYTES
         for path in paths:
             try:
                 data = self._workspace.read(path, limit_bytes)
             except Fault as fault:
                 if rows and _is_time_over():
-                    break  # the files before it have used its time up
+                    break  # the files before it have used up the time limit
                 rows.append([fault.kind, fault.message])
                 continue
             except OSError as error:
@@ -239,56 +239,56 @@ class Server:
 
     def _diff(self, header: Header, payload: bytes) -> Answer:
         if header["kill_processes"]:
-            self._running.end_all()
+            self._runner.end_all()
         sizes, name_bytes, data = self._workspace.diff(header["without"])
         return {"sizes": sizes, "name_bytes": name_bytes}, data
 
     def _changed(self, header: Header, payload: bytes) -> Answer:
         tops, names = frozenset(header["skip_tops"]), frozenset(header["skip_names"])
-        return {}, self._gathering.changed(Skipped(tops, names, header["skip_hidden"]))
+        return {}, self._collector.changed(Skipped(tops, names, header["skip_hidden"]))
 
     def _kinds(self, header: Header, payload: bytes) -> Answer:
-        top, rows = self._gathering.kinds()
+        top, rows = self._collector.kinds()
         return {"workspace": top}, rows
 
     def _pack(self, header: Header, payload: bytes) -> Answer:
         paths = [os.fsdecode(path) for path in payload.split(b"\0")[:-1]]
         wanted = (header["below"], header["exclude"], header["limit_bytes"])
-        return {}, self._gathering.pack(paths, *wanted)
+        return {}, self._collector.pack(paths, *wanted)
 
-    # Of the machine as a whole
+    # Operations on the machine as a whole
 
     def _lend(self, header: Header, payload: bytes) -> Answer | None:
-        """The answer carries the descriptor of the sandbox's own disk."""
+        """Answers with the descriptor of the sandbox's own disk."""
         if self._scratch is None:
             raise Fault("argument", "this sandbox has no disk to lend")
         self._wire.lend({"id": header["id"]}, self._scratch)
         return None
 
     def _hold(self, header: Header, payload: bytes) -> None:
-        """After this answer nothing more is sent until `hello`: the machine may be copied."""
+        """Holds back all frames after this answer until `hello`: the machine may be copied."""
         self._wire.send({"id": header["id"]})
         self._wire.hold()
 
     def _hello(self, header: Header, payload: bytes) -> None:
-        """An owner, perhaps a new one, of a machine that was held: answers first, then all that was held."""
+        """Resumes a held machine for an owner, perhaps a new one: sends the answer, then the held frames."""
         self._greet(header)
-        self._wire.answer_first({"id": header["id"], "time_s": time.time()})
+        self._wire.release({"id": header["id"], "time_s": time.time()})
 
     def _listen(self, header: Header, payload: bytes) -> Answer:
         if self._forwarder is None:
             self._forwarder = Forwarder(self._wire, self._poll, header["port"])
         else:
-            # A new owner, who knows of none of the streams that were open.
+            # A new owner, which does not know the open streams.
             self._forwarder.drop_all()
         return {}, b""
 
 
 _NEVER = (float("inf"), float("inf"))
 _deadlines_s = _NEVER
-"""Of the operation that is being done: on this process's clock, and on the wall's."""
+"""Deadlines of the current operation: in processor time and in wall-clock time."""
 _is_alarmed = False
-"""Whether an alarm is being handled."""
+"""Whether the alarm handler runs."""
 
 
 def _is_time_over() -> bool:
@@ -297,15 +297,15 @@ def _is_time_over() -> bool:
 
 
 def _on_alarm(signum: int, frame: FrameType | None) -> None:
-    # The agent may send this signal itself: it only counts when time is really over, and a storm of them must
-    # not call this from within itself until the stack is full.
+    # The agent may send this signal itself: it only counts when the time is over, and many of them must not
+    # recurse into this handler until the stack is full.
     global _is_alarmed
     if _is_alarmed:
         return
     _is_alarmed = True
     try:
         if _is_time_over():
-            signal.setitimer(signal.ITIMER_REAL, 0.0)  # this is said once
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # raised once
             raise Fault(*faults.SLOW_PATTERN)
         if _deadlines_s != _NEVER:
             _set_alarm()
@@ -314,15 +314,15 @@ def _on_alarm(signum: int, frame: FrameType | None) -> None:
 
 
 def _set_alarm() -> None:
-    """For the earliest moment at which time may be over, and again after it."""
+    """Sets the alarm for the earliest moment at which the time may be over, then repeatedly."""
     processor_s, wall_s = _deadlines_s
     remaining_s = min(processor_s - time.process_time(), wall_s - time.monotonic())
-    signal.setitimer(signal.ITIMER_REAL, max(0.0, remaining_s) + 1e-3, AGAIN_S)
+    signal.setitimer(signal.ITIMER_REAL, max(0.0, remaining_s) + 1e-3, ALARM_REPEAT_S)
 
 
 @contextmanager
 def _time_limit(processor_s: float) -> Iterator[None]:
-    """Raises Fault in the block once it has taken too long."""
+    """Raises Fault in the block when its time limit is over."""
     global _deadlines_s
     _deadlines_s = (time.process_time() + processor_s, time.monotonic() + FILE_OPERATION_WALL_S)
     _set_alarm()

@@ -1,4 +1,4 @@
-"""What the server must know of its sandbox, and what every program in it is given."""
+"""Settings of the server inside a sandbox, and the environment of commands."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from etude.sandbox.inside.socket_memory import SocketMemory
 
 @dataclass(frozen=True)
 class Settings:
-    """What the server must know of its sandbox."""
+    """Settings of the server inside a sandbox."""
 
     memory_bytes: int
     cpu_s: int
     path: str
     """PATH of commands."""
     env: dict[str, str] = field(default_factory=dict)
-    """Of the image."""
+    """Environment variables of the image."""
     open_files: int = 1024
-    """Of each process."""
+    """Limit of descriptors of each process."""
     has_groups: bool = False
-    """Whether control groups bound memory: then the watchdog leaves shared memory to them."""
+    """Whether control groups bound memory; then the watchdog ignores shared memory."""
     uid: int | None = None
-    """Whom commands run as, where the server itself is root."""
+    """User of commands, if the server itself is root; None: that of the server."""
     watch_memory: bool = True
-    """Whether the watchdog bounds memory; not needed where the kernel does."""
+    """Whether the watchdog bounds memory; not needed if the kernel does."""
     sockets: SocketMemory | None = None
-    """What counts the buffers of sockets; None where something else bounds them."""
+    """Counter of socket buffers; None if something else bounds them."""
     file_operation_s: float = 2.0
-    """Processor time that one file operation may take; a regular expression can ask for any amount."""
+    """Limit of processor time of one file operation; regular expressions can take any amount."""
 
     def environment(self, home: str, extra: dict[str, str]) -> dict[str, str]:
-        """The environment of a command: ours, the image's over it, the caller's over both."""
+        """The environment of a command: defaults, overridden by the image's, then by `extra`."""
         return {
             "PATH": self.path,
             "HOME": home,
@@ -46,7 +46,7 @@ class Settings:
 
 
 def check_texts(texts: Iterable[str], names: Iterable[str]) -> None:
-    """Raises Fault for what no program can be given. `names`: of environment variables."""
+    """Raises Fault for invalid arguments or environment. `names`: of environment variables."""
     for text in (*texts, *names):
         try:
             text.encode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""The test runner: imports test files afresh, calls their functions and says what happened.
+"""The test runner: imports test files anew, calls their functions and reports the results.
 
 Runs in a fork of the warm interpreter inside a sandbox, and in process for the in-memory backend; both
 read workspace modules as source text through `Source`, so bytecode, `conftest.py`, `sitecustomize`
@@ -6,9 +6,9 @@ and `.pth` files never count. The standard library wins over workspace modules o
 
 Two ways to run the same files: `run_test_files` judges the assertions and reports per test;
 `run_probe_files` runs files in which each assertion was replaced by a call of `__record__`, and
-reports the recorded values for someone outside to judge.
+reports the recorded values, to be judged outside of the sandbox.
 
-Standard library only: this file is copied into interpreters that know nothing of Étude.
+Standard library only: this file is copied into interpreters without Étude.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ SIDE_CHARS = 60
 MAX_TESTS = 1000
 MAX_VALUES = 10_000
 MAX_DEPTH = 50
-"""Of a recorded value: lists within lists, and the like."""
+"""Nesting depth of a recorded value."""
 RECORD = "__record__"
 """The name under which probe files find the recorder."""
 FIRST_ORACLE = -10
-"""What a test computes for itself is recorded under this index and those below it: one digest for each."""
+"""Values that a test computes itself are recorded under this index and lower ones: one digest for each."""
 
 
 class Source(Protocol):
     """Where workspace modules come from."""
 
     def read(self, path: str) -> str | None:
-        """Text of a workspace-relative file; None if there is none."""
+        """Text of a workspace-relative file; None if there is no such file."""
         ...
 
     def is_dir(self, path: str) -> bool: ...
@@ -105,12 +105,12 @@ _code_cache: dict[tuple[str, str, bool], CodeType] = {}
 
 
 def compiled(text: str, path: str, rewrite: bool = False) -> CodeType:
-    """Code of a module; with `rewrite`, assertions tell the two sides of a failed comparison."""
+    """Compiled code of a module; with `rewrite`, failed assertions report both sides of a comparison."""
     key = (path, text, rewrite)
     code = _code_cache.get(key)
     if code is None:
         if "\0" in text:
-            # Which error this is depends on the interpreter's patch version; reports must not.
+            # The error otherwise depends on the interpreter's patch version; reports must not.
             raise SyntaxError("source code string cannot contain null bytes")
         tree = ast.parse(text, path)
         if rewrite:
@@ -211,15 +211,15 @@ def _call(function: Callable[[], object]) -> str | None:
 
 
 class TimeUp(BaseException):
-    """Raised by the in-process runner's alarm: the time for a run is over."""
+    """Raised by the in-process runner's alarm when the time limit of a run is over."""
 
 
 @contextmanager
 def _workspace_imports(source: Source, paths: Sequence[str]) -> Iterator[None]:
-    """Imports from the workspace and from the test files' folders, and forgets them afterwards.
+    """Enables imports from the workspace and from the test files' folders; unloads them at the end.
 
-    Modules outside the standard library that were loaded before are set aside as far as the
-    workspace has something of that name, and come back at the end.
+    Loaded modules outside the standard library are removed if the workspace has an entry of that name, and
+    restored at the end.
     """
     roots = [""]
     for path in paths:
@@ -263,11 +263,11 @@ OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "In": ("not in", lambda left, right: left in right),
     "NotIn": ("in", lambda left, right: left not in right),
 }
-"""Comparison node -> (how a failed one reads, what it computes)."""
+"""Comparison node -> (operator in the message of a failed one, function)."""
 
 
 class _AssertRewriter(ast.NodeTransformer):
-    """`assert a == b` becomes a check that knows both sides, evaluated once and in order."""
+    """Rewrites `assert a == b` to a check of both sides, evaluated once and in order."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         if node.msg is not None:
@@ -321,14 +321,14 @@ def shorten(text: str, limit: int) -> str:
     return text[:head] + "..." + text[len(text) - (limit - 3 - head) :]
 
 
-# Values that cross the wall
+# Values that are sent out of the sandbox
 
 
 def encode_value(value: object) -> Value:
     """Plain data as JSON: [kind, content]. Anything else becomes ["opaque", type name].
 
-    Subclasses count as the plain type that they extend, read with that type's own methods: an
-    overridden `__eq__` does not cross the wall.
+    Subclasses count as the plain type that they extend, read with that type's own methods: an overridden
+    `__eq__` has no effect.
     """
     try:
         return _encode(value, 0)
@@ -365,11 +365,11 @@ def _encode(value: object, depth: int) -> Value:
 
 
 def extend_digest(digest: Value, value: object) -> Value:
-    """The digest, in wire form, of what `digest` tells of and of one more value.
+    """`digest` extended by one more value, in the form of an encoded value.
 
-    It is the same for equal plain data, and opaque once a value is no plain data.
+    It is the same for equal plain data, and opaque once a value is not plain data.
     """
-    from hashlib import blake2b  # few test files need it, and each warm interpreter would pay for it
+    from hashlib import blake2b  # few test files need it, and every warm interpreter would pay for it
 
     try:
         text = repr((digest, _comparable(encode_value(value))))
@@ -380,8 +380,8 @@ def extend_digest(digest: Value, value: object) -> Value:
 
 
 def _comparable(value: Value) -> Value:
-    """A form of an encoded value that is the same for what is equal: 1 and 1.0, sets and dicts in any order.
-    Raises ValueError for what is no plain data."""
+    """Canonical form of an encoded value, the same for equal values: 1 and 1.0, sets and dicts in any order.
+    Raises ValueError if it is not plain data."""
     kind, content = value
     if kind == "opaque":
         raise ValueError

@@ -1,7 +1,7 @@
 """The line to the owner: frames in, frames out, over a socket, a pair of pipes or a virtio-serial port.
 
-Sending never blocks the server: what the owner does not take waits here, and once more than
-`HIGH_WATER_BYTES` wait, the producer of output stops reading it, so that a command that prints
+Sending never blocks the server: frames that the owner does not read yet are queued, and once more than
+`HIGH_WATER_BYTES` are queued, the output of commands is no longer read, so that a command that prints
 gigabytes is slowed down instead of filling memory.
 """
 
@@ -30,15 +30,15 @@ class Wire:
         self.writer = writer
         self._poll = poll
         self._unpacker = Unpacker()
-        # Kept: a new one for each request would be mapped and unmapped by the system, which takes longer than
-        # reading a small file.
+        # Reused: the system would map and unmap a new one for each request, which takes longer than reading a
+        # small file.
         self._arrived = bytearray(_CHUNK)
         self._unsent = bytearray()
         self._held: list[bytes] | None = None
-        self._gathered: list[bytes] | None = None
+        self._batch: list[bytes] | None = None
         self._attached = True
         self.on_drained: Callable[[], None] = lambda: None
-        """Called when the backlog is gone."""
+        """Called when the queue is empty again."""
         poll.register(reader, select.POLLIN)
 
     @property
@@ -47,7 +47,7 @@ class Wire:
         return len(self._unsent) + sum(map(len, self._held or ())) > HIGH_WATER_BYTES
 
     def receive(self) -> list[tuple[Header, bytes]] | None:
-        """The frames that have come; None when the owner has closed its end. Raises FrameError."""
+        """Reads the frames that have arrived; None when the owner has closed its end. Raises FrameError."""
         try:
             count = os.readv(self.reader, [self._arrived])
         except BlockingIOError:
@@ -56,34 +56,34 @@ class Wire:
 
     def send(self, header: Header, payload: bytes | bytearray = b"") -> None:
         """Sends a frame, now or later. Raises FrameError, BrokenPipeError and the like."""
-        if len(payload) > _CHUNK and self._held is None and self._gathered is None:
-            # As it is, in two parts: a frame of its own were a copy of what may be most of the memory.
+        if len(payload) > _CHUNK and self._held is None and self._batch is None:
+            # In two parts: joining them would copy what may be most of the memory.
             self._push(pack_head(header, len(payload)))
             self._push(payload)
             return
         frame = pack(header, payload)
         if self._held is not None:
             self._held.append(frame)
-        elif self._gathered is not None:
-            self._gathered.append(frame)
+        elif self._batch is not None:
+            self._batch.append(frame)
         else:
             self._push(frame)
 
     @contextlib.contextmanager
-    def gathering(self) -> Iterator[None]:
-        """What is sent within goes out together at its end: one call for the answers to many requests."""
-        self._gathered = []
+    def batching(self) -> Iterator[None]:
+        """Sends the frames of the block together at its end: one call for the answers to many requests."""
+        self._batch = []
         try:
             yield
         finally:
-            self._push_gathered()
-            self._gathered = None
+            self._push_batch()
+            self._batch = None
 
     def lend(self, header: Header, descriptor: int) -> None:
-        """Sends a frame with a descriptor attached. The line must be a socket; waits until it is drained."""
+        """Sends a frame with a descriptor attached. The line must be a socket; blocks until it is sent."""
         os.set_blocking(self.writer, True)
         try:
-            self._push_gathered()
+            self._push_batch()
             while self._unsent:
                 self.flush()
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
@@ -93,22 +93,22 @@ class Wire:
             os.set_blocking(self.writer, False)
 
     def hold(self) -> None:
-        """From now on frames are kept back: the machine is about to be copied."""
-        self._push_gathered()
+        """Holds back all frames from now on: the machine is about to be copied."""
+        self._push_batch()
         self._held = []
 
-    def answer_first(self, header: Header) -> None:
-        """Ends `hold`: this frame goes out, then what was kept back."""
+    def release(self, header: Header) -> None:
+        """Ends `hold`: sends this frame, then those that were held back."""
         held, self._held = self._held or [], None
         self.send(header)
-        self._push_gathered()
+        self._push_batch()
         for frame in held:
             self._push(frame)
         if not self._unsent:
             self.on_drained()
 
     def connected(self) -> bool:
-        """Whether an owner is at the other end; listens again if so. For lines that come back."""
+        """Whether an owner is at the other end; if so, resumes reading. For lines that can be reconnected."""
         probe = select.poll()
         probe.register(self.reader, select.POLLIN)
         ready = probe.poll(0)
@@ -121,7 +121,7 @@ class Wire:
         return True
 
     def disconnect(self) -> None:
-        """Listens no longer, and forgets half-read frames: the next connection begins anew."""
+        """Stops reading and drops partial and queued frames: the next connection starts with a new frame."""
         self._attached = False
         self._poll.unregister(self.reader)
         if self._unsent and self.writer != self.reader:
@@ -131,7 +131,7 @@ class Wire:
         self.on_drained()
 
     def flush(self) -> None:
-        """Sends what waits, as far as the owner takes it."""
+        """Sends queued frames, as far as the owner reads them."""
         try:
             del self._unsent[: os.write(self.writer, self._unsent)]
         except BlockingIOError:
@@ -140,10 +140,10 @@ class Wire:
             self._watch_writer(False)
             self.on_drained()
 
-    def _push_gathered(self) -> None:
-        if self._gathered:
-            self._push(b"".join(self._gathered))
-            self._gathered.clear()
+    def _push_batch(self) -> None:
+        if self._batch:
+            self._push(b"".join(self._batch))
+            self._batch.clear()
 
     def _push(self, frame: bytes | bytearray) -> None:
         sent = 0

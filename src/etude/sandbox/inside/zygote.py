@@ -1,20 +1,20 @@
-"""The fork server: a small interpreter that every sandbox of a backend is cloned from.
+"""The fork server: a small interpreter from which every sandbox of a backend is cloned.
 
-It waits on two descriptors: the owner's control socket (one JSON packet a request, descriptors attached)
-and the owner's pidfd. When either ends it exits, and with it, being pid 1 of a pid namespace around all
-sandboxes, everything it ever started. Requests, with the descriptors that come along:
+It waits on two descriptors: the owner's control socket (one JSON packet per request, with descriptors) and
+the owner's pidfd. It exits when either ends; as it is pid 1 of the pid namespace around all sandboxes, all its
+descendants end with it. Requests, with their descriptors on the right:
 
-    clone    id, announces: a first process that waits for its user, then for its plan
-             `announces`: it says so in between, so that the owner learns which process it is
+    clone    id, announces: clones a first process that waits for its user, then for its plan
+             `announces`: it sends `waiting` in between, from which the owner learns its process id
                                                                the sandbox's socket
-    begin    id, plan, limits, env, emulate_root, has_groups, new_template: it becomes a sandbox
+    begin    id, plan, limits, env, emulate_root, has_groups, new_template: makes it a sandbox
                                                                a memfd for a new template
     kill     id
     forget   kind ("templates" or "layers"), name
-    copy     layer: keeps a sandbox's files as a layer         a socket for the answer, the sandbox's disk
+    copy     layer: saves a sandbox's files as a layer         a socket for the answer, the sandbox's disk
     pack     layer, part ("root" or "tmp"): as a tar file      a socket for the answer, the file
     unpack   layer, part                                       a socket for the answer, the file
-    merge    layer, below (uppermost first): makes one of several        a socket for the answer
+    merge    layer, below (uppermost first): merges layers into one      a socket for the answer
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ForkServer:
         self._pids: dict[int, int] = {}
         self._ids: dict[int, int] = {}
         self._lines: dict[int, socket.socket] = {}
-        """To those that wait for their plan."""
+        """Sandbox id -> socket to a first process that waits for its plan."""
         self._workers: dict[int, str] = {}
-        """Process ids of those that work on a layer."""
+        """Process id of a worker -> the layer it works on."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         os.set_blocking(self._wake_reader, False)
@@ -79,14 +79,14 @@ class ForkServer:
             if self._control.fileno() in ready:
                 data, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
                 for descriptor in descriptors:
-                    # The kernel hands them over open for every program that is started later.
+                    # Received descriptors are inheritable by default.
                     os.set_inheritable(descriptor, False)
                 if not data:
                     return
                 try:
                     self._handle(data, descriptors)
                 except Exception:
-                    # All other sandboxes go on; the one that it was about ends with its line.
+                    # Other sandboxes are not affected; the one of this request ends with its line.
                     traceback.print_exc()
 
     def _handle(self, data: bytes, descriptors: list[int]) -> None:
@@ -116,7 +116,7 @@ class ForkServer:
             self._workers.pop(pid, None)
 
     def _forget(self, kind: str, name: str) -> None:
-        """Removes a template or a layer, and ends the processes still at work on it."""
+        """Removes a template or a layer, and kills the workers on it."""
         if kind == "layers":
             for worker in [pid for pid, layer in self._workers.items() if layer == name]:
                 os.kill(worker, signal.SIGKILL)
@@ -156,7 +156,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _begin(self, request: dict[str, Any], data: bytes, descriptors: list[int]) -> None:
-        """Hands the plan on, once its template is there. A process that has ended meanwhile needs none."""
+        """Stores the template if it is new, then forwards the plan, unless the process has ended."""
         try:
             if request["new_template"]:
                 digest = request["plan"]["digest"]
@@ -165,12 +165,12 @@ class ForkServer:
             data = json.dumps({"failure": f"cannot make the sandbox: {error}"}).encode()
         line = self._lines.pop(request["id"], None)
         if line is not None:
-            # A process that cannot be sent its plan ends with this line, which the owner notices.
+            # A process that does not receive its plan ends with this socket, which the owner notices.
             with line, contextlib.suppress(OSError):
                 line.send(data)
 
     def _become_sandbox(self, channel: socket.socket, line: socket.socket, announces: bool) -> NoReturn:
-        """The child's whole life. Never returns into the fork server's loop."""
+        """Main function of the child. Never returns into the fork server's loop."""
         code = 1
         try:
             self._drop_inherited()
@@ -195,7 +195,7 @@ class ForkServer:
             return
         limits = request["limits"]
         plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
-        workspace, processes, disk, sockets, gathering = self._isolation.enter(plan, request, descriptors)
+        workspace, processes, disk, sockets, collector = self._isolation.enter(plan, request, descriptors)
         settings = Settings(
             limits["memory_bytes"],
             limits["cpu_s"],
@@ -206,10 +206,10 @@ class ForkServer:
             sockets=sockets,
         )
         line = channel.detach()
-        Server(line, line, workspace, processes, settings, disk, gathering=gathering).serve()
+        Server(line, line, workspace, processes, settings, disk, collector=collector).serve()
 
     def _drop_inherited(self) -> None:
-        """In a child: drops what belongs to the fork server alone."""
+        """In a child: closes what belongs to the fork server only."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
@@ -219,7 +219,7 @@ class ForkServer:
             os.close(descriptor)
 
     def _start_layer_worker(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        """In a child of its own: a large copy must not hold up the others."""
+        """Handles the request in a child process: a large copy must not delay others."""
         channel = socket.socket(fileno=descriptors[0])
         try:
             pid = os.fork()
@@ -266,7 +266,7 @@ def work_on_layer(request: dict[str, Any], directory: str, descriptor: int) -> N
 
 
 def merge_layers(directory: str, below: Sequence[str]) -> None:
-    """Makes one layer of several, uppermost first, which lie beside it. Raises OSError."""
+    """Merges several layers of the same parent directory, uppermost first, into one. Raises OSError."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     trash = os.path.join(directory, "trash")
     os.makedirs(trash)
@@ -280,7 +280,7 @@ def merge_layers(directory: str, below: Sequence[str]) -> None:
 
 
 def _receive_plan(channel: socket.socket, line: socket.socket) -> dict[str, Any] | None:
-    """What the fork server hands on; None once it or the owner is gone."""
+    """Waits for the plan from the fork server; None if that or the owner has ended."""
     poll = select.poll()
     for waiting in (channel, line):
         poll.register(waiting, select.POLLIN)
@@ -291,11 +291,11 @@ def _receive_plan(channel: socket.socket, line: socket.socket) -> dict[str, Any]
 
 
 def _send_error(channel: socket.socket, error: BaseException) -> None:
-    """Tells the owner why there will be no sandbox. Without a line there is nobody to tell."""
+    """Sends the owner the error that ended this process, if the channel is still open."""
     if channel.fileno() < 0:
         return
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENAMETOOLONG):
-        # An agent's tree that is too deep to be copied.
+        # The agent's tree is too deep to be copied.
         _send(channel, {"fault": list(faults.TOO_DEEP)})
         return
     if isinstance(error, packing.UnpackableError):
@@ -306,7 +306,7 @@ def _send_error(channel: socket.socket, error: BaseException) -> None:
 
 
 def _send(channel: socket.socket, header: dict[str, Any]) -> None:
-    """Answers, if anybody still waits for it."""
+    """Sends a frame; ignores a closed channel."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.sendall(pack(header))
 
@@ -316,7 +316,7 @@ def _tuple(value: Any) -> Any:
 
 
 def store_in_child(directory: str, descriptor: int) -> None:
-    """`store_template` in a child: whatever this process has read lies in the memory of all later sandboxes.
+    """Calls `store_template` in a child: data read by this process would be in the memory of later sandboxes.
 
     Raises OSError.
     """
@@ -359,9 +359,8 @@ def store_template(directory: str, descriptor: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: control socket, owner's pidfd, a base folder or `namespaces`. After that: directory of image
-    layers or "", a view of the host as JSON, then spare ids (`SpareIds`) if each sandbox is to be a user of its
-    own."""
+    """Arguments: control socket, owner's pidfd, a base folder or `namespaces`; for the latter also: directory
+    of image layers or "", view of the host as JSON, and the arguments of `ids.SpareIds` if there are any."""
     control = socket.socket(fileno=int(arguments[0]))
     owner = int(arguments[1])
     for name in WARM_MODULES:
