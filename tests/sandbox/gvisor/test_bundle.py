@@ -114,4 +114,4 @@ def test_of_this_process_finds_a_program_below_its_prefix() -> None:
 
 @pytest.mark.parametrize(("prefix", "apart"), [("/usr", False), ("/usr/local", False), ("/usrx", True)])
 def test_an_interpreter_is_apart_unless_below_usr(prefix: str, apart: bool) -> None:
-    assert Interpreter(f"{prefix}/bin/python3", prefix).is_apart is apart
+    assert Interpreter(f"{prefix}/bin/python3", prefix).is_outside_usr is apart

@@ -70,7 +70,7 @@ FULL = LIMIT + SERVER_BYTES
 def test_within_its_limits_nothing_happens_and_looks_are_rare() -> None:
     bound = MemoryBound(1 << 30)
     for now_s in range(100):
-        assert bound.look(300 << 20, 40 << 20, now_s) == "within"
+        assert bound.check(300 << 20, 40 << 20, now_s) == "within"
         assert bound.pause_s == LONGEST_S
 
 
@@ -78,7 +78,7 @@ def test_the_nearer_the_limit_the_sooner_the_next_look() -> None:
     bound = MemoryBound(LIMIT)
     pauses: list[float] = []
     for programs_bytes in (0, FULL // 2, FULL - (1 << 20)):
-        assert bound.look(programs_bytes, 10 << 20, 0.0) == "within"
+        assert bound.check(programs_bytes, 10 << 20, 0.0) == "within"
         pauses.append(bound.pause_s)
     assert pauses == sorted(pauses, reverse=True)
     assert pauses[-1] == SHORTEST_S
@@ -86,42 +86,42 @@ def test_the_nearer_the_limit_the_sooner_the_next_look() -> None:
 
 def test_programs_over_their_limit_are_ended_and_then_all_is_well() -> None:
     bound = MemoryBound(LIMIT)
-    assert bound.look(FULL + 1, 10 << 20, 0.0) == "over"
-    assert bound.look(FULL + 1, 10 << 20, 0.1) == "waiting"
-    assert bound.look(10 << 20, 10 << 20, 0.2) == "within"
-    assert bound.look(FULL + 1, 10 << 20, 9.0) == "over"
+    assert bound.check(FULL + 1, 10 << 20, 0.0) == "over"
+    assert bound.check(FULL + 1, 10 << 20, 0.1) == "waiting"
+    assert bound.check(10 << 20, 10 << 20, 0.2) == "within"
+    assert bound.check(FULL + 1, 10 << 20, 9.0) == "over"
 
 
 def test_files_over_the_limit_are_hopeless_once_patience_is_over() -> None:
     bound = MemoryBound(LIMIT)
-    assert bound.look(FULL + 1, 10 << 20, 0.0) == "over"
-    assert bound.look(FULL + 1, 10 << 20, PATIENCE_S) == "waiting"
-    assert bound.look(FULL + 1, 10 << 20, PATIENCE_S + 0.1) == "hopeless"
+    assert bound.check(FULL + 1, 10 << 20, 0.0) == "over"
+    assert bound.check(FULL + 1, 10 << 20, PATIENCE_S) == "waiting"
+    assert bound.check(FULL + 1, 10 << 20, PATIENCE_S + 0.1) == "hopeless"
 
 
 def test_what_grows_while_it_is_waited_for_is_ended_again() -> None:
     bound = MemoryBound(LIMIT)
-    assert bound.look(0, FULL + KERNEL_BYTES + 1, 0.0) == "over"
-    assert bound.look(0, FULL + KERNEL_BYTES + STEP_BYTES, 0.1) == "waiting"
-    assert bound.look(0, FULL + KERNEL_BYTES + STEP_BYTES + 2, 0.2) == "over"
+    assert bound.check(0, FULL + KERNEL_BYTES + 1, 0.0) == "over"
+    assert bound.check(0, FULL + KERNEL_BYTES + STEP_BYTES, 0.1) == "waiting"
+    assert bound.check(0, FULL + KERNEL_BYTES + STEP_BYTES + 2, 0.2) == "over"
 
 
 def test_a_kernel_that_gives_memory_back_late_is_tolerated_but_may_not_grow() -> None:
     bound = MemoryBound(LIMIT)
     late = FULL + KERNEL_BYTES + (8 << 20)
-    assert bound.look(0, late, 0.0) == "over"
-    assert bound.look(0, late, PATIENCE_S + 0.1) == "within"
-    assert bound.look(0, late + STEP_BYTES, 60.0) == "within"
-    assert bound.look(0, late + 3 * STEP_BYTES, 61.0) == "over"
+    assert bound.check(0, late, 0.0) == "over"
+    assert bound.check(0, late, PATIENCE_S + 0.1) == "within"
+    assert bound.check(0, late + STEP_BYTES, 60.0) == "within"
+    assert bound.check(0, late + 3 * STEP_BYTES, 61.0) == "over"
     # What it has given back meanwhile is not its own any longer.
-    assert bound.look(0, 20 << 20, 120.0) == "within"
-    assert bound.look(0, late, 121.0) == "over"
+    assert bound.check(0, 20 << 20, 120.0) == "within"
+    assert bound.check(0, late, 121.0) == "over"
 
 
 def test_a_kernel_beyond_all_bounds_is_hopeless() -> None:
     bound = MemoryBound(LIMIT)
-    assert bound.look(0, LIMIT + OVERHEAD_BYTES + 1, 0.0) == "over"
-    assert bound.look(0, LIMIT + OVERHEAD_BYTES + 1, PATIENCE_S + 0.1) == "hopeless"
+    assert bound.check(0, LIMIT + OVERHEAD_BYTES + 1, 0.0) == "over"
+    assert bound.check(0, LIMIT + OVERHEAD_BYTES + 1, PATIENCE_S + 0.1) == "hopeless"
 
 
 _BYTES = st.integers(0, 1 << 31)
@@ -133,7 +133,7 @@ def test_nothing_stays_beyond_the_last_bound(rows: list[tuple[int, int, float]])
     now_s, since_s = 0.0, None
     for programs_bytes, kernel_bytes, pause_s in rows:
         now_s += pause_s
-        verdict = bound.look(programs_bytes, kernel_bytes, now_s)
+        verdict = bound.check(programs_bytes, kernel_bytes, now_s)
         assert SHORTEST_S <= bound.pause_s <= LONGEST_S
         if programs_bytes + kernel_bytes <= LIMIT + OVERHEAD_BYTES and programs_bytes <= FULL:
             since_s = None

@@ -144,7 +144,7 @@ def test_torn_templates_are_not_whole(tmp_path: Path) -> None:
     key.mkdir()
     for name in (templates.RAM, templates.DISK, templates.DEVICES):
         (key / name).write_bytes(name.encode() * 100)
-    templates._finish(key, key.name)
+    templates._write_manifest(key, key.name)
     assert templates._is_whole(key)
     for name, damage in itertools.product((templates.RAM, templates.DISK), (b"", b"x" * 100)):
         saved = (key / name).read_bytes()
@@ -160,7 +160,7 @@ def made_template(directory: Path, key: str, state: bytes) -> Path:
     directory.mkdir()
     for name in (templates.RAM, templates.DISK, templates.DEVICES):
         (directory / name).write_bytes(state)
-    templates._finish(directory, key)
+    templates._write_manifest(directory, key)
     return directory
 
 

@@ -1,9 +1,9 @@
 """The `gvisor` backend: each sandbox on a gVisor kernel of its own (runsc, systrap), as root or a plain user.
 
-The program inside is the container's first process and speaks over its standard input and output; `runsc
-exec` is never used, because what it starts does not survive a restore. A checkpoint leaves the sandbox
-running; between `hold` and `hello` it says nothing, so that a copy begins with a line of its own. Copies
-get entropy and the clock from the host, and a hostname and machine id of their own.
+The program inside is the container's first process and communicates over standard input and output; `runsc
+exec` is never used, because its processes do not survive a restore. A checkpoint leaves the sandbox running;
+between `hold` and `hello` it sends nothing, so that the stream of a copy starts cleanly. Copies get entropy
+and the clock from the host, and a hostname and machine id of their own.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from etude.sandbox.types import Capabilities, SnapshotKind
 
 
 class GvisorBackend(MachineBackend):
-    """Sandboxes under gVisor; checkpoint, restore and fork with memory and processes."""
+    """Sandboxes under gVisor, with checkpoint, restore and fork of memory and processes."""
 
     name = "gvisor"
     start_s = 60.0
-    """Deadline of a start, and of each answer of the program inside while it begins."""
+    """Deadline of a start, and of each answer of the program inside during it."""
     checkpoint_s = 120.0
     restore_s = 120.0
 
@@ -73,8 +73,8 @@ class GvisorBackend(MachineBackend):
         container = self._containers.get(sandbox.id)
         if container is None:
             return None
-        if container.ending:
-            return container.ending
+        if container.end_reason:
+            return container.end_reason
         return "the agent's processes used up the sandbox's memory" if container.num_oom_kills else None
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
@@ -101,7 +101,7 @@ class GvisorBackend(MachineBackend):
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
         image = [snapshot.file(name) for name in IMAGE_FILES]
         container = await self._new_container(sandbox)
-        # What the source was asked before the checkpoint is answered here too, to nobody.
+        # Answers to requests from before the checkpoint arrive here as well, and are ignored.
         first_id = snapshot.extra.get("next_id", READY + 1)
         async with self._beginning(sandbox, container, "wake", image, first_id) as channel:
             await _greet(channel, sandbox, self.restore_s)
@@ -111,7 +111,7 @@ class GvisorBackend(MachineBackend):
     async def _beginning(
         self, sandbox: MachineSandbox, container: Container, what: str, image: list[Path], first_id: int
     ) -> AsyncIterator[Channel]:
-        """Starts a container and watches it from the end of the block on; `stop` frees what has failed."""
+        """Starts a container, and watches it after the block; after a failure `stop` frees it."""
         channel = None
         try:
             channel = await container.start(sandbox.spec.resources, sandbox.id, image, first_id)
@@ -119,7 +119,7 @@ class GvisorBackend(MachineBackend):
         except SandboxError as error:
             if channel is not None:
                 channel.close("the start failed")
-            raise await _explained(error, container, what) from error
+            raise await _with_log(error, container, what) from error
         except BaseException:
             if channel is not None:
                 channel.close("the start was given up")
@@ -160,12 +160,12 @@ class GvisorBackend(MachineBackend):
                 await asyncio.to_thread(self._groups.close)
 
     async def _prepare(self) -> tuple[Path, Runsc]:
-        """Finds runsc and makes what all containers share, once. Raises ResourceError."""
+        """Finds runsc and creates what all containers share, once. Raises ResourceError."""
         if self._preparing is None or (self._preparing.done() and self._work is None):
             self._preparing = asyncio.ensure_future(asyncio.to_thread(self._make_work))
-        # Shielded: a caller who gives up must not leave a directory that nobody knows.
+        # Shielded: a cancelled caller must not leave an unknown directory.
         runsc = await asyncio.shield(self._preparing)
-        assert self._work is not None, "made by what was waited for"
+        assert self._work is not None, "set by _make_work, which has ended"
         return self._work.path, runsc
 
     def _make_work(self) -> Runsc:
@@ -190,12 +190,12 @@ class GvisorBackend(MachineBackend):
 
 
 async def _greet(channel: Channel, sandbox: MachineSandbox, deadline_s: float) -> None:
-    """Gives the guest its identity and fresh entropy; after a hold, lets it speak again."""
+    """Sends the guest its identity and fresh entropy; ends a hold."""
     await channel.request(greeting(sandbox.id), b"", deadline_s)
 
 
-async def _explained(error: SandboxError, container: Container, what: str) -> SandboxError:
-    log = " ".join((await container.last_words()).replace("\0", "").split())
+async def _with_log(error: SandboxError, container: Container, what: str) -> SandboxError:
+    log = " ".join((await container.last_output()).replace("\0", "").split())
     if isinstance(error, (SnapshotError, SandboxLostError)) or not log:
         return error
     return SandboxError(

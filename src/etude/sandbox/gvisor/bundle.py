@@ -1,8 +1,8 @@
-"""What a container is made of: its configuration in OCI's format, and the root file system that all share.
+"""The bundle of a container: its configuration in OCI's format, and the root file system shared by all.
 
-Inside, the server is root without most of root's rights, and every command of the agent is the user 1000
-without any: it cannot signal or look into the server, nor touch the copy of the template that diffs are
-taken against. The host's programs are read-only; what may be written lies in memory, bounded in size.
+Inside, the server is root without most capabilities, and every command of the agent runs as user 1000 without
+any: it cannot signal or inspect the server, nor change the copy of the template that is the base of diffs.
+The host's programs are read-only; writable directories are in memory, with a size limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.sandbox.types import Resources
 
 SHARED_MEMORY_BYTES = 16 << 20
 PROGRAM, BASE = "/opt/etude", "/var/lib/etude/base"
-_RIGHTS = (
+_CAPABILITIES = (
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
     "CAP_FOWNER",
@@ -34,29 +34,29 @@ _RIGHTS = (
     "CAP_SETUID",
     "CAP_SYS_ADMIN",
 )
-"""Of the server, in gVisor's kernel only. SYS_ADMIN: to set the hostname of a copy."""
+"""Capabilities of the server, in gVisor's kernel only. SYS_ADMIN: to set the hostname of a copy."""
 _SERVER_FILES = 1024
-"""What the server may open beyond the limit of each command."""
+"""Descriptors of the server beyond the limit of each command."""
 _NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
 _MOUNT_POINTS = ("proc", "dev", "tmp", "workspace", "etc", BASE.lstrip("/"))
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python that runs the server inside; agents have it too."""
+    """The Python that runs the server inside; it is available to commands as well."""
 
     program: str
     prefix: str
-    """Its installation."""
+    """Directory of its installation."""
 
     @classmethod
     def of_this_process(cls) -> Interpreter:
-        """The one that runs now, without the virtual environment around it."""
+        """The interpreter of this process, without its virtual environment."""
         return cls(os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix))
 
     @property
-    def is_apart(self) -> bool:
-        """Whether it lies outside of the host's program directories."""
+    def is_outside_usr(self) -> bool:
+        """Whether it is outside of `/usr`, so that it needs a mount of its own."""
         return not f"{self.prefix}/".startswith("/usr/")
 
     @property
@@ -78,7 +78,7 @@ def configuration(interpreter: Interpreter, resources: Resources, hostname: str)
             "cwd": "/",
             "args": [interpreter.program, "-I", "-S", "-B", PROGRAM, *arguments, "--filter"],
             "env": ["PATH=/usr/bin:/bin", "LANG=C.UTF-8", "PYTHONHASHSEED=0"],
-            "capabilities": {kind: list(_RIGHTS) for kind in ("bounding", "effective", "permitted")},
+            "capabilities": {kind: list(_CAPABILITIES) for kind in ("bounding", "effective", "permitted")},
             "noNewPrivileges": True,
             "rlimits": _limits(resources),
         },
@@ -103,29 +103,29 @@ def _mounts(interpreter: Interpreter, resources: Resources) -> list[dict[str, ob
     mounts: list[dict[str, object]] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/dev", "type": "tmpfs", "source": "dev", "options": ["nosuid", "mode=755"]},
-        _memory("/dev/shm", "1777", shared_bytes),
-        _memory("/tmp", "1777", resources.disk_bytes),
-        _memory("/workspace", "755", resources.disk_bytes),
+        _tmpfs("/dev/shm", "1777", shared_bytes),
+        _tmpfs("/tmp", "1777", resources.disk_bytes),
+        _tmpfs("/workspace", "755", resources.disk_bytes),
     ]
-    shown = [Path("/", name) for name in (*HOST_DIRECTORIES, *ETC_DIRECTORIES)]
-    mounts += [_shown(str(path), str(path)) for path in shown if path.is_dir() and not path.is_symlink()]
-    if interpreter.is_apart:
-        mounts.append(_shown(interpreter.prefix, PREFIX))
+    folders = [Path("/", name) for name in (*HOST_DIRECTORIES, *ETC_DIRECTORIES)]
+    mounts += [_bind(str(path), str(path)) for path in folders if path.is_dir() and not path.is_symlink()]
+    if interpreter.is_outside_usr:
+        mounts.append(_bind(interpreter.prefix, PREFIX))
     return mounts
 
 
-def _memory(path: str, mode: str, size_bytes: int) -> dict[str, object]:
+def _tmpfs(path: str, mode: str, size_bytes: int) -> dict[str, object]:
     options = ["nosuid", "nodev", f"mode={mode}", f"size={size_bytes}"]
     return {"destination": path, "type": "tmpfs", "source": "memory", "options": options}
 
 
-def _shown(path: str, source: str) -> dict[str, object]:
+def _bind(path: str, source: str) -> dict[str, object]:
     options = ["rbind", "ro", "nosuid", "nodev"]
     return {"destination": path, "type": "bind", "source": source, "options": options}
 
 
 def build_rootfs(root: Path, interpreter: Interpreter) -> None:
-    """Makes the lowest layer of every container's root: mount points, `/etc` and the program inside."""
+    """Creates the lowest layer of every container's root: mount points, `/etc` and the program inside."""
     root.mkdir(mode=0o755)
     for name in _MOUNT_POINTS:
         (root / name).mkdir(parents=True)
@@ -135,7 +135,7 @@ def build_rootfs(root: Path, interpreter: Interpreter) -> None:
             (root / name).symlink_to(source.readlink())
         elif source.is_dir():
             (root / name).mkdir()
-    if interpreter.is_apart:
+    if interpreter.is_outside_usr:
         (root / interpreter.prefix.lstrip("/")).mkdir(parents=True)
     for name, text in ETC.items():
         (root / "etc" / name).write_text(text, encoding="utf-8")
@@ -153,7 +153,7 @@ def build_rootfs(root: Path, interpreter: Interpreter) -> None:
 
 
 def _install_program(directory: Path) -> None:
-    """Unpacked and compiled: the server starts in less than half of the time that it takes from a zip."""
+    """Installs the program unpacked and compiled: it starts more than twice as fast as from a zip."""
     with zipfile.ZipFile(io.BytesIO(guest_program())) as archive:
         archive.extractall(directory)
     compileall.compile_dir(

@@ -1,7 +1,7 @@
-"""runsc's command line: where it is, which version, what keeps it from working, and the words of each call.
+"""runsc: finding it, checking its version, diagnosing problems, and running its commands.
 
-Every call runs below a guard, in a user namespace. A sandbox's processes are never
-ended by runsc: its guard kills them all, and its directory holds all that runsc would remember of it.
+Every command runs below a guard, in a user namespace. A sandbox's processes are never ended by runsc: its
+guard kills them all, and its directory contains all of runsc's state.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from etude.sandbox.inside.guard import BIND_ROOT
 from etude.sandbox.local import doctor
 
 OLDEST = 20240729
-"""The oldest release that was tried. systrap is older; checkpoints that leave the container running are not
-much."""
+"""The oldest release that was tested. systrap is older; checkpoints that leave the container running are only
+slightly older."""
 INSTALL = (
     "install a newer runsc: apt-get install -t bookworm-backports runsc, or a release from gvisor.dev, "
     "and put it on the PATH"
@@ -32,7 +32,7 @@ INSTALL = (
 WORK, ROOTFS, IMAGE, PREFIX, RUNSC = (
     f"{BIND_ROOT}/{name}" for name in ("work", "rootfs", "image", "prefix", "runsc")
 )
-"""One sandbox's directory, the root file system that all share, a checkpoint, the interpreter, runsc."""
+"""Paths inside the guard: the sandbox's directory, the shared root, a checkpoint, the interpreter, runsc."""
 _SYSCTL = Path("/proc/sys")
 _VERSION_S = 30.0
 _VERSION = re.compile(r"^runsc version (\S*?(\d{8})\S*)$", re.MULTILINE)
@@ -42,13 +42,13 @@ _FLAGS = (
     "--network=none",
     "--ignore-cgroups",
     "--overlay2=root:memory",
-    # What is mounted from the host is read-only and expected to stay as it is: its metadata may be kept.
+    # Mounts from the host are read-only and expected not to change: metadata may be cached.
     "--file-access-mounts=exclusive",
 )
 
 
 def parse_version(text: str) -> tuple[str, int] | None:
-    """(version, release date as yyyymmdd) of what `runsc --version` prints; None if it says neither."""
+    """Parses `runsc --version`: (version, release date as yyyymmdd); None if it is something else."""
     found = _VERSION.search(text)
     return (found[1], int(found[2])) if found else None
 
@@ -62,7 +62,7 @@ class Runsc:
 
     @classmethod
     def find(cls, program: str = "runsc") -> Runsc:
-        """The one on the PATH. Blocks for a few hundredths of a second. Raises ResourceError."""
+        """Finds runsc on the PATH. Blocks for a few hundredths of a second. Raises ResourceError."""
         path = shutil.which(program)
         if path is None:
             raise _error("there is no runsc", program)
@@ -86,15 +86,15 @@ class Runsc:
         control: Sequence[Path] = (),
         line: int | None = None,
     ) -> GuardedProcess:
-        """Starts runsc with some words. `binds`: host paths by where runsc finds them; `line`: descriptor of
-        the container's standard input and output; `control`: `cgroup.procs` files to enter.
+        """Starts runsc with arguments. `binds`: path inside -> path of the host; `line`: descriptor of the
+        container's standard input and output; `control`: `cgroup.procs` files to enter.
         """
         bound = {RUNSC: Path(self.program), **binds}
         command = [RUNSC, *_FLAGS, *words]
         return await GuardedProcess.spawn(command, stdin=line, stdout=line, control=control, binds=bound)
 
     async def call(self, words: Sequence[str], binds: dict[str, Path], deadline_s: float) -> None:
-        """Runs runsc to its end. Raises SandboxError with what it printed if it fails or takes too long."""
+        """Runs runsc until it ends. Raises SandboxError with its output if it fails or takes too long."""
         process = await self.spawn(words, binds)
         try:
             async with asyncio.timeout(deadline_s):
@@ -112,7 +112,7 @@ class Runsc:
 
 
 def find_problems(program: str = "runsc", sysctl: Path = _SYSCTL) -> list[str]:
-    """One line for each obstacle: what is wrong, then the command that corrects it."""
+    """One line for each problem: what is wrong, then the command that corrects it."""
     if sys.platform != "linux":
         return ["gVisor needs Linux: use the unisolated backend for code that you trust"]
     problems = doctor.find_problems(sysctl)

@@ -4,9 +4,9 @@ Without control groups it is not counted. With those of version 1, exceeding the
 an error: the kernel only becomes sparing with each.
 
 There are two estimates, as for the memory of processes. The quick one multiplies the number of sockets of
-this network namespace by the maximum of one; it reads one line of /proc. The exact one asks the kernel for each
-socket's buffers (`sock_diag(7)`). A socket that the kernel counts but does not list (closed before its peer,
-or disconnected) counts as full. So neither underestimates.
+this network namespace by the maximum of one; it reads one line of /proc. The exact one asks the kernel for
+each socket's buffers (`sock_diag(7)`). A socket that the kernel counts but does not list (closed before its
+peer, or disconnected) counts as full. So neither underestimates.
 
 The bounds for one socket hold because buffers do not grow beyond the limit set at the start (`limit_buffers`;
 the system-call filter ignores larger requests), and no protocols but TCP and UDP are allowed.

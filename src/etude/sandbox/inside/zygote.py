@@ -1,8 +1,8 @@
 """The fork server: a small interpreter from which every sandbox of a backend is cloned.
 
 It waits on two descriptors: the owner's control socket (one JSON packet per request, with descriptors) and
-the owner's pidfd. It exits when either ends; as it is pid 1 of the pid namespace around all sandboxes, all its
-descendants end with it. Requests, with their descriptors on the right:
+the owner's pidfd. It exits when either ends; as it is pid 1 of the pid namespace around all sandboxes, all
+its descendants end with it. Requests, with their descriptors on the right:
 
     clone    id, announces: clones a first process that waits for its user, then for its plan
              `announces`: it sends `waiting` in between, from which the owner learns its process id

@@ -1,1 +1,1 @@
-"""Sandboxes that are virtual machines: QEMU, with KVM where guests boot under it."""
+"""Sandboxes as virtual machines: QEMU, with KVM where guests boot under it."""

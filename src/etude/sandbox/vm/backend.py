@@ -1,7 +1,7 @@
-"""Sandboxes that are virtual machines: QEMU with KVM where guests boot under it, with emulation elsewhere.
+"""Sandboxes as virtual machines: QEMU with KVM where guests boot under it, else with emulation.
 
-A new sandbox is a copy of a warmed guest (`templates.py`), so it starts without booting. Sleep, snapshots,
-forks and moves keep memory, processes and disk (`state.py`).
+A new sandbox is a copy of a warmed guest (`templates.py`), so it starts without booting. Pausing, snapshots,
+forks and migration preserve memory, processes and disk (`state.py`).
 
     <state>/images/vm/      guest images              <state>/vm-templates/   warmed guests
     <state>/snapshots/      durable snapshots         <state>/vm/<owner>/     running machines
@@ -36,8 +36,8 @@ INSTALL_S = 120.0
 Step = Callable[[str], Awaitable[None]]
 
 
-async def _no_step(name: str) -> None:
-    """Nothing watches."""
+async def _ignore_step(name: str) -> None:
+    """The default of `on_step`: does nothing."""
 
 
 class VmBackend(MachineBackend):
@@ -49,10 +49,10 @@ class VmBackend(MachineBackend):
         self,
         state: Path | None = None,
         accelerator: str | None = None,
-        on_step: Step = _no_step,
+        on_step: Step = _ignore_step,
     ) -> None:
-        """`accelerator`: `kvm` or `tcg`; None: found out. `on_step` is awaited at each step of saving and
-        restoring, with its name.
+        """`accelerator`: `kvm` or `tcg`; None: detected. `on_step` is awaited at each step of saving and
+        restoring, with the step's name.
         """
         super().__init__(state)
         if accelerator not in (None, "kvm", "tcg"):
@@ -63,7 +63,7 @@ class VmBackend(MachineBackend):
         self._step = on_step
         self._templates = WarmTemplates(self.state)
         self._machines: dict[str, Machine] = {}
-        self._sleepy: set[str] = set()
+        self._falling_asleep: set[str] = set()
         self._image: VmImage | None = None
         self._work: ScratchDirectory | None = None
         self._preparing = asyncio.Lock()
@@ -83,7 +83,7 @@ class VmBackend(MachineBackend):
         )
 
     def host_failure(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.host_failure. A guest whose kernel gives up ends QEMU without a signal."""
+        """See MachineBackend.host_failure. A guest whose kernel panics ends QEMU without a signal."""
         machine = self._machines.get(sandbox.id)
         return "QEMU was killed" if machine is not None and machine.qemu.was_killed else None
 
@@ -105,11 +105,11 @@ class VmBackend(MachineBackend):
         hardware = Hardware.for_resources(sandbox.spec.resources, accelerator)
         source = await self._templates.get(image, sandbox.spec.resources, hardware)
         machine = await self._start(sandbox, hardware, image, source)
-        channel = Channel(machine.qemu.take_line(), sandbox.id)
+        channel = Channel(machine.qemu.detach_line(), sandbox.id)
         try:
-            # Without waiting for the greeting in between: both requests are answered in order.
+            # Sent without waiting for the greeting: both requests are answered in order.
             await asyncio.gather(
-                machine.wake(channel), install_template(channel, sandbox.spec.template, INSTALL_S)
+                machine.resume(channel), install_template(channel, sandbox.spec.template, INSTALL_S)
             )
         except BaseException as error:
             channel.close(f"the sandbox did not start: {error}")
@@ -151,18 +151,18 @@ class VmBackend(MachineBackend):
         return await self._continue(sandbox, machine, int(snapshot.extra["next_id"]))
 
     async def fall_asleep(self, sandbox: MachineSandbox, mode: SnapshotKind, temporary: bool = False) -> None:
-        """The guest stands still from the copy on: nothing happens that is then lost."""
-        self._sleepy.add(sandbox.id)
+        """As MachineBackend.fall_asleep; the guest stays stopped after the copy, which loses no changes."""
+        self._falling_asleep.add(sandbox.id)
         try:
             await super().fall_asleep(sandbox, mode, temporary)
         except BaseException:
-            self._sleepy.discard(sandbox.id)
-            await asyncio.shield(self._wake_again(sandbox))
+            self._falling_asleep.discard(sandbox.id)
+            await asyncio.shield(self._resume_guest(sandbox))
             raise
-        self._sleepy.discard(sandbox.id)
+        self._falling_asleep.discard(sandbox.id)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork. One copy of the memory serves all; each writes its own changes elsewhere."""
+        """See Sandbox.fork. The forks share one copy of the memory; each stores its own changes apart."""
         directory = self._directory(f"fork-{secrets.token_hex(6)}")
         directory.mkdir(mode=0o700)
         extra: dict[str, object] = {}
@@ -179,10 +179,10 @@ class VmBackend(MachineBackend):
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, True)
 
-    # Inner workings
+    # Internals
 
     async def _prepare(self) -> tuple[VmImage, str]:
-        """Image and accelerator, found out once. Raises TemplateError, ResourceError."""
+        """Image and accelerator, detected once. Raises TemplateError, ResourceError."""
         async with self._preparing:
             if self._image is None or self._accelerator is None:
                 self.version = await asyncio.to_thread(qemu_version)
@@ -208,7 +208,7 @@ class VmBackend(MachineBackend):
     def _machine(self, sandbox: MachineSandbox) -> Machine:
         machine = self._machines.get(sandbox.id)
         if machine is None or sandbox.state != "running":
-            # The channel knows best why there is nothing to talk to.
+            # Raises the channel's error, which has the reason, if there is one.
             _ = sandbox.channel
             raise SandboxError("the sandbox has no machine", field="sandbox", received=sandbox.id)
         return machine
@@ -228,11 +228,11 @@ class VmBackend(MachineBackend):
         return machine
 
     async def _continue(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
-        """Lets a held machine go on where its state was taken. Ids begin behind those it may answer yet."""
+        """Resumes a machine from a saved state. Ids start above those that it may still answer."""
         await self._step("restore: standing")
-        channel = Channel(machine.qemu.take_line(), sandbox.id, next_id)
+        channel = Channel(machine.qemu.detach_line(), sandbox.id, next_id)
         try:
-            await machine.wake(channel)
+            await machine.resume(channel)
         except BaseException as error:
             channel.close(f"the sandbox did not wake: {error}")
             raise
@@ -247,7 +247,7 @@ class VmBackend(MachineBackend):
     async def _write(
         self, sandbox: MachineSandbox, machine: Machine, directory: Path, extra: dict[str, object]
     ) -> None:
-        """Writes the state of a running machine, which goes on, unless it is being put to sleep."""
+        """Writes the state of a running machine, and resumes it unless it is falling asleep."""
         async with sandbox.held() as channel:
             try:
                 await self._step("save: held")
@@ -257,20 +257,20 @@ class VmBackend(MachineBackend):
                 await self._step("save: written")
             except BaseException:
                 with contextlib.suppress(SandboxError):
-                    # What went wrong first is what the caller must hear.
-                    await asyncio.shield(machine.wake(channel))
+                    # The first error is the one to raise.
+                    await asyncio.shield(machine.resume(channel))
                 raise
             extra["next_id"] = channel.next_id()
             extra["image"] = machine.image.digest
             extra["hardware"] = asdict(machine.hardware)
-            if sandbox.id not in self._sleepy:
-                await asyncio.shield(machine.wake(channel))
+            if sandbox.id not in self._falling_asleep:
+                await asyncio.shield(machine.resume(channel))
 
-    async def _wake_again(self, sandbox: MachineSandbox) -> None:
-        """A sandbox that could not go to sleep goes on, if its guest had been stopped."""
+    async def _resume_guest(self, sandbox: MachineSandbox) -> None:
+        """Resumes a sandbox that failed to fall asleep, if its guest was stopped."""
         machine = self._machines.get(sandbox.id)
         if machine is None or sandbox.state != "running" or machine.qemu.qmp.closed:
             return
         status = await machine.qemu.execute("query-status")
         if not status["running"]:
-            await machine.wake(sandbox.channel)
+            await machine.resume(sandbox.channel)

@@ -1,15 +1,15 @@
-"""How a guest comes up: the first program of its initramfs, and what a particular machine adds to it.
+"""The boot of a guest: the init script of its initramfs, and the archive that a particular machine adds.
 
     image's initramfs       /init, busybox, the kernel modules for the machine's devices
     the machine's own one   /etude/guest.pyz, /etude/settings (arguments and limits)
 
-The root is the image, read-only. The machine's own disk is formatted at the first start and holds the
-workspace; `/tmp`, `/run` and `/dev/shm` are memory. Then our program becomes process 1: when it ends, the
-kernel panics and QEMU with it.
+The root is the image, read-only. The machine's own disk is formatted at the first start and contains the
+workspace; `/tmp`, `/run` and `/dev/shm` are in memory. Then our program becomes process 1: when it ends, the
+kernel panics, which ends QEMU.
 
-The guest's kernel never picks process 1 when memory is used up, but it panics when no other process is left
-to end. So whatever outlives the agent's processes (files in memory, segments, messages, semaphores) is
-bounded: all of it together leaves room for our program.
+When memory is used up the guest's kernel never kills process 1, but it panics when no other process is left
+to kill. So all memory that outlives the agent's processes (files in memory, segments, messages, semaphores)
+is bounded: the sum leaves room for our program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Entry = tuple[str, int, bytes]
 
 
 def pack_cpio(entries: Iterable[Entry]) -> bytes:
-    """One archive; directories must come before what lies in them."""
+    """A cpio archive; directories must come before their entries."""
     archive = bytearray()
     for number, (name, mode, data) in enumerate(entries, 1):
         archive += _record(number, name, mode, data)
@@ -49,23 +49,23 @@ def _record(number: int, name: str, mode: int, data: bytes) -> bytes:
 
 
 UID = 1000
-"""Whom the agent's processes run as."""
+"""User of the agent's processes."""
 _SERVER_FILES = 4096
-"""Descriptors of our program: each connection to the outside takes one."""
+"""Descriptors of our program: each forwarded connection takes one."""
 MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "virtio_rng", "erofs")
-"""Kernel modules that a guest needs, beside those that they need."""
+"""Kernel modules that a guest needs, without their dependencies."""
 _ROOM_BYTES = 35 << 20
-"""Of the guest's memory, beyond what its kernel has for itself: for our program and a few small others."""
+"""Memory for our program and a few small others, besides that of the guest's kernel."""
 _FLOOR_BYTES = 12 << 20
-"""The agent's processes end when less is available: below, the kernel throws out programs in use."""
+"""The agent's processes are killed when less is available: below, the kernel evicts programs in use."""
 _FILE_BYTES = 1 << 10
-"""Of the kernel's memory for each file in memory, however small."""
+"""Kernel memory of each file in memory, however small."""
 _SEMAPHORE_BYTES, _QUEUE_BYTES, _PAGE_BYTES = 128, 16384, 4096
 _FEWEST_FILES = 1024
 _POSIX_QUEUES = 64
-"""Their bytes are bounded for each user by RLIMIT_MSGQUEUE: 800 KiB."""
+"""Number of queues; their bytes are bounded per user by RLIMIT_MSGQUEUE: 800 KiB."""
 DIRECTORIES = ("workspace", "srv", "dev", "proc", "sys", "run", "tmp")
-"""Which must be there in the image."""
+"""Directories that must exist in the image."""
 _INIT = r"""#!/bin/busybox sh
 b=/bin/busybox
 $b mount -t proc proc /proc
@@ -105,12 +105,12 @@ exec $b switch_root $r /usr/bin/python3 -I -S -B "$@"
 
 
 def init_script(modules: list[str]) -> str:
-    """`/init`; `modules` in the order in which they load."""
+    """The script `/init`; `modules` in loading order."""
     return _INIT.replace("@MODULES@", " ".join(modules))
 
 
 def _lasting_bounds(room_bytes: int) -> list[str]:
-    """Lines that bound what may outlive the agent's processes: all of it together fits into so much."""
+    """Script lines that bound the memory that may outlive the agent's processes to `room_bytes` in all."""
     sysctl = {
         "kernel/shmall": room_bytes // 8 // _PAGE_BYTES,
         "kernel/shmmax": room_bytes // 8,
@@ -118,7 +118,7 @@ def _lasting_bounds(room_bytes: int) -> list[str]:
         "kernel/msgmax": _QUEUE_BYTES // 2,
         "kernel/msgmnb": _QUEUE_BYTES,
         "kernel/msgmni": max(1, room_bytes // 32 // _QUEUE_BYTES),
-        # In a set; in all sets; operations in one call; sets.
+        # Semaphores in a set; in all sets; operations in one call; sets.
         "kernel/sem": f"250 {room_bytes // 64 // _SEMAPHORE_BYTES} 100 {_FEWEST_FILES}",
         "fs/mqueue/queues_max": _POSIX_QUEUES,
     }
@@ -130,7 +130,7 @@ def _lasting_bounds(room_bytes: int) -> list[str]:
 
 
 def machine_archive(resources: Resources) -> bytes:
-    """The part of the initramfs that depends on Étude and on the sandbox's limits, not on the image."""
+    """The part of the initramfs that depends on Étude and the sandbox's limits, not on the image."""
     arguments = guest_arguments(resources, uid=UID, base="/srv/base", floor_bytes=_FLOOR_BYTES)
     room_bytes = max(resources.memory_bytes - _ROOM_BYTES, resources.memory_bytes // 4)
     settings = "\n".join(
@@ -162,7 +162,7 @@ def _remount(path: str, size_bytes: int, files: int) -> str:
 
 
 def kernel_arguments(accelerator: str) -> str:
-    """The kernel's command line. An emulated processor speculates nothing: no mitigations are needed."""
+    """The kernel's command line. An emulated processor does not speculate, so it needs no mitigations."""
     words = ["console=ttyS0", "panic=-1", "loglevel=3", "random.trust_cpu=on", "no_timer_check"]
     if accelerator == "tcg":
         words += ["mitigations=off", "tsc=reliable"]

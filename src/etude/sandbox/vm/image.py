@@ -1,11 +1,11 @@
-"""The guest image: kernel, initramfs and root file system, made of Debian packages by `mmdebstrap` and
-`mkfs.erofs`, named by their digest.
+"""Guest images: kernel, initramfs and root file system, built from Debian packages by `mmdebstrap` and
+`mkfs.erofs`, and named by their digest.
 
     <state>/images/vm/<digest>/{kernel,initrd,root.img,manifest.json}
-    <state>/images/vm/current          names the one that new sandboxes use
+    <state>/images/vm/current          digest of the image for new sandboxes
 
-Built twice from the same package versions it is the same to the byte: one date, sorted entries, no caches,
-no name of the building host. An image appears whole or not at all.
+Builds are reproducible to the byte for the same package versions: one date, sorted entries, no caches, no
+name of the building host. Images are published atomically.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ DEFAULT_PACKAGES = ("python3", "python3-pytest", "procps", "busybox-static", "e2
 NEEDED_PACKAGES = ("python3", "busybox-static", "e2fsprogs")
 KERNEL, INITRD, ROOT, MANIFEST, CURRENT = "kernel", "initrd", "root.img", "manifest.json", "current"
 EPOCH_S = 1_700_000_000
-"""The one date of all files."""
+"""Modification time of all files."""
 BUILD_S = 1800.0
 _KERNEL = "linux-image-cloud-amd64"
 _KERNEL_DIRECTORY = "etude-kernel"
-"""Where the kernel's package lies in what mmdebstrap writes."""
+"""Directory of the kernel's package in the output of mmdebstrap."""
 _FETCH_KERNEL = (
     f'mkdir "$1/{_KERNEL_DIRECTORY}" && cd "$1/{_KERNEL_DIRECTORY}" '
     '&& export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" '
@@ -60,10 +60,10 @@ _LEFT_OUT = tuple(f"/usr/share/{name}/*" for name in ("doc", "man", "locale", "i
 _MAKE_ROOT = ("mkfs.erofs", "--quiet", "-x-1", f"-T{EPOCH_S}", "-U65747564-6500-4000-8000-6775657374ff",
               "--all-root", "-Eforce-inode-compact")  # fmt: skip
 _TOOLS = {"mmdebstrap": "mmdebstrap", "mkfs.erofs": "erofs-utils", "dpkg-deb": "dpkg"}
-"""Programs that a build runs, and their packages."""
+"""Program of a build -> its package."""
 _DROPPED = ("boot", "dev", "var/cache", "var/log", "var/lib/apt", "var/lib/dpkg/info", "tmp", "run",
             "var/lib/systemd")  # fmt: skip
-"""Directories whose contents stay out."""
+"""Directories whose contents are left out."""
 _REPLACED: dict[str, bytes | str] = {
     "etc/hostname": b"etude\n",
     "etc/hosts": b"127.0.0.1 localhost\n::1 localhost\n",
@@ -80,7 +80,7 @@ _NAME = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class VmImage:
-    """A guest image on this host, checked when it was opened."""
+    """A guest image on this host, verified when it was opened."""
 
     digest: str
     directory: Path
@@ -100,7 +100,7 @@ class VmImage:
 
 
 def images_directory(state: Path) -> Path:
-    """Where guest images lie."""
+    """Directory of the guest images."""
     return state / "images" / "vm"
 
 
@@ -128,14 +128,14 @@ async def build_image(
         making.mkdir(mode=0o700)
         manifest = await asyncio.to_thread(_write_image, archive, making, codename, packages)
         digest = str(manifest["digest"])
-        # A damaged one makes room: its error said to build it anew, which gives the same digest.
+        # A damaged image of the same digest is replaced: its error asks for a new build.
         publish_directory(making, directory / digest, keep=lambda: _is_whole(state, digest))
         write_text(directory / CURRENT, digest + "\n")
     return find_image(state)
 
 
 def _host_codename() -> str:
-    """The Debian release of this host, such as `bookworm`. Raises TemplateError on another system."""
+    """Codename of this host's Debian release, such as `bookworm`. Raises TemplateError on other systems."""
     try:
         release = platform.freedesktop_os_release()
     except OSError:
@@ -151,7 +151,7 @@ def _host_codename() -> str:
 
 
 def find_image(state: Path, digest: str | None = None) -> VmImage:
-    """The current image, or the one of that digest, every file checked. Raises TemplateError."""
+    """The current image, or the one with the digest, after verifying every file. Raises TemplateError."""
     directory = images_directory(state)
     try:
         digest = digest or (directory / CURRENT).read_text(encoding="ascii").strip()
@@ -222,8 +222,7 @@ def _write_image(archive: Path, target: Path, codename: str, packages: Sequence[
 
 
 def unpack_root(archive: Path, tree: Path) -> None:
-    """Lays the root file system out: what the archive holds, less caches and devices, and no set-user-id
-    programs."""
+    """Unpacks the root file system from an archive, without caches, devices and set-user-id bits."""
     with tarfile.open(archive) as tar:
         tar.extractall(tree, filter=_select)
     shutil.rmtree(tree / "boot", ignore_errors=True)
@@ -241,7 +240,7 @@ def unpack_root(archive: Path, tree: Path) -> None:
     for folder, _, names in os.walk(tree):
         for path in (Path(folder, name) for name in names if name.endswith(".pyc")):
             data = path.read_bytes()
-            # Compiled Python that is taken without a look at its source's time: all times become one.
+            # An unchecked hash-based .pyc, which does not contain the time of its source.
             path.write_bytes(data[:4] + (1).to_bytes(4, "little") + bytes(8) + data[16:])
 
 
@@ -255,20 +254,20 @@ def _select(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
 
 
 def make_root(tree: Path, target: Path) -> None:
-    """Writes the file system, in which all is root's; equal trees give equal bytes. Raises TemplateError."""
+    """Writes the file system, all owned by root; equal trees give equal bytes. Raises TemplateError."""
     run_tool(*_MAKE_ROOT, target, tree)
 
 
 def run_tool(program: str, *arguments: str | Path) -> None:
-    """Runs a program of Debian's to its end. Raises TemplateError."""
+    """Runs a program of a Debian package until it ends. Raises TemplateError."""
     try:
         subprocess.run([program, *arguments], check=True, capture_output=True, timeout=BUILD_S)
     except FileNotFoundError as error:
         raise _not_installed(program) from error
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", None) or b""
+        output = getattr(error, "stderr", None) or b""
         raise TemplateError(
-            f"{program} fails: {said.decode(errors='replace').strip()[-1500:] or error}", field="image"
+            f"{program} fails: {output.decode(errors='replace').strip()[-1500:] or error}", field="image"
         ) from error
 
 
@@ -278,7 +277,7 @@ def _not_installed(program: str) -> TemplateError:
 
 
 def _write_kernel(package: Path, busybox: bytes, target: Path) -> str:
-    """Writes kernel and initramfs out of the kernel's package; returns the kernel's release."""
+    """Writes kernel and initramfs from the kernel's package; returns the kernel's release."""
     unpacked = package.with_name("unpacked")
     run_tool("dpkg-deb", "-x", package, unpacked)
     (kernel,) = unpacked.glob("boot/vmlinuz-*")
@@ -297,7 +296,7 @@ def _write_kernel(package: Path, busybox: bytes, target: Path) -> str:
 
 
 def _modules(available: dict[str, Path]) -> list[tuple[str, bytes]]:
-    """The wanted modules in an order in which each finds those that it needs. What is built in has none."""
+    """`MODULES` and their dependencies, in loading order; built-in ones have no file and are left out."""
     found: dict[str, bytes] = {}
 
     def add(name: str) -> None:

@@ -1,8 +1,8 @@
-"""One QEMU process: its command line, its life, and what is asked of it.
+"""One QEMU process: its command line, its start and end, and saving and loading of device state.
 
 The machine has two disks (the image, read-only and shared by all; its own), a serial line to the program
 inside, a random number generator, and nothing else: no network card, no shared folder. QEMU runs under its
-own system-call filter, below a guard, and talks to its owner through two sockets that it inherits.
+own system-call filter, below a guard, and communicates with its owner through two inherited sockets.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _KVM = Path("/dev/kvm")
 _NOBODY = 65534
 _FILTER = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _EMULATED_CPU = "qemu64,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+rdrand"
-"""What programs may expect today (x86-64-v2); more is slower to emulate."""
+"""The level x86-64-v2, which programs may expect today; more is slower to emulate."""
 _KERNEL_BYTES = 64 << 20
-"""Of the guest's memory, what its kernel and our program get beside the sandbox's own."""
+"""Memory of the guest for its kernel and our program, besides that of the sandbox."""
 _MIB = 1 << 20
 _WRITE = os.O_RDWR | os.O_CREAT
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a guest sees. Two machines can take each other's state only if theirs are equal."""
+    """The virtual hardware. A machine can load the state of another one only if their hardware is equal."""
 
     memory_bytes: int
-    """Whole KiB."""
+    """A multiple of 1 KiB."""
     num_cpus: int
     disk_bytes: int
-    """Of its own disk."""
+    """Size of its own disk."""
     accelerator: str
     """`kvm` or `tcg`."""
 
     @classmethod
     def for_resources(cls, resources: Resources, accelerator: str) -> Hardware:
-        """What a sandbox of such resources gets."""
+        """The hardware for a sandbox with these resources."""
         memory_mib = -(-(resources.memory_bytes + _KERNEL_BYTES) // _MIB)
         disk_mib = max(8, -(-resources.disk_bytes // _MIB))
         num_cpus = max(1, -int(-resources.cpus // 1))
@@ -62,13 +62,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Boot:
-    """How a machine starts that continues nothing."""
+    """Boot parameters of a machine that starts without a saved state."""
 
     kernel: Path
     initrd: Path
     append: str
     console: Path
-    """Where the kernel's messages go."""
+    """File for the kernel's messages."""
 
 
 def command_line(
@@ -82,7 +82,7 @@ def command_line(
 ) -> list[str]:
     """QEMU's arguments. `line` and `control` are descriptors that it inherits.
 
-    Without `boot` the machine waits for the state of another one.
+    Without `boot` the machine waits for a saved state.
     """
     is_kvm = hardware.accelerator == "kvm"
     accelerator = "kvm" if is_kvm else "tcg,tb-size=128" + (",thread=multi" if hardware.num_cpus > 1 else "")
@@ -143,21 +143,21 @@ def qemu_version() -> str:
 
 
 def unprivileged_user(accelerator: str) -> tuple[int, int] | None:
-    """(uid, gid) that QEMU becomes when this process is root; None: it stays who it is."""
+    """(uid, gid) of QEMU when this process is root; None: that of this process."""
     if os.geteuid() != 0:
         return None
     if accelerator != "kvm":
         return _NOBODY, _NOBODY
     status = _KVM.stat()
-    # A user of the device must be in its group.
+    # Access to the device requires its group.
     return (_NOBODY, status.st_gid) if status.st_gid and status.st_mode & 0o060 == 0o060 else None
 
 
 def _open(
     files: list[int], path: Path, flags: int = os.O_RDONLY, user: tuple[int, int] | None = None
 ) -> Path:
-    """A name under which QEMU can open a file, by a descriptor that it inherits (added to `files`): it need
-    not reach the directory. The file is `user`'s from now on."""
+    """Path by which QEMU can open a file through an inherited descriptor (added to `files`), without access
+    to its directory. Changes the file's owner to `user`."""
     files.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
     if user is not None:
         os.fchown(files[-1], *user)
@@ -165,14 +165,14 @@ def _open(
 
 
 class Qemu:
-    """A running QEMU. `kill` ends it; it ends by itself when its guest panics or its owner dies."""
+    """A running QEMU. Ends by `kill`, or when its guest panics or its owner dies."""
 
     def __init__(self, process: GuardedProcess, qmp: Qmp, line: socket.socket, memory: Path) -> None:
         self._process = process
         self._line: socket.socket | None = line
         self.qmp = qmp
         self.memory = memory
-        """The file of which the guest's memory is a private mapping."""
+        """The file that is mapped privately as the guest's memory."""
 
     @classmethod
     async def spawn(
@@ -184,7 +184,7 @@ class Qemu:
         memory: Path,
         boot: Boot | None = None,
     ) -> Qemu:
-        """Starts QEMU; it answers on `qmp`. Raises SandboxError, and then nothing is left of it."""
+        """Starts QEMU and waits until it answers on `qmp`. Raises SandboxError, with nothing left running."""
         line, inner_line = socket.socketpair()
         control, inner_control = socket.socketpair()
         user = unprivileged_user(hardware.accelerator)
@@ -220,9 +220,9 @@ class Qemu:
             raise
         return qemu
 
-    def take_line(self) -> socket.socket:
-        """The socket to the program inside; the caller closes it."""
-        assert self._line is not None, "a line is taken once"
+    def detach_line(self) -> socket.socket:
+        """Hands over the socket to the program inside, once; the caller closes it."""
+        assert self._line is not None, "detach_line is called once"
         line, self._line = self._line, None
         return line
 
@@ -238,24 +238,24 @@ class Qemu:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended QEMU, and not its guest."""
+        """Whether QEMU was killed by a signal, as opposed to ended by its guest."""
         return self._process.was_killed
 
     async def execute(self, command: str, deadline_s: float = STATE_S, /, **arguments: Any) -> Any:
-        """A QMP command; underscores in names stand for dashes. Raises as `Qmp.execute`."""
+        """Runs a QMP command; underscores in argument names become dashes. Raises as `Qmp.execute`."""
         named = {key.replace("_", "-"): value for key, value in arguments.items()}
         try:
             return await self.qmp.execute(command, named, deadline_s)
         except SandboxLostError as error:
-            said = self._process.log().strip()[-1000:]
-            if not said:
+            output = self._process.log().strip()[-1000:]
+            if not output:
                 raise
             raise SandboxLostError(
-                f"{error.message}: {said}", field=error.field, received=error.received
+                f"{error.message}: {output}", field=error.field, received=error.received
             ) from error
 
     async def save_devices(self, path: Path) -> None:
-        """Writes the state of processors and devices, without memory and disks, of a stopped guest.
+        """Writes the state of processors and devices of a stopped guest, without memory and disks.
 
         Raises SandboxError, OSError.
         """
@@ -272,15 +272,15 @@ class Qemu:
                 await self.execute("remove-fd", fdset_id=number)
 
     async def load_devices(self, path: Path) -> None:
-        """Puts a saved state of processors and devices into a machine that waits; it stands still then."""
+        """Loads a saved state of processors and devices into a waiting machine, which stays stopped."""
         with path.open("rb") as file:
             await self.qmp.execute("getfd", {"fdname": "state"}, STATE_S, descriptor=file.fileno())
         await self.execute("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
         await self.execute("migrate-incoming", uri="fd:state")
         event = await self.qmp.event(_is_end_of_loading, STATE_S, "loaded state")
         if event["data"]["status"] != "completed":
-            said = self._process.log()[-1000:]
-            raise SandboxError(f"the state was not loaded: {said}", field="sandbox")
+            output = self._process.log()[-1000:]
+            raise SandboxError(f"the state was not loaded: {output}", field="sandbox")
 
     async def kill(self) -> None:
         """Ends QEMU. Idempotent."""

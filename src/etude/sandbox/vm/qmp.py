@@ -1,7 +1,7 @@
-"""QEMU's control protocol: one JSON object a line, over a socket; commands have ids, events come unasked.
+"""Client of QMP, QEMU's control protocol: one JSON object per line, over a socket; commands have ids.
 
-A reader task hands answers to waiting callers and keeps the latest events. Nothing waits without a
-deadline; the end of the socket means that QEMU died, and everything that waits raises SandboxLostError.
+A reader task passes answers to waiting callers and keeps the latest events. Every wait has a deadline; the
+end of the socket means that QEMU has died, and all waiting callers get SandboxLostError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHUNK_BYTES = 1 << 16
 
 _T = TypeVar("_T")
 Event = Mapping[str, Any]
-"""`event`, `data` and `timestamp`, as QEMU sends them."""
+"""An event as QEMU sends it: `event`, `data` and `timestamp`."""
 
 
 class QmpError(SandboxError):
@@ -37,7 +37,7 @@ class Qmp:
     """The owner's end of one QEMU's control socket. Any number of commands may be in flight."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
-        """`name` is what errors call the machine. Takes the socket over."""
+        """`name`: of the machine, for errors. Takes ownership of the socket."""
         sock.setblocking(False)
         self._sock = sock
         self._name = name
@@ -45,7 +45,7 @@ class Qmp:
         self._greeting: dict[str, Any] | None = None
         self._answers: dict[int, dict[str, Any]] = {}
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
-        self._news = Changes()
+        self._changes = Changes()
         self._sending = asyncio.Lock()
         self._end: str | None = None
         self.on_end: Callable[[], None] = lambda: None
@@ -59,8 +59,8 @@ class Qmp:
 
     async def negotiate(self, deadline_s: float = COMMAND_S) -> None:
         """Waits for QEMU's greeting and enters command mode. Raises SandboxError."""
-        async with self._within(deadline_s, "greeting"):
-            await self._next(lambda: self._greeting)
+        async with self._deadline(deadline_s, "greeting"):
+            await self._wait_for(lambda: self._greeting)
         await self.execute("qmp_capabilities", deadline_s=deadline_s)
 
     async def execute(
@@ -70,36 +70,36 @@ class Qmp:
         deadline_s: float = COMMAND_S,
         descriptor: int | None = None,
     ) -> Any:
-        """The `return` of a command. `descriptor` travels along (for `getfd`).
+        """Runs a command and returns its `return`. `descriptor` is sent with it (for `getfd`).
 
-        Raises QmpError if QEMU refuses, SandboxLostError if it died, SandboxError after `deadline_s`.
+        Raises QmpError if QEMU refuses it, SandboxLostError if QEMU died, SandboxError after `deadline_s`.
         """
         number = next(self._ids)
         request: dict[str, Any] = {"execute": command, "id": number}
         if arguments:
             request["arguments"] = dict(arguments)
-        async with self._within(deadline_s, command):
+        async with self._deadline(deadline_s, command):
             await self._send(json.dumps(request).encode() + b"\n", descriptor)
-            answer = await self._next(lambda: self._answers.pop(number, None))
+            answer = await self._wait_for(lambda: self._answers.pop(number, None))
         if "error" in answer:
             raise QmpError(f"QEMU refuses {command}: {answer['error'].get('desc')}", field=self._name)
         return answer["return"]
 
     async def event(self, matches: Callable[[Event], bool], deadline_s: float, what: str = "event") -> Event:
-        """The first event that matches. Raises as `execute`."""
-        async with self._within(deadline_s, what):
-            return await self._next(lambda: next(filter(matches, self._events), None))
+        """Waits for an event that matches; also finds recent ones. Raises as `execute`."""
+        async with self._deadline(deadline_s, what):
+            return await self._wait_for(lambda: next(filter(matches, self._events), None))
 
-    async def _next(self, find: Callable[[], _T | None]) -> _T:
-        """What `find` returns as soon as it is there. Raises SandboxLostError."""
+    async def _wait_for(self, find: Callable[[], _T | None]) -> _T:
+        """Waits until `find` returns a value. Raises SandboxLostError."""
         while (found := find()) is None:
             if self._end is not None:
-                raise self._lost()
-            await self._news.wait()
+                raise self._lost_error()
+            await self._changes.wait()
         return found
 
     @contextlib.asynccontextmanager
-    async def _within(self, deadline_s: float, what: str) -> AsyncIterator[None]:
+    async def _deadline(self, deadline_s: float, what: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(deadline_s):
                 yield
@@ -108,7 +108,7 @@ class Qmp:
             raise SandboxError(message, field="sandbox", received=self._name) from error
 
     def close(self) -> None:
-        """Lets go of QEMU. Idempotent."""
+        """Closes the socket and ends the reader task. Idempotent."""
         self._finish("the machine was closed")
         self._reader.cancel()
 
@@ -116,7 +116,7 @@ class Qmp:
         loop = asyncio.get_running_loop()
         async with self._sending:
             if self._end is not None:
-                raise self._lost()
+                raise self._lost_error()
             try:
                 if descriptor is not None:
                     sent = socket.send_fds(self._sock, [data], [descriptor])
@@ -124,7 +124,7 @@ class Qmp:
                 await loop.sock_sendall(self._sock, data)
             except OSError as error:
                 self._finish(f"QEMU died: {error.strerror}")
-                raise self._lost() from error
+                raise self._lost_error() from error
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
@@ -153,7 +153,7 @@ class Qmp:
             self._events.append(message)
         else:
             self._answers[message.get("id", 0)] = message
-        self._news.tell()
+        self._changes.tell()
 
     def _finish(self, reason: str) -> None:
         if self._end is not None:
@@ -161,8 +161,8 @@ class Qmp:
         self._end = reason
         with contextlib.suppress(OSError):
             self._sock.close()
-        self._news.tell()
+        self._changes.tell()
         self.on_end()
 
-    def _lost(self) -> SandboxLostError:
+    def _lost_error(self) -> SandboxLostError:
         return SandboxLostError(self._end or "QEMU ended", field="sandbox", received=self._name)

@@ -1,14 +1,14 @@
-"""A machine and its state: three files of one directory, written from a stopped guest and started from.
+"""A machine and its saved state: three files in a directory, written from a stopped guest.
 
-    ram       all of its memory, sparse; machines map it privately, so it stays as it is
+    ram       all of its memory, sparse; machines map it privately, so that it does not change
     disk      its own disk, sparse
     devices   processors and devices, in QEMU's format
 
-No file is ever written by two machines: each gets a copy of the disk, and memory that it changes is its own.
+Machines do not share writable files: each gets a copy of the disk, and its changes of memory are private.
 
-A guest's memory is a private mapping of a file (its base): pages that it never wrote are the base's and
-shared by all machines on the same base, pages that it wrote are QEMU's own. A copy therefore is the base's
-data plus the written pages, which the kernel tells apart in `/proc/PID/pagemap`. Pages of zeros stay holes.
+A guest's memory is a private mapping of a file (its base): unwritten pages are those of the base, shared by
+all machines with the same base; written pages belong to QEMU. A copy is the base's data plus the written
+pages, which `/proc/PID/pagemap` identifies. Pages of zeros stay holes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Mapping:
     address: int
     size_bytes: int
     offset: int
-    """In the guest's memory, and so in its file."""
+    """Offset in the guest's memory, which is also that in its file."""
 
 
 def make_sparse(path: Path, size_bytes: int) -> None:
-    """A new file of zeros that takes no space."""
+    """Creates a file of zeros that takes no space."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.truncate(descriptor, size_bytes)
@@ -56,14 +56,14 @@ def make_sparse(path: Path, size_bytes: int) -> None:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copies a file, holes staying holes; a file system that can share blocks does. Raises OSError."""
+    """Copies a file with its holes; shares blocks if the file system can. Raises OSError."""
     make_sparse(target, 0)
     done = subprocess.run(
         ["cp", "--sparse=always", "--reflink=auto", source, target],
         capture_output=True,
         text=True,
         check=False,
-        restore_signals=False,  # a limit on file sizes is an error here, and no signal that ends it
+        restore_signals=False,  # exceeding a limit of file sizes must be an error, not a signal
     )
     if done.returncode:
         raise OSError(errno.EIO, done.stderr.strip()[-500:] or f"cp ended with {done.returncode}")
@@ -92,7 +92,7 @@ def save_memory(pid: int, base: Path, target: Path) -> None:
 
 
 def find_mappings(pid: int, base: Path) -> list[Mapping]:
-    """Where QEMU has the guest's memory. Raises SandboxError if it has it nowhere."""
+    """QEMU's mappings of the guest's memory. Raises SandboxError unless they cover it."""
     status = base.stat()
     found: list[Mapping] = []
     try:
@@ -112,7 +112,7 @@ def find_mappings(pid: int, base: Path) -> list[Mapping]:
 
 
 def written_ranges(pid: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
-    """(start, end) of written pages, in bytes from the mapping's start."""
+    """(start, end) of ranges of written pages, in bytes from the mapping's start."""
     count = mapping.size_bytes // PAGE_BYTES
     entries = array("Q")
     try:
@@ -137,7 +137,7 @@ def written_ranges(pid: int, mapping: Mapping) -> Iterator[tuple[int, int]]:
 
 
 def _copy_pages(memory: int, mapping: Mapping, start: int, end: int, writer: int) -> None:
-    """Zeros are not written where there are zeros already, which may be a hole."""
+    """Copies pages; skips pages of zeros whose target is zeros as well, and may be a hole."""
     for piece_start in range(start, end, _PIECE_BYTES):
         wanted = min(_PIECE_BYTES, end - piece_start)
         try:
@@ -177,7 +177,7 @@ HELLO_S = 60.0
 
 @dataclass
 class Machine:
-    """A running (or stopped) guest and the directory that is its own."""
+    """A running (or stopped) guest and its directory."""
 
     name: str
     qemu: Qemu
@@ -189,15 +189,15 @@ class Machine:
     def disk(self) -> Path:
         return self.directory / DISK
 
-    async def wake(self, channel: Channel) -> None:
-        """Lets a held machine go on, and greets its program. Raises SandboxError.
+    async def resume(self, channel: Channel) -> None:
+        """Resumes a held machine, and greets its program. Raises SandboxError.
 
-        The greeting waits for the machine on its line, so that nothing else is heard before it.
+        The greeting is sent before the machine runs, so that the program receives it first.
         """
-        words = greeting(self.name)
-        words["id"] = channel.next_id()
-        channel.send(words)
-        answered = asyncio.ensure_future(channel.answer(words["id"], HELLO_S))
+        message = greeting(self.name)
+        message["id"] = channel.next_id()
+        channel.send(message)
+        answered = asyncio.ensure_future(channel.answer(message["id"], HELLO_S))
         try:
             await self.qemu.execute("cont")
             await answered
@@ -205,7 +205,7 @@ class Machine:
             await end_tasks(answered)
 
     async def write_state(self, target: Path) -> None:
-        """Writes the state of the stopped machine. Raises SandboxError; what was written so far stays."""
+        """Writes the state of the stopped machine. Raises SandboxError, with incomplete files left."""
         try:
             await self.qemu.save_devices(target / DEVICES)
             await asyncio.gather(
@@ -213,7 +213,7 @@ class Machine:
                 finish_in_thread(copy_sparse, self.disk, target / DISK),
             )
         except OSError as error:
-            raise _no_room("the state", self.name, error) from error
+            raise _write_error("the state", self.name, error) from error
 
     async def close(self) -> None:
         """Ends the machine and removes its directory. Idempotent."""
@@ -224,9 +224,9 @@ class Machine:
 async def start_machine(
     name: str, hardware: Hardware, image: VmImage, directory: Path, source: Path
 ) -> Machine:
-    """A machine of the state in `source`, which stands still until it is woken; its files go to `directory`.
+    """Starts a machine with the state in `source`, stopped until `resume`; its files are in `directory`.
 
-    Raises SandboxError; then neither process nor directory is left.
+    Raises SandboxError, with neither process nor directory left.
     """
     qemu: Qemu | None = None
     try:
@@ -238,7 +238,7 @@ async def start_machine(
             await asyncio.shield(qemu.kill())
         shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, OSError):
-            raise _no_room("the machine's files", name, error) from error
+            raise _write_error("the machine's files", name, error) from error
         raise
     return Machine(name, qemu, hardware, image, directory)
 
@@ -247,7 +247,7 @@ def _make_files(directory: Path, source: Path) -> None:
     directory.mkdir(mode=0o700)
     copy_sparse(source / DISK, directory / DISK)
     try:
-        # A name of its own: the state may be deleted while the machine still maps its memory.
+        # A hard link: the state may be deleted while the machine still maps its memory.
         os.link(source / RAM, directory / RAM)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
@@ -255,7 +255,7 @@ def _make_files(directory: Path, source: Path) -> None:
         copy_sparse(source / RAM, directory / RAM)
 
 
-def _no_room(what: str, name: str, error: OSError) -> SandboxError:
+def _write_error(what: str, name: str, error: OSError) -> SandboxError:
     return SandboxError(
         f"{what} cannot be written: {error.strerror}", field="sandbox", received=name, fix="free disk space"
     )

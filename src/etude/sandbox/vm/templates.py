@@ -1,11 +1,11 @@
-"""Warmed templates: guests that were booted once and saved, of which every new sandbox is a copy.
+"""Warmed templates: guests that were booted once and saved; every new sandbox is a copy of one.
 
     <state>/vm-templates/<key>/{ram,disk,devices,manifest.json}
 
-The key is a digest over all that such a state depends on: image, the program inside, hardware, limits,
-QEMU's version and, under KVM, processor and kernel. What does not fit is therefore never found; what is
-found is checked to the byte once in each process. A template appears whole or not at all; several processes
-may warm the same one, and the first wins.
+The key is a digest of everything that such a state depends on: image, the program inside, hardware, limits,
+QEMU's version and, under KVM, processor and kernel. So an incompatible template is never found; one that is
+found is verified to the byte once in each process. Templates are published atomically; of several processes
+that warm the same one the first wins.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WARM_UP: tuple[Mapping[str, Any], ...] = (
     {"op": "command", "cmd": "python3 -c 'import json, pathlib, subprocess, unittest'; ls -l / >/dev/null"},
     {"op": "command", "cmd": "true"},
 )
-"""Run once, so that what most commands need lies in the guest's memory."""
+"""Requests run once, so that files which most commands need are in the guest's memory."""
 
 
 class WarmTemplates:
@@ -55,7 +55,7 @@ class WarmTemplates:
         self._warming: dict[str, asyncio.Lock] = {}
 
     async def get(self, image: VmImage, resources: Resources, hardware: Hardware) -> Path:
-        """The state for such sandboxes, warmed now if there is none yet. Raises SandboxError."""
+        """Directory of the state for such sandboxes, warmed now if there is none. Raises SandboxError."""
         key = template_key(image, resources, hardware)
         directory = self._root / key
         async with self._warming.setdefault(key, asyncio.Lock()):
@@ -75,14 +75,14 @@ class WarmTemplates:
                 name = f"template-{key[:8]}"
                 qemu, channel = await boot_guest(name, image, resources, hardware, Path(working))
                 try:
-                    await _use_once(channel)
+                    await _run_warm_up(channel)
                     await channel.request({"op": "hold"}, b"", WARM_S)
                     await qemu.execute("stop")
                     await Machine(key, qemu, hardware, image, Path(working)).write_state(making)
                 finally:
                     channel.close("the template is warmed")
                     await asyncio.shield(qemu.kill())
-            await finish_in_thread(_finish, making, key)
+            await finish_in_thread(_write_manifest, making, key)
             await finish_in_thread(_publish, making, self._root / key)
 
 
@@ -94,30 +94,30 @@ async def boot_guest(
     directory: Path,
     deadline_s: float = BOOT_S,
 ) -> tuple[Qemu, Channel]:
-    """Boots a guest with its files in `directory`; its program answers. Raises SandboxError."""
+    """Boots a guest with its files in `directory`, until its program is ready. Raises SandboxError."""
     initrd, console = directory / "initrd", directory / "console"
-    await finish_in_thread(_join, image.initrd, machine_archive(resources), initrd)
+    await finish_in_thread(_concatenate, image.initrd, machine_archive(resources), initrd)
     make_sparse(directory / RAM, hardware.memory_bytes)
     make_sparse(directory / DISK, hardware.disk_bytes)
     boot = Boot(image.kernel, initrd, kernel_arguments(hardware.accelerator), console)
     qemu = await Qemu.spawn(name, hardware, image.root, directory / DISK, directory / RAM, boot)
-    channel = Channel(qemu.take_line(), name)
+    channel = Channel(qemu.detach_line(), name)
     try:
         await channel.answer(READY, deadline_s)
     except BaseException as error:
         channel.close("the guest does not start")
         await asyncio.shield(qemu.kill())
         if isinstance(error, SandboxError):
-            said = console.read_bytes()[-_CONSOLE_BYTES:].decode(errors="replace") if console.exists() else ""
+            log = console.read_bytes()[-_CONSOLE_BYTES:].decode(errors="replace") if console.exists() else ""
             raise SandboxError(
-                f"the guest does not start ({error.message}): {said.strip()}", field="sandbox", received=name
+                f"the guest does not start ({error.message}): {log.strip()}", field="sandbox", received=name
             ) from error
         raise
     return qemu, channel
 
 
 def template_key(image: VmImage, resources: Resources, hardware: Hardware) -> str:
-    """Digest over all that a warmed state depends on."""
+    """Digest of everything that a warmed state depends on."""
     places = (Path("root"), Path("disk"), Path("ram"))
     rows: list[str] = [
         str(FORMAT),
@@ -134,7 +134,7 @@ def template_key(image: VmImage, resources: Resources, hardware: Hardware) -> st
     return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
 
 
-async def _use_once(channel: Channel) -> None:
+async def _run_warm_up(channel: Channel) -> None:
     common: dict[str, Any] = {"env": {}, "cwd": ".", "limit_bytes": 1 << 16, "timeout_s": WARM_S}
     for step in _WARM_UP:
         await channel.request({**common, **step}, b"", WARM_S)
@@ -142,26 +142,26 @@ async def _use_once(channel: Channel) -> None:
     await channel.request({"op": "install", "files": []}, b"", WARM_S)
 
 
-def _join(image: Path, own: bytes, target: Path) -> None:
+def _concatenate(image: Path, own: bytes, target: Path) -> None:
     with target.open("wb") as file:
         file.write(image.read_bytes())
         file.write(own)
 
 
-def _finish(directory: Path, key: str) -> None:
+def _write_manifest(directory: Path, key: str) -> None:
     files = {name: _digest(directory / name) for name in (RAM, DISK, DEVICES)}
     text = json.dumps({"format": FORMAT, "key": key, "files": files}, indent=1)
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def _publish(directory: Path, target: Path) -> None:
-    """Gives a finished template its place. One of another process is as good, and machines may just be
-    starting from it, which need all three files of one guest."""
+    """Publishes a finished template. A whole one of another process is kept: it is equivalent, and machines
+    may be starting from it, which need all three files of one guest."""
     publish_directory(directory, target, keep=lambda: _is_whole(target))
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether a template is there, complete and undamaged."""
+    """Whether a template exists, complete and undamaged."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         return bool(
@@ -180,7 +180,7 @@ def _digest(path: Path) -> str:
 
 
 KVM_BOOT_S = 20.0
-"""With KVM a guest is up in a second or two."""
+"""Deadline of the probe; with KVM a guest boots in a second or two."""
 _DEVICE = Path("/dev/kvm")
 _FILE = "vm-accelerator.json"
 
@@ -188,7 +188,7 @@ _FILE = "vm-accelerator.json"
 async def choose_accelerator(
     state: Path, image: VmImage, device: Path = _DEVICE, deadline_s: float = KVM_BOOT_S
 ) -> str:
-    """`kvm` if a guest came up under it within the deadline, here, once; else `tcg` (emulation)."""
+    """`kvm` if a guest boots under it within the deadline, else `tcg` (emulation); remembered per machine."""
     if not os.access(device, os.R_OK | os.W_OK):
         return "tcg"
     here = {**this_machine(), "qemu": qemu_version(), "image": image.digest}
@@ -207,7 +207,7 @@ async def _boots_under_kvm(state: Path, image: VmImage, deadline_s: float) -> bo
         try:
             qemu, channel = await boot_guest("probe", image, resources, hardware, Path(directory), deadline_s)
         except SandboxError:
-            # That is the answer: this host cannot run guests under KVM.
+            # This host cannot run guests under KVM.
             return False
         channel.close("the probe is over")
         await qemu.kill()
