@@ -140,7 +140,7 @@ def test_many_sandboxes_are_spread_and_work_and_their_copies_stay_at_home(hosts:
         spread = Counter(box.host.name for box in boxes)
         assert set(spread) == {host.name for host in hosts.hosts}
         assert max(spread.values()) <= 2 * NUM_SANDBOXES / len(hosts.hosts)
-        await until(lambda: is_even([max(row.live) for row in fleet.registry.scheduler.hosts.values()]))
+        await until(lambda: is_even([max(row.measured) for row in fleet.registry.scheduler.hosts.values()]))
 
         texts = [f"sandbox {number}" for number in range(NUM_SANDBOXES)]
         await asyncio.gather(

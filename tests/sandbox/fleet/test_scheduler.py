@@ -107,7 +107,7 @@ def test_promises_weigh_what_sandboxes_use_on_average():
     for round_s in range(1, 200):
         for name in ("h0", "h1"):
             scheduler.report(name, Pressure(0.0, 0.1, 0.0), float(round_s))
-    assert scheduler.use[1] == pytest.approx(0.2, rel=0.05)
+    assert scheduler.utilization[1] == pytest.approx(0.2, rel=0.05)
     # A start on h1 that no report has seen adds a fifth of its promise, so h0 with more measured is fuller.
     scheduler.adopt("h1", "new", SMALL, 300.0)
     scheduler.report("h0", Pressure(0.0, 0.15, 0.0), 250.0)

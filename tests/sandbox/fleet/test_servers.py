@@ -145,7 +145,7 @@ def test_the_list_is_followed_while_the_fleet_is_at_work() -> None:
         async with serving("a", "b") as (specs, _):
             lists: list[Specs | None] = [None, specs, None]
             fleet = ServerFleet(
-                {"a": specs["a"]}, config=QUICK, changed=lambda: lists.pop(0) if lists else None, poll_s=0.01
+                {"a": specs["a"]}, config=QUICK, poll=lambda: lists.pop(0) if lists else None, poll_s=0.01
             )
             await fleet.create()
             await until(lambda: not lists and set(fleet.registry.hosts) == {"a", "b"})

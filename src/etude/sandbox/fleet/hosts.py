@@ -109,12 +109,12 @@ class HostState:
     name: str
     capacity: Capacity
     policy: Policy
-    use: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
+    utilization: list[float] = field(default_factory=lambda: [1.0, 1.0, 1.0])
     """Average utilization: the fraction of its promise that a sandbox uses, by resource. A moving average
     over the reports of all hosts, shared by all hosts of a scheduler. Promises that no report covers yet are
     weighted by it: at full size they would make each report lower the host's pressure, and the host that
     reported last would attract all load."""
-    live: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    measured: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """The last report: measured use as fractions of the capacity."""
     alive: bool = True
     retiring: bool = False
@@ -154,9 +154,9 @@ class HostState:
         most_used = most_promised[0], policy.max_pressure + _ROUNDING, policy.max_pressure + _ROUNDING
         worst = 0.0
         for axis, wanted in enumerate(_amounts(demand)):
-            share, use = self.shares[axis], self.use[axis]
+            share, use = self.shares[axis], self.utilization[axis]
             promised = (self.promised[axis] + wanted) * share
-            used = self.live[axis] + (self.promised_fresh[axis] + wanted) * share * use
+            used = self.measured[axis] + (self.promised_fresh[axis] + wanted) * share * use
             if promised > most_promised[axis] or used > most_used[axis]:
                 return math.inf
             worst = max(worst, used, promised * use * policy.floor)
@@ -179,15 +179,15 @@ class HostState:
 
     def report(self, pressure: Pressure, measured_s: float) -> None:
         """Records a measurement; reservations confirmed before `measured_s` count as included in it."""
-        self.live = pressure.cpu, pressure.memory, pressure.disk
+        self.measured = pressure.cpu, pressure.memory, pressure.disk
         for reservation in list(self.fresh.values()):
             if reservation.confirmed_s <= measured_s:
                 self._mark_measured(reservation)
-        for axis, live in enumerate(self.live):
+        for axis, measured in enumerate(self.measured):
             promised = (self.promised[axis] - self.promised_fresh[axis]) * self.shares[axis]
             if promised >= _LEAST_PROMISED:  # too little is promised for an estimate
-                seen = min(1.0, max(_LEAST_USE, live / promised))
-                self.use[axis] += _LEARNING_RATE * (seen - self.use[axis])
+                seen = min(1.0, max(_LEAST_USE, measured / promised))
+                self.utilization[axis] += _LEARNING_RATE * (seen - self.utilization[axis])
 
     def _mark_measured(self, reservation: Reservation) -> None:
         """Marks a reservation as covered by a report: it no longer counts on top of the measurement."""

@@ -36,7 +36,7 @@ class Scheduler:
         self, hosts: Mapping[str, Capacity] | None = None, policy: Policy | None = None, seed: int = 0
     ) -> None:
         self.policy = policy or Policy()
-        self.use = [1.0, 1.0, 1.0]
+        self.utilization = [1.0, 1.0, 1.0]
         self.hosts: dict[str, HostState] = {}
         self._open: list[HostState] = []
         """Living hosts that are not retired."""
@@ -57,7 +57,7 @@ class Scheduler:
             raise ConfigError(
                 "two hosts of one name", field="hosts", received=name, fix="give each host a name of its own"
             )
-        host = HostState(name, capacity, self.policy, self.use)
+        host = HostState(name, capacity, self.policy, self.utilization)
         self.hosts[name] = host
         if known is not None:
             host.retiring = known.retiring

@@ -58,12 +58,12 @@ class ServerFleet(Fleet):
         backend: str | None = None,
         owner: str | None = None,
         config: FleetConfig | None = None,
-        changed: Callable[[], Servers | None] | None = None,
+        poll: Callable[[], Servers | None] | None = None,
         poll_s: float = 2.0,
     ) -> None:
         """`backend`: name of the backend on each server. `owner`: see RemoteBackend; None: a unique name.
 
-        `changed`: called every `poll_s`, in a thread; returns the new list of servers, or None if it has not
+        `poll`: called every `poll_s`, in a thread; returns the new list of servers, or None if it has not
         changed.
         """
         self._backend = backend
@@ -72,7 +72,7 @@ class ServerFleet(Fleet):
         """The servers that are hosts now; `_wanted` are those of the last list."""
         self._wanted = dict(servers)
         self._clients: dict[str, RemoteBackend] = {}
-        self._changed, self._poll_s = changed, poll_s
+        self._poll, self._poll_s = poll, poll_s
         self._poll_task: asyncio.Task[None] | None = None
         super().__init__({name: self._host(name, spec) for name, spec in servers.items()}, config)
         for name, spec in servers.items():
@@ -97,8 +97,8 @@ class ServerFleet(Fleet):
     async def start(self) -> None:
         """See Fleet.start. Also starts to poll for changes of the server list."""
         await super().start()
-        if self._poll_task is None and self._changed is not None:
-            self._poll_task = asyncio.create_task(self._poll_servers(self._changed))
+        if self._poll_task is None and self._poll is not None:
+            self._poll_task = asyncio.create_task(self._poll_servers(self._poll))
 
     async def close(self) -> None:
         if self._poll_task is not None:
@@ -134,10 +134,10 @@ class ServerFleet(Fleet):
                 if spec.draining:
                     self.retire(name)
 
-    async def _poll_servers(self, changed: Callable[[], Servers | None]) -> None:
+    async def _poll_servers(self, poll: Callable[[], Servers | None]) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
-            servers = await asyncio.to_thread(changed)
+            servers = await asyncio.to_thread(poll)
             await self.set_servers(self._wanted if servers is None else servers)
 
     async def _remove_server(self, name: str) -> None:

@@ -34,7 +34,7 @@ from etude.sandbox.inside.packing import (
     walk_tree,
 )
 
-OWN = "var/lib/etude"
+GUEST_DIRECTORY = "var/lib/etude"
 """Directory of the guest's own files."""
 NO_FILES = ("dev", "proc", "sys")
 """Directories of the root without files of the image."""
@@ -106,7 +106,7 @@ class LayeredRoot:
         top = os.open("/tmp", DIRECTORY_FLAGS)
         try:
             yield from (
-                f"tmp/{folder.prefix}{name}" for folder, name, _ in walk(top, own=False, skipped=skipped)
+                f"tmp/{folder.prefix}{name}" for folder, name, _ in walk(top, is_root=False, skipped=skipped)
             )
         finally:
             os.close(top)
@@ -158,7 +158,7 @@ class LayeredRoot:
 class IndexedRoot:
     """A root with an index file: kind, rights, size and time of each path."""
 
-    def __init__(self, index: str = f"/{OWN}/index.json") -> None:
+    def __init__(self, index: str = f"/{GUEST_DIRECTORY}/index.json") -> None:
         self._index = index
         self._rows: dict[str, list[Any]] | None = None
 
@@ -213,14 +213,14 @@ def _row(status: os.stat_result) -> list[Any]:
 
 
 def walk(
-    top: int, most: int = MAX_ENTRIES, own: bool = True, skipped: Skipped = _NOTHING
+    top: int, most: int = MAX_ENTRIES, is_root: bool = True, skipped: Skipped = _NOTHING
 ) -> Iterator[tuple[Folder, str, os.stat_result]]:
     """(folder, name, status) of everything below a directory, on its own file system. Follows no links.
 
-    Directories that cannot be entered are skipped; in a whole root (`own`), also those without files of the
-    image. Raises Fault for more than `most` entries, without those that are skipped.
+    Directories that cannot be entered are skipped; for a whole root (`is_root`) also those without files of
+    the image. Raises Fault for more than `most` entries, without those that are skipped.
     """
-    passed_over = (*NO_FILES, OWN) if own else ()
+    passed_over = (*NO_FILES, GUEST_DIRECTORY) if is_root else ()
     device = os.fstat(top).st_dev
 
     def skips(folder: Folder, name: str) -> bool:
@@ -280,7 +280,7 @@ class ChangeCollector:
         size = 0
         top = os.open(self._top, DIRECTORY_FLAGS)
         try:
-            for folder, name, status in walk(top, own=False):
+            for folder, name, status in walk(top, is_root=False):
                 target = b""
                 if stat.S_ISLNK(status.st_mode):
                     target = os.fsencode(os.readlink(name, dir_fd=folder.descriptor))
@@ -339,7 +339,7 @@ def _pack_below(archive: tarfile.TarFile, name: str, place: str, exclude: Sequen
     excluded: set[str] = set()
     top = os.open(place, DIRECTORY_FLAGS)
     try:
-        for folder, entry, status in walk(top, own=False):
+        for folder, entry, status in walk(top, is_root=False):
             path = folder.prefix + entry
             if folder.prefix in excluded or _is_excluded(path, exclude):
                 excluded.add(f"{path}/")

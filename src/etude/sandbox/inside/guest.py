@@ -197,13 +197,13 @@ def greet(header: Header) -> None:
 
 
 def _set_identity(header: Header) -> None:
-    _attempt(lambda: time.clock_settime(time.CLOCK_REALTIME, header["time_s"]))
-    _attempt(lambda: _add_entropy(bytes.fromhex(header["entropy"])))
-    _attempt(lambda: socket.sethostname(header["hostname"]))
-    _attempt(lambda: _write_text("/etc/machine-id", header["machine_id"] + "\n"))
+    _try_to_set(lambda: time.clock_settime(time.CLOCK_REALTIME, header["time_s"]))
+    _try_to_set(lambda: _add_entropy(bytes.fromhex(header["entropy"])))
+    _try_to_set(lambda: socket.sethostname(header["hostname"]))
+    _try_to_set(lambda: _write_text("/etc/machine-id", header["machine_id"] + "\n"))
 
 
-def _attempt(action: Callable[[], None]) -> None:
+def _try_to_set(action: Callable[[], None]) -> None:
     try:
         action()
     except OSError as error:

@@ -63,12 +63,12 @@ class Output:
         self._data = bytearray()
         self._poll: select.poll | None = None
 
-    def listen(self, poll: select.poll) -> None:
-        """Registers the pipe with a poll object, until `ignore` or the end of the stream."""
+    def register(self, poll: select.poll) -> None:
+        """Registers the pipe with a poll object, until `unregister` or the end of the stream."""
         self._poll = poll
         poll.register(self.descriptor, select.POLLIN)
 
-    def ignore(self) -> None:
+    def unregister(self) -> None:
         """Unregisters the pipe. Idempotent."""
         poll, self._poll = self._poll, None
         if poll is not None:
@@ -87,7 +87,7 @@ class Output:
                 break
             if not data:
                 self.ended = True
-                self.ignore()
+                self.unregister()
                 break
             taken += data
             if len(data) < _CHUNK:
@@ -113,7 +113,7 @@ class Output:
 
     def close(self) -> None:
         """Closes the pipe. A closed descriptor that is still registered would keep `poll` from sleeping."""
-        self.ignore()
+        self.unregister()
         os.close(self.descriptor)
 
 

@@ -99,12 +99,12 @@ class Plan:
     def template(self) -> str:
         return f"{FILES_RO}/templates/{self.digest}"
 
-    def lowers(self) -> list[str]:
+    def lower_layers(self) -> list[str]:
         """Lower layers of the workspace, or of the whole root where there is an image."""
         saved = [f"{FILES_RO}/layers/{layer}/{layers.ROOT}" for layer in self.layers]
         return [*saved, self.template, *(f"{IMAGES}/{layer}" for layer in self.images)]
 
-    def temporaries(self) -> list[str]:
+    def tmp_lower_layers(self) -> list[str]:
         """Lower layers of /tmp."""
         return [f"{FILES_RO}/layers/{layer}/{layers.TEMPORARY}" for layer in self.layers]
 
@@ -290,10 +290,10 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int, Layered
         root = "/root"
         kernel.mount(root, root, flags=MS_BIND | MS_REC)
         if not plan.in_place:
-            _overlay("/root/workspace", plan.lowers(), layers.ROOT, "work")
+            _overlay("/root/workspace", plan.lower_layers(), layers.ROOT, "work")
     _cover_programs(root, [name for name in _bound if not plan.has_image or name.startswith("dev/")])
     if plan.layers:
-        _overlay(f"{root}/tmp", plan.temporaries(), layers.TEMPORARY, "tmp_work")
+        _overlay(f"{root}/tmp", plan.tmp_lower_layers(), layers.TEMPORARY, "tmp_work")
     else:
         kernel.mount(f"/scratch/{layers.TEMPORARY}", f"{root}/tmp", flags=MS_BIND)
     for place in {"/workspace", plan.workspace} if plan.in_place else ():
@@ -327,7 +327,7 @@ def _cover_programs(root: str, names: list[str]) -> None:
 
 def _mount_image(plan: Plan) -> str:
     root = "/image_root"
-    _overlay(root, plan.lowers(), layers.ROOT, "work")
+    _overlay(root, plan.lower_layers(), layers.ROOT, "work")
     for name in ("dev", "proc", "tmp"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     os.makedirs(root + plan.workspace, exist_ok=True)
@@ -368,7 +368,7 @@ def _user_id(plan: Plan) -> int:
     name = plan.user.partition(":")[0]
     if name.isdigit():
         return int(name)
-    for layer in plan.lowers():
+    for layer in plan.lower_layers():
         try:
             with open(f"{layer}/etc/passwd") as file:
                 rows = [line.split(":") for line in file]

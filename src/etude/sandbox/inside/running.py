@@ -196,7 +196,7 @@ class JobRunner:
         self._poll.register(job.watch, select.POLLIN)
         for output in job.outputs:
             self._by_descriptor[output.descriptor] = job
-            output.listen(self._poll)
+            output.register(self._poll)
         return job
 
     def _start_with_retry(self, start: Callable[[], Job]) -> Job:
@@ -223,7 +223,7 @@ class JobRunner:
             if output.descriptor != descriptor:
                 continue
             if job.stream and self._wire.congested:
-                output.ignore()
+                output.unregister()
                 self._muted.append(output)
                 return
             self._send_output(job, index, output.read())
@@ -241,7 +241,7 @@ class JobRunner:
     def _unmute_outputs(self) -> None:
         muted, self._muted = self._muted, []
         for output in muted:
-            output.listen(self._poll)
+            output.register(self._poll)
 
     def _feed(self, job: Job, data: bytes, close: bool) -> None:
         """Writes to a job's input, and continues as the job reads."""

@@ -115,7 +115,7 @@ class ForkServerBackend(MachineBackend):
         clone = self._clones.get(sandbox.id)
         if clone is None or not clone.server.alive:
             return "the fork server has ended"
-        if self._groups is not None and self._groups.was_killed_for_the_host(clone.group):
+        if self._groups is not None and self._groups.was_killed_below_limit(clone.group):
             return "the host's memory was used up"
         return None
 

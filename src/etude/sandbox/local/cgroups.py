@@ -141,7 +141,7 @@ class ControlGroups:
             return 0
         return num_oom_kills(parent / name)
 
-    def was_killed_for_the_host(self, name: str) -> bool:
+    def was_killed_below_limit(self, name: str) -> bool:
         """Whether the kernel killed processes of a sandbox that was below its own memory limit."""
         parent = self._parents.get("memory") or self._parents.get("unified")
         return parent is not None and num_oom_kills(parent / name) > 0 and not reached_limit(parent / name)
