@@ -32,7 +32,7 @@ limit_buffers()
 memory = SocketMemory()
 seen = {}
 def look(what):
-    seen[what] = [memory.held_bytes(), memory.most_bytes()]
+    seen[what] = [memory.used_bytes(), memory.max_bytes()]
 def fill(one):
     one.setblocking(False)
     sent = 0

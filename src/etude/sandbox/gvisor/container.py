@@ -109,7 +109,7 @@ class MemoryBound:
         """Time until the next check."""
         self._programs_bytes = limit_bytes + SERVER_BYTES
         self._usual_bytes = self._programs_bytes + KERNEL_BYTES
-        self._most_bytes = limit_bytes + OVERHEAD_BYTES
+        self._max_bytes = limit_bytes + OVERHEAD_BYTES
         self._tolerated_bytes = self._usual_bytes
         self._since_s: float | None = None
         self._seen_bytes = 0
@@ -134,7 +134,7 @@ class MemoryBound:
         return "over"
 
     def _after_patience(self, programs_bytes: int, total_bytes: int) -> Verdict:
-        if programs_bytes > self._programs_bytes or total_bytes > self._most_bytes:
+        if programs_bytes > self._programs_bytes or total_bytes > self._max_bytes:
             return "hopeless"
         self._tolerated_bytes = total_bytes + STEP_BYTES
         self._since_s = None

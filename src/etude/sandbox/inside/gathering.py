@@ -213,12 +213,12 @@ def _row(status: os.stat_result) -> list[Any]:
 
 
 def walk(
-    top: int, most: int = MAX_ENTRIES, is_root: bool = True, skipped: Skipped = _NOTHING
+    top: int, max_entries: int = MAX_ENTRIES, is_root: bool = True, skipped: Skipped = _NOTHING
 ) -> Iterator[tuple[Folder, str, os.stat_result]]:
     """(folder, name, status) of everything below a directory, on its own file system. Follows no links.
 
     Directories that cannot be entered are skipped; for a whole root (`is_root`) also those without files of
-    the image. Raises Fault for more than `most` entries, without those that are skipped.
+    the image. Raises Fault for more than `max_entries` entries, without those that are skipped.
     """
     passed_over = (*NO_FILES, GUEST_DIRECTORY) if is_root else ()
     device = os.fstat(top).st_dev
@@ -234,7 +234,7 @@ def walk(
     entries = walk_tree(Folder(os.dup(top), "", os.fstat(top)), skips, enter)
     with contextlib.closing(entries):
         for count, entry in enumerate(entries, 1):
-            if count > most:
+            if count > max_entries:
                 raise Fault(*faults.DIFF_TOO_LARGE)
             yield entry
 

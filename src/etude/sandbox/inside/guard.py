@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.processes import DescendantProcesses, reap
-from etude.sandbox.inside.rights import become, enter_own_namespaces
+from etude.sandbox.inside.rights import change_user, enter_own_namespaces
 
 BIND_ROOT = "/tmp"
 
@@ -45,13 +45,13 @@ def main(arguments: list[str]) -> NoReturn:
     pid = os.fork()
     if pid == 0:
         _exec_program(plan, [owner, reader, writer])
-    watch = os.pidfd_open(pid)
+    pidfd = os.pidfd_open(pid)
     poll = select.poll()
-    for descriptor in (owner, watch, reader):
+    for descriptor in (owner, pidfd, reader):
         poll.register(descriptor, select.POLLIN)
     ready = {descriptor for descriptor, _ in poll.poll()}
     code = 1
-    if watch in ready:
+    if pidfd in ready:
         _, status = os.waitpid(pid, 0)
         code = (
             max(0, os.waitstatus_to_exitcode(status)) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
@@ -70,7 +70,7 @@ def _exec_program(plan: dict[str, Any], descriptors: list[int]) -> NoReturn:
         for path in plan["control"]:
             Path(path).write_text(str(os.getpid()), encoding="ascii")
         if plan["user"] is not None:
-            become(*plan["user"])
+            change_user(*plan["user"])
         if plan["binds"] is not None:
             _enter(plan["binds"])
         # After the change of user, which would reset it.

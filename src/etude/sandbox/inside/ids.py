@@ -31,7 +31,7 @@ from etude.sandbox.inside.rights import NOBODY
 
 BLOCK = 4096
 """Number of ids of one fork server, and so the most sandboxes at a time."""
-SERVER = OWN = NOBODY
+SERVER = SANDBOX = NOBODY
 """The owner of files in the fork server's namespace, and the sandbox's user in that of its first process: the
 same number, which also owns the files of images on disk."""
 SERVER_IN_FIRST = 1
@@ -89,12 +89,12 @@ class Users:
         """Assigns ids to a first process; returns descriptors of idmapped mounts for it: of `files`, and of
         images if there are any. Raises OSError."""
         if self._mapper is None:
-            kernel.map_ids(pid, f"{OWN} {SERVER} 1", f"{OWN} {SERVER} 1")
+            kernel.map_ids(pid, f"{SANDBOX} {SERVER} 1", f"{SANDBOX} {SERVER} 1")
             return []
         if not self._free:
             raise OSError(errno.EAGAIN, f"at most {BLOCK} sandboxes at a time")
         number = self._taken[pid] = self._free.popleft()
-        rows = f"{OWN} {number} 1\n{SERVER_IN_FIRST} {SERVER} 1"
+        rows = f"{SANDBOX} {number} 1\n{SERVER_IN_FIRST} {SERVER} 1"
         kernel.map_ids(pid, rows, rows)
         namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -130,8 +130,8 @@ def become_own_user(mounts: Mapping[str, int], needed: str) -> None:
         for copy in mounts.values():
             os.close(copy)
         return
-    os.setresgid(OWN, OWN, OWN)
-    os.setresuid(OWN, OWN, OWN)
+    os.setresgid(SANDBOX, SANDBOX, SANDBOX)
+    os.setresuid(SANDBOX, SANDBOX, SANDBOX)
     # Changing ids made /proc/self owned by root, and the maps unwritable.
     kernel.set_dumpable(True)
     for target, copy in mounts.items():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from etude.sandbox.inside import testrunner
-from etude.sandbox.inside.rights import become
+from etude.sandbox.inside.rights import change_user
 
 _CHUNK = 1 << 16
 _RESTORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGALRM,
@@ -37,14 +37,14 @@ class ChildLimits:
     cpu_s: int
     open_files: int = 1024
     uid: int | None = None
-    """User and group to become; None: stay who the server is."""
+    """User and group to change to; None: those of the server."""
 
     def apply(self) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s))
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
         if self.uid is not None:
-            become(self.uid, self.uid)
+            change_user(self.uid, self.uid)
 
     def in_shell(self) -> str:
         """Shell prefix that sets the limits which this process cannot have itself."""
@@ -162,8 +162,8 @@ class Job:
     """A running child. `existing`: the processes that existed before it."""
 
     pid: int
-    watch: int
-    """A pidfd: readable once the child has ended."""
+    pidfd: int
+    """Readable once the child has ended."""
     outputs: list[Output]
     start_s: float
     timeout_s: float
@@ -218,7 +218,7 @@ def start_job(
         raise
     pipes, inward = pairs[:num_pipes], pairs[num_pipes] if with_input else None
     try:
-        watch = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except OSError:
         os.kill(pid, signal.SIGKILL)
         _close_all(pairs)
@@ -231,7 +231,7 @@ def start_job(
         stdin = Input(inward[1])
     outputs = [Output(reader, limit_bytes) for reader, _ in pipes]
     most_s = float("inf") if timeout_s is None else timeout_s
-    return Job(pid, watch, outputs, start_s, most_s, start_s + most_s, existing, keep_background, input=stdin)
+    return Job(pid, pidfd, outputs, start_s, most_s, start_s + most_s, existing, keep_background, input=stdin)
 
 
 def _close_all(pairs: Sequence[tuple[int, int]]) -> None:
@@ -243,7 +243,7 @@ def _close_all(pairs: Sequence[tuple[int, int]]) -> None:
 def _forked_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
     """A child that executes a program. Gets [stdout, stderr], or [stdin, stdout, stderr]."""
 
-    def become(pipes: list[int]) -> NoReturn:
+    def execute(pipes: list[int]) -> NoReturn:
         _detach(pipes if len(pipes) > 2 else [os.open("/dev/null", os.O_RDONLY), *pipes])
         for number in _RESTORED_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -259,7 +259,7 @@ def _forked_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildL
             os.write(2, f"cannot run {argv[0]}: {error.strerror}\n".encode())
             os._exit(127)
 
-    return lambda pipes: _fork(become, pipes)
+    return lambda pipes: _fork(execute, pipes)
 
 
 def shell_child(cmd: str, env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:

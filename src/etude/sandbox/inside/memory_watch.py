@@ -43,10 +43,10 @@ class MemoryWatch:
         # full. It only decides whether an exact count is needed.
         sockets = self._settings.sockets
         quick_bytes = own_bytes(table, with_shared)
-        if quick_bytes + (sockets.most_bytes() if sockets else 0) <= most:
+        if quick_bytes + (sockets.max_bytes() if sockets else 0) <= most:
             return False
         start_s = time.monotonic()
-        used_bytes = sockets.held_bytes() if sockets else 0
+        used_bytes = sockets.used_bytes() if sockets else 0
         if quick_bytes + used_bytes > most:
             used_bytes += proportional_bytes(table, with_shared)
         if used_bytes > most:

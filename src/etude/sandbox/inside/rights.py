@@ -11,7 +11,7 @@ NOBODY = 65534
 """User of the real root before it creates a user namespace, so that id 0 of the host is never mapped."""
 
 
-def become(uid: int, gid: int) -> None:
+def change_user(uid: int, gid: int) -> None:
     """Changes user and group of this process permanently, without other groups. Raises OSError."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
@@ -31,7 +31,7 @@ def enter_own_namespaces(
     if os.geteuid() == 0:
         kernel.unshare(kernel.NEWNS)
         build_mounts()
-        become(NOBODY, NOBODY)
+        change_user(NOBODY, NOBODY)
         # Changing ids made /proc/self owned by root, and the maps unwritable.
         kernel.set_dumpable(True)
         kernel.unshare(kernel.NEWUSER | kernel.NEWNS)

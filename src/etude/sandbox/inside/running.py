@@ -193,7 +193,7 @@ class JobRunner:
         self._jobs[job.pid] = job
         self.has_children = True
         self._memory.schedule_next(job.start_s)
-        self._poll.register(job.watch, select.POLLIN)
+        self._poll.register(job.pidfd, select.POLLIN)
         for output in job.outputs:
             self._by_descriptor[output.descriptor] = job
             output.register(self._poll)
@@ -286,8 +286,8 @@ class JobRunner:
             if self._by_descriptor.pop(job.input.descriptor, None):
                 self._poll.unregister(job.input.descriptor)
             job.input.close()
-        self._poll.unregister(job.watch)
-        os.close(job.watch)
+        self._poll.unregister(job.pidfd)
+        os.close(job.pidfd)
         for output in job.outputs:
             del self._by_descriptor[output.descriptor]
             if output in self._muted:

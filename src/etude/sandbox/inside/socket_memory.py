@@ -58,13 +58,13 @@ class SocketMemory:
         self._full_bytes = received + sent + _PACKET_BYTES
         """Most bytes of a socket that is not a connection."""
         connection_bytes = 2 * TCP_BUFFER_BYTES + _PACKET_BYTES
-        self._most_bytes = _OBJECT_BYTES + max(self._full_bytes, connection_bytes)
+        self._max_bytes = _OBJECT_BYTES + max(self._full_bytes, connection_bytes)
 
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Upper bound of the bytes of all sockets. Takes some ten microseconds. Raises OSError."""
-        return _num_sockets() * self._most_bytes
+        return _num_sockets() * self._max_bytes
 
-    def held_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of all sockets. Takes half a millisecond, plus microseconds for each. Raises OSError."""
         listed: list[int] = []
         for family in (socket.AF_INET, socket.AF_INET6):

@@ -24,7 +24,7 @@ from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.local.host_view import HostView
-from etude.sandbox.local.spares import NUM_AHEAD, ForkServer, SparePool
+from etude.sandbox.local.spares import NUM_SPARES, ForkServer, SparePool
 from etude.sandbox.local.templates import TemplateUses, pack_files, plan_request
 from etude.sandbox.machine import OPERATION_S, MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
@@ -63,7 +63,7 @@ class ForkServerBackend(MachineBackend):
     home = "/tmp"
     """HOME of commands that run in a directory of the host."""
     works_in_directories = True
-    num_spares = NUM_AHEAD
+    num_spares = NUM_SPARES
     """Number of spare processes that wait in control groups of their own for a sandbox."""
 
     def __init__(self, state: Path | None = None, images: Path | None = None) -> None:

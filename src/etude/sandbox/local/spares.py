@@ -165,7 +165,7 @@ def _wait_for_end(launcher: subprocess.Popen[bytes]) -> None:
         launcher.wait(CLOSE_S)
 
 
-NUM_AHEAD = 4
+NUM_SPARES = 4
 """Number of spares kept ready. Each takes 1.2 MB."""
 CLONE_S = 60.0
 
@@ -194,14 +194,14 @@ class SparePool:
         groups: ControlGroups | None,
         remove_group: Callable[[str], None] | None,
         numbers: Iterator[int],
-        num_ahead: int = NUM_AHEAD,
+        num_spares: int = NUM_SPARES,
     ) -> None:
         """`send` sends a request and descriptors to the fork server; raises SandboxError."""
         self._send = send
         self._groups = groups
         self._remove_group = remove_group
         self._numbers = numbers
-        self._num_ahead = num_ahead if groups is not None else 0
+        self._num_spares = num_spares if groups is not None else 0
         self._ready: deque[SpareProcess] = deque()
         self._line = WaitingLine[None, SpareProcess](self._pop_ready, self._add_ready)
         self._tasks = Tasks()
@@ -231,7 +231,7 @@ class SparePool:
     def top_up(self) -> None:
         """Starts the missing spares, unless a caller of `acquire` waits: its spare comes first."""
         if not self._closed and not len(self._line):
-            self._start_clones(self._num_ahead - len(self._ready) - self._num_starting)
+            self._start_clones(self._num_spares - len(self._ready) - self._num_starting)
 
     async def close(self) -> None:
         """Ends all spares in the pool; waiting callers of `acquire` get an error. Idempotent."""
