@@ -1,4 +1,4 @@
-"""The agent's harness: one code in the terminal, in the cloud and in rollouts."""
+"""The agent harness: the same code in the terminal, in the cloud and in rollouts."""
 
 from etude.agent.execution import LocalWorkspace as LocalWorkspace
 from etude.agent.execution import execute_calls as execute_calls

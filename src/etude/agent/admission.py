@@ -1,4 +1,4 @@
-"""Which calls of a message are run."""
+"""Decides which calls of a message are run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FINISH_TOOL = "finish"
 
 
 def admit(calls: Sequence[ToolCall], limit: int) -> tuple[ToolCall, ...]:
-    """The calls as they are to be run, those that may not be marked with why.
+    """The calls of one turn; those that may not run carry the reason as `error`.
 
     Calls above `limit` get one error together; nothing runs after `finish`; no call at all is an error too.
     """

@@ -1,4 +1,4 @@
-"""How many tokens a session may still use: of its present context, and of all together."""
+"""Token budget of a session: of its current context, and of all its contexts together."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from etude.agent.summary import SummaryPolicy
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits, as they apply after so many summaries."""
+    """The limits that apply after `num_summaries` summaries."""
 
     limits: SessionLimits
     summary: SummaryPolicy | None
     request_tokens: int
-    """Of the message that asks for a summary."""
+    """Length of the message that asks for a summary."""
     num_summaries: int
     trigger: int
-    """Tokens of the present context at which it is summarised."""
+    """Length at which the current context is summarised."""
 
     @property
     def may_summarise(self) -> bool:
-        """Whether a full context is summarised, rather than the end."""
+        """Whether a full context is summarised; otherwise it ends the session."""
         return self.summary is not None and self.num_summaries < self.summary.max_summaries
 
     @property
@@ -34,31 +34,31 @@ class Budget:
 
     @property
     def context_tokens(self) -> int:
-        """Of one context, without what is kept free."""
+        """Tokens that one context may use, without the reserve for its summary."""
         return self.limits.max_tokens - self.reserve
 
     @property
     def opening_tokens(self) -> int:
-        """With which a context may begin after a summary."""
+        """Most tokens with which a context may begin after a summary."""
         assert self.summary is not None
         return min(self.summary.at_tokens, self.context_tokens)
 
     def is_spent(self, session_tokens: int) -> bool:
-        """Whether so many tokens of all contexts leave none for a message."""
+        """Whether `session_tokens`, of all contexts, leave none for another message."""
         limit = self.limits.max_session_tokens
         return limit is not None and session_tokens >= limit
 
     def is_full(self, length: int, *, summarising: bool) -> bool:
-        """Whether a context of this length has no room for the message that is under way."""
+        """Whether a context of this length has no room left for the current message."""
         return length >= (self.limits.max_tokens if summarising else self.context_tokens)
 
     def message_room(
         self, length: int, begun: int, session_tokens: int, most: int, *, summarising: bool
     ) -> int:
-        """Tokens that the next message, or what is missing of it, may have; none if that is 0 or less.
+        """Tokens left for the next message, or for the rest of a partial one; 0 or less: no room.
 
-        `length`: of the context; `begun`: tokens of it that the message has; `most`: that a request may ask
-        for, but for summaries.
+        `length`: of the context; `begun`: tokens sampled of the message so far; `most`: limit of one
+        request, not applied to summaries.
         """
         limits = self.limits
         if summarising and self.summary is not None:

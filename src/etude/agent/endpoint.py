@@ -1,9 +1,9 @@
 """A `Sampler` over any OpenAI-compatible chat endpoint.
 
 A chat endpoint has no tokens: the session keeps tokens of our own (see `endpoint_messages`), every logprob
-is 0 and the policy version is named after the endpoint, so such a session is for use and never for training.
-A message reaches the session when it is whole: a stream that drops in its middle leaves nothing behind, and
-the request can be sent again. What comes before is passed to `on_event`, for display.
+is 0 and the policy version is named after the endpoint, so such a session can never be used for training.
+A message reaches the session only when complete: a stream that drops midway leaves nothing behind, and the
+request can be sent again. Partial output is passed to `on_event`, for display.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ERROR_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a model is served. Raises ConfigError."""
+    """Address, model name and options of a chat endpoint. Raises ConfigError."""
 
     url: str
     """Base address, such as `http://127.0.0.1:8000/v1`."""
@@ -54,7 +54,7 @@ class Endpoint:
     key_variable: str = ""
     """Environment variable that holds the key; empty: no key is sent."""
     native_tools: bool = True
-    """Tools by the endpoint's own `tools`; else described in a system message, calls read from its words."""
+    """Whether tools go into the request's `tools`; else into a system message, calls parsed from the text."""
     temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -79,13 +79,13 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Where chat completions are asked for."""
+        """URL of chat completions."""
         base = self.url.rstrip("/")
         return base if base.endswith("/chat/completions") else base + "/chat/completions"
 
 
 def check_endpoint(endpoint: Endpoint) -> None:
-    """Raises ConfigError where nobody listens, or the key is not set. Whatever answers will do. Blocks."""
+    """Raises ConfigError if nothing listens or the key is not set; any HTTP answer is enough. Blocks."""
     with SyncClient(endpoint.url, endpoint.key, outside=True, refusal=None, within_s=_CHECK_S) as client:
         try:
             client.request("GET", "/models")
@@ -93,11 +93,11 @@ def check_endpoint(endpoint: Endpoint) -> None:
             fix = "start the server, or correct the address"
             raise ConfigError(error.message, field="endpoint", received=endpoint.url, fix=fix) from error
         except NoAnswerError:
-            return  # it is there, and may be busy
+            return  # it listens, and may be busy
 
 
 def endpoint_renderer(schemas: Sequence[ToolSchema], native_tools: bool = True) -> Renderer:
-    """The renderer of sessions behind an endpoint: bytes; calls as JSON, or (as text) in our own grammar."""
+    """The renderer of endpoint sessions: byte tokens; native calls as JSON, others in our XML grammar."""
     if native_tools:
         grammar = HermesGrammar(schemas)
         return Renderer(byte_tokenizer(grammar.control_tokens()), grammar)
@@ -105,11 +105,11 @@ def endpoint_renderer(schemas: Sequence[ToolSchema], native_tools: bool = True) 
 
 
 class EndpointSampler(Sampler):
-    """Implements `Sampler`. Holds nothing of a session: every request carries all of its messages.
+    """Implements `Sampler`. Keeps no session state: every request carries all messages.
 
-    Raises ConfigError where trying again is no use (a wrong key, an unknown model, a refused request), and
-    SamplerError where it may be: 408, 409, 429 and 5xx, dropped or malformed streams, timeouts. After a
-    `Retry-After` the next request waits as long as it says, at most a minute.
+    Raises ConfigError where a retry cannot help (a wrong key, an unknown model, a refused request), and
+    SamplerError where it may: 408, 409, 429 and 5xx, dropped or malformed streams, timeouts. After a
+    `Retry-After` the next request waits for that long, at most a minute.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class EndpointSampler(Sampler):
         on_event: OnEvent | None = None,
         transport: Transport | None = None,
     ) -> None:
-        """`transport`: what carries requests, in tests."""
+        """`transport`: replaces HTTP in tests."""
         self.endpoint = endpoint
         self.version = PolicyVersion(f"endpoint:{endpoint.model}", 0, format=UNKNOWN_FORMAT)
         self.on_event: OnEvent = on_event or _ignore
@@ -135,7 +135,7 @@ class EndpointSampler(Sampler):
             transport=transport,
         )
         self._not_before_s = 0.0
-        self._asking: dict[str, asyncio.Task[Answer]] = {}
+        self._requests: dict[str, asyncio.Task[Answer]] = {}
         self._aborted: set[str] = set()
 
     async def aclose(self) -> None:
@@ -150,9 +150,9 @@ class EndpointSampler(Sampler):
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         """See Sampler.stream: one chunk, the whole message."""
-        task = self._asking[request.id] = asyncio.create_task(self._ask(request.suffix))
+        task = self._requests[request.id] = asyncio.create_task(self._request_answer(request.suffix))
         try:
-            tokens = await self._answer(request, task)
+            tokens = await self._answer_tokens(request, task)
         except asyncio.CancelledError:
             if request.id not in self._aborted:
                 raise
@@ -160,7 +160,7 @@ class EndpointSampler(Sampler):
             return
         finally:
             task.cancel()
-            self._asking.pop(request.id, None)
+            self._requests.pop(request.id, None)
             self._aborted.discard(request.id)
         ended = bool(len(tokens)) and int(tokens[-1]) in request.stop_tokens
         fits = len(tokens) <= request.params.max_tokens
@@ -171,17 +171,17 @@ class EndpointSampler(Sampler):
         raise SamplerError("an endpoint does not score tokens", field="version", received=str(version))
 
     def abort(self, request_id: str) -> None:
-        task = self._asking.get(request_id)
+        task = self._requests.get(request_id)
         if task is not None and not task.done():
             self._aborted.add(request_id)
             task.cancel()
 
-    async def _answer(self, request: SampleRequest, task: asyncio.Task[Answer]) -> NDArray[np.int32]:
+    async def _answer_tokens(self, request: SampleRequest, task: asyncio.Task[Answer]) -> NDArray[np.int32]:
         if request.prefix_digest is not None:
             raise SamplerError("no prefixes are held here", field="prefix_digest")
         return answer_tokens(await task, self._renderer)
 
-    async def _ask(self, tokens: NDArray[np.int32]) -> Answer:
+    async def _request_answer(self, tokens: NDArray[np.int32]) -> Answer:
         await asyncio.sleep(max(0.0, self._not_before_s - time.monotonic()))
         body = self._body(tokens)
         try:
@@ -221,7 +221,7 @@ class EndpointSampler(Sampler):
         return body
 
     def _refusal(self, answer: HttpAnswer) -> Exception:
-        """The error that a status deserves."""
+        """The error for a status that is no success; remembers its `Retry-After`."""
         status, said = answer.status_code, answer.content.decode("utf-8", "replace")
         received = f"{status} {said[:_ERROR_CHARACTERS]}".strip()
         if status in (408, 409, 425, 429) or status >= 500:

@@ -1,8 +1,8 @@
-"""Between the tokens of a session and the messages of a chat endpoint.
+"""Converts between the tokens of a session and the messages of a chat endpoint.
 
-Sessions are tokens. Where the model is behind a chat endpoint nobody knows its tokens, so the session is kept
-in tokens of our own, one a byte: exact in both directions, and never to be trained on. Before a request the
-tokens are read back as messages; the answer's words become tokens.
+A session is a token sequence. The tokens of a model behind a chat endpoint are unknown, so the session is
+kept in tokens of our own, one per byte: exact in both directions, never used for training. Before a request
+the tokens are decoded to messages; the answer's text is encoded to tokens.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _THINK, _END_THINK = THINK_MARKS
 _ROLES = {"<|system|>": "system", "<|user|>": "user", "<|assistant|>": "assistant", "<|tool|>": "tool"}
 _NOT_RUN = "error: not run"
 _SILENT = "(no answer)"
-"""An answer without words and calls, such as one that was interrupted: many servers refuse an empty one."""
+"""Content of an answer without text or calls (say, interrupted): many servers refuse an empty one."""
 
 
 def byte_tokenizer(tags: Sequence[str] = ()) -> Tokenizer:
-    """One token a byte, then the frame's control tokens, the marks of reasoning and `tags`."""
+    """One token per byte, then the template's control tokens, the reasoning marks and `tags`."""
     controls = [*ETUDE_TEMPLATE.control_tokens, *THINK_MARKS, *tags]
     return train_tokenizer((), 256 + len(set(controls)), controls)
 
 
 @dataclass(slots=True)
 class CallAnswer:
-    """One tool call of an answer, as its pieces come."""
+    """One tool call of an answer, accumulated from deltas."""
 
     name: str = ""
     arguments: str = ""
-    """JSON as the endpoint writes it, whole or not."""
+    """JSON text as the endpoint writes it, possibly incomplete."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One message of the endpoint's."""
+    """One assistant message of the endpoint, accumulated from deltas."""
 
     text: str = ""
     reasoning: str = ""
@@ -61,11 +61,11 @@ class Answer:
 
 
 def answer_tokens(answer: Answer, renderer: Renderer) -> NDArray[np.int32]:
-    """The answer as the session keeps it; its end token is missing where it was cut."""
+    """Encodes the answer; a message cut at its length limit has no end token."""
     pieces: list[Piece] = []
     if answer.reasoning:
         pieces += [Control(_THINK), answer.reasoning, Control(_END_THINK)]
-    # Words of a model that writes its calls as text are read as calls; else they are words.
+    # Without native calls the text may hold calls in our grammar.
     pieces += [answer.text] if answer.calls else renderer.grammar.split(answer.text)
     for call in answer.calls:
         body = f'\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments.strip() or "{}"}}}\n'
@@ -76,8 +76,8 @@ def answer_tokens(answer: Answer, renderer: Renderer) -> NDArray[np.int32]:
 
 
 @dataclass(slots=True)
-class _Spoken:
-    """One message read from tokens."""
+class _DecodedMessage:
+    """One message decoded from tokens."""
 
     role: str
     text: list[str] = field(default_factory=list[str])
@@ -87,30 +87,30 @@ class _Spoken:
 
 
 def chat_messages(tokens: NDArray[np.int32], renderer: Renderer) -> list[Message]:
-    """The messages that a context's tokens stand for, without earlier reasoning.
+    """Decodes a context's tokens into chat messages, without reasoning.
 
-    Raises SamplerError for tokens that begin with no message.
+    Raises SamplerError if the tokens do not begin with a message.
     """
     native = isinstance(renderer.grammar, HermesGrammar)
-    spoken = _read(renderer.tokenizer.pieces(tokens, renderer.tags))
-    if spoken and spoken[-1].role == "assistant" and not (spoken[-1].text or spoken[-1].calls):
-        spoken.pop()
+    decoded = _decode(renderer.tokenizer.pieces(tokens, renderer.tags))
+    if decoded and decoded[-1].role == "assistant" and not (decoded[-1].text or decoded[-1].calls):
+        decoded.pop()
     messages: list[Message] = []
     identities: list[str] = []
-    for number, one in enumerate(spoken):
-        match one.role:
+    for number, part in enumerate(decoded):
+        match part.role:
             case "assistant":
-                identities = [f"call_{number}_{position}" for position in range(len(one.calls))]
-                messages.append(_assistant(one, identities))
+                identities = [f"call_{number}_{position}" for position in range(len(part.calls))]
+                messages.append(_assistant(part, identities))
             case "tool":
-                messages += _results(one.results, identities if native else [])
+                messages += _results(part.results, identities if native else [])
             case role:
-                messages.append({"role": role, "content": "".join(one.text)})
+                messages.append({"role": role, "content": "".join(part.text)})
     return messages
 
 
-def _read(pieces: Sequence[Piece]) -> list[_Spoken]:
-    spoken: list[_Spoken] = []
+def _decode(pieces: Sequence[Piece]) -> list[_DecodedMessage]:
+    decoded: list[_DecodedMessage] = []
     target: list[str] | None = None
     for piece in pieces:
         if isinstance(piece, str):
@@ -118,28 +118,28 @@ def _read(pieces: Sequence[Piece]) -> list[_Spoken]:
                 target[-1:] = [target[-1] + piece] if target else [piece]
             continue
         if piece.name in _ROLES:
-            spoken.append(_Spoken(_ROLES[piece.name]))
-            target = spoken[-1].text
+            decoded.append(_DecodedMessage(_ROLES[piece.name]))
+            target = decoded[-1].text
             continue
-        if not spoken:
+        if not decoded:
             raise SamplerError("the context begins with no message", field="tokens", received=piece.name)
         match piece.name:
             case "<result>" | "<tool_call>" as name:
-                target = spoken[-1].results if name == "<result>" else spoken[-1].calls
+                target = decoded[-1].results if name == "<result>" else decoded[-1].calls
                 target.append("")
             case "<think>":
                 target = None
             case _:
-                target = spoken[-1].text
-    return spoken
+                target = decoded[-1].text
+    return decoded
 
 
-def _assistant(one: _Spoken, identities: Sequence[str]) -> Message:
-    message: Message = {"role": "assistant", "content": "".join(one.text) or None}
-    if one.calls:
+def _assistant(part: _DecodedMessage, identities: Sequence[str]) -> Message:
+    message: Message = {"role": "assistant", "content": "".join(part.text) or None}
+    if part.calls:
         message["tool_calls"] = [
             {"id": identity, "type": "function", "function": _function(raw)}
-            for identity, raw in zip(identities, one.calls, strict=True)
+            for identity, raw in zip(identities, part.calls, strict=True)
         ]
     elif not (message["content"] or "").strip():
         message["content"] = _SILENT
@@ -147,7 +147,7 @@ def _assistant(one: _Spoken, identities: Sequence[str]) -> Message:
 
 
 def _function(raw: str) -> dict[str, str]:
-    """A call as it was written; what is no JSON object is sent inside of one, as servers parse it."""
+    """A call in the API's form; text that is no JSON object is wrapped in one, because servers parse it."""
     try:
         call = json.loads(raw)
         name, arguments = str(call["name"]), call.get("arguments", {})
@@ -159,7 +159,7 @@ def _function(raw: str) -> dict[str, str]:
 
 
 def _results(results: Sequence[str], identities: Sequence[str]) -> list[Message]:
-    """Each call gets its result; results without a call are the user's words, as there is no other way."""
+    """One tool message per call; results without a call go into a user message, the only form left."""
     messages: list[Message] = [
         {
             "role": "tool",

@@ -1,4 +1,4 @@
-"""The answer of a chat endpoint, read from a stream of server-sent events or from one JSON document."""
+"""Reads the answer of a chat endpoint from a stream of server-sent events or from one JSON document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnEvent = Callable[[ParseEvent], None]
 
 
 async def read_stream(chunks: AsyncIterator[bytes], on_event: OnEvent) -> Answer:
-    """The answer in a body that comes in `chunks`; `on_event` hears its words as they come.
+    """The answer in a body that arrives in `chunks`; `on_event` is called with each delta as it arrives.
 
     Raises SamplerError where the stream ends before the answer does, is malformed, or carries an error, and
     NoAnswerError where it is too long.
@@ -29,7 +29,7 @@ async def read_stream(chunks: AsyncIterator[bytes], on_event: OnEvent) -> Answer
         if data == "[DONE]":
             answer.finish = answer.finish or "stop"
             break
-        _take(_document(data), answer, on_event)
+        _apply_event(_document(data), answer, on_event)
     if answer.finish is None:
         raise _broken("the stream ended before the answer did", "no end")
     return answer
@@ -44,7 +44,7 @@ def read_document(text: str, on_event: OnEvent) -> Answer:
         for choice in choices:
             if isinstance(choice, dict):
                 choice["delta"] = choice.pop("message", None)
-    _take(document, answer, on_event)
+    _apply_event(document, answer, on_event)
     answer.finish = answer.finish or "stop"
     return answer
 
@@ -66,12 +66,12 @@ def _document(data: str) -> dict[str, Any]:
     return document
 
 
-def _take(document: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
-    """One event of the stream. Raises SamplerError for parts of another type than they should have."""
+def _apply_event(document: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
+    """Adds one event of the stream to `answer`. Raises SamplerError for fields of the wrong type."""
     try:
         for choice in document.get("choices") or ():
             if choice.get("index", 0) == 0:
-                _take_delta(choice.get("delta") or {}, answer, on_event)
+                _apply_delta(choice.get("delta") or {}, answer, on_event)
                 if reason := choice.get("finish_reason"):
                     answer.finish = _FINISHES.get(reason, "stop")
     except (AttributeError, TypeError, ValueError) as error:
@@ -79,7 +79,7 @@ def _take(document: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> Non
         raise _broken("the stream is malformed", received) from error
 
 
-def _take_delta(delta: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
+def _apply_delta(delta: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
     if reasoning := _clean(delta.get("reasoning_content") or delta.get("reasoning")):
         answer.reasoning += reasoning
         on_event(ReasoningDelta(reasoning))
@@ -87,15 +87,15 @@ def _take_delta(delta: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> 
         answer.text += text
         on_event(TextDelta(text))
     for place, part in enumerate(delta.get("tool_calls") or ()):
-        _take_call(int(part.get("index", place)), part.get("function") or {}, answer, on_event)
+        _apply_call_delta(int(part.get("index", place)), part.get("function") or {}, answer, on_event)
 
 
 def _clean(text: str | None) -> str:
-    """Without halves of surrogate pairs, which JSON can spell and no file can hold."""
+    """Replaces lone surrogates, which JSON can spell and UTF-8 cannot encode."""
     return (text or "").encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _take_call(index: int, function: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
+def _apply_call_delta(index: int, function: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
     if not 0 <= index < _MAX_CALLS:
         raise ValueError(f"call {index}")
     while len(answer.calls) <= index:

@@ -1,4 +1,4 @@
-"""What can be seen of a session while it runs: for terminals, editors, servers and monitors."""
+"""Events of a running session, for terminals, editors, servers and monitors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etude.records import SampleChunk, Status, ToolCall, ToolResult
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Tokens have come; with `chunk.finish` the message is whole."""
+    """Tokens were sampled; a chunk with `finish` completes the message."""
 
     chunk: SampleChunk
     summarising: bool = False
@@ -37,14 +37,14 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class ContextOpened:
-    """A fresh context has begun; what came before is at `path` in the workspace."""
+    """A new context has begun after a summary; the previous one is archived at `path` in the workspace."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """The infrastructure failed and the session goes on without loss."""
+    """The infrastructure failed; the session continues without loss."""
 
     error: InfrastructureError
     attempt: int
@@ -53,7 +53,7 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The session has ended, or waits for more words."""
+    """The session has ended, or waits for a user message."""
 
     status: Status
     cause: str
@@ -61,4 +61,4 @@ class SessionEnded:
 
 SessionEvent = Sampled | CallStarted | CallEnded | ContextOpened | Retried | SessionEnded
 Listener = Callable[[SessionEvent], None]
-"""Called with everything as it happens, in the event loop: it must not block or raise."""
+"""Called with each event as it happens, in the event loop: must not block or raise."""

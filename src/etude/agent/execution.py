@@ -2,8 +2,8 @@
 
 Each call waits for those earlier calls of the turn that it conflicts with (`Access.conflicts`); all others
 run at the same time, within `ToolLimits.parallel_calls`. So a turn has the outcome of running its calls one
-after the other, and takes as long as its longest chain of calls that depend on each other. Calls that change
-nothing and wait for nothing run as one where their tool can do that for less (`how_together`).
+after the other, and takes as long as its longest chain of calls that depend on each other. Read-only calls
+that wait for nothing run as one batch where their tool can do that at less cost (`how_together`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LocalWorkspace:
         return await execute_calls(calls, self.context, known, on_call, on_result)
 
     async def archive(self, path: str, text: str) -> str:
-        """See Workspace.archive. A workspace that cannot take the text (a full disk) is the agent's doing."""
+        """See Workspace.archive. A failed write (a full disk) is an outcome of the agent's, not an error."""
         try:
             await self.context.sandbox.files.write(path, text)
         except SandboxKilledByAgentError:
@@ -70,15 +70,15 @@ async def execute_calls(
     on_call: OnCall | None = None,
     on_result: OnResult | None = None,
 ) -> list[ToolResult]:
-    """The results of `calls`, in their order. What the agent did wrong is a result.
+    """Runs `calls` and returns their results in order. The agent's mistakes are results, not exceptions.
 
     Calls whose results are `known`, by position, are not run. `on_call` and `on_result` are called with the
     others as they begin to run and as they end.
 
     Raises InfrastructureError if something behind a tool failed, and SandboxKilledByAgentError if the agent
-    ended its own sandbox: neither is an answer that an agent could read. Either is raised when every call
-    that had begun has ended; the others are not begun then. Of several failures the first in call order is
-    raised. Cancelled, it cancels what runs and waits for its end.
+    ended its own sandbox: neither is a result that an agent could read. Either is raised once every started
+    call has ended; no further call is started. Of several failures the first in call order is raised.
+    Cancellation cancels the running calls and waits for their end.
     """
     known = known or {}
     plans = [
@@ -89,7 +89,7 @@ async def execute_calls(
     units = turn.units()
     if len(units) == 1:
         await turn.run(units[0])
-        return turn.ended()
+        return turn.finished_results()
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(turn.run(unit)) for unit in units]
     turn.tasks = {position: task for unit, task in zip(units, tasks, strict=True) for position in unit}
@@ -99,46 +99,46 @@ async def execute_calls(
     finally:
         await end_tasks(*tasks)
     _raise_first([calls[unit[0]] for unit in units], tasks)
-    return turn.ended()
+    return turn.finished_results()
 
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """One call, looked at before anything runs. Never changed; frozen ones take longer to make."""
+    """One call, validated before anything runs. Never mutated; frozen dataclasses are slower to create."""
 
     call: ToolCall
     tool: Tool | None = None
     access: Access = _NOTHING
     refusal: ToolResult | None = None
-    """The result of a call that is not to be run: it makes no sense, or its result is known."""
+    """The result of a call that will not run: it is invalid, or its result is already known."""
 
     @property
     def needs_approval(self) -> bool:
-        """Whether it writes to the workspace or runs something there; lists of its own are its own matter."""
+        """Whether it writes to the workspace or runs a command; the agent's own lists need no approval."""
         return any(is_path(entry) for entry in self.access.writes)
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """The calls of one turn on their way."""
+    """State of one turn while its calls run."""
 
     context: ToolContext
     plans: list[_Plan]
     on_call: OnCall | None = None
     on_result: OnResult | None = None
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, "asyncio.Task[None]"])
-    """What runs each call, by its position."""
+    """Task of each call, by the call's position."""
     together: dict[str, RunTogether | None] = field(default_factory=dict[str, "RunTogether | None"])
-    """How calls of a tool run as one, by its name."""
+    """Batch function of each tool, by name; None: it has none."""
     results: list[ToolResult | None] = field(init=False)
     failed: bool = False
     """Whether a call has failed in a way that ends the turn: nothing more begins."""
     changes: bool = field(init=False)
     """Whether any call writes or is a barrier: otherwise none waits for another."""
     slots: asyncio.Semaphore | None = field(init=False)
-    """None: there is one for each call."""
+    """Bounds parallel calls; None: there are enough slots for all."""
     approving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while someone is asked. Fair, so that calls are asked about in their order."""
+    """Held during an approval request. asyncio locks are FIFO, so approvals follow the order of calls."""
 
     def __post_init__(self) -> None:
         limit = self.context.limits.parallel_calls
@@ -147,7 +147,7 @@ class _Turn:
         self.results = [plan.refusal for plan in self.plans]
 
     def units(self) -> list[list[int]]:
-        """The positions of the calls that run as one; most are alone."""
+        """Call positions, grouped by batch; most batches have one call."""
         if len(self.plans) == 1 or self.slots is not None:
             return [[position] for position in range(len(self.plans))]
         units: list[list[int]] = []
@@ -163,7 +163,7 @@ class _Turn:
         return units
 
     def _may_share(self, position: int, plan: _Plan) -> bool:
-        """Whether the call may run as one with others of its tool: nobody is asked, it waits for nothing."""
+        """Whether the call may join a batch of its tool: it needs no approval and waits for nothing."""
         if plan.tool is None:
             return False
         if self.changes and (plan.access.writes or plan.access.barrier or self._before(position)):
@@ -173,7 +173,7 @@ class _Turn:
             self.together[name] = how_together(plan.tool, self.context)
         return self.together[name] is not None
 
-    def ended(self) -> list[ToolResult]:
+    def finished_results(self) -> list[ToolResult]:
         """The results, once every call has one."""
         return [result for result in self.results if result is not None]
 
@@ -183,13 +183,13 @@ class _Turn:
         return [n for n in range(position) if self.plans[n].access.conflicts(access)]
 
     async def run(self, unit: Sequence[int]) -> None:
-        """Gets the results of calls that run as one; of none if the turn failed before they began."""
+        """Runs one batch and stores its results; does nothing if the turn has failed before."""
         plan = self.plans[unit[0]]
         if plan.refusal is not None:
             return
         try:
             if self.changes:
-                refusal = await self._ask(plan)
+                refusal = await self._request_approval(plan)
                 before = self._before(unit[0])
                 if before:
                     await asyncio.wait({self.tasks[n] for n in before})
@@ -219,8 +219,8 @@ class _Turn:
             if self.on_result is not None:
                 self.on_result(position, plan.call, result)
 
-    async def _ask(self, plan: _Plan) -> ToolResult | None:
-        """The result of a call that was not approved."""
+    async def _request_approval(self, plan: _Plan) -> ToolResult | None:
+        """The result of a call that was refused; None if it may run."""
         if self.context.approve is None or not plan.needs_approval:
             return None
         async with self.approving:
@@ -247,9 +247,9 @@ def _plan(call: ToolCall, context: ToolContext) -> _Plan:
 async def _run(
     plans: Sequence[_Plan], together: RunTogether | None, context: ToolContext
 ) -> list[ToolResult]:
-    """Runs one call, or several of one tool together.
+    """Runs one call, or several of one tool as a batch.
 
-    More than once only where that is safe and something behind a port failed.
+    Repeats them only if the tool is repeatable and infrastructure failed.
     """
     tool = plans[0].tool
     assert tool is not None
@@ -262,7 +262,7 @@ async def _run(
         lambda: _run_once(tool, plans, together, context),
         InfrastructureError,
         backoff,
-        unless=SandboxError,  # its own client has tried again already where that could help
+        unless=SandboxError,  # the sandbox client has already retried where that could help
     )
     duration_s = time.perf_counter() - start_s
     return [_result(outcome, duration_s) for outcome in outcomes]
@@ -285,7 +285,7 @@ async def _run_once(
 
 
 def _result(outcome: Outcome, duration_s: float) -> ToolResult:
-    """Raises SandboxKilledByAgentError: no agent reads that."""
+    """Raises SandboxKilledByAgentError, which is never shown to the agent."""
     if isinstance(outcome, SandboxKilledByAgentError):
         raise outcome
     result = _answer(outcome) if isinstance(outcome, AgentError) else outcome

@@ -1,4 +1,4 @@
-"""What monitors and rewards want to know of a session, counted turn by turn."""
+"""Per-session counts for monitors and rewards, updated turn by turn."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class SessionFacts:
         self.last_tests_green = False
 
     def _count_writing(self, call: ToolCall) -> None:
-        """Of the arguments that hold what an edit writes; in a patch, of its added lines."""
+        """Counts characters in the arguments that an edit writes; of a patch, in its added lines."""
         for name in _WRITING & call.arguments.keys():
             for line in call.arguments[name].splitlines():
                 if name == "patch":

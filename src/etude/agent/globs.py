@@ -23,11 +23,11 @@ MAX_CHARACTERS = 256
 _MAX_ALTERNATIVES = 64
 
 Part = re.Pattern[str] | None
-"""One part of a path; None stands for `**`."""
+"""One part of a path; None is `**`."""
 
 
 def compile_glob(pattern: str) -> Callable[[str], bool]:
-    """A test of paths. Raises ToolArgumentError for a pattern that is empty, too long or unclosed."""
+    """A predicate on paths. Raises ToolArgumentError for a pattern that is empty, too long or unclosed."""
     pattern = pattern.strip().removeprefix("./")
     if not pattern or len(pattern) > MAX_CHARACTERS:
         reason = "pattern too long" if pattern else "pattern is empty"
@@ -38,15 +38,15 @@ def compile_glob(pattern: str) -> Callable[[str], bool]:
 
 @lru_cache(maxsize=64)
 def compile_globs(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """A test of paths by all of the patterns, of which one with a leading `!` must not fit. Raises as
+    """A predicate for paths that fit all patterns; one with a leading `!` must not fit. Raises as
     `compile_glob`."""
-    tests = [(compile_glob(one.removeprefix("!")), not one.startswith("!")) for one in patterns]
+    tests = [(compile_glob(glob.removeprefix("!")), not glob.startswith("!")) for glob in patterns]
     return lambda path: all(fits(path) == wanted for fits, wanted in tests)
 
 
 def compile_path_pattern(pattern: str) -> Callable[[str], bool]:
-    """A test of whole paths by a plainer pattern: `*` and `?` within one part, `**` for any number of parts,
-    and nothing else is special."""
+    """A predicate on whole paths for a simpler syntax: `*` and `?` within one part, `**` for any number of
+    parts, nothing else is special."""
     parts: list[Part] = [
         None if part == "**" else re.compile(fnmatch.translate(part.replace("[", "[[]")))
         for part in pattern.split("/")
@@ -71,7 +71,7 @@ def _alternatives(pattern: str) -> Iterator[str]:
 
 
 def _first_braces(pattern: str) -> tuple[int, list[str], int] | None:
-    """(start, what may stand there, end) of the first outermost `{a,b}`."""
+    """(start, alternatives, end) of the first outermost `{a,b}`."""
     start, depth, choices, begin = -1, 0, list[str](), 0
     position = 0
     while position < len(pattern):
@@ -98,7 +98,7 @@ def _first_braces(pattern: str) -> tuple[int, list[str], int] | None:
 
 
 def _class_end(pattern: str, start: int) -> int:
-    """Where the `]` of a class stands that begins at `start`; -1 if it is none."""
+    """Index of the `]` that closes the character class opened at `start`; -1 if there is none."""
     first = start + 1 + (pattern[start + 1 : start + 2] in ("!", "^"))
     return pattern.find("]", first + 1)
 
@@ -113,7 +113,7 @@ def _parts(pattern: str) -> list[Part]:
 
 @lru_cache(maxsize=1024)
 def _part(part: str) -> re.Pattern[str]:
-    """One part, by way of `fnmatch`, whose expressions do not run back."""
+    """One part, compiled by `fnmatch`, whose expressions do not backtrack."""
     spelled: list[str] = []
     position = 0
     while position < len(part):
@@ -132,7 +132,7 @@ def _part(part: str) -> re.Pattern[str]:
 
 
 def _matches(parts: list[Part], names: list[str]) -> bool:
-    """Whether the parts fit all names. Going back to the last `**` is enough: what stood before it fits."""
+    """Whether the parts fit all names. Backtracking to the last `**` is enough: all before it has matched."""
     part = name = 0
     retry: tuple[int, int] | None = None
     while name < len(names):

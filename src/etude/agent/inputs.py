@@ -1,4 +1,4 @@
-"""The inputs of a session, as values: the session is a function of them, so they are its durable form.
+"""The inputs of a session, as values: the session is a function of them, so storing them stores it.
 
 Applied again in order they give the same session, bit for bit; applied up to some turn, the session as it was
 then. So one journal serves resuming, forking and replay.
@@ -20,7 +20,7 @@ from etude.records import PolicyVersion, SampleChunk, Status, ToolCall, ToolErro
 
 @dataclass(frozen=True, slots=True)
 class ChunksIn:
-    """The chunks of one request, as far as they came."""
+    """The chunks of one request, as far as they arrived."""
 
     chunks: tuple[SampleChunk, ...]
 
@@ -34,19 +34,19 @@ class ResultsIn:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedIn:
-    """A full context was kept, or could not be."""
+    """A full context was archived, or could not be (`error`)."""
 
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMissIn:
-    """The sampler had lost the session."""
+    """The sampler no longer held the session's prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserIn:
-    """More words of the user."""
+    """Another message of the user."""
 
     text: str
 
@@ -63,7 +63,7 @@ Input = ChunksIn | ResultsIn | ArchivedIn | PrefixMissIn | UserIn | StopIn
 
 
 def apply(session: Session, given: Input) -> None:
-    """Gives a session an input that it had before."""
+    """Applies an input to a session."""
     match given:
         case ChunksIn(chunks):
             for chunk in chunks:
@@ -81,11 +81,11 @@ def apply(session: Session, given: Input) -> None:
 
 
 def merge(chunks: Iterable[SampleChunk]) -> tuple[SampleChunk, ...]:
-    """Neighbouring chunks as one where that loses nothing: engines send one token at a time."""
+    """Merges neighbouring chunks where that loses nothing: engines send one token at a time."""
     merged: list[SampleChunk] = []
     run: list[SampleChunk] = []
     for chunk in chunks:
-        if run and not _follows(run[-1], chunk, routed=any(one.routes is not None for one in run)):
+        if run and not _follows(run[-1], chunk, routed=any(part.routes is not None for part in run)):
             merged.append(_joined(run))
             run = []
         run.append(chunk)
@@ -93,7 +93,7 @@ def merge(chunks: Iterable[SampleChunk]) -> tuple[SampleChunk, ...]:
 
 
 def _follows(before: SampleChunk, chunk: SampleChunk, routed: bool) -> bool:
-    """Whether the two can be one: same versions, and routes that go on where the last ones ended."""
+    """Whether the two can be merged: same versions, and routes that continue where the last ones ended."""
     if (before.version, before.kv_oldest) != (chunk.version, chunk.kv_oldest) or before.finish is not None:
         return False
     if chunk.routes is None or not routed:
@@ -134,7 +134,7 @@ def to_document(given: Input) -> dict[str, Any]:
 
 
 def from_document(document: Mapping[str, Any]) -> Input:
-    """What `to_document` gave. Raises KeyError, ValueError or TypeError for anything else."""
+    """Inverse of `to_document`. Raises KeyError, ValueError or TypeError for anything else."""
     match document["kind"]:
         case "chunks":
             return ChunksIn(tuple(_chunk(chunk) for chunk in document["chunks"]))
@@ -158,7 +158,7 @@ def result_document(result: ToolResult) -> dict[str, Any]:
 
 
 def result_of(document: Mapping[str, Any]) -> ToolResult:
-    """What `result_document` gave."""
+    """Inverse of `result_document`."""
     error = document["error"]
     return ToolResult(**{**document, "error": None if error is None else ToolErrorClass(error)})
 

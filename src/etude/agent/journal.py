@@ -1,7 +1,7 @@
-"""A session on disk: what it is, and all that came to it, one line of a journal each, in order.
+"""A session on disk: a line journal of its description and all of its inputs, in order.
 
 The first line describes the session. Lines are synced before a turn's calls begin and after they have ended,
-so that a session can be taken up after a kill -9 and does nothing twice: calls that may have run and may not
+so that a session can be resumed after a kill -9 and runs nothing twice: calls that may have run and may not
 be repeated are answered as interrupted.
 """
 
@@ -56,7 +56,7 @@ INTERRUPTED = "error: interrupted; it may have run or not: look before you do it
 
 
 class JournaledSession:
-    """Implements `Session` and `CallLog` around an AgentSession that it keeps on disk.
+    """Implements `Session` and `CallLog` for an AgentSession that it records on disk.
 
     One writer at a time: the process that holds the file open for appending has locked it.
     """
@@ -70,7 +70,7 @@ class JournaledSession:
         self._known: dict[int, ToolResult] = {}
         self._closed = False
         self.max_turns: int | None = None
-        """Messages after which the session is stopped; kept in the journal as a stop."""
+        """Turns after which the session is stopped; recorded in the journal as a stop."""
 
     @classmethod
     def create(cls, path: Path, session: AgentSession, state: ToolState) -> JournaledSession:
@@ -86,7 +86,7 @@ class JournaledSession:
 
     @classmethod
     def resume(cls, path: Path, renderer: Renderer, tools: Mapping[str, Tool]) -> JournaledSession:
-        """Takes a session up where its journal ends. Raises StoreError, ConfigError (another tokenizer)."""
+        """Resumes a session where its journal ends. Raises StoreError, ConfigError (another tokenizer)."""
         with _opening(path):
             file, lines = LineJournal.resume(path, xxh3_64_hexdigest)
         try:
@@ -103,7 +103,7 @@ class JournaledSession:
         return self.session.next_action()
 
     def on_prefix_miss(self) -> None:
-        self._tell(PrefixMissIn())
+        self._apply_and_record(PrefixMissIn())
 
     def on_chunk(self, chunk: SampleChunk) -> None:
         """See Session. Chunks are written when their request ends: what a crash cuts off is sampled again."""
@@ -116,21 +116,21 @@ class JournaledSession:
 
     def on_results(self, results: Sequence[ToolResult]) -> None:
         self._known.clear()
-        self._tell(ResultsIn(tuple(results)), tools=self.state.to_dict())
+        self._apply_and_record(ResultsIn(tuple(results)), tools=self.state.to_dict())
         if self.max_turns is not None and len(self.session.turns) >= self.max_turns:
             self.stop(Status.LIMIT, "turns")
         self._file.sync()
 
     def on_archived(self, error: str = "") -> None:
-        self._tell(ArchivedIn(error))
+        self._apply_and_record(ArchivedIn(error))
 
     def on_user(self, text: str, by_person: bool = True) -> None:
         assert by_person, "a journal is of a person's session"
-        self._tell(UserIn(text))
+        self._apply_and_record(UserIn(text))
         self._file.sync()
 
     def stop(self, status: Status, cause: str) -> None:
-        self._tell(StopIn(status, cause))
+        self._apply_and_record(StopIn(status, cause))
         self._file.sync()
 
     def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
@@ -149,7 +149,7 @@ class JournaledSession:
             self._file.sync()
             self._file.close()
 
-    def _tell(self, given: Input, **more: Any) -> None:
+    def _apply_and_record(self, given: Input, **more: Any) -> None:
         self._write_chunks()
         apply(self.session, given)
         self._file.append({**to_document(given), **more})
@@ -161,7 +161,7 @@ class JournaledSession:
 
 
 def describe(session: AgentSession) -> dict[str, Any]:
-    """What a session is before it begins, as plain JSON values."""
+    """The initial parameters of a session, as plain JSON values."""
     return {
         "format": FORMAT,
         "tokenizer_digest": session.renderer.tokenizer.digest,
@@ -176,7 +176,7 @@ def describe(session: AgentSession) -> dict[str, Any]:
 
 
 def described(document: Mapping[str, Any], renderer: Renderer) -> AgentSession:
-    """The session that `describe` described, at its beginning.
+    """Inverse of `describe`: the session at its beginning.
 
     Raises ConfigError if `renderer` has another tokenizer, grammar or template: tokens would change meaning.
     """
@@ -276,7 +276,7 @@ def _replayed(
 def _interrupted(
     calls: Sequence[ToolCall], known: Mapping[int, ToolResult], tools: Mapping[str, Tool]
 ) -> dict[int, ToolResult]:
-    """Answers to calls that may have run, nobody knows how far, and may not be repeated."""
+    """Results for calls that may have run, completely or in part, and may not be repeated."""
     answers: dict[int, ToolResult] = {}
     for position, call in enumerate(calls):
         tool = tools.get(call.name)

@@ -1,4 +1,4 @@
-"""What one session may use, and where it stands."""
+"""Limits of one session, and its progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etude.records import Status, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What one session may use. Running into a limit is an outcome of the agent's, not an error."""
+    """Limits of one session. Reaching a limit is an outcome of the agent's, not an error."""
 
     max_turns: int = 10
     """Messages of the agent, summaries not counted."""
@@ -31,7 +31,7 @@ class SessionLimits:
 
 @dataclass(slots=True)
 class Progress:
-    """Where the session stands; with contexts, turns and facts the whole of its state."""
+    """Progress of a session; together with contexts, turns and facts the whole of its state."""
 
     message_start: int | None = None
     """First token of the message being sampled."""
@@ -55,7 +55,7 @@ class Progress:
 
 
 def too_small(message: str, received: int, needed: int) -> ConfigError:
-    """The error for limits that leave no room."""
+    """The error for limits that leave no room for a message."""
     return ConfigError(
         message,
         field="agent.max_tokens",

@@ -1,4 +1,4 @@
-"""Search over a directory that anybody may change at any time: ripgrep looks at it anew each time."""
+"""Unindexed search over a directory that may change at any time: ripgrep scans it for each query."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_BYTES = 16 << 20
 
 
 class DirectorySearch:
-    """Implements `CodeSearch` with no index. What git ignores is left out, and hidden files."""
+    """Implements `CodeSearch` without an index. Leaves out hidden files and those that git ignores."""
 
     def __init__(self, sandbox: Sandbox, root: Path, passed_over: Iterable[str]) -> None:
         """`root`: the sandbox's workspace, without links; `passed_over`: names that are not searched. Raises
@@ -30,7 +30,7 @@ class DirectorySearch:
     async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
         place = self._root / request.path
         if place.resolve() != place:
-            # A link may lead anywhere on the host: the sandbox knows where it may.
+            # A link may lead anywhere on the host; the sandbox enforces its own bounds.
             pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
             return await self._sandbox.files.grep(pattern, request.path, request.limit)
         query = GrepQuery(request.pattern, ignore_case=request.ignore_case)
@@ -51,10 +51,10 @@ class DirectorySearch:
         raise ToolArgumentError("no semantic index here: use grep", field="query")
 
     def changed(self, path: str) -> None:
-        """See CodeSearch: nothing is remembered."""
+        """See CodeSearch. Does nothing: there is no state."""
 
     def changed_somewhere(self) -> None:
-        """The same."""
+        """See CodeSearch. Does nothing: there is no state."""
 
     def close(self) -> None:
-        """Nothing: no index is held."""
+        """See CodeSearch. Does nothing: there is no state."""

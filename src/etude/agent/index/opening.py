@@ -1,4 +1,4 @@
-"""Code indexes by the name that a configuration or a command line gives them."""
+"""Opens code indexes by the kind that a configuration or command line names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from etude.sandbox.migration import default_state_directory
 
 
 def check_index(kind: str) -> None:
-    """Refuses a kind that there is not (ConfigError), and one whose packages are missing
-    (MissingPackageError)."""
+    """Raises ConfigError for an unknown kind, MissingPackageError for one whose packages are missing."""
     if kind not in get_args(IndexName):
         raise ConfigError(
             "no such index",
@@ -34,8 +33,8 @@ def check_index(kind: str) -> None:
 
 
 def check_run_index(kind: str) -> None:
-    """As `check_index`, and refuses any kind where ripgrep is missing (MissingPackageError): a run has what
-    it asks for."""
+    """As `check_index`, and raises MissingPackageError for any kind where ripgrep is missing: a run never
+    does without the index that it is configured with."""
     check_index(kind)
     if kind != "none":
         Ripgrep()
@@ -44,10 +43,10 @@ def check_run_index(kind: str) -> None:
 def new_indexes(
     kind: str, state: Path | None = None, report: Report = lambda words: None, *, waits: bool = False
 ) -> TemplateIndexes | None:
-    """The indexes of one process, built in the background and kept on disk; None of `none`. `waits`: see
-    TemplateIndexes.
+    """The indexes of one process, built in the background and kept on disk; None for the kind `none`.
+    `waits`: see TemplateIndexes.
 
-    To be closed by the caller. Raises as `check_index`.
+    The caller closes them. Raises as `check_index`.
     """
     check_index(kind)
     if kind == "none":

@@ -1,4 +1,4 @@
-"""Indexes of sandbox templates: each built once, in the background, when the first session asks for it."""
+"""Code indexes of sandbox templates: each is built once, in the background, on its first use."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from etude.sandbox.template import Template
 
 Report = Callable[[str], None]
 MakeSandbox = Callable[[], Awaitable[Sandbox]]
-"""A sandbox as the template gives it, before anybody worked in it; the caller ends it."""
+"""Makes a fresh sandbox of the template; the caller closes it."""
 _DEPTH = 100
 _FILES_AT_ONCE = 64
 _MOST_IDLE = 32
-"""Templates whose indexes stay open though no session uses them: each has files open and mapped."""
+"""Unused indexes that are kept open: each has files open and mapped."""
 
 
 class TemplateIndexes:
     """Code indexes by template, for all sessions of one process. For one event loop.
 
-    A template's files are laid out once below `state`, so that nobody's edits reach what is indexed; those of
-    an image come out of a sandbox. A build that fails is reported once, and its sessions search by their
-    sandboxes. What no session has used for the longest time is closed, and opened again by the next one.
+    A template's files are laid out once below `state`, so that no session's edits reach the indexed files;
+    those of an image are read from a sandbox. A failed build is reported once, and its sessions search
+    through their sandboxes. The least recently used idle indexes are closed, and reopened on their next use.
     """
 
     def __init__(
@@ -46,19 +46,18 @@ class TemplateIndexes:
         waits: bool = False,
         scratch: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        """`searches`: whether there is semantic
-        search. `waits`: whether that waits for its index, so that what it finds does not depend on when it is
-        asked; a build that fails is then tried again by the next session, and is the infrastructure's failure
-        where somebody searches. `scratch`: what holds `state` until the end; nothing that is closed then
-        stays on disk."""
+        """`searches`: whether there is semantic search. `waits`: whether a semantic search waits for the
+        build, so that its hits do not depend on timing; a failed build is then retried for the next session,
+        and searching raises InfrastructureError. `scratch`: temporary directory that holds `state`, removed
+        by `close`; indexes that are closed are then deleted from disk."""
         self._waits = waits
         self.state, self.embedder, self.report = state, embedder, report
         self.searches, self._scratch = searches, scratch
         self._trees: dict[str, _TemplateIndex] = {}
-        """By the template's digest; what was used last comes last."""
+        """By the template's digest, most recently used last."""
         self._num_users: Counter[str] = Counter()
         self.closing = Tasks()
-        """Of indexes that nobody uses any more."""
+        """Closing of idle indexes, in progress."""
 
     def search(
         self, template: Template, sandbox: Sandbox, make: MakeSandbox | None = None
@@ -74,7 +73,7 @@ class TemplateIndexes:
         )
 
     async def close(self) -> None:
-        """Stops all building. What is built stays on disk, unless it was scratch."""
+        """Stops all builds. Finished indexes stay on disk, unless `scratch` holds them."""
         trees, self._trees = self._trees, {}
         for index in trees.values():
             await index.close()
@@ -92,17 +91,17 @@ class TemplateIndexes:
     def _release(self, digest: str) -> None:
         self._num_users -= Counter([digest])
         idle = [
-            one for one, index in self._trees.items() if not self._num_users[one] and not index.is_building
+            key for key, index in self._trees.items() if not self._num_users[key] and not index.is_building
         ]
-        for one in idle[: max(0, len(idle) - _MOST_IDLE)]:
-            self.closing.start(self._trees.pop(one).close(forget=self._scratch is not None))
+        for key in idle[: max(0, len(idle) - _MOST_IDLE)]:
+            self.closing.start(self._trees.pop(key).close(delete=self._scratch is not None))
 
 
 class _TemplateIndex:
-    """The indexes of one template: no overlays, until they can be asked."""
+    """The indexes of one template; an overlay is None until its index is built."""
 
     def __init__(self, template: Template, owner: TemplateIndexes, make: MakeSandbox | None) -> None:
-        """Opens what was built before, and builds the rest in the background."""
+        """Opens indexes built before, and builds the others in the background."""
         self._template, self._owner, self._make = template, owner, make
         self._grep: grep.GrepIndex | None = None
         self._semantic: semantic.SemanticIndex | None = None
@@ -124,7 +123,7 @@ class _TemplateIndex:
         return None if self._semantic is None else self._semantic.overlay()
 
     async def ready_or_failed(self) -> None:
-        """Raises InfrastructureError where the build has failed."""
+        """Waits for the build. Raises InfrastructureError if it has failed."""
         try:
             await asyncio.shield(self._building)
         except Exception as error:
@@ -132,15 +131,15 @@ class _TemplateIndex:
                 f"the code index could not be built: {error}", field="agent.index"
             ) from error
 
-    async def close(self, forget: bool = False) -> None:
-        """`forget`: removes what was built from disk, but for vectors, which other templates may share."""
+    async def close(self, delete: bool = False) -> None:
+        """`delete`: also removes the indexes from disk, but not vectors, which other templates may share."""
         await end_tasks(self._building)
         if self._semantic is not None:
-            if forget:
-                await self._semantic.forget()
+            if delete:
+                await self._semantic.delete_entries()
             await self._semantic.close()
             self._semantic = None
-        if forget:
+        if delete:
             for name in ("trees", "grep"):
                 folder = self._owner.state / name / self._template.digest
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -157,7 +156,7 @@ class _TemplateIndex:
 
     async def _laid_out(self, directory: Path) -> Path:
         if self._template.image is None:
-            # What goes on behind a cancelled build would write where a run has tidied up.
+            # Waits for the thread: it could otherwise outlive the build and write after clean-up.
             return await finish_in_thread(lay_out, self._template, directory)
         if self._make is None:
             raise ResourceError("the files of an image can be read in a sandbox only", field="agent.index")
@@ -174,7 +173,7 @@ class _TemplateIndex:
 
 
 def lay_out(template: Template, directory: Path) -> Path:
-    """The template's files below `directory`, whole or not at all. Raises OSError."""
+    """Writes the template's files below `directory`, all or nothing; returns their root. Raises OSError."""
     target = directory / template.digest
     directory.mkdir(parents=True, exist_ok=True)
     if target.exists():
@@ -187,20 +186,20 @@ def lay_out(template: Template, directory: Path) -> Path:
 
 
 async def lay_out_from(sandbox: Sandbox, template: Template, directory: Path) -> Path:
-    """The same of what a sandbox holds that was just made from the template: the files that a search looks
-    at. Raises as `Files.read`, and OSError."""
+    """The same for the files of a fresh sandbox of the template, as far as searches cover them. Raises as
+    `Files.read`, and OSError."""
     target = directory / template.digest
     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
     if target.exists():
         return target
     listed = await sandbox.files.list(".", _DEPTH)
-    paths = [one.path for one in listed if one.kind == "file" and one.size_bytes <= MOST_BYTES]
+    paths = [entry.path for entry in listed if entry.kind == "file" and entry.size_bytes <= MOST_BYTES]
     paths = [path for path in paths if not any(name.startswith(".") for name in path.split("/"))]
     with whole_directory(target, keep=target.exists, sync=False) as draft:
         for start in range(0, len(paths), _FILES_AT_ONCE):
-            some = paths[start : start + _FILES_AT_ONCE]
-            for path, content in zip(some, await sandbox.files.read_many(some, MOST_BYTES), strict=True):
-                if isinstance(content, bytes):  # else it has gone, or may not be read
+            batch = paths[start : start + _FILES_AT_ONCE]
+            for path, content in zip(batch, await sandbox.files.read_many(batch, MOST_BYTES), strict=True):
+                if isinstance(content, bytes):  # else it was removed, or may not be read
                     await finish_in_thread(_write, draft / path, content)
     return target
 

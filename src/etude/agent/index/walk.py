@@ -1,4 +1,4 @@
-"""Which files of a directory are indexed: regular ones that are not hidden, as for `rg --no-ignore`."""
+"""Lists the files of a directory to index: regular ones that are not hidden, as for `rg --no-ignore`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Listing:
 
 
 def walk(root: Path) -> Listing:
-    """Lists what is below `root`. What vanishes meanwhile or may not be read is left out.
+    """Lists all below `root`. Entries that vanish meanwhile or may not be read are left out.
 
     Raises ConfigError if `root` is no directory.
     """

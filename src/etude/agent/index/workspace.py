@@ -1,9 +1,9 @@
 """Search over one session's workspace: the template's index, with the session's edits laid over it.
 
-Nothing is scanned. Tools say which files they changed. Once a command has run, nobody knows what it touched
-and what it left behind still touches: from then on each search asks the sandbox for what differs from the
-template, which it knows from its file system. Until an index is built, and where the changes are too many for
-a diff, a search by expression is left to the sandbox: the matches are the same.
+Nothing is scanned. Tools report which files they changed. Once a command has run, it and the processes it
+left behind may change any file: from then on each search asks the sandbox for its diff to the template, which
+its file system knows. Until an index is built, and where the changes are too many for a diff, grep is left to
+the sandbox: the matches are the same.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MOST_BYTES = 8 << 20
 
 
 class WorkspaceSearch:
-    """Implements `CodeSearch`. Of one session; the indexes under it are shared by many.
+    """Implements `CodeSearch` for one session; the underlying indexes are shared by many.
 
-    Without an index of words yet, grep is left to the sandbox; without one of meaning there is no semantic
+    Until the grep index is built, grep is left to the sandbox; without a semantic index there is no semantic
     search.
     """
 
@@ -40,9 +40,9 @@ class WorkspaceSearch:
         on_close: Callable[[], None] = lambda: None,
         wait: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`grep_overlay`, `semantic_overlay`: of the template's indexes, once they are there. `on_close`:
-        called when it is closed for the first time. `wait`: what a semantic search waits for; without it, it
-        asks what is built."""
+        """`grep_overlay`, `semantic_overlay`: make overlays of the template's indexes; None until built.
+        `on_close`: called once, by the first `close`. `wait`: awaited before a semantic search; without it,
+        a search uses what is built."""
         self._wait = wait
         self._on_close: Callable[[], None] | None = on_close
         self._sandbox = sandbox
@@ -75,7 +75,7 @@ class WorkspaceSearch:
         return (await self._matching.search(query)).matches
 
     async def ready(self) -> None:
-        """Waits for what a semantic search waits for. Raises InfrastructureError where it cannot be had."""
+        """Waits for the index, if semantic searches do. Raises InfrastructureError if its build failed."""
         if self._wait is not None:
             await self._wait()
 
@@ -90,7 +90,7 @@ class WorkspaceSearch:
         return CodeHits(result.hits, result.complete and current)
 
     def close(self) -> None:
-        """Removes what the overlays keep on disk, and needs the indexes no longer. Idempotent."""
+        """Removes the overlays' files and releases the indexes. Idempotent."""
         if self._matching is not None:
             self._matching.close()
         on_close, self._on_close = self._on_close, None
@@ -98,7 +98,7 @@ class WorkspaceSearch:
             on_close()
 
     def _attach(self) -> None:
-        """Takes overlays of indexes that are there now; they have missed what was changed so far."""
+        """Makes overlays of indexes that are built by now, and queues all changes so far for them."""
         before = self._matching, self._meaning
         self._matching = self._matching or self._grep_overlay()
         self._meaning = self._meaning or self._semantic_overlay()
@@ -107,14 +107,14 @@ class WorkspaceSearch:
             self._known.clear()
 
     async def _refresh(self) -> bool:
-        """Brings the overlays up to date; False where the changes are too many to be carried."""
+        """Brings the overlays up to date; False if the changes are too many for a diff."""
         async with self._refreshing:
             if self._commands_ran:
                 try:
                     differing = await self._sandbox.diff(HARNESS_DIRECTORY)
                 except DiffTooLargeError:
                     return False
-                await self._take_diff(differing)
+                await self._apply_diff(differing)
                 self._changed.difference_update(differing)
             while self._changed:
                 path = self._changed.pop()
@@ -123,16 +123,16 @@ class WorkspaceSearch:
                 except BaseException:
                     self._changed.add(path)
                     raise
-                self._take(path, content)
+                self._apply(path, content)
         return True
 
-    async def _take_diff(self, differing: Mapping[str, bytes | None]) -> None:
-        """What no longer differs has its old content back."""
+    async def _apply_diff(self, differing: Mapping[str, bytes | None]) -> None:
+        """Applies a diff to the template; known paths that are not in it have their old content again."""
         for path in self._known.keys() - differing.keys():
-            self._take(path, await self._content(path))
+            self._apply(path, await self._content(path))
             self._known.pop(path, None)
         for path, content in differing.items():
-            self._take(path, content)
+            self._apply(path, content)
 
     async def _content(self, path: str) -> bytes | None:
         try:
@@ -142,7 +142,7 @@ class WorkspaceSearch:
         except AgentError:
             return None
 
-    def _take(self, path: str, content: bytes | None) -> None:
+    def _apply(self, path: str, content: bytes | None) -> None:
         if is_harness_path(path):
             return
         digest = "" if content is None else xxhash.xxh3_128_hexdigest(content)

@@ -1,5 +1,5 @@
-"""Tools over MCP (Model Context Protocol): ours for other harnesses (`server`), other servers' for ours
-(`client`). Both load the package `mcp`, an extra; this file does not.
+"""Tools over MCP (Model Context Protocol): `server` offers ours to other harnesses, `client` uses those of
+other servers. Both import the package `mcp`, an extra; this file does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: what servers offer, and the servers of one session."""
+"""Client of MCP servers: lists the tools that servers offer, and connects the servers of a session."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from etude.sandbox.interface import Sandbox
 CALL_S = 60.0
 """For one call."""
 START_S = 30.0
-"""For a server to start and to say which tools it has."""
+"""For a server to start and to list its tools."""
 NUM_TOOLS = 256
 _ERROR_CHARACTERS = 400
 _SHOWN_CHARACTERS = 300
-_THE_CALLERS_FAULT = frozenset({types.INVALID_PARAMS, types.METHOD_NOT_FOUND, types.INVALID_REQUEST})
+_CALLER_ERRORS = frozenset({types.INVALID_PARAMS, types.METHOD_NOT_FOUND, types.INVALID_REQUEST})
 _BROKEN = (ValidationError, RuntimeError, OSError)
 _Answer = TypeVar("_Answer")
 
@@ -42,10 +42,10 @@ _Answer = TypeVar("_Answer")
 async def describe_servers(
     servers: Mapping[str, McpConfig], sandbox: Sandbox | None = None
 ) -> dict[str, McpConfig]:
-    """The same servers, each with the tools that it offers: it is started, asked and ended.
+    """The same servers, each with the tools that it offers: it is started, queried and stopped.
 
-    Raises InfrastructureError for one that does not start or answer, ConfigError for a program or a tool that
-    there is not.
+    Raises InfrastructureError for one that does not start or answer, ConfigError for a program or tool that
+    does not exist.
     """
     return {name: await _described(name, config, sandbox) for name, config in servers.items()}
 
@@ -67,8 +67,8 @@ class SessionServers:
     """Implements ToolServers: the servers of one session, each connected from `start` to `close`.
 
     A server in the sandbox is within the agent's reach. So it is started before the agent's first calls run,
-    when only we can be why it fails; what becomes of it later is an answer to the agent, unless the sandbox
-    itself has failed. A server outside is ours at all times.
+    when a failure cannot be the agent's; a later failure is an error result for the agent, unless the sandbox
+    itself has failed. A failure of a server outside is always one of the infrastructure.
     """
 
     def __init__(
@@ -77,27 +77,27 @@ class SessionServers:
         self._servers, self._sandbox, self._call_s = servers, sandbox, call_s
         self._clients: dict[str, Client] = {}
         self._starting = asyncio.Lock()
-        self._leave = asyncio.Event()
-        self._holding: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._connection: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connects every server, unless it is connected already. Raises InfrastructureError where one does
-        not start, or offers other tools than it was described with."""
+        """Connects every server, unless already connected. Raises InfrastructureError if one does not start,
+        or offers other tools than it was described with."""
         async with self._starting:
-            if self._holding is None:
+            if self._connection is None:
                 connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._holding = asyncio.create_task(self._hold(connected))
+                self._connection = asyncio.create_task(self._hold_connections(connected))
                 try:
                     await connected
                 except BaseException:
-                    self._holding.cancel()
-                    await self._end()
+                    self._connection.cancel()
+                    await self._disconnect()
                     raise
 
     async def close(self) -> None:
-        """Ends them; `start` begins anew. Idempotent."""
+        """Disconnects the servers; `start` connects them again. Idempotent."""
         async with self._starting:
-            await self._end()
+            await self._disconnect()
 
     async def call(self, server: str, tool: str, values: Mapping[str, Any]) -> ServerAnswer:
         await self.start()
@@ -105,7 +105,7 @@ class SessionServers:
             async with asyncio.timeout(self._call_s):
                 answer = await self._clients[server].call_tool(tool, dict(values))
         except MCPError as error:
-            if error.code in _THE_CALLERS_FAULT:
+            if error.code in _CALLER_ERRORS:
                 message = shorten(readable(error.message), _ERROR_CHARACTERS)
                 return ServerAnswer(message, ToolErrorClass.INVALID_ARGUMENTS)
             return await self._failed(server, error.message, ToolErrorClass.UNEXPECTED_ENVIRONMENT, error)
@@ -119,7 +119,7 @@ class SessionServers:
         return ServerAnswer(text, ToolErrorClass.UNEXPECTED_ENVIRONMENT if answer.is_error else None)
 
     async def _failed(self, server: str, words: str, kind: ToolErrorClass, error: Exception) -> ServerAnswer:
-        """Whose failure it is: the agent's where the server is in its sandbox, and that answers."""
+        """Attributes a failure: to the agent if the server is in its sandbox and that still answers."""
         if self._servers[server].is_in_sandbox and self._sandbox is not None:
             await self._sandbox.commands.list()
             return ServerAnswer(f"the MCP server {server} failed: {words}", kind)
@@ -129,7 +129,7 @@ class SessionServers:
             fix="see what it logs; one that is started by a command is started again with the next session",
         ) from error
 
-    async def _hold(self, connected: asyncio.Future[None]) -> None:
+    async def _hold_connections(self, connected: asyncio.Future[None]) -> None:
         """Connects and disconnects in one task, as the library demands."""
         try:
             async with AsyncExitStack() as stack:
@@ -138,27 +138,26 @@ class SessionServers:
                     _check_alike(name, config, await _offered(name, config, client))
                     self._clients[name] = client
                 connected.set_result(None)
-                await self._leave.wait()
+                await self._closing.wait()
         except Exception as error:
             if connected.done():
                 raise
             connected.set_exception(error)
 
-    async def _end(self) -> None:
-        holding, self._holding = self._holding, None
-        if holding is None:
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
             return
-        self._leave.set()
-        await asyncio.wait([holding])
-        if not holding.cancelled():
-            holding.exception()  # of a server that was gone already: it is not asked for anything any more
+        self._closing.set()
+        await asyncio.wait([connection])
+        if not connection.cancelled():
+            connection.exception()  # of a server that had exited already: ignored
         self._clients.clear()
-        self._leave.clear()
+        self._closing.clear()
 
 
 def parse_server(text: str) -> tuple[str, McpConfig]:
-    """A server outside of the sandbox as a command line names it: `NAME=COMMAND ARGUMENT...`. Raises
-    ConfigError."""
+    """Parses a host server from a command line's `NAME=COMMAND ARGUMENT...`. Raises ConfigError."""
     name, _, command = text.partition("=")
     try:
         words = shlex.split(command)
@@ -188,7 +187,7 @@ def _check_alike(name: str, config: McpConfig, offered: list[ServedTool]) -> Non
 
 
 def _transport(name: str, config: McpConfig, sandbox: Sandbox | None) -> Any:
-    """What `mcp.Client` takes."""
+    """The argument of `mcp.Client`."""
     if config.url:
         return config.url
     if not config.is_in_sandbox:
@@ -205,7 +204,7 @@ def _transport(name: str, config: McpConfig, sandbox: Sandbox | None) -> Any:
 
 
 def _environment(name: str, config: McpConfig) -> dict[str, str]:
-    """The server's variables. Raises ConfigError for one that is to be taken from where it is not."""
+    """The server's environment variables. Raises ConfigError for an `env:` reference to an unset one."""
     found: dict[str, str] = {}
     for key, value in config.env.items():
         source = value.removeprefix("env:")
@@ -225,7 +224,7 @@ def _environment(name: str, config: McpConfig) -> dict[str, str]:
 
 @asynccontextmanager
 async def _connected(name: str, config: McpConfig, sandbox: Sandbox | None) -> AsyncIterator[Client]:
-    """A client's own context; a failing start is ours to name, what happens in the block is not."""
+    """A connected client. Only errors of the start are converted, not those raised in the block."""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         transport = _transport(name, config, sandbox)
         is_program = isinstance(transport, StdioServerParameters)
@@ -233,7 +232,7 @@ async def _connected(name: str, config: McpConfig, sandbox: Sandbox | None) -> A
         try:
             await _started(name, client.__aenter__())
         except InfrastructureError as error:
-            said = transport.complaint if isinstance(transport, SandboxTransport) else _end_of(log)
+            said = transport.stderr_tail if isinstance(transport, SandboxTransport) else _end_of(log)
             error.message += f"; it says: {said}" if said else ""
             if config.is_in_sandbox:
                 error.fix = (
@@ -257,7 +256,7 @@ async def _offered(name: str, config: McpConfig, client: Client) -> list[ServedT
 
 
 async def _started(name: str, work: Awaitable[_Answer]) -> _Answer:
-    """What is done until a server may be called. Raises InfrastructureError."""
+    """Awaits a step of a server's start, within START_S. Raises InfrastructureError."""
     try:
         async with asyncio.timeout(START_S):
             return await work
@@ -276,7 +275,7 @@ def _cause(error: BaseException) -> str:
 
 
 async def _list_tools(name: str, config: McpConfig, client: Client) -> list[ServedTool]:
-    """All tools, page by page, or those that are wanted. Raises ConfigError for one that there is not."""
+    """All tools, page by page, or those configured. Raises ConfigError for one that does not exist."""
     tools: list[types.Tool] = []
     cursor: str | None = None
     while len(tools) <= NUM_TOOLS:
@@ -294,7 +293,7 @@ async def _list_tools(name: str, config: McpConfig, client: Client) -> list[Serv
                 received=wanted,
                 fix=", ".join(known),
             )
-    return [known[one] for one in config.tools or known]
+    return [known[wanted] for wanted in config.tools or known]
 
 
 def _served(tool: types.Tool) -> ServedTool:
@@ -308,7 +307,7 @@ def _served(tool: types.Tool) -> ServedTool:
 
 
 def _text(block: types.ContentBlock) -> str:
-    """What a block of an answer says to an agent that reads text only."""
+    """The text of a block of an answer, for an agent that reads text only."""
     if isinstance(block, types.TextContent):
         return block.text
     if isinstance(block, types.EmbeddedResource) and isinstance(block.resource, types.TextResourceContents):

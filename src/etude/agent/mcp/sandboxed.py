@@ -21,23 +21,22 @@ _KEPT_BYTES = 64 << 10
 _SHOWN_BYTES = 300
 _LINE_BYTES = 1 << 20
 _NUM_LINES = 256
-"""That wait to be taken."""
+"""Bound of the queue of unread lines."""
 _STDERR = 2
 
 
 class SandboxTransport:
     """Implements the library's Transport: a program of the sandbox, from `__aenter__` to `__aexit__`.
 
-    The connection ends with the program, which is ended where it says more than we hold: a line of over
-    1 MiB, or more lines than are taken from it. What it prints to standard error is shown where it does not
-    start.
+    The connection ends with the program, which is killed if it prints more than we buffer: a line of over
+    1 MiB, or more lines than are read from it. Its standard error is shown if it does not start.
     """
 
     def __init__(self, sandbox: Sandbox, command: str, env: Mapping[str, str]) -> None:
         self._sandbox, self._command, self._env = sandbox, command, env
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue(_NUM_LINES)
         self._buffer = bytearray()
-        self._floods = asyncio.Event()
+        self._flooded = asyncio.Event()
         self._errors = b""
         self._tasks: list[asyncio.Task[None]] = []
         self._program: Command | None = None
@@ -62,19 +61,19 @@ class SandboxTransport:
                     await program.send_stdin(text + "\n")
 
         async def watch(program: Command) -> None:
-            """The end of the program is the end of what it says."""
+            """Ends the lines when the program has ended."""
             with contextlib.suppress(EtudeError):
                 await program.wait()
             await self._lines.put(None)
 
         async def stop(program: Command) -> None:
-            await self._floods.wait()
+            await self._flooded.wait()
             await program.kill()
 
-        # Each ends in silence where the other side is gone: the client sees its stream end.
+        # Each ends silently if the other side is closed: the client sees its stream end.
         quiet = (anyio.ClosedResourceError, anyio.BrokenResourceError, EtudeError)
         works = (read(), write(self._program), watch(self._program), stop(self._program))
-        self._tasks = [asyncio.create_task(_until(work, quiet)) for work in works]
+        self._tasks = [asyncio.create_task(_run_quietly(work, quiet)) for work in works]
         self._streams = (from_server, to_server)
         return from_server, to_server
 
@@ -84,7 +83,7 @@ class SandboxTransport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the program; a sandbox that is gone has none."""
+        """Kills the program; one whose sandbox has ended is gone already."""
         for stream in self._streams:
             stream.close()
         await end_tasks(*self._tasks)
@@ -93,7 +92,7 @@ class SandboxTransport:
                 await self._program.kill()
 
     @property
-    def complaint(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of what the program printed to standard error."""
         return self._errors.decode("utf-8", "replace").strip()
 
@@ -101,27 +100,27 @@ class SandboxTransport:
         if descriptor == _STDERR:
             self._errors = (self._errors + data)[-_SHOWN_BYTES:]
             return
-        if self._floods.is_set():
+        if self._flooded.is_set():
             return
         *ends, begun = data.split(b"\n")
         try:
             for end in ends:
-                self._take(end)
+                self._extend_line(end)
                 if self._buffer.strip():
                     self._lines.put_nowait(bytes(self._buffer))
                 self._buffer.clear()
-            self._take(begun)
+            self._extend_line(begun)
         except (ValueError, asyncio.QueueFull):
-            self._floods.set()
+            self._flooded.set()
 
-    def _take(self, data: bytes) -> None:
-        """More of a line. Raises ValueError for one that is too long."""
+    def _extend_line(self, data: bytes) -> None:
+        """Appends to the current line. Raises ValueError if it gets too long."""
         if len(self._buffer) + len(data) > _LINE_BYTES:
             raise ValueError("a line of an MCP server is too long")
         self._buffer += data
 
 
-async def _until(work: Coroutine[Any, Any, None], quiet: tuple[type[Exception], ...]) -> None:
+async def _run_quietly(work: Coroutine[Any, Any, None], quiet: tuple[type[Exception], ...]) -> None:
     with contextlib.suppress(*quiet):
         await work
 

@@ -1,7 +1,7 @@
-"""The tools of a session as an MCP server, so that other harnesses work in the same environment.
+"""Serves the tools of a session over MCP, so that other harnesses work in the same environment.
 
-Each call is one turn of its own and passes the same checks as a sampled one. Calls that come while others run
-wait for those that they conflict with, as within a turn; all others run at once.
+Each call is one turn of its own and passes the same checks as a sampled one. Calls that arrive while others
+run wait for those that they conflict with, as within a turn; all others run at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def mcp_server(context: ToolContext, name: str = _NAME, run: RunCall | None = No
     """A server with the tools of `context`, without `finish`. `run`: runs a call; without it they run in
     `context`.
 
-    A call that did not do what was asked is a result with `isError` and the text that an agent of ours would
-    read; failing infrastructure is a protocol error, never a result.
+    A call that failed is a result with `isError` and the text that an agent of ours would read; failing
+    infrastructure is a protocol error, never a result.
     """
     tools = {key: tool for key, tool in context.tools.items() if key not in _LEFT_OUT}
     calls = _Calls(context)
@@ -74,7 +74,7 @@ async def serve_stdio(context: ToolContext, name: str = _NAME) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """Calls on their way, in the order in which they came."""
+    """The running calls, in order of arrival."""
 
     context: ToolContext
     running: dict[asyncio.Future[None], Access] = field(default_factory=dict[asyncio.Future[None], Access])

@@ -388,7 +388,7 @@ async def test_what_another_process_embeds_is_seen(tmp_path: Path) -> None:
 async def test_vectors_that_another_build_was_faster_with_are_seen(tmp_path: Path) -> None:
     index = await SemanticIndex.open(tmp_path, write(tmp_path / "tree", FILES), HashingEmbedder())
     second = write(tmp_path / "second", FILES)
-    feeds = index._store.feeds
+    embedding_texts = index._store.embedding_texts
 
     async def build() -> None:
         other = await SemanticIndex.open(tmp_path, second, HashingEmbedder())
@@ -398,9 +398,9 @@ async def test_vectors_that_another_build_was_faster_with_are_seen(tmp_path: Pat
     def slowly(chunks: list[int]) -> dict[bytes, str]:
         index._current()  # a search has looked at what is there
         asyncio.run(build())
-        return feeds(chunks)
+        return embedding_texts(chunks)
 
-    index._store.feeds = slowly  # type: ignore[method-assign]
+    index._store.embedding_texts = slowly  # type: ignore[method-assign]
     await index.update()
     assert (await index.search("zebra", 1)).complete
     await index.close()

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.embedder import HashingEmbedder
 
 from etude.agent.index.semantic import EmbedderMissingError, SentenceTransformerEmbedder, models
-from etude.agent.index.semantic.embedding import feed
+from etude.agent.index.semantic.embedding import embedding_text
 from etude.agent.index.semantic.models import default_embedder, default_model
 from etude.errors.packages import MissingPackageError
 
@@ -47,9 +47,11 @@ def test_the_fake_is_the_same_everywhere_and_knows_forms_of_a_word() -> None:
 
 
 def test_what_is_embedded_does_not_depend_on_indentation_and_ends_somewhere() -> None:
-    assert feed("A.readAll", "  def readAll():\n\n      pass") == feed("A.readAll", "def readAll():\n  pass")
-    assert feed("A.readAll", "x").startswith("a read all\n")
-    assert feed("", "word " * 999) == feed("", "word " * 9999)
+    assert embedding_text("A.readAll", "  def readAll():\n\n      pass") == embedding_text(
+        "A.readAll", "def readAll():\n  pass"
+    )
+    assert embedding_text("A.readAll", "x").startswith("a read all\n")
+    assert embedding_text("", "word " * 999) == embedding_text("", "word " * 9999)
 
 
 @pytest.mark.slow
@@ -59,9 +61,9 @@ def test_the_default_model_understands_questions_and_does_not_mind_its_neighbour
     embedder = default_embedder()
     assert embedder.dimension == 384
     texts = [
-        feed("delete_file", "def delete_file(path):\n    os.unlink(path)"),
-        feed("send_mail", "def send_mail(to):\n    smtp.send(to)"),
-        feed("", "x = 1\n" * 300),
+        embedding_text("delete_file", "def delete_file(path):\n    os.unlink(path)"),
+        embedding_text("send_mail", "def send_mail(to):\n    smtp.send(to)"),
+        embedding_text("", "x = 1\n" * 300),
     ]
     rows = embedder.embed(texts)
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Instant grep: ripgrep's matches by way of an n-gram index, fresh against edits."""
+"""Instant grep: ripgrep's matches, found through an n-gram index with edits overlaid."""
 
 from etude.agent.index.grep.index import GrepIndex as GrepIndex
 from etude.agent.index.grep.overlay import Overlay as Overlay

@@ -1,4 +1,4 @@
-"""Makes segments from files: read, cut into grams, sort, write.
+"""Builds index segments from files: read, cut into grams, sort, write.
 
 Memory is bounded by the size of a segment, not by that of the tree: about 660 MB at the default of 64 MB of
 text. A file that vanishes meanwhile is left out; one that cannot be read is always a candidate.
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent.index.grep.grams import LONGEST_BYTES, PairRanks, rank_pairs, sorted_once, text_keys
+from etude.agent.index.grep.grams import LONGEST_BYTES, PairRanks, rank_pairs, sorted_unique, text_keys
 from etude.agent.index.grep.segment import MOST_DOCUMENTS, Document, Flags, write_segment
 
 __all__ = ["read_file", "sample_ranks", "write_segments"]
@@ -34,7 +34,7 @@ _UTF16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 
 
 def read_file(root: Path, path: bytes) -> tuple[Document, bytes] | None:
-    """A file's record and what of its text is to be found; None if there is no regular file."""
+    """A file's record and its searchable text; None if there is no regular file."""
     try:
         descriptor = os.open(os.fsencode(root) + b"/" + path, _READ)
     except PermissionError:
@@ -56,9 +56,9 @@ def read_file(root: Path, path: bytes) -> tuple[Document, bytes] | None:
 
 
 def searched_text(content: bytes) -> tuple[bytes, int]:
-    """What ripgrep can find in this content, at most, as UTF-8; and what is odd about it.
+    """All that ripgrep can possibly match in this content, as UTF-8; and the document's `Flags`.
 
-    UTF-16 with a byte order mark is decoded, as ripgrep does; behind a NUL it reports nothing.
+    UTF-16 with a byte order mark is decoded, as ripgrep does; after a NUL it reports nothing.
     """
     encoding = _UTF16.get(content[:2])
     if encoding is not None:
@@ -73,7 +73,7 @@ def searched_text(content: bytes) -> tuple[bytes, int]:
 
 
 def sample_ranks(root: Path, paths: Sequence[bytes]) -> PairRanks:
-    """How rare each pair of bytes is, from files spread evenly over the tree."""
+    """Ranks byte pairs by rarity in a sample of files spread evenly over the tree."""
     step = max(1, len(paths) // _SAMPLE_FILES)
     found = (read_file(root, path) for path in paths[::step])
     return rank_pairs(text[:_SAMPLE_BYTES] for _, text in filter(None, found))
@@ -82,8 +82,7 @@ def sample_ranks(root: Path, paths: Sequence[bytes]) -> PairRanks:
 def write_segments(
     root: Path, files: Sequence[tuple[bytes, int]], name: Callable[[], Path], ranks: PairRanks
 ) -> list[Path]:
-    """Makes segments of bounded size from files and their sizes in bytes; calls `name` for each one's
-    place."""
+    """Writes segments of bounded size from `files` (path, size in bytes); `name` gives the path of each."""
     written: list[Path] = []
     for part in _parts(files):
         path, documents, keys = name(), list[Document](), list[NDArray[np.uint64]]()
@@ -91,7 +90,7 @@ def write_segments(
         bits = min(_MOST_BITS, max(_FEWEST_BITS, (size_bytes // 48).bit_length()))
         for numbers, texts in _blocks(root, part, documents):
             keys.append(text_keys(texts, numbers, ranks, bits))
-        write_segment(path, documents, sorted_once(keys), bits, ranks)
+        write_segment(path, documents, sorted_unique(keys), bits, ranks)
         written.append(path)
     return written
 
@@ -112,7 +111,7 @@ def _parts(files: Sequence[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int
 def _blocks(
     root: Path, files: Sequence[tuple[bytes, int]], documents: list[Document]
 ) -> Iterator[tuple[list[int], list[bytes]]]:
-    """Reads all files into `documents`, and gives their texts in blocks that fit the processor's cache."""
+    """Appends each file's record to `documents`; yields the texts in blocks that fit the CPU's cache."""
     numbers: list[int] = []
     texts: list[bytes] = []
     waiting = 0

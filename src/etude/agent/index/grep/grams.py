@@ -3,11 +3,11 @@
 Two kinds, from text whose ASCII letters are lower case. All *trigrams*; and *sparse n-grams* of 4 to 8 bytes,
 as in GitHub's code search ("The technology behind GitHub's new code search", 2023): a string whose first and
 last pair of bytes are both rarer than every pair between them. Whether a string is such a gram depends on
-nothing around it, so each gram of a literal is a gram of every text that holds the literal; and because rare
-pairs stand at their ends, the longest ones tell most. How rare a pair is, is counted in a sample of the tree
-and kept with the index.
+nothing around it, so each gram of a literal is a gram of every text that holds the literal; and because their
+ends are rare pairs, the longest ones are the most selective. The rarity of pairs is counted in a sample of
+the tree and stored with the index.
 
-Grams are known by a 32-bit hash only: two that collide cost a needless candidate, never a match.
+Only a 32-bit hash of a gram is stored: a collision costs a needless candidate, never a match.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def text_keys(texts: list[bytes], documents: list[int], ranks: PairRanks, bits: 
     """Keys `bucket << 16 | document`, sorted, each once, of the grams of a few texts.
 
     A bucket is the upper `bits` of a gram's hash.
-    The texts are handled as one with line feeds between: many small files would otherwise cost a call each. A
-    gram across a border counts for the text where it begins, which does no harm.
+    The texts are joined by line feeds, since many small files would otherwise cost a call each. A gram across
+    a border counts for the text where it begins, which is harmless.
     """
     text = _lower(b"\n".join(texts) + b"\n")
     lengths = np.fromiter((len(text) + 1 for text in texts), np.int64, len(texts))
@@ -72,10 +72,10 @@ def text_keys(texts: list[bytes], documents: list[int], ranks: PairRanks, bits: 
         key <<= np.uint64(16)
         key |= owners[: len(hashes)] if where is None else owners[where]
         keys.append(key)
-    return sorted_once(keys)
+    return sorted_unique(keys)
 
 
-def sorted_once(keys: list[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+def sorted_unique(keys: list[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     """All `keys` in order, each once. Empties the list: a segment's keys should not be held twice."""
     merged = np.concatenate(keys) if keys else np.empty(0, np.uint64)
     keys.clear()
@@ -119,7 +119,7 @@ def _grams(text: Bytes, ranks: PairRanks) -> Iterable[tuple[NDArray[np.uint32], 
 
 
 def _mixed(rolling: NDArray[np.uint32], length: int) -> NDArray[np.uint32]:
-    """Spreads over the high bits, which choose the bucket."""
+    """Mixes the hash into its high bits, which select the bucket."""
     mixed = rolling + np.uint32(length)
     mixed *= _SPREAD
     mixed ^= mixed >> np.uint32(15)

@@ -2,9 +2,9 @@
 
     pattern ──> literals that a match must hold ──> grams ──> candidate files ──> ripgrep on these files alone
 
-Ripgrep decides what matches; the index only says where it need not look. Where it cannot say enough, ripgrep
-searches the tree by itself. The tree must be as it was indexed, except where an overlay says what has changed
-since.
+Ripgrep decides what matches; the index only excludes files. For a pattern that excludes too few, ripgrep
+searches the whole tree. The tree must be unchanged since it was indexed, except for edits that an overlay
+records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["GrepIndex"]
 
 
 class GrepIndex:
-    """An opened index. Searches may run side by side, and go on where another index takes its place."""
+    """An opened index. Searches may run concurrently, and continue after another index replaced this one."""
 
     def __init__(self, into: Path, contents: Contents, ripgrep: Ripgrep) -> None:
         """Use `open` or `build`."""
@@ -44,7 +44,7 @@ class GrepIndex:
 
     @classmethod
     def open(cls, into: Path, *, key: str | None = None) -> GrepIndex:
-        """Opens what `build` made; `key` must be what it was built for.
+        """Opens an index that `build` made; `key` must equal the one it was built with.
 
         Raises StoreError for a missing, torn or foreign index, ResourceError without ripgrep.
         """
@@ -60,9 +60,9 @@ class GrepIndex:
         """Indexes the files below `root` that are not hidden into the directory `into`, replacing what is
         there.
 
-        `key` names the content (a commit, a template's digest) for `open`. Works in a thread; killed while
-        it does, it leaves the index that was there before, and who cancels it waits for its end. Of several
-        that build at once the last one's index stays.
+        `key` names the content (a commit, a template's digest) for `open`. Runs in a thread; a killed build
+        leaves the previous index in place, and cancelling waits for the thread. Of concurrent builds the
+        last one's index stays.
 
         Raises ConfigError, StoreError, ResourceError without ripgrep.
         """
@@ -71,20 +71,20 @@ class GrepIndex:
         return cls(into, contents, ripgrep)
 
     def overlay(self) -> Overlay:
-        """A place for the edits of one session, searched together with this index."""
+        """An empty overlay for the edits of one session, searched together with this index."""
         return Overlay(self._searcher.search)
 
     async def search(self, query: GrepQuery) -> GrepResult:
         """The matches that ripgrep gives on the tree, by path and line.
 
-        Raises ToolArgumentError, with ripgrep's words, for a pattern that it refuses or that takes too long;
+        Raises ToolArgumentError, with ripgrep's message, for a pattern that it refuses or takes too long for;
         SandboxError if ripgrep cannot be run.
         """
         return await self._searcher.search(query)
 
     @property
     def root(self) -> Path:
-        """The tree."""
+        """Root of the indexed tree."""
         return self._searcher.base.root
 
     @property
@@ -94,12 +94,12 @@ class GrepIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Of the index on disk."""
+        """Size of the index on disk."""
         return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
 
 
 def _write(root: Path, into: Path, key: str) -> Contents:
-    """Writes the segments of all files, then the manifest; opens the whole, and puts it in its place."""
+    """Writes all segments and then the manifest to a draft, opens that, and moves it into place."""
     root = root.resolve()
     check_replaceable(into)
     listing = walk(root)

@@ -1,11 +1,11 @@
-"""From a regular expression to what a matching file must hold: literals joined by OR, and these by AND.
+"""Derives from a regular expression the literals that a matching file must hold: an AND of ORs.
 
-Python's own parser reads the pattern. What Rust's `regex`, which ripgrep uses, reads differently is turned
-away before (`_DIFFERENT`) or refused by Python: nothing is required then, and ripgrep searches by itself.
+Python's own parser reads the pattern. Syntax that Rust's `regex`, which ripgrep uses, reads differently is
+rejected before (`_DIFFERENT`) or by Python: then nothing is required, and ripgrep searches the whole tree.
 
-After Russ Cox ("Regular Expression Matching with a Trigram Index", 2012): for each part of the expression how
-the texts that it matches begin, if that is one of a few ways, and what must occur anywhere inside. Every step
-may only weaken: a file that matches is never excluded.
+After Russ Cox ("Regular Expression Matching with a Trigram Index", 2012): for each part of the expression,
+the possible prefixes of its matches, if they are few, and the literals that must occur anywhere inside. Every
+step may only weaken the requirement: a file that matches is never excluded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LONGEST_BYTES = 256
 _MOST_PARTS = 16
 _MOST_COPIES = 4
 _LONGEST_PATTERN = 4_000
-"""Of a longer one nothing is known: looking for its literals would take longer than ripgrep does."""
+"""Longer ones are not analysed: that would take longer than ripgrep's search."""
 _ODD_FOLDS = frozenset("ksKS")
-"""Letters that two characters outside ASCII equal but for case: the Kelvin sign and the long s."""
+"""Letters to which two non-ASCII characters fold by case: the Kelvin sign and the long s."""
 _ESCAPE = re.compile(r"\\(?:([<>]|[bB]\{)|.)", re.DOTALL)
 _DIFFERENT = re.compile(r"\[\^?\]|\[[^\]]*(?:\[|&&|--|~~|\|\|)|\{[^}]*\s")
 """With escapes taken out: a class that begins with its end, classes within classes and operations on them,
@@ -38,26 +38,26 @@ _KNOWN_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.UNICODE
 
 
 class Unsure(Exception):
-    """A pattern holds something that the index leaves to ripgrep."""
+    """A pattern has syntax that the index does not analyse."""
 
 
 Texts = frozenset[bytes]
-"""One of these occurs in a file, once its ASCII letters are lower case."""
+"""Alternatives: one of these occurs in a file whose ASCII letters are lower-cased."""
 _NOTHING: Texts = frozenset([b""])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the index is asked for one query."""
+    """The index lookup for one query."""
 
     required: tuple[Texts, ...] = ()
-    """All of these; none at all: nothing is required."""
+    """All of these must occur; empty: no requirement."""
     odd_folds: bool = False
     """Files that hold the Kelvin sign or the long s must be candidates whatever `required` says."""
 
 
 def plan(query: GrepQuery) -> Plan:
-    """What a file must hold so that `query` can match in it. Nothing where in doubt."""
+    """The literals that a file must hold for `query` to match in it; no requirement where in doubt."""
     if len(query.pattern) > _LONGEST_PATTERN:
         return Plan()
     analysis = _Analysis()
@@ -84,18 +84,18 @@ def _parse(pattern: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of the texts that one part of a pattern matches."""
+    """Properties of the texts that one part of a pattern matches."""
 
     starts: Texts = _NOTHING
     """Each text begins with one of these."""
     is_whole: bool = False
-    """And is nothing more than that."""
+    """Whether each text equals one of `starts`."""
     required: tuple[Texts, ...] = ()
-    """Occur in the file around each text, besides `starts`."""
+    """Further literals that occur in the file around each text."""
 
     @property
     def found(self) -> list[Texts]:
-        """All that occurs and can be looked up."""
+        """All requirements that are long enough to look up."""
         return list(filter(_is_long, (*self.required, self.starts)))
 
 
@@ -136,7 +136,7 @@ class _Analysis:
                 raise Unsure(operation)
 
     def one_of(self, codes: list[int] | None, folds: bool) -> _Facts:
-        """One of a few characters; None: of many."""
+        """A single character out of `codes`; None: out of too many to list."""
         if codes is None or (folds and max(codes) > 127):
             return _Facts()
         chars = {chr(code) for code in codes}
@@ -170,9 +170,9 @@ def _repeated(part: _Facts, least: int, most: int) -> _Facts:
 
 
 def _joined(parts: Iterable[_Facts]) -> _Facts:
-    """Of a text that is one of each of `parts`, one behind the other."""
-    starts: Texts | None = None  # once it is known that there is more
-    before, required = _NOTHING, list[Texts]()  # `before`: what stands right before the next part
+    """Properties of the concatenation of `parts`."""
+    starts: Texts | None = None  # set once the texts are longer than their starts
+    before, required = _NOTHING, list[Texts]()  # `before`: literals directly before the next part
     for part in parts:
         joined = _cross(before, part.starts)
         if joined is None:
@@ -213,12 +213,12 @@ def _cross(left: Texts, right: Texts) -> Texts | None:
 
 
 def _is_long(texts: Texts) -> bool:
-    """Whether all can be looked up."""
+    """Whether all are long enough to look up."""
     return all(len(text) >= SHORTEST_BYTES for text in texts)
 
 
 def _without_repetition(found: Iterable[Texts]) -> tuple[Texts, ...]:
-    """The same without what the others hold already."""
+    """The requirements without those that others imply."""
     kept: list[Texts] = []
     for texts in list(found)[:_MOST_PARTS]:
         shortest = frozenset(a for a in texts if not any(a != b and b in a for b in texts))

@@ -1,4 +1,4 @@
-"""What an index consists of: one directory, replaced as a whole.
+"""Layout of an index on disk: one directory, replaced as a whole.
 
 index/
   manifest.json   root, key, directories, segments
@@ -23,12 +23,12 @@ _NAME = "manifest.json"
 _OURS = re.compile(
     rf"manifest\.json|segment-[0-9a-f]{{16}}|lock|\.manifest\.json\.\w+\.tmp|{re.escape(DRAFTS)}.*", re.DOTALL
 )
-"""Names in an index, those too that an earlier version had there and its killed builds left."""
+"""File names of an index, including those of earlier versions and of their killed builds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The index as a whole."""
+    """The contents of `manifest.json`."""
 
     root: str
     key: str
@@ -36,7 +36,7 @@ class Manifest:
     directories: list[str]
     """See Listing."""
     segments: list[str]
-    """Names of their directories, which no other index has."""
+    """Names of the segments' directories, unique to this index."""
     format: int = FORMAT
 
 
@@ -49,7 +49,7 @@ class Contents:
 
 
 def check_replaceable(into: Path) -> None:
-    """Raises ConfigError for a directory with other things in it, which would be lost."""
+    """Raises ConfigError for a directory with other files, which would be lost."""
     others = [path.name for path in into.iterdir() if not _OURS.fullmatch(path.name)] if into.exists() else []
     if others:
         raise ConfigError(
@@ -61,12 +61,12 @@ def check_replaceable(into: Path) -> None:
 
 
 def write_manifest(into: Path, manifest: Manifest) -> None:
-    """Written last, into the draft of an index."""
+    """Writes the manifest into the draft of an index, as its last file."""
     (into / _NAME).write_text(json.dumps(asdict(manifest)))
 
 
 def open_contents(into: Path) -> Contents:
-    """Opens what the manifest names. Raises StoreError for a missing, torn or foreign index."""
+    """Opens the segments that the manifest names. Raises StoreError for a missing, torn or foreign index."""
     fix = "build the index again"
     try:
         fields = json.loads((into / _NAME).read_bytes())

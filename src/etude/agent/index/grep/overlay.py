@@ -1,8 +1,8 @@
 """Edits on top of a shared index: files written and removed since it was made.
 
-Changed files stand at their paths in a temporary directory that ripgrep searches together with the index's
-candidates; the index's own files at changed paths no longer count. Many overlays, one per session, share one
-index.
+Changed files are mirrored at their paths in a temporary directory that ripgrep searches together with the
+index's candidates; the index's own files at changed paths are masked. Many overlays, one per session, share
+one index.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["Overlay"]
 
 
 class Overlay:
-    """The edits of one session. Not for several threads. Close it: it keeps temporary files."""
+    """The edits of one session. Not thread-safe. Must be closed: it keeps temporary files."""
 
     def __init__(self, search: Callable[[GrepQuery, Overlay], Awaitable[GrepResult]]) -> None:
         """Use `GrepIndex.overlay`."""
         self._search = search
-        self._held: set[bytes] = set()
-        self._gone: set[bytes] = set()
-        """Of the index's, nothing counts at these paths and below them."""
-        self._covered: set[bytes] = set()
-        """Directories now, where the index may know files."""
+        self._mirrored: set[bytes] = set()
+        self._masked: set[bytes] = set()
+        """Paths at and below which the index's files are masked."""
+        self._new_directories: set[bytes] = set()
+        """Paths that are directories now; index files at these paths are masked."""
         self._mirror: Path | None = None
         self._searches = 0
         self._closed = False
@@ -38,27 +38,27 @@ class Overlay:
     @property
     def mirror(self) -> Path | None:
         """The directory with the changed files at their paths; None if there are none."""
-        return self._mirror if self._held else None
+        return self._mirror if self._mirrored else None
 
     def masks(self, path: bytes) -> bool:
-        """Whether the index's file at `path` no longer counts."""
-        gone = self._gone
-        return path in gone or path in self._covered or not gone.isdisjoint(_above(path))
+        """Whether the index's file at `path` is masked: replaced or removed."""
+        masked = self._masked
+        return path in masked or path in self._new_directories or not masked.isdisjoint(_above(path))
 
     def holds(self, path: bytes) -> bool:
         """Whether the file at `path` is in the mirror as a changed file."""
-        return path in self._held
+        return path in self._mirrored
 
     def write(self, path: str, content: bytes) -> None:
-        """The file at `path` now has this content. Raises ConfigError for a path outside."""
+        """Records the file's new content. Raises ConfigError for a path outside the root."""
         name = _checked(path)
         target = self._place(name)
         with whole_file(target, sync=False) as file:
             file.write(content)
-        self._held.add(name)
+        self._mirrored.add(name)
 
     def remove(self, path: str) -> None:
-        """There is nothing at `path` any more, neither a file nor a directory."""
+        """Records that the file or directory at `path` was removed."""
         self._clear(_checked(path))
 
     async def search(self, query: GrepQuery) -> GrepResult:
@@ -72,11 +72,11 @@ class Overlay:
                 self.close()
 
     def close(self) -> None:
-        """Removes its files, once the last search has ended. It is of no use afterwards."""
+        """Removes the mirror once the last search has ended; the overlay is unusable afterwards."""
         self._closed = True
         if self._searches:
             return
-        self._held.clear()
+        self._mirrored.clear()
         if self._mirror is not None:
             shutil.rmtree(self._mirror, ignore_errors=True)
             self._mirror = None
@@ -88,31 +88,31 @@ class Overlay:
         self.close()
 
     def _place(self, path: bytes) -> Path:
-        """Room for a file in the mirror: nothing stands at `path`, and directories lead to it."""
+        """Prepares `path` in the mirror for a file: clears it and makes its parent directories."""
         self._clear(path, keep_file=True)
         if self._mirror is None:
             self._mirror = Path(tempfile.mkdtemp(prefix="etude-grep-"))
         for above in reversed(_above(path)):
-            self._covered.add(above)
-            if above in self._held:
-                self._held.discard(above)
+            self._new_directories.add(above)
+            if above in self._mirrored:
+                self._mirrored.discard(above)
                 (self._mirror / os.fsdecode(above)).unlink()
         target = self._mirror / os.fsdecode(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
     def _clear(self, path: bytes, keep_file: bool = False) -> None:
-        """Nothing counts at `path` or below it. `keep_file`: a file there is about to be replaced."""
-        self._gone.add(path)
+        """Masks and removes all at and below `path`. `keep_file`: a file there is about to be replaced."""
+        self._masked.add(path)
         if self._mirror is None:
             return
         target = self._mirror / os.fsdecode(path)
-        if path in self._held:
+        if path in self._mirrored:
             if not keep_file:
-                self._held.discard(path)
+                self._mirrored.discard(path)
                 target.unlink()
         elif target.is_dir():
-            self._held = {held for held in self._held if not held.startswith(path + b"/")}
+            self._mirrored = {changed for changed in self._mirrored if not changed.startswith(path + b"/")}
             shutil.rmtree(target)
 
 
@@ -130,7 +130,7 @@ def _checked(path: str) -> bytes:
 
 
 def _above(path: bytes) -> list[bytes]:
-    """The directories that lead to `path`, from the one it lies in upwards."""
+    """The parent directories of `path`, innermost first."""
     found: list[bytes] = []
     while path := path.rpartition(b"/")[0]:
         found.append(path)

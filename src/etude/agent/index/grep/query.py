@@ -1,4 +1,4 @@
-"""What is asked of the index, and what it answers. Semantics are ripgrep's, flag by flag."""
+"""Query and result types of the grep index. Semantics are ripgrep's, flag by flag."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GrepQuery:
     """For each run of ripgrep, of which a search needs one or a few."""
 
     def __post_init__(self) -> None:
-        """Refuses what no search can mean. Raises ConfigError."""
+        """Raises ConfigError for invalid fields."""
         if self.limit is not None and self.limit < 1:
             raise ConfigError(
                 "must be at least 1", field="limit", received=self.limit, fix="leave it out for all"
@@ -59,27 +59,27 @@ class GrepQuery:
         flags += ["--word-regexp"] if self.word else []
         return [*flags, "--regexp", self.pattern]
 
-    def takes(self, path: bytes) -> bool:
-        """Whether the globs let a file count; that which `path` names counts in any case. Raises
-        ToolArgumentError for a glob that is none."""
+    def includes(self, path: bytes) -> bool:
+        """Whether the globs include a file; the file that the query's `path` names always is. Raises
+        ToolArgumentError for an invalid glob."""
         name = os.fsdecode(path)
         return name == self.path or compile_globs(self.globs)(name)
 
 
 @dataclass(frozen=True, slots=True)
 class FileMatches:
-    """The matching lines of one file as ripgrep printed them, `12:text` each; read only when asked for."""
+    """The matching lines of one file as ripgrep printed them, `12:text` each; parsed on demand."""
 
     path: bytes
     printed: bytes
     """What ripgrep printed, of this file and perhaps of others."""
     start: int
     end: int
-    """Where in it this file's lines are."""
+    """`printed[start:end]` are this file's lines."""
 
     @property
     def text(self) -> bytes:
-        """This file's part."""
+        """This file's part of `printed`."""
         return self.printed[self.start : self.end]
 
     def matches(self) -> Iterator[GrepMatch]:
@@ -87,7 +87,7 @@ class FileMatches:
         path = self.path.decode("utf-8", "surrogateescape")
         for line in self.text.split(b"\n"):
             number, colon, content = line.partition(b":")
-            if colon and number.isdigit():  # anything else is a word about binary content
+            if colon and number.isdigit():  # anything else is a notice about binary content
                 yield GrepMatch(path, int(number), content.decode("utf-8", "surrogateescape"))
 
     def __len__(self) -> int:
@@ -115,12 +115,12 @@ class GrepResult:
     truncated: bool
     """More matched than `limit` or `max_bytes` let through."""
     candidates: int
-    """Number of files that ripgrep looked at after the index had its say; all of them if it had none."""
+    """Number of files that ripgrep searched after the index excluded others; all without the index."""
     used_index: bool
-    """False: the pattern says too little, and ripgrep searched the tree by itself."""
+    """False: the index could not exclude enough, and ripgrep searched the whole tree."""
 
     @property
     def matches(self) -> list[GrepMatch]:
-        """All of them, read anew each time. Bytes that are no UTF-8 stand as surrogate escapes; a `\\r` at a
+        """All matches, parsed on each access. Bytes that are no UTF-8 become surrogate escapes; a `\\r` at a
         line's end stays, as ripgrep prints it."""
         return [match for file in self.files for match in file.matches()]

@@ -1,4 +1,4 @@
-"""Runs the installed ripgrep: the one judge of what matches."""
+"""Runs the installed ripgrep, which alone decides what matches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ABOUT_BINARY = re.compile(rb"\A[^\0]*?: (?:WARNING: stopped searching binary|bi
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one run printed. `cut`: it was stopped at its bound of bytes."""
+    """Output of one run. `cut`: it was stopped at `max_bytes`."""
 
     stdout: bytes
     stderr: bytes
@@ -38,12 +38,12 @@ class Output:
 
 
 class Ripgrep:
-    """The program, found once. Safe to use from several tasks."""
+    """The ripgrep executable, located once. Safe to use from several tasks."""
 
     def __init__(self) -> None:
-        """Takes the one beside this Python or on the PATH. Raises ResourceError."""
-        beside = Path(sys.executable).parent / "rg"
-        found = shutil.which(str(beside)) or shutil.which("rg")
+        """Finds it next to this Python's executable or on the PATH. Raises ResourceError."""
+        bundled = Path(sys.executable).parent / "rg"
+        found = shutil.which(str(bundled)) or shutil.which("rg")
         if found is None:
             raise missing_package("searching with grep", "ripgrep", field="rg")
         self.program = Path(found)
@@ -58,11 +58,11 @@ class Ripgrep:
         max_bytes: int,
         follow: bool = False,
     ) -> Output:
-        """Searches `paths` (files or directories, relative to `cwd`) for what `flags` say. Killed when
-        cancelled, past the deadline and past `max_bytes` of output.
+        """Searches `paths` (files or directories, relative to `cwd`) with `flags`. Killed when cancelled,
+        past the deadline and past `max_bytes` of output.
 
-        Raises ToolArgumentError, with ripgrep's own words, for a pattern that it refuses, and past the
-        deadline (the pattern was too much); SandboxError if ripgrep cannot be started.
+        Raises ToolArgumentError, with ripgrep's own message, for a pattern that it refuses, and past the
+        deadline (the pattern is too expensive); SandboxError if ripgrep cannot be started.
         """
         options = [*_PRINT, *(["--follow"] if follow else []), *flags]
         output = await self._run(
@@ -110,7 +110,7 @@ class _Running:
                 self._process.kill()
 
     def collect(self) -> Output:
-        """Starts, reads to the end, reaps."""
+        """Starts the process, reads its output to the end and reaps it."""
         with tempfile.TemporaryFile() as errors:
             process = self._start(errors.fileno())
             timer = threading.Timer(self._deadline_s, self.kill)
@@ -153,7 +153,7 @@ class _Running:
         return process
 
     def _read(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
-        """What it prints, and whether that went past the bound."""
+        """Its output, and whether that was cut at `max_bytes`."""
         assert process.stdout is not None
         pieces: list[bytes] = []
         size_bytes = 0

@@ -30,11 +30,11 @@ _ARGUMENT_BYTES = 1 << 20
 _FIRST_BATCH = 64
 _BATCH_GROWTH = 8
 _MOST_BATCHED = 5000
-"""With a limit, so many files in order of path are tried before the tree is searched as a whole."""
+"""With a limit, number of files tried in order of path before the whole tree is searched."""
 
 
 class Base:
-    """What searches need of an opened index, made ready when first asked for."""
+    """Data of an opened index that searches use, computed lazily."""
 
     def __init__(self, contents: Contents) -> None:
         self.segments = contents.segments
@@ -45,7 +45,7 @@ class Base:
     @functools.cached_property
     def files(self) -> list[bytes]:
         """All files in order of path. The first call takes a moment on a large tree."""
-        return sorted(itertools.chain.from_iterable(one.paths for one in self.segments), key=sort_key)
+        return sorted(itertools.chain.from_iterable(part.paths for part in self.segments), key=sort_key)
 
     @functools.cached_property
     def with_nul(self) -> frozenset[bytes]:
@@ -54,7 +54,7 @@ class Base:
         return frozenset(itertools.chain.from_iterable(found))
 
     def candidates(self, asked: Plan, most: float) -> list[bytes] | None:
-        """Files that may match, in no order; None if they are more than `most`."""
+        """Files that may match, unordered; None if there are more than `most`."""
         found = [segment.candidates(asked) for segment in self.segments]
         if sum(map(len, found)) > most:
             return None
@@ -74,7 +74,7 @@ class _Found:
 
 
 class Searcher:
-    """Answers queries over one base. Holds no state of a query; safe to share."""
+    """Answers queries over one base. Keeps no state between queries; safe to share."""
 
     def __init__(self, base: Base, ripgrep: Ripgrep) -> None:
         self.base, self.ripgrep = base, ripgrep
@@ -142,10 +142,10 @@ class Searcher:
         return _joined(runs)
 
     async def _as_found(self, query: GrepQuery, paths: list[bytes]) -> _Found:
-        """Searches files with NULs the way ripgrep does when it meets them in a directory: up to the NUL.
+        """Searches files with NULs the way ripgrep does when it finds them in a directory: up to the NUL.
 
-        A file that is named on the command line it would read on. So it meets them, as links in a directory
-        of ours.
+        A file named on the command line it would read beyond. So they are linked into a temporary directory,
+        and that is searched.
         """
         with tempfile.TemporaryDirectory(prefix="etude-grep-") as directory:
             links = Path(directory)
@@ -156,17 +156,17 @@ class Searcher:
         return _Found(named, found.cut)
 
     async def _mirrored(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> _Found:
-        """Searches the changed files where they stand at their paths."""
+        """Searches the changed files in the overlay's mirror."""
         if changes is None or changes.mirror is None:
             return _Found([], False)
         if path and not (changes.mirror / os.fsdecode(path)).exists():
             return _Found([], False)
         found = await self._run(query, [path], changes.mirror, follow=True)
-        kept = [file for file in found.files if changes.holds(file.path) and query.takes(file.path)]
+        kept = [file for file in found.files if changes.holds(file.path) and query.includes(file.path)]
         return _Found(kept, found.cut)
 
     async def _direct(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> GrepResult:
-        """Lets ripgrep search the tree by itself."""
+        """Searches the whole tree with ripgrep, without the index."""
         base, mirror = await run_together(
             [self._run(query, [path], self.base.root), self._mirrored(query, path, changes)]
         )
@@ -194,14 +194,14 @@ class Searcher:
 
 
 def _keeps(query: GrepQuery, path: bytes, changes: Overlay | None, file: bytes) -> bool:
-    """Whether a file of the base counts: it lies where `query` looks, and has not changed."""
+    """Whether a file of the base is searched: it is in the query's scope and has not changed."""
     if path and file != path and not file.startswith(path + b"/"):
         return False
-    return query.takes(file) and (changes is None or not changes.masks(file))
+    return query.includes(file) and (changes is None or not changes.masks(file))
 
 
 def _result(query: GrepQuery, runs: Sequence[_Found], candidates: int, used_index: bool) -> GrepResult:
-    """All runs' matches in order, as many as wanted."""
+    """All runs' matches in order, up to the query's limit."""
     whole = _joined(runs)
     files = sorted(whole.files, key=lambda file: sort_key(file.path))
     truncated = whole.cut
@@ -224,7 +224,7 @@ def _joined(runs: Sequence[_Found]) -> _Found:
 
 
 def _some(files: Iterator[bytes], keeps: Callable[[bytes], bool], count: int) -> Iterator[bytes]:
-    """Up to `count` of the next files that count."""
+    """The next files that pass `keeps`, at most `count`."""
     for file in files:
         if keeps(file):
             yield file
@@ -234,7 +234,7 @@ def _some(files: Iterator[bytes], keeps: Callable[[bytes], bool], count: int) ->
 
 
 def _parts_by_size(paths: list[bytes]) -> Iterator[list[bytes]]:
-    """Paths in lots that fit a command line."""
+    """Splits paths into batches that fit a command line."""
     part: list[bytes] = []
     size = 0
     for path in paths:

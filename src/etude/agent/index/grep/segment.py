@@ -1,13 +1,13 @@
 """One segment of the index: some thousand files, their table and the posting list of each gram.
 
     segment-ID/
-      flags.npy, paths.npy       the files, and what is odd about them
-      ranks.npy                  how rare each pair of bytes is (see grams.py)
+      flags.npy, paths.npy       the files and their `Flags`
+      ranks.npy                  rarity of each pair of bytes (see grams.py)
       starts.npy, postings.npy   posting lists, by bucket of grams; mapped, not read
 
 A posting list is the sorted 16-bit numbers of the documents that hold a gram of the bucket or, where that is
-shorter, one bit per document; which of the two shows by its length. Delta coding would be smaller by about a
-third, but numbers of fixed width are usable as they lie on disk.
+shorter, one bit per document; its length tells which of the two it is. Delta coding would be smaller by about
+a third, but numbers of fixed width can be used directly from the mapped file.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MAPPED_BYTES = 1 << 18
 
 
 class Flags:
-    """What is odd about a document, as bits."""
+    """Special properties of a document, as bits."""
 
     NUL = 1
-    """It holds a NUL: how much of it ripgrep searches depends on how it came to it."""
+    """It holds a NUL: how much ripgrep searches depends on whether it was named or found in a directory."""
     ODD_FOLD = 2
     """It holds the Kelvin sign or the long s."""
     ALWAYS = 4
@@ -47,7 +47,7 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file that is indexed."""
+    """Record of an indexed file."""
 
     path: bytes
     flags: int
@@ -63,7 +63,7 @@ class Segment:
             self.ranks: PairRanks = _load(path, "ranks")
             self.flags: NDArray[np.uint8] = _load(path, "flags")
             self.paths: list[bytes] = _load(path, "paths").tobytes().split(b"\0")[:-1]
-            """Of all documents."""
+            """Paths of all documents."""
             if self.flags.dtype != np.uint8 or len(self.paths) != len(self.flags):
                 raise ValueError("its files do not belong together")
         except (OSError, ValueError, EOFError) as error:
@@ -135,8 +135,7 @@ def write_segment(
 def _pack(
     keys: NDArray[np.uint64], bits: int, num_documents: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Start of each bucket's list and all lists; lists that would be longer than one bit per document become
-    that."""
+    """Start of each bucket's list, and all lists; a list that would be longer than a bitmap becomes one."""
     counts = np.bincount((keys >> np.uint64(16)).astype(np.int64), minlength=1 << bits)
     numbers = (keys & np.uint64(0xFFFF)).astype(np.uint16)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint32)

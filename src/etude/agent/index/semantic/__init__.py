@@ -1,4 +1,4 @@
-"""Semantic search: chunks by tree-sitter, BM25 and embeddings side by side, edits overlaid."""
+"""Semantic search: chunks by tree-sitter, ranked by BM25 and embeddings, with edits overlaid."""
 
 from etude.agent.index.semantic.embedding import Embedder as Embedder
 from etude.agent.index.semantic.embedding import EmbedderMissingError as EmbedderMissingError

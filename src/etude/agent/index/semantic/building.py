@@ -1,8 +1,8 @@
-"""Brings the index of a directory up to date: read what changed, cut it, embed what is new.
+"""Brings the index of a directory up to date: read changed files, cut them, embed new chunks.
 
 Two stages, each in batches with an `await` between them: *cut* (milliseconds a file) makes the words of all
 files searchable; *embed* (about 10 ms a chunk on one core) fills in vectors. Every batch is one transaction,
-so a build that was cancelled or killed goes on where it stopped.
+so a build that was cancelled or killed resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1 << 20
 _RACY_NS = 1_000_000_000
 """A file changed so shortly before it was read may change again within one tick of its time stamp."""
 _UNKNOWN = FileStat(-1, -1, -1, -1)
-"""Of a file that was written while it was read: equal to no file's."""
+"""Status of a file that was written while it was read: never equal to a real one."""
 _FILES_AT_ONCE = 32
 _CHUNKS_AT_ONCE = 128
 
@@ -48,7 +48,7 @@ class Build:
         self._store, self._tree, self._root, self._embedder = store, tree, root, embedder
 
     async def run(self) -> Changes:
-        """Updates, and gives what differed. Raises what walking, embedder and store raise."""
+        """Updates the index and returns the files that differed. Raises as `walk`, embedder and store."""
         changes = await self._cut()
         if self._embedder is not None:
             await self._embed(self._embedder)
@@ -79,7 +79,7 @@ class Build:
         )
 
     def _read(self, before: dict[str, FileRow], batch: Sequence[str]) -> set[str]:
-        """Cuts files that may have changed; those whose content did, or that are gone."""
+        """Cuts files that may have changed; returns those whose content did, or that are gone."""
         gone: list[str] = []
         rows: list[tuple[FileRow, list[CutChunk] | None]] = []
         for path in batch:
@@ -104,7 +104,7 @@ class Build:
         while missing or waiting:
             while missing and len(waiting) < _CHUNKS_AT_ONCE:
                 part, missing = missing[:_CHUNKS_AT_ONCE], missing[_CHUNKS_AT_ONCE:]
-                waiting |= await finish_in_thread(self._store.feeds, part)
+                waiting |= await finish_in_thread(self._store.embedding_texts, part)
             batch = {name: waiting.pop(name) for name in list(waiting)[:_CHUNKS_AT_ONCE]}
             await finish_in_thread(self._embed_batch, embedder, batch)
 

@@ -1,4 +1,4 @@
-"""Cuts a source file into chunks: functions, methods, heads of classes, and what lies between them.
+"""Cuts a source file into chunks: functions, methods, heads of classes, and the lines between them.
 
 Chunks are ranges of whole lines that do not overlap, and together hold every line that has a letter or digit.
 So a chunk that is found is a range that can be read, edited and masked.
@@ -13,7 +13,7 @@ from typing import Any
 from etude.agent.index.semantic.grammar import Language, grammar_version, language_of, parser_for
 
 CHUNKER_VERSION = 1
-"""Goes up whenever the same bytes give other chunks."""
+"""Incremented whenever the same bytes give other chunks."""
 MAX_LINES = 60
 """Of one chunk: longer functions are cut into pieces of one symbol."""
 MIN_LINES = 4
@@ -49,12 +49,12 @@ class _Span:
 
 
 def is_text(content: bytes) -> bool:
-    """Whether a file is looked into: no zero byte near its start, which is ripgrep's and git's rule too."""
+    """Whether a file counts as text: no zero byte near its start, the rule of ripgrep and git."""
     return b"\0" not in content[:_SNIFFED_BYTES]
 
 
 def chunker_key(path: str) -> str:
-    """What besides the bytes decides how a file is cut."""
+    """Identifies everything but the bytes that decides how a file is cut."""
     language = language_of(path)
     grammar = f"{language.name}/{grammar_version(language.module)}" if language else "lines"
     return f"{CHUNKER_VERSION}/{MAX_LINES}/{grammar}"
@@ -113,14 +113,14 @@ def _walk(language: Language, body: Any, within: _Span, depth: int) -> Iterator[
 
 
 def _with_comments(language: Language, body: Any) -> Iterator[tuple[Any, int]]:
-    """Children of a node, each with its first row: that of the comments that stand right above it."""
+    """Children of a node, each with its first row, comments directly above it included."""
     end, lead, lead_end = -1, -1, -1
     for node in body.named_children:
         first, last = node.start_point[0], _last_row(node)
         if node.type in language.leading:
             follows = lead >= 0 and first <= lead_end + 1
             if not follows:
-                # A comment at the end of a line speaks of that line.
+                # A trailing comment belongs to its own line.
                 lead = first if first > end else -1
             lead_end = last
             continue
@@ -150,7 +150,7 @@ def _definition(language: Language, node: Any) -> tuple[Any, str]:
 
 
 def _name(node: Any) -> str:
-    """What a definition calls itself: in C within declarators, in Rust's `impl` and Go's types elsewhere."""
+    """Name of a definition: in C within declarators, in Rust's `impl` and Go's types in other fields."""
     receiver = node.child_by_field_name("receiver")
     for _ in range(6):
         for field in ("name", "property", "declarator", "type"):
@@ -192,7 +192,7 @@ def _join(outer: str, name: str) -> str:
 
 
 def _last_row(node: Any) -> int:
-    """A node that ends at the start of a line does not hold that line."""
+    """Last row of a node; one that ends at the start of a line does not include that line."""
     row, column = node.end_point
     return row - 1 if column == 0 and row > node.start_point[0] else row
 
@@ -200,7 +200,7 @@ def _last_row(node: Any) -> int:
 def _pieces(span: _Span, texts: list[str]) -> Iterator[_Span]:
     """A span without blank and bracket-only lines at its ends, in pieces of at most `MAX_LINES`."""
     first, last = span.first, span.last
-    while first <= last and not _says_something(texts[first]):
+    while first <= last and not _has_text(texts[first]):
         first += 1
     while last >= first and not texts[last].strip():
         last -= 1
@@ -208,7 +208,7 @@ def _pieces(span: _Span, texts: list[str]) -> Iterator[_Span]:
         end = last if last - first < MAX_LINES else _cut(texts, first)
         if last - end < MIN_LINES and last - first < MAX_LINES + MIN_LINES:
             end = last
-        if any(_says_something(text) for text in texts[first : end + 1]):
+        if any(_has_text(text) for text in texts[first : end + 1]):
             yield _Span(first, end, span.symbol, span.kind)
         first = end + 1
 
@@ -224,5 +224,5 @@ def _indent(text: str) -> int:
     return len(text) - len(stripped) if stripped else 0
 
 
-def _says_something(text: str) -> bool:
+def _has_text(text: str) -> bool:
     return any(map(str.isalnum, text))

@@ -1,7 +1,7 @@
 """Which tree-sitter grammar reads a file, and which of its nodes are functions and classes.
 
-Each grammar is a wheel of its own (`tree-sitter-python`, ...) and is taken where it is installed. A file
-without a grammar is cut by lines: search works all the same, with ranges that follow no function.
+Each grammar is a wheel of its own (`tree-sitter-python`, ...) and used if it is installed. A file without a
+grammar is cut by lines: search still works, with ranges that ignore function boundaries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Language:
     wrappers: frozenset[str] = frozenset()
     """Nodes around a definition that belong to it: decorators, exports, assignments."""
     leading: frozenset[str] = frozenset({"comment", "line_comment", "block_comment"})
-    """Siblings that belong to the definition that follows them at once."""
+    """Siblings that belong to the definition that directly follows them."""
     factory: str = "language"
 
 

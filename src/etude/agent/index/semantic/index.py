@@ -1,6 +1,6 @@
 """Semantic search over a directory of source files: which functions and classes answer a question in words.
 
-update    walk ──> read and cut what changed ──> words in FTS5 ──> embed what is new ──> vectors
+update    walk ──> read and cut changed files ──> words in FTS5 ──> embed new chunks ──> vectors
 search    question ──> BM25 of all chunks, cosines of all chunks ──> one score ──> the best
 """
 
@@ -17,7 +17,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from etude.agent.index.semantic.building import Build, Changes
-from etude.agent.index.semantic.embedding import Embedder, feed
+from etude.agent.index.semantic.embedding import Embedder, embedding_text
 from etude.agent.index.semantic.overlay import SYMBOL_WEIGHT, Edits, Overlay, WordStatistics
 from etude.agent.index.semantic.store import STORED, SemanticStore
 from etude.agent.index.semantic.words import question_stems
@@ -32,14 +32,14 @@ MAX_FRESH_CHUNKS = 128
 VECTOR_SHARE = 0.7
 """Of a score; the rest is BM25's. Chosen on the development half (docs/code-index.md)."""
 _UNSEEN_COSINE = 0.5
-"""What a chunk without a vector is given for its cosine, times its share of the best BM25 score."""
+"""Cosine assumed for a chunk without a vector, scaled by its share of the best BM25 score."""
 _BLOCK_ROWS = 4096
 """Rows turned into float32 at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Hits, best first, and how far to trust their absence."""
+    """Hits, best first, and whether the search was complete."""
 
     hits: tuple[CodeHit, ...]
     complete: bool
@@ -50,7 +50,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """A question against each chunk: those of the index by path and line, then those of edits."""
+    """Scores of each chunk for a question: the index's chunks by path and line, then those of edits."""
 
     cosines: NDArray[np.float32] | None
     """[chunks], NaN where there is no vector yet; None without an embedder."""
@@ -62,7 +62,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _View:
-    """What searches of one tree keep in memory, of one revision of it."""
+    """In-memory data of one revision of a tree, shared by searches."""
 
     revision: int
     scanned: bool
@@ -70,14 +70,14 @@ class _View:
     """[chunks]: numbers in the database, by path and line."""
     paths: tuple[str, ...]
     file_of: NDArray[np.int32]
-    """[chunks]: place of its file in `paths`."""
+    """[chunks]: index of its file in `paths`."""
     vectors: NDArray[np.float16] | None
     """[chunks, dimension], NaN where there is none yet."""
     num_words: int
 
 
 _Embedded = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""[dimension] of a question, and [edited chunks, dimension]."""
+"""Vectors of a question [dimension] and of edited chunks [edited chunks, dimension]."""
 
 
 class SemanticIndex:
@@ -95,7 +95,7 @@ class SemanticIndex:
 
     @classmethod
     async def open(cls, folder: Path, root: Path, embedder: Embedder | None = None) -> SemanticIndex:
-        """Opens or makes the store in `folder` and takes what it knows of `root`; reads nothing of that.
+        """Opens or makes the store in `folder` with its entries for `root`; does not read `root` itself.
 
         Raises StoreError for a store that is damaged or of another version, ResourceError without FTS5.
         """
@@ -111,17 +111,17 @@ class SemanticIndex:
         return await finish_in_thread(make)
 
     async def close(self) -> None:
-        """Closes the store. Cancel an update before."""
+        """Closes the store, after a running update: cancel that first."""
         async with self._one_update:
             await finish_in_thread(self._store.close)
 
-    async def forget(self) -> None:
+    async def delete_entries(self) -> None:
         """Removes from the store the entries of the directory, but for vectors. Only `close` may follow."""
         async with self._one_update:
             await finish_in_thread(self._store.drop, self._tree)
 
     async def fingerprint(self) -> str:
-        """Names the files and their content that searches see, edits aside."""
+        """Digest of the paths and content of all indexed files, without edits."""
         files = await finish_in_thread(self._store.files, self._tree)
         hasher = blake3()
         for path in sorted(files):
@@ -129,11 +129,11 @@ class SemanticIndex:
         return hasher.hexdigest()
 
     async def update(self) -> Changes:
-        """Brings the index up to date with its directory, and gives the files that differed.
+        """Brings the index up to date with its directory and returns the files that differed.
 
-        Searches go on meanwhile and say that they are not complete. Cancelling waits for the batch in work (a
-        second or two) and loses nothing. A second update waits for the first. Raises ConfigError if the
-        directory is none.
+        Concurrent searches work and report themselves incomplete. Cancelling waits for the current batch (a
+        second or two) and loses nothing. A second update waits for the first. Raises ConfigError if the root
+        is no directory.
         """
         self._updating += 1
         try:
@@ -163,19 +163,19 @@ class SemanticIndex:
         return SearchResult(result.hits, result.complete and idle, result.semantic)
 
     async def compare(self, question: str) -> Comparison:
-        """What a search decides by, for measurements and tuning."""
+        """The scores that a search ranks by, for measurements and tuning."""
         return await finish_in_thread(
             lambda: self._compare(question, "", Edits(), self._embedded(question, Edits()))
         )
 
     async def describe(self, chunks: NDArray[np.int64]) -> tuple[CodeHit, ...]:
-        """The chunks at places of a `Comparison`, with score 0, while the index stays as it is."""
+        """The chunks at indices of a `Comparison`, with score 0; valid while the index is unchanged."""
         nothing = np.zeros(len(chunks), np.float32)
         return await finish_in_thread(lambda: self._hits(self._current(), chunks, nothing, Edits()))
 
     def _search(self, question: str, k: int, path: str, edits: Edits) -> SearchResult:
         embedded = self._embedded(question, edits)
-        with self._store.reading():  # chunks and their scores have to be of one moment
+        with self._store.reading():  # chunks and their scores must come from one snapshot
             found, view = self._compare(question, path, edits, embedded), self._current()
             semantic = found.cosines is not None
             scores = found.words if found.cosines is None else fuse_scores(found.cosines, found.words)
@@ -223,17 +223,17 @@ class SemanticIndex:
         return np.concatenate([scores, edits.score(words, base)])
 
     def _embedded(self, question: str, edits: Edits) -> _Embedded | None:
-        """The question's vector, and those of edited chunks (NaN where one has to wait for its turn)."""
+        """The question's vector, and those of edited chunks (NaN beyond `MAX_FRESH_CHUNKS` new ones)."""
         embedder = self._embedder
         if embedder is None:
             return None
         chunks = {cut.vector: cut.chunk for _, cut in edits.chunks}
         kept = edits.vectors
         kept |= self._store.vectors(embedder.key, [name for name in chunks if name not in kept])
-        # What was written last is what is asked for most likely.
+        # The latest edits are the most likely to be searched for.
         new = [name for name in reversed(chunks) if name not in kept][:MAX_FRESH_CHUNKS]
         if new:
-            rows = embedder.embed([feed(chunks[name].symbol, chunks[name].text) for name in new])
+            rows = embedder.embed([embedding_text(chunks[name].symbol, chunks[name].text) for name in new])
             kept |= dict(zip(new, rows, strict=True))
         unknown = np.full(embedder.dimension, np.nan, np.float32)
         rows = [kept.get(cut.vector, unknown) for _, cut in edits.chunks]
@@ -262,7 +262,7 @@ class SemanticIndex:
         return tuple(hits)
 
     def _current(self) -> _View:
-        """The view of the tree as the database has it now."""
+        """The view of the tree's current revision in the database."""
         with self._store.reading() as database:
             revision, scanned = database.execute(
                 "SELECT revision, scanned FROM trees WHERE id = ?", (self._tree,)
@@ -302,7 +302,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _products(vectors: NDArray[np.float16], question: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[rows]: of the question with each row."""
+    """[rows]: dot product of the question with each row."""
     result = np.empty(len(vectors), np.float32)
     for start in range(0, len(vectors), _BLOCK_ROWS):
         block = vectors[start : start + _BLOCK_ROWS].astype(np.float32)
@@ -313,7 +313,7 @@ def _products(vectors: NDArray[np.float16], question: NDArray[np.float32]) -> ND
 def fuse_scores(
     cosines: NDArray[np.float32], words: NDArray[np.float32], share: float = VECTOR_SHARE
 ) -> NDArray[np.float32]:
-    """`share` * cosine + (1 - `share`) * BM25 as a part of its best.
+    """`share` * cosine + (1 - `share`) * BM25 as a fraction of the best BM25.
 
     Cosines of one model have one scale for all questions, BM25 has none. `cosines`: NaN for chunks that have
     no vector yet; these are ranked by their words.
@@ -328,7 +328,7 @@ def best(scores: NDArray[np.float32], num: int) -> NDArray[np.int64]:
     """Indices of the `num` highest, highest first, earlier ones first among equals."""
     num = min(num, len(scores))
     if num < len(scores):
-        # All that reach the lowest score that gets in, so that equal scores do not depend on the partition.
+        # Includes all ties with the lowest selected score, so that ties do not depend on the partition.
         least = np.partition(scores, len(scores) - num)[len(scores) - num]
         candidates = np.flatnonzero(scores >= least)
     else:

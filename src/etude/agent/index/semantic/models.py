@@ -29,7 +29,7 @@ MAX_TOKENS = 128
 """Of one text; a chunk's 80 words are fewer nearly always."""
 _BATCH = 32
 _LOCK_TIMEOUT_S = 120.0
-_OF_MODELS = (".json", ".safetensors", ".bin", ".txt", ".model", ".data")
+_MODEL_SUFFIXES = (".json", ".safetensors", ".bin", ".txt", ".model", ".data")
 
 
 def default_model() -> Path:
@@ -91,7 +91,7 @@ class SentenceTransformerEmbedder:
         return self._dimension
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """In batches of like length, between which questions have their turn."""
+        """In batches of similar length, between which a question may be embedded."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         rows = np.zeros((len(texts), self._dimension), dtype=np.float32)
         for start in range(0, len(order), _BATCH):
@@ -115,15 +115,15 @@ class SentenceTransformerEmbedder:
 
 @contextlib.contextmanager
 def _silent_loading() -> Iterator[None]:
-    """Without the bar of transformers, which would be written over a run's own."""
-    words = importlib.import_module("transformers.utils.logging")
-    was_shown = words.is_progress_bar_enabled()
-    words.disable_progress_bar()
+    """Disables the progress bar of transformers, which would overwrite a run's own."""
+    logging = importlib.import_module("transformers.utils.logging")
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         if was_shown:
-            words.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
 def _import(name: str) -> Any:
@@ -133,20 +133,20 @@ def _import(name: str) -> Any:
 
 
 def _has_bfloat16(torch: Any, device: str) -> bool:
-    """Whether bfloat16 is fast: elsewhere it is emulated and slower than float32."""
+    """Whether bfloat16 is fast: without hardware support it is emulated and slower than float32."""
     if device != "cpu":
         return True
-    asks = [
+    checks = [
         getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     ]
-    return any(ask is not None and ask() for ask in asks)
+    return any(check is not None and check() for check in checks)
 
 
 def _digest(model: Path) -> str:
-    """Of all files that can change a vector, by name and content."""
+    """Digest, by name and content, of all files that can change a vector."""
     hasher = blake3()
     for path in sorted(model.rglob("*")):
-        if path.is_file() and path.suffix in _OF_MODELS:
+        if path.is_file() and path.suffix in _MODEL_SUFFIXES:
             hasher.update(path.relative_to(model).as_posix().encode() + b"\0")
             hasher.update_mmap(path)
     return hasher.hexdigest(length=16)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["SYMBOL_WEIGHT", "Edits", "Overlay", "WordStatistics"]
 
 SYMBOL_WEIGHT = 4.0
-"""A word of a chunk's name counts as so many in its lines."""
+"""Weight of a word in a chunk's name, relative to one in its lines."""
 _K1, _B = 1.2, 0.75
 """FTS5's constants of BM25."""
 _LEAST_WEIGHT = 1e-6
@@ -37,26 +37,26 @@ class EditedFile:
 
     @cached_property
     def chunks(self) -> list[CutChunk]:
-        """Two threads may both make them: they make the same."""
+        """Its chunks. Two threads may both compute them: the results are equal."""
         return cut_file(self.path, self._content)
 
 
 @dataclass(frozen=True, slots=True)
 class WordStatistics:
-    """How an index uses the words of a question."""
+    """Statistics of an index that BM25 needs for the words of a question."""
 
     num_chunks: int
     num_words: int
     holders: Mapping[str, int]
-    """By word: how many chunks hold it."""
+    """Number of chunks that hold a word, by word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What an overlay holds at one time."""
+    """Snapshot of an overlay's edits."""
 
     files: tuple[EditedFile, ...] = ()
-    """The one written last comes last."""
+    """Ordered by time of writing, latest last."""
     removed: frozenset[str] = frozenset()
     vectors: dict[bytes, NDArray[np.float32]] = field(default_factory=dict[bytes, NDArray[np.float32]])
     """Vectors of edited chunks that were needed so far, by name; grows as searches embed."""
@@ -101,7 +101,7 @@ def _counts(cut: CutChunk, wanted: set[str]) -> Counter[str]:
 class Overlay:
     """Edits of one session: searched together with the base, whose chunks of edited paths are hidden.
 
-    Nothing is cut or embedded before somebody searches, and then only the chunks that are nowhere known. An
+    Nothing is cut or embedded before a search, and then only chunks whose vectors are not stored yet. An
     overlay belongs to one event loop; it holds no file and needs no closing.
     """
 
@@ -113,7 +113,7 @@ class Overlay:
         self._vectors: dict[bytes, NDArray[np.float32]] = {}
 
     def write(self, path: str, content: bytes) -> None:
-        """The file has this content now; a hidden one is not indexed. `path` is relative to the root."""
+        """Records the file's new content; a hidden file is not indexed. `path` is relative to the root."""
         path = _clean(path)
         if path.startswith(".") or "/." in path:
             return
@@ -121,7 +121,8 @@ class Overlay:
         self._files[path] = EditedFile(path, content)
 
     def remove(self, path: str) -> None:
-        """The file, or the directory with all below it, is gone. A rename is a `remove` and `write`s."""
+        """Records the removal of a file, or of a directory with all below it. A rename is a `remove` and
+        `write`s."""
         path = _clean(path)
         for name in [name for name in self._files if name == path or name.startswith(path + "/")]:
             del self._files[name]

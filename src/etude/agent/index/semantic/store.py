@@ -1,12 +1,12 @@
 """The database of semantic search: one SQLite file for many trees.
 
     trees                      directories that are indexed
-    files   (tree, path)       what a file was like when it was read
+    files   (tree, path)       status and digest of a file when it was read
     chunks  (file)             its functions and classes: lines, text, name of the vector
     words_N, terms_N           full text of tree N's chunks: BM25 by FTS5, and how many chunks hold a word
-    vectors (model, name)      by content: a second tree with the same functions finds them
+    vectors (model, name)      by content: a second tree with the same functions reuses them
 
-Each batch of a build is one transaction, so a build that is killed loses the batch in work at most. Any
+Each batch of a build is one transaction, so a build that is killed loses the current batch at most. Any
 number of processes may read and write (write-ahead log).
 """
 
@@ -26,7 +26,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from etude.agent.index.semantic.chunks import CHUNKER_VERSION, Chunk, chunk_file, chunker_key
-from etude.agent.index.semantic.embedding import FEED_VERSION, feed
+from etude.agent.index.semantic.embedding import EMBEDDING_TEXT_VERSION, embedding_text
 from etude.agent.index.semantic.words import stems
 from etude.errors import ResourceError, StoreError
 from etude.kit.locks import locked
@@ -35,7 +35,7 @@ __all__ = ["CutChunk", "FileRow", "FileStat", "SemanticStore", "cut_file", "cut_
 
 STORE_VERSION = 2
 STORED = np.dtype("<f2")
-"""Numbers of a stored vector."""
+"""Element type of a stored vector."""
 _BUSY_TIMEOUT_S = 60.0
 _AT_ONCE = 500
 """Keys of one SQL statement."""
@@ -57,7 +57,7 @@ CREATE TABLE vectors (model TEXT NOT NULL, name BLOB NOT NULL, numbers BLOB NOT 
 
 
 class FileStat(NamedTuple):
-    """What tells cheaply that a file is the one that was read: git's rule."""
+    """Cheap evidence that a file is unchanged since it was read: git's rule."""
 
     size_bytes: int
     mtime_ns: int
@@ -83,7 +83,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class CutChunk:
-    """A chunk with what it is found by."""
+    """A chunk with its search keys: the name of its vector, and its stems."""
 
     chunk: Chunk
     vector: bytes
@@ -98,8 +98,8 @@ class CutChunk:
 
 
 def cut_key(path: str) -> str:
-    """What besides a file's bytes decides its chunks and vectors."""
-    return f"{FEED_VERSION}/{CHUNKER_VERSION}/{chunker_key(path)}"
+    """Identifies everything but a file's bytes that decides its chunks and vectors."""
+    return f"{EMBEDDING_TEXT_VERSION}/{CHUNKER_VERSION}/{chunker_key(path)}"
 
 
 def cut_file(path: str, content: bytes) -> list[CutChunk]:
@@ -108,7 +108,9 @@ def cut_file(path: str, content: bytes) -> list[CutChunk]:
     return [
         CutChunk(
             chunk,
-            blake3(feed(chunk.symbol, chunk.text).encode("utf-8", "surrogatepass")).digest(length=16),
+            blake3(embedding_text(chunk.symbol, chunk.text).encode("utf-8", "surrogatepass")).digest(
+                length=16
+            ),
             stems(chunk.symbol),
             stems(chunk.text),
             path_stems,
@@ -118,7 +120,7 @@ def cut_file(path: str, content: bytes) -> list[CutChunk]:
 
 
 class SemanticStore:
-    """The database in a folder, made where it is missing. Its methods block; several threads may call them.
+    """The database in a folder, created if missing. Its methods block; several threads may call them.
 
     Raises StoreError if it is of another version, damaged or busy for a minute; ResourceError where SQLite
     has no FTS5.
@@ -133,14 +135,14 @@ class SemanticStore:
                 folder / "index.sqlite", _BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             try:
-                with locked(folder):  # SQLite does not wait for another that changes the journal's mode
+                with locked(folder):  # SQLite does not wait for a process that changes the journal mode
                     self._prepare()
             except BaseException:
                 self._database.close()
                 raise
 
     def _prepare(self) -> None:
-        if not self._one("SELECT count(*) FROM pragma_module_list WHERE name = ?", _FULL_TEXT):
+        if not self._select_int("SELECT count(*) FROM pragma_module_list WHERE name = ?", _FULL_TEXT):
             raise ResourceError(
                 "SQLite lacks full-text search (FTS5)",
                 field="sqlite3",
@@ -150,7 +152,7 @@ class SemanticStore:
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
         with self._writing() as database:
-            version = self._one("PRAGMA user_version")
+            version = self._select_int("PRAGMA user_version")
             if version == 0:
                 for statement in _SCHEMA.split(";"):
                     database.execute(statement)
@@ -169,9 +171,9 @@ class SemanticStore:
             self._database.close()
 
     def tree(self, key: str) -> int:
-        """Number of the tree of this name, which is new and empty if there is none."""
+        """Number of the tree with this key, created empty if there is none."""
         with self._writing() as database:
-            number = self._one("SELECT id FROM trees WHERE key = ?", key)
+            number = self._select_int("SELECT id FROM trees WHERE key = ?", key)
             if not number:
                 number = database.execute("INSERT INTO trees (key) VALUES (?)", (key,)).lastrowid
                 assert number is not None
@@ -181,7 +183,7 @@ class SemanticStore:
         return number
 
     def drop(self, tree: int) -> None:
-        """Forgets a tree; vectors stay, which others may share. Nobody may use its number any more."""
+        """Deletes a tree, but not its vectors, which others may share. Its number is invalid afterwards."""
         with self._writing() as database:
             of_files = "DELETE FROM chunks WHERE file IN (SELECT id FROM files WHERE tree = ?)"
             of_tree = "DELETE FROM files WHERE tree = ?", "DELETE FROM trees WHERE id = ?"
@@ -191,7 +193,7 @@ class SemanticStore:
                 database.execute(f"DROP TABLE {table}")
 
     def files(self, tree: int) -> dict[str, FileRow]:
-        """What is known of a tree's files, by path."""
+        """The stored records of a tree's files, by path."""
         columns = "path, size_bytes, mtime_ns, ctime_ns, inode, digest, cut"
         with self.reading() as database:
             rows = database.execute(f"SELECT {columns} FROM files WHERE tree = ?", (tree,)).fetchall()
@@ -201,7 +203,7 @@ class SemanticStore:
     def replace(
         self, tree: int, gone: Iterable[str], files: Iterable[tuple[FileRow, list[CutChunk] | None]] = ()
     ) -> None:
-        """Removes files, and puts others in the place of what was known of them; all or nothing.
+        """Removes files and replaces the entries of others, in one transaction.
 
         Without chunks only a file's record is replaced.
         """
@@ -220,10 +222,10 @@ class SemanticStore:
                     )
                 else:
                     self._insert(database, tree, row, chunks)
-            self._touch(database, tree)
+            self._bump_revision(database, tree)
 
     def _remove(self, database: sqlite3.Connection, tree: int, path: str) -> None:
-        file = self._one("SELECT id FROM files WHERE tree = ? AND path = ?", tree, os.fsencode(path))
+        file = self._select_int("SELECT id FROM files WHERE tree = ? AND path = ?", tree, os.fsencode(path))
         words = f"DELETE FROM words_{tree} WHERE rowid IN (SELECT id FROM chunks WHERE file = ?)"
         for statement in (words, "DELETE FROM chunks WHERE file = ?", "DELETE FROM files WHERE id = ?"):
             database.execute(statement, (file,))
@@ -255,10 +257,10 @@ class SemanticStore:
             )
 
     def finish(self, tree: int) -> None:
-        """All files of the tree are in, embedded or not."""
+        """Records that all files of the tree are in the store, embedded or not."""
         with self._writing() as database:
             database.execute("UPDATE trees SET scanned = 1 WHERE id = ?", (tree,))
-            self._touch(database, tree)
+            self._bump_revision(database, tree)
 
     def unembedded(self, tree: int, model: str) -> list[int]:
         """Numbers of the chunks that have no vector of this model yet."""
@@ -270,22 +272,22 @@ class SemanticStore:
             )
             return [number for (number,) in rows]
 
-    def feeds(self, chunks: Sequence[int]) -> dict[bytes, str]:
-        """What is to be embedded of these chunks, by name of the vector."""
+    def embedding_texts(self, chunks: Sequence[int]) -> dict[bytes, str]:
+        """The texts of these chunks to embed, by name of the vector."""
         rows = self.select("SELECT vector, symbol, text FROM chunks WHERE id", chunks)
-        return {name: feed(symbol, text) for name, symbol, text in rows}
+        return {name: embedding_text(symbol, text) for name, symbol, text in rows}
 
     def vectors(self, model: str, names: Sequence[bytes]) -> dict[bytes, NDArray[np.float32]]:
-        """Those vectors that are there, by name."""
+        """The stored vectors among `names`, by name."""
         rows = self.select("SELECT name, numbers FROM vectors WHERE model = ? AND name", names, model)
         return {name: np.frombuffer(numbers, STORED).astype(np.float32) for name, numbers in rows}
 
     def add_vectors(self, tree: int, model: str, vectors: dict[bytes, NDArray[np.float32]]) -> None:
-        """Keeps vectors; one that is there already stays. Searches of the tree look at them anew."""
+        """Stores vectors; existing ones stay. Searches of the tree reload their view."""
         rows = [(model, name, numbers.astype(STORED).tobytes()) for name, numbers in vectors.items()]
         with self._writing() as database:
             database.executemany("INSERT OR IGNORE INTO vectors VALUES (?, ?, ?)", rows)
-            self._touch(database, tree)
+            self._bump_revision(database, tree)
 
     def select(self, statement: str, keys: Sequence[object], *before: object) -> list[tuple]:
         """Rows of a statement whose last column is one of `keys`."""
@@ -299,7 +301,7 @@ class SemanticStore:
 
     @contextlib.contextmanager
     def reading(self, begin: str = "BEGIN") -> Iterator[sqlite3.Connection]:
-        """A transaction: all that is read in it is of one moment. One within another is a part of that."""
+        """A transaction: all reads in it see one snapshot. A nested one is part of the outer one."""
         with self._lock, self._errors():
             if self._database.in_transaction:
                 yield self._database
@@ -314,19 +316,19 @@ class SemanticStore:
                 raise
 
     def _writing(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-        """A transaction that excludes all other writers, kept whole or not at all."""
+        """A transaction that excludes all other writers, committed whole or not at all."""
         return self.reading("BEGIN IMMEDIATE")
 
-    def _touch(self, database: sqlite3.Connection, tree: int) -> None:
+    def _bump_revision(self, database: sqlite3.Connection, tree: int) -> None:
         database.execute("UPDATE trees SET revision = revision + 1 WHERE id = ?", (tree,))
 
-    def _one(self, statement: str, *values: object) -> int:
+    def _select_int(self, statement: str, *values: object) -> int:
         row = self._database.execute(statement, values).fetchone()
         return row[0] if row else 0
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """SQLite's errors as ours."""
+        """Converts SQLite's errors to StoreError."""
         try:
             yield
         except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""Words of code and of questions about code: what BM25 counts.
+"""Splits code and questions about code into the words that BM25 counts.
 
 `parseHttpHeader`, `parse_http_header` and "parsing HTTP headers" have to meet, so identifiers are split where
 their author joined words, case is dropped, and plural and verb endings are cut (`stem`).
@@ -19,7 +19,7 @@ _STOP = (
     "with you"
 )
 STOP_WORDS = frozenset(_STOP.split())
-"""Left out of questions only: in code they cost nothing, for nobody asks for them."""
+"""Left out of questions only: in code they cost nothing, as no query contains them."""
 
 
 def split_words(text: str) -> list[str]:
