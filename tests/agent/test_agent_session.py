@@ -247,7 +247,7 @@ def test_chunks_whose_parts_do_not_fit_are_refused():
 def test_long_sessions_outgrow_their_first_arrays():
     session = new_session(SessionLimits(max_tokens=5000, max_message_tokens=5000))
     session.contexts[-1].recording = type(session.recording)(4)
-    session.recording.give(np.arange(3, dtype=np.int32), "user")
+    session.recording.append_given(np.arange(3, dtype=np.int32), "user")
     for start in range(0, 300, 100):
         number = start // 100
         session.on_chunk(chunk(range(start, start + 100), routes=routes_of(1, number), first=number))

@@ -52,9 +52,9 @@ def test_experts_beyond_255_are_sampled_recorded_and_replayed() -> None:
     engine.submit(request)
     answers = [answer for _ in range(100) if engine.has_work for answer in engine.step()]
     recording = Recording(capacity=8)
-    recording.give(prompt, "user")
+    recording.append_given(prompt, "user")
     for chunk in answers[-1].chunks:
-        recording.sample(chunk)
+        recording.append_sampled(chunk)
     recording.end_message(PROMPT)
 
     (sequence,) = sequences(model, Rollouts(small_model()), recording, rl_config())
@@ -76,11 +76,11 @@ def chunk_of(routes: Any, start: int) -> SampleChunk:
 def test_routes_of_another_type_are_refused_and_never_cast() -> None:
     recording = Recording()
     with pytest.raises(SamplerError, match="another type"):
-        recording.sample(chunk_of(np.zeros((1, 2, 2), dtype=np.int64), 0))
+        recording.append_sampled(chunk_of(np.zeros((1, 2, 2), dtype=np.int64), 0))
     recording = Recording()
-    recording.sample(chunk_of(np.zeros((1, 2, 2), dtype=np.uint8), 0))
+    recording.append_sampled(chunk_of(np.zeros((1, 2, 2), dtype=np.uint8), 0))
     with pytest.raises(SamplerError, match="another type"):
-        recording.sample(chunk_of(np.full((1, 2, 2), 256, dtype=np.uint16), 1))
+        recording.append_sampled(chunk_of(np.full((1, 2, 2), 256, dtype=np.uint16), 1))
 
     rollouts = Rollouts(small_model())
     blob = rollouts.blobs.put(np.zeros((20, 2, 2), dtype=np.int32))

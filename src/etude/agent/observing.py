@@ -1,4 +1,4 @@
-"""What follows a message of the agent's: answers of tools, words of the user, the wish for a summary."""
+"""Builds the observation after an agent's message: tool results, user text, a request for a summary."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from etude.tokens.renderer import Renderer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """Tokens [T] up to where the agent's next message begins."""
+    """Tokens [T] between the agent's last message and its next one."""
 
     tokens: NDArray[np.int32]
     asks_for_summary: bool
 
 
 Render = Callable[[Sequence[str], str | None], NDArray[np.int32]]
-"""Outputs and words of the user as tokens."""
+"""(outputs, user text) -> tokens."""
 
 
 def observe(
-    render: Render, outputs: Sequence[str], words: str | None, budget: Budget, length: int
+    render: Render, outputs: Sequence[str], user_text: str | None, budget: Budget, length: int
 ) -> Observation | None:
-    """What the tools answered and the user said, after `length` tokens of the context.
+    """Tool outputs, then the user's text, as an observation after `length` tokens of the context.
 
-    A summary is asked for if the context is full with it. Where no room is left for a message: None without
-    summaries; with them, answers that are longer than the room are cut in their middle, and None only if that
-    does not help.
+    Asks for a summary if it fills the context. If it would leave no room for a message: None without
+    summaries; with them, the longest outputs are cut in their middle, and None only if that is not enough.
     """
     room = budget.context_tokens - length
 
     def fits(texts: Sequence[str]) -> bool:
-        return len(render(texts, words)) < room
+        return len(render(texts, user_text)) < room
 
     shown: Sequence[str] | None = outputs
     if not fits(outputs):
         shown = shorten_texts(outputs, fits) if budget.may_summarise else None
     if shown is None:
         return None
-    tokens = render(shown, words)
+    tokens = render(shown, user_text)
     full = budget.may_summarise and (shown is not outputs or length + len(tokens) >= budget.trigger)
     if full and budget.summary is not None:
         request = budget.summary.request
-        tokens = render(shown, request if words is None else f"{words}\n\n{request}")
+        tokens = render(shown, request if user_text is None else f"{user_text}\n\n{request}")
     return Observation(tokens, full)
 
 
@@ -57,10 +56,10 @@ def follow(
     before: NDArray[np.int32],
     calls: Sequence[str],
     outputs: Sequence[str],
-    words: str | None,
+    user_text: str | None,
 ) -> NDArray[np.int32]:
-    """The answers to these `calls`, then the user's words, as they stand behind the tokens `before`."""
-    if words is None:
+    """Renders the results of `calls`, then the user's text, as they follow the tokens `before`."""
+    if user_text is None:
         return renderer.follow(before, renderer.observations(outputs, calls))
     parts = [renderer.results(outputs, calls)] if outputs else []
-    return renderer.follow(before, np.concatenate([*parts, renderer.user_message(words)]))
+    return renderer.follow(before, np.concatenate([*parts, renderer.user_message(user_text)]))

@@ -1,4 +1,4 @@
-"""One segment while it grows: tokens exactly as they were given and sampled, and where each came from."""
+"""Records one segment as it grows: tokens exactly as given and sampled, with the origin of each."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Spans = list[tuple[int, int, PolicyVersion]]
 Routes = NDArray[Any]
 """[positions, layers, top_k] uint8, or uint16 where there are more than 255 experts."""
 KeepRoutes = Callable[[Routes], BlobRef]
-"""Takes the experts of a segment and says where they are kept."""
+"""Stores the expert routes of a segment and returns their reference."""
 
 
 class Recording:
     """Append-only tokens [T] with logprobs, sampled mask, version spans, expert routes and turn spans.
 
-    Arrays double when full. A view of the tokens stays valid: what it shows is never written again.
+    Arrays double when full. A view of the tokens stays valid: its range is never overwritten.
     """
 
     def __init__(self, capacity: int = 1024) -> None:
@@ -76,10 +76,10 @@ class Recording:
         return tuple(VersionSpan(*span) for span in self._kv_oldest)
 
     def routes(self) -> Routes | None:
-        """[T, layers, top_k] as they were sampled; the type's largest value where nothing was computed. None
-        for dense models.
+        """[T, layers, top_k] as sampled; the type's largest value where nothing was computed. None for dense
+        models.
 
-        The last sampled token of all is never computed: nothing was sampled after it.
+        The very last sampled token has no routes: nothing was sampled after it.
         """
         if self._routes is None:
             return None
@@ -97,7 +97,7 @@ class Recording:
         keep_routes: KeepRoutes | None,
         **more: Any,
     ) -> Segment:
-        """The segment as a record, with `more` of its fields; without `keep_routes` routes are left out."""
+        """The segment as a record, with `more` fields set; without `keep_routes` routes are left out."""
         routes = self.routes() if keep_routes is not None else None
         return Segment(
             segment_id,
@@ -124,14 +124,14 @@ class Recording:
         calls: tuple[ToolCall, ...],
         results: tuple[ToolResult, ...] = (),
     ) -> Turn:
-        """The agent's message of tokens [start, end) as a record."""
+        """The agent's message in tokens [start, end) as a record."""
         message = self.tokens[start:end]
         spans = malformed_spans(message, calls, renderer)
         malformed = tuple((start + first, start + last) for first, last in spans)
         text = renderer.tokenizer.decode(message)
         return Turn(segment_id, start, end, text, calls, results, malformed)
 
-    def give(self, tokens: NDArray[np.int32], role: str) -> None:
+    def append_given(self, tokens: NDArray[np.int32], role: str) -> None:
         """Appends a whole message that was not sampled."""
         start = self.length
         self._reserve(start + len(tokens))
@@ -139,9 +139,9 @@ class Recording:
         self._tokens[start : self.length] = tokens
         self.turn_spans.append(TurnSpan(start, self.length, role))
 
-    def sample(self, chunk: SampleChunk) -> None:
-        """Appends sampled tokens with all that their chunk says of them. Raises SamplerError; then nothing
-        has changed."""
+    def append_sampled(self, chunk: SampleChunk) -> None:
+        """Appends sampled tokens with their chunk's logprobs, versions and routes. Raises SamplerError; then
+        nothing has changed."""
         count = len(chunk.tokens)
         if len(chunk.logprobs) != count:
             raise SamplerError(
@@ -165,8 +165,8 @@ class Recording:
         """Marks tokens from `start` on as one message of the agent."""
         self.turn_spans.append(TurnSpan(start, self.length, "assistant"))
 
-    def take_back(self, length: int) -> None:
-        """Takes back what was sampled from token `length` on, before it was ended as a message."""
+    def truncate(self, length: int) -> None:
+        """Discards sampled tokens from `length` on; only for a message that has not been ended."""
         self._sampled[length : self.length] = False
         self._logprobs[length : self.length] = 0.0
         self.length = length
@@ -174,12 +174,12 @@ class Recording:
         for spans in (self._versions, self._kv_oldest):
             spans[:] = [(start, min(end, length), version) for start, end, version in spans if start < length]
 
-    def forget_routes(self) -> None:
-        """All positions will be computed again: their new routes replace the old."""
+    def invalidate_routes(self) -> None:
+        """Marks all routes as outdated: all positions will be recomputed with new routes."""
         self._routed = 0
 
     def _check_routes(self, routes: Routes, start: int, length: int) -> None:
-        """Whether they can be recorded, of `length` tokens."""
+        """Raises SamplerError if they cannot be recorded for `length` tokens."""
         known = ("uint8", "uint16") if self._routes is None else (self._routes.dtype.name,)
         if routes.dtype.name not in known:  # a cast would name other experts
             raise SamplerError(
@@ -201,7 +201,7 @@ class Recording:
             )
 
     def _record_routes(self, routes: Routes, start: int) -> None:
-        """Positions `start` on; what was computed again replaces what was recorded before."""
+        """Records routes of positions from `start` on; recomputed ones replace earlier ones."""
         if self._routes is None:
             self._routes = np.zeros((len(self._tokens), *routes.shape[1:]), dtype=routes.dtype)
         end = start + len(routes)
@@ -222,11 +222,11 @@ class Recording:
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """What the policy sees at once: a segment while it grows, and how it came about."""
+    """What the policy sees at once: a growing segment and its relation to its parent."""
 
     id: str
     opening: str
-    """The words with which it began."""
+    """The user text with which it began."""
     recording: Recording = field(default_factory=Recording)
     relation: Relation = Relation.ROOT
     parent: tuple[str, int] | None = None

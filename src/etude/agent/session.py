@@ -1,14 +1,13 @@
-"""The agent's session: a pure state machine from the user's words to the end.
+"""The agent's session: a pure state machine from the user's first message to the end.
 
-        +--> Sample --(message)--> RunCalls --(results)--+--> Finished --(more words)--+
+        +--> Sample --(message)--> RunCalls --(results)--+--> Finished --(user text)---+
         |                                                |                             |
         +--------- the context has room -----------------+<----------------------------+
         |                                                |
         +-- Archive <--(summary)-- Sample <-- it is full-+
 
 It keeps the tokens exactly as they were sampled and never tokenises them again. The same code runs in the
-terminal, in the cloud and in rollouts; its driver does the sampling, runs the tools and keeps the
-history of full contexts.
+terminal, in the cloud and in rollouts; its driver samples, runs the tools and archives full contexts.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer, number_calls
 
 STOPPED = "error: stopped"
-"""What calls are answered with that a stop of the session left without results."""
+"""Result of calls that were pending when the session was stopped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,8 +61,8 @@ class AgentSession:
     limits: SessionLimits = field(default_factory=SessionLimits)
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str | tuple[Piece, ...] | None = None
-    """What the agent reads before the user's words; pieces may hold control tokens, as `Renderer.describe`
-    gives them. None: the renderer's own system message, where it has one."""
+    """The system message; pieces may hold control tokens, as `Renderer.describe` gives them. None: that of
+    the renderer, if it has one."""
     summary: SummaryPolicy | None = None
     """None: a full context ends the session."""
     contexts: list[Context] = field(init=False, default_factory=list[Context])
@@ -71,17 +70,17 @@ class AgentSession:
     facts: SessionFacts = field(init=False, default_factory=SessionFacts)
     progress: Progress = field(init=False, default_factory=Progress)
     _action: Action | None = field(init=False, default=None)
-    _said: list[str] = field(init=False)
-    """All words of the user."""
+    _user_texts: list[str] = field(init=False)
+    """All messages of the user."""
     _request_tokens: int = field(init=False, default=0)
     """Length of the message that asks for a summary."""
 
     def __post_init__(self) -> None:
-        self._said = [self.instruction]
+        self._user_texts = [self.instruction]
         self.system = self.renderer.system if self.system is None else self.system
         if self.summary is not None:
             self._request_tokens = len(self.renderer.user_message(self.summary.request))
-        self._open(self.instruction, Relation.ROOT, None)
+        self._open_context(self.instruction, Relation.ROOT, None)
         length, limit = self.recording.length, self.limits.max_tokens
         if length >= limit:
             raise too_small("the prompt fills the whole context", limit, length)
@@ -92,12 +91,12 @@ class AgentSession:
 
     @property
     def recording(self) -> Recording:
-        """The present context's tokens."""
+        """The current context's tokens."""
         return self.contexts[-1].recording
 
     @property
     def segment_id(self) -> str:
-        """The id of the present context's segment."""
+        """The id of the current context's segment."""
         return self.contexts[-1].id
 
     @property
@@ -107,7 +106,7 @@ class AgentSession:
 
     @property
     def status(self) -> Status | None:
-        """How the session ended; None while it goes on."""
+        """How the session ended; None while it runs."""
         return self.progress.status
 
     @property
@@ -116,7 +115,7 @@ class AgentSession:
         return self.progress.cause
 
     def next_action(self) -> Action:
-        """What to do next; the same until something is reported."""
+        """What to do next; the same until one of the `on_` methods is called."""
         if self._action is None:
             progress = self.progress
             if progress.status is not None:
@@ -130,14 +129,14 @@ class AgentSession:
         return self._action
 
     def on_prefix_miss(self) -> None:
-        """The sampler holds nothing of this session: the next `Sample` sends every token again."""
+        """The sampler no longer holds this session's prefix: the next `Sample` sends every token again."""
         self.progress.known = 0
         self.progress.prefix_digest = None
         self.progress.streaming = False
         self._action = None
 
     def on_chunk(self, chunk: SampleChunk) -> None:
-        """Takes sampled tokens. Those that come after the session was stopped are dropped.
+        """Appends sampled tokens. Those that arrive after the session was stopped are dropped.
 
         With finish `abort` the message stays open: the next `Sample` continues it.
         Raises SamplerError for a chunk whose parts do not fit each other.
@@ -148,9 +147,9 @@ class AgentSession:
         if progress.message_start is None:
             progress.message_start = self.recording.length
         if not progress.streaming and progress.known == 0:
-            self.recording.forget_routes()
+            self.recording.invalidate_routes()
         progress.streaming = chunk.finish is None
-        self.recording.sample(chunk)
+        self.recording.append_sampled(chunk)
         self._action = None
         if chunk.finish is None:
             return
@@ -166,7 +165,7 @@ class AgentSession:
             self._cut_message()
 
     def on_results(self, results: Sequence[ToolResult]) -> None:
-        """Takes the results of the pending calls, in their order."""
+        """Adds the results of the pending calls, in their order."""
         progress = self.progress
         if progress.status is not None:
             return
@@ -187,12 +186,12 @@ class AgentSession:
         elif progress.idle_turns == self.limits.max_idle_turns:
             self._end(Status.LIMIT, "no call")
         else:
-            self._go_on([result.output for result in results])
+            self._append_observation([result.output for result in results])
 
     def on_archived(self, error: str = "") -> None:
-        """The full context's history has been kept: a fresh context begins with the summary.
+        """The full context has been archived: a new context begins with the summary.
 
-        `error`: why the history could not be kept; the agent reads it.
+        `error`: why it could not be archived; the agent reads it.
         """
         progress = self.progress
         if progress.status is not None:
@@ -200,18 +199,18 @@ class AgentSession:
         assert progress.summary is not None, "no context to be archived"
         summary, progress.summary = progress.summary, None
         self._action = None
-        words = self._continuation(summary, error)
-        opening = 0 if words is None else len(self.renderer.prompt(words, self.system))
-        if words is None or self._budget.is_spent(self.num_tokens + opening):
+        text = self._continuation(summary, error)
+        opening = 0 if text is None else len(self.renderer.prompt(text, self.system))
+        if text is None or self._budget.is_spent(self.num_tokens + opening):
             self._end(Status.LIMIT, "tokens")
             return
         parent = (self.segment_id, self.recording.length)
-        self._open(words, Relation.SUMMARY, parent)
+        self._open_context(text, Relation.SUMMARY, parent)
         self.on_prefix_miss()
 
     def on_user(self, text: str, by_person: bool = True) -> None:
-        """More words of the user, after the session has ended: it goes on, with its limits as they are. A
-        person's may ask for one more turn where there is none left."""
+        """Continues an ended session with a user message, under the same limits. One of a person's may get
+        one more turn where none is left."""
         progress = self.progress
         assert progress.status is not None, "the session goes on"
         progress.status, progress.cause, progress.idle_turns = None, "", 0
@@ -220,18 +219,18 @@ class AgentSession:
         if not by_person and self._num_messages >= self.limits.max_turns:
             self._end(Status.LIMIT, "turns")
             return
-        self._said.append(text)
+        self._user_texts.append(text)
         if progress.summarising or progress.summary is not None:
-            return  # the context is full: the next one begins with all that was said
+            return  # the context is full: the next one begins with all user messages
         if not self._message_is_closed() and len(self.renderer.closing):
-            self.recording.give(self.renderer.closing, "assistant")
+            self.recording.append_given(self.renderer.closing, "assistant")
         spans = self.recording.turn_spans
         outputs: list[str] = []
         if self.turns and spans and spans[-1].role == "assistant":  # its results were not shown yet
             last = self.turns[-1]
             outputs = [result.output for result in last.results]
             outputs += [STOPPED] * (len(last.calls) - len(outputs))
-        self._go_on(outputs, text)
+        self._append_observation(outputs, text)
 
     def stop(self, status: Status, cause: str) -> None:
         """Ends the session from outside; a session that has ended stays as it is."""
@@ -241,16 +240,16 @@ class AgentSession:
     def segments(self, keep_routes: KeepRoutes | None = None) -> tuple[Segment, ...]:
         """The contexts as records, in their order; without `keep_routes` routes are left out."""
         return tuple(
-            one.recording.segment(
-                one.id,
+            context.recording.segment(
+                context.id,
                 str(self.trajectory_id),
                 self.params,
                 self.renderer,
                 keep_routes,
-                relation=one.relation,
-                parent=one.parent,
+                relation=context.relation,
+                parent=context.parent,
             )
-            for one in self.contexts
+            for context in self.contexts
         )
 
     def trajectory(
@@ -261,7 +260,7 @@ class AgentSession:
         image_digest: str = "",
         timings: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """The session that has ended as a record, one segment for each context."""
+        """The ended session as a record, one segment per context."""
         assert self.progress.status is not None, "the session goes on"
         return Trajectory(
             id=self.trajectory_id,
@@ -289,31 +288,31 @@ class AgentSession:
 
     @property
     def _budget(self) -> Budget:
-        """What may be used from here on."""
+        """The budget as of the current context."""
         trigger = 0
         if self.summary is not None:
             trigger = self.summary.trigger(str(self.trajectory_id), len(self.contexts) - 1)
         return Budget(self.limits, self.summary, self._request_tokens, self.facts.num_summaries, trigger)
 
-    def _open(self, words: str, relation: Relation, parent: tuple[str, int] | None) -> None:
-        """Begins a context."""
+    def _open_context(self, text: str, relation: Relation, parent: tuple[str, int] | None) -> None:
+        """Begins a context with the user message `text`."""
         context = Context(
-            f"{self.trajectory_id}#{len(self.contexts)}", words, relation=relation, parent=parent
+            f"{self.trajectory_id}#{len(self.contexts)}", text, relation=relation, parent=parent
         )
         opening = self.renderer.opening(self.system)
         if len(opening):
-            context.recording.give(opening, "system")
-        context.recording.give(self.renderer.request(words, opening), "user")
+            context.recording.append_given(opening, "system")
+        context.recording.append_given(self.renderer.request(text, opening), "user")
         self.contexts.append(context)
 
     def _continuation(self, summary: str, error: str) -> str | None:
-        """The next context's words, the summary cut where it would leave no room for a message."""
+        """The next context's opening text, the summary cut if it would leave no room for a message."""
         room, count = self._budget.opening_tokens, self.facts.num_summaries
 
-        def fits(words: str) -> bool:
-            return len(self.renderer.prompt(words, self.system)) < room
+        def fits(text: str) -> bool:
+            return len(self.renderer.prompt(text, self.system)) < room
 
-        return fit_continuation(self._said, summary, self.progress.todos, count, error, fits)
+        return fit_continuation(self._user_texts, summary, self.progress.todos, count, error, fits)
 
     def _sample(self) -> Sample | Finished:
         progress, length = self.progress, self.recording.length
@@ -343,17 +342,17 @@ class AgentSession:
     def _end_message(self) -> None:
         """Parses the message that has just ended; its calls await results."""
         message = self._close_message()
-        said = self.renderer.read(message)
-        if self.limits.words_end and not said.calls and said.text.strip():
+        parsed = self.renderer.read(message)
+        if self.limits.words_end and not parsed.calls and parsed.text.strip():
             self._add_turn(message, ())
             self.facts.on_turn((), ())
             self._end(Status.DONE)
             return
-        self.progress.pending = calls = admit(said.calls, self.limits.max_calls_per_turn)
+        self.progress.pending = calls = admit(parsed.calls, self.limits.max_calls_per_turn)
         self._add_turn(message, calls)
 
     def _end_summary(self) -> None:
-        """The summary has ended, or was cut: it is used as far as it goes."""
+        """Ends a summary that is complete or was cut; a cut one is used as it is."""
         message = self._close_message()
         self._add_turn(message, ())
         self.facts.num_summaries += 1
@@ -362,7 +361,7 @@ class AgentSession:
         self.progress.summary = self.renderer.without_end(text).strip()
 
     def _cut_message(self) -> None:
-        """The message ran into a limit: the session ends, its calls are not run."""
+        """Ends the session because the message reached a limit; its calls are not run."""
         budget, summarising = self._budget, self.progress.summarising
         full = budget.is_spent(self.num_tokens) or budget.is_full(
             self.recording.length, summarising=summarising
@@ -390,21 +389,21 @@ class AgentSession:
         turn = self.recording.turn(self.segment_id, end - len(message), end, self.renderer, calls)
         self.turns.append(turn)
 
-    def _go_on(self, outputs: Sequence[str], words: str | None = None) -> None:
-        """Appends what the tools answered, then the user's words: see `observe`. The session ends where no
-        room is left for a message."""
+    def _append_observation(self, outputs: Sequence[str], user_text: str | None = None) -> None:
+        """Appends tool outputs, then the user's text: see `observe`. Ends the session if no room is left for
+        a message."""
         budget = self._budget
-        render = partial(follow, self.renderer, self.recording.tokens, self._answered())
-        observation = observe(render, outputs, words, budget, self.recording.length)
+        render = partial(follow, self.renderer, self.recording.tokens, self._numbered_calls())
+        observation = observe(render, outputs, user_text, budget, self.recording.length)
         if observation is None or budget.is_spent(self.num_tokens + len(observation.tokens)):
             self._end(Status.LIMIT, "tokens")
             return
         self.progress.summarising = observation.asks_for_summary
-        self.recording.give(observation.tokens, "tool" if outputs else "user")
+        self.recording.append_given(observation.tokens, "tool" if outputs else "user")
 
-    def _answered(self) -> list[str]:
-        """The calls of the last turn by name and number, as the results name them of some families; none for
-        others. Numbers go on from all calls that earlier messages hold, those included that were not run."""
+    def _numbered_calls(self) -> list[str]:
+        """The last turn's calls by name and number, for model families whose results name their call; empty
+        for others. Numbering continues over all calls of earlier messages, including those not run."""
         turns = [turn for turn in self.turns if turn.segment_id == self.segment_id]
         if not (turns and self.renderer.template.result_named):
             return []

@@ -1,8 +1,8 @@
-"""Self-summary: how a session goes on when its context is full.
+"""Self-summary: how a session continues when its context is full.
 
 At a trigger the agent is asked to summarise what it has done. Its answer is sampled and credited like any
-other message; then a fresh context begins with the task's words, the summary, the to-do list, the number of
-summaries so far, and the place where every earlier context can be read in full.
+other message; then a new context begins with the task's instruction, the summary, the to-do list, the number
+of summaries so far, and the path where every earlier context can be read in full.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ CUT = "\n... cut ...\n"
 
 @dataclass(frozen=True, slots=True)
 class SummaryPolicy:
-    """When a context is summarised, and in which words it is asked for. Raises ConfigError."""
+    """When a context is summarised, and the text of the request. Raises ConfigError."""
 
     at_tokens: int
-    """A context of so many tokens is summarised before the next message."""
+    """A context of this length is summarised before the next message."""
     max_summary_tokens: int = 1024
-    """Longer summaries are cut, and used as far as they go."""
+    """Longer summaries are cut, and used as they are."""
     jitter: float = 0.0
-    """Share by which the trigger may come earlier, drawn for each context: in training, so that the agent
-    does not learn to expect it at one point."""
+    """Share by which the trigger may be earlier, drawn for each context: for training, so that the agent
+    does not learn to expect it at a fixed point."""
     max_summaries: int = 1000
-    """After so many, a full context ends the session."""
+    """After this many, a full context ends the session."""
     request: str = REQUEST
-    """What the agent is asked."""
+    """The message that asks for a summary."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -64,13 +64,13 @@ class SummaryPolicy:
 
 
 def history_path(context: int) -> str:
-    """Where context number `context`, from 0, is kept in full."""
+    """Path of the archive of context number `context`, from 0."""
     return f"{HISTORY_DIRECTORY}/{context + 1:03d}.md"
 
 
 def history_text(opening: str, turns: Sequence[Turn], without_end: Callable[[str], str]) -> str:
-    """A context as the agent may read it again: how it began, each message `without_end`, what the tools
-    answered."""
+    """The archive of a context, for the agent to read: its opening, each message `without_end`, and the tool
+    results."""
     parts = [opening]
     for number, turn in enumerate(turns, 1):
         parts.append(f"## message {number}\n{without_end(turn.text)}")
@@ -79,9 +79,9 @@ def history_text(opening: str, turns: Sequence[Turn], without_end: Callable[[str
 
 
 def continuation(instruction: str, summary: str, todos: str, count: int, error: str = "") -> str:
-    """The words with which a fresh context begins, after `count` summaries.
+    """The opening text of a new context, after `count` summaries.
 
-    `error`: why the last context could not be kept.
+    `error`: why the last context could not be archived.
     """
     kept = (
         f"the last one could not be kept: {error}" if error else f"earlier ones in full: {HISTORY_DIRECTORY}/"
@@ -93,20 +93,20 @@ def continuation(instruction: str, summary: str, todos: str, count: int, error: 
 
 
 def fit_continuation(
-    said: Sequence[str], summary: str, todos: str, count: int, error: str, fits: Callable[[str], bool]
+    user_texts: Sequence[str], summary: str, todos: str, count: int, error: str, fits: Callable[[str], bool]
 ) -> str | None:
-    """`continuation` after all that the user has `said`, with summary and to-do list cut so that it fits;
-    None if it never would."""
+    """`continuation` of all user messages, with summary and to-do list cut so that it fits; None if it cannot
+    fit."""
 
-    def words(texts: Sequence[str]) -> str:
-        return continuation("\n\n".join(said), texts[0], texts[1], count, error)
+    def opening(texts: Sequence[str]) -> str:
+        return continuation("\n\n".join(user_texts), texts[0], texts[1], count, error)
 
-    texts = shorten_texts((summary, todos), lambda texts: fits(words(texts)))
-    return None if texts is None else words(texts)
+    texts = shorten_texts((summary, todos), lambda texts: fits(opening(texts)))
+    return None if texts is None else opening(texts)
 
 
 def shorten_texts(texts: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """The texts, the longest cut in their middle to one length so that they fit; None if none would.
+    """The texts, the longest ones cut in their middle to one length so that they fit; None if they cannot.
 
     `fits` must hold for shorter texts where it holds for longer ones.
     """
@@ -123,7 +123,7 @@ def shorten_texts(texts: Sequence[str], fits: Callable[[Sequence[str]], bool]) -
 
 
 def cut_middle(text: str, length: int) -> str:
-    """At most `length` characters of the text: its head and its tail, with a mark between them."""
+    """At most `length` characters of the text: its head and tail, with a mark between them."""
     if len(text) <= length:
         return text
     if length <= len(CUT):

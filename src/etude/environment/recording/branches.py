@@ -139,7 +139,7 @@ class Branch:
         self.close_answer()
         if len(tokens):
             entry.start = self.recording.length
-            self.recording.give(tokens, _ROLES[type(entry.message)])
+            self.recording.append_given(tokens, _ROLES[type(entry.message)])
         entry.end = self.recording.length
         self.entries.append(entry)
 
@@ -147,7 +147,7 @@ class Branch:
         """Gives the end token that a cut answer lacks."""
         if self.entries and not self.entries[-1].closed:
             if len(self.framing.end):
-                self.recording.give(self.framing.end, "assistant")
+                self.recording.append_given(self.framing.end, "assistant")
             last = self.entries[-1]
             last.closed, last.end = True, self.recording.length
 
@@ -158,7 +158,7 @@ class Branch:
         tokens = source.recording.tokens
         for span in source.recording.turn_spans:
             if span.end <= offset:
-                self.recording.give(tokens[span.start : span.end], span.role)
+                self.recording.append_given(tokens[span.start : span.end], span.role)
         assert self.recording.length == offset, "messages are covered by their spans"
         self.copied = offset
 

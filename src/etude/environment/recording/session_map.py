@@ -165,7 +165,7 @@ class SessionMap:
         branch.close_answer()
         if not branch.framed:
             role = branch.recording.turn_spans[-1].role
-            branch.recording.give(branch.framing.answer_frame(branch.recording.length == 0), role)
+            branch.recording.append_given(branch.framing.answer_frame(branch.recording.length == 0), role)
             branch.framed = True
         self._clock += 1
         branch.busy, branch.last_used = True, self._clock
@@ -181,13 +181,13 @@ class SessionMap:
         branch = generation.branch
         branch.busy = False
         if branch.known == 0:
-            branch.recording.forget_routes()
+            branch.recording.invalidate_routes()
         start = branch.recording.length
         try:
             for chunk in chunks:
-                branch.recording.sample(chunk)
+                branch.recording.append_sampled(chunk)
         except SamplerError:
-            branch.recording.take_back(start)
+            branch.recording.truncate(start)
             raise
         end = branch.recording.length
         if end == start:
