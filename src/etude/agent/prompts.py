@@ -1,4 +1,4 @@
-"""What an agent reads before the user's words: how to work, and its tools."""
+"""System messages of the agent, and its chat format with tools."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from etude.tokens.renderer import Renderer
 from etude.tokens.template import ETUDE_TEMPLATE
 from etude.tokens.tokenizer import Tokenizer
 
-MANNERS = """You are a coding agent at work in a repository, which is your current directory. Look before you
+SYSTEM_PROMPT = """\
+You are a coding agent at work in a repository, which is your current directory. Look before you
 change anything, keep changes small, and run the tests where there are any. Every message must call at least
 one tool. When the work is done, or to answer the user, say so in a few words and call finish."""
-"""The system message of models that were not trained with these tools."""
-PEOPLE_MANNERS = """You are a coding agent at work in a repository, which is your current directory. Look
+"""System message of models that were not trained with these tools."""
+INTERACTIVE_SYSTEM_PROMPT = """\
+You are a coding agent at work in a repository, which is your current directory. Look
 before you change anything, keep changes small, and run the tests where there are any. Call tools until the
 work is done; a message without a call ends your turn: say in it what you did, answer the user, or ask."""
-"""The same where a person reads the answers (`SessionLimits.words_end`)."""
+"""The same for interactive sessions (`SessionLimits.words_end`)."""
 
 
 def agent_format(tokenizer: Tokenizer, agent: AgentConfig) -> ChatFormat:
-    """How the agent is spoken to, as the section `agent` says; a foreign one brings its own tools and words.
-    Raises ConfigError where no known format fits the tokenizer, and for a tool that there is not."""
+    """The chat format that the section `agent` configures; an external harness brings its own tools and
+    system message. Raises ConfigError if no known format fits the tokenizer, and for an unknown tool."""
     chosen = choose_format(tokenizer, agent.template, agent.grammar)
     if agent.harness.command:
         return chosen
-    tools, words = agent_words(agent, "core" if chosen.is_own else "full")
+    tools, message = tools_and_system(agent, "core" if chosen.is_own else "full")
     has_tags = chosen.is_own and all(tokenizer.has_control(f"<{tool.name}>") for tool in tools)
-    system = None if has_tags and agent.system == "auto" else words
+    system = None if has_tags and agent.system == "auto" else message
     return replace(chosen, tools=tools, system=system)
 
 
-def agent_words(agent: AgentConfig, auto_tools: str = "full") -> tuple[tuple[ToolSchema, ...], str]:
-    """The tools and the system words that the section `agent` gives a model of others. `auto_tools`: what
-    `auto` stands for. Raises ConfigError for a tool that there is not."""
-    return agent_registry(agent, auto_tools).schemas, MANNERS if agent.system == "auto" else agent.system
+def tools_and_system(agent: AgentConfig, auto_tools: str = "full") -> tuple[tuple[ToolSchema, ...], str]:
+    """The tools and system message that the section `agent` gives a model not trained with them.
+    `auto_tools`: the set that `auto` means. Raises ConfigError for an unknown tool."""
+    system = SYSTEM_PROMPT if agent.system == "auto" else agent.system
+    return agent_registry(agent, auto_tools).schemas, system
 
 
-def people_words(agent: AgentConfig) -> str:
-    """The system words of the section `agent` where a person reads the answers."""
-    return PEOPLE_MANNERS if agent.system == "auto" else agent.system
+def interactive_system(agent: AgentConfig) -> str:
+    """The system message of the section `agent` for interactive sessions."""
+    return INTERACTIVE_SYSTEM_PROMPT if agent.system == "auto" else agent.system
 
 
 def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:
@@ -51,7 +54,7 @@ def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:
 
 
 def own_control_tokens(agent: AgentConfig | None = None) -> list[str]:
-    """What a tokenizer of our own holds as single tokens: the frame's marks and the tags of the tools that
-    the section `agent` offers, by default the core ones. Raises ConfigError for a tool that there is not."""
+    """Control tokens of our own tokenizers: the template's, and the tags of the tools that the section
+    `agent` offers, by default the core ones. Raises ConfigError for an unknown tool."""
     tools = agent_registry(agent or AgentConfig(), "core").schemas
     return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(tools).control_tokens()]

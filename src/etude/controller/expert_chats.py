@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etude.agent.prompts import agent_words
+from etude.agent.prompts import tools_and_system
 from etude.config import AgentConfig
 from etude.errors import ConfigError
 from etude.kit.durable import write_text
@@ -49,7 +49,7 @@ def write_chats(
     is not offered. `flawless`: also those whose tests did not pass the first and only time they ran. Raises
     ConfigError for a tool that there is not, and where nothing is left to write.
     """
-    tools, system = agent_words(agent)
+    tools, system = tools_and_system(agent)
     names = {schema.name for schema in tools}
     rows = [
         {

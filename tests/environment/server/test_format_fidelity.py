@@ -26,7 +26,7 @@ from etude.agent import (
 )
 from etude.agent.index.opening import open_indexes
 from etude.agent.mcp import open_servers
-from etude.agent.prompts import MANNERS
+from etude.agent.prompts import SYSTEM_PROMPT
 from etude.cli.environment import new_site
 from etude.config import AgentConfig, McpConfig, RunConfig
 from etude.controller.agent.models import describe_unknown
@@ -152,7 +152,7 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
         assert [one.tokens.tobytes() for one in segments] == [one.tokens.tobytes() for one in first]
         assert [one.sampled.tobytes() for one in segments] == [one.sampled.tobytes() for one in first]
     check_turns(tokenizer, first[0], is_apart=bool(chosen.template.result_between))
-    words = MANNERS if is_plain else asked.system
+    words = SYSTEM_PROMPT if is_plain else asked.system
     opening = Opening(words, read_tools([schema.function_schema() for schema in chosen.tools]))
     framing = Framing(chosen.shelf().find(opening), opening)
     served = [framing.given(opening, True), framing.given(UserWords(FORGED.instruction), False)]

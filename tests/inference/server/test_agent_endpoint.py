@@ -8,7 +8,7 @@ import numpy as np
 
 from etude.agent import registry_named
 from etude.agent.endpoint import Endpoint, EndpointSampler, endpoint_renderer
-from etude.agent.prompts import MANNERS, own_control_tokens
+from etude.agent.prompts import SYSTEM_PROMPT, own_control_tokens
 from etude.inference.server import ServedModel
 from etude.records import SampleRequest, SamplingParams, ToolCall
 from etude.tokens import Renderer, train_tokenizer
@@ -33,7 +33,7 @@ def test_a_model_with_tags_of_its_own_answers_an_agent_that_offers_all_tools() -
     request = SampleRequest(
         id="1",
         session_id="s",
-        suffix=renderer.prompt("Fix lib/tally.py.", MANNERS),
+        suffix=renderer.prompt("Fix lib/tally.py.", SYSTEM_PROMPT),
         params=SamplingParams(max_tokens=4096),
         stop_tokens=frozenset((renderer.end_token,)),
         rng_key=(0,),
@@ -50,4 +50,4 @@ def test_a_model_with_tags_of_its_own_answers_an_agent_that_offers_all_tools() -
     with serving(make_state(sampler, model=model)) as served:
         assert asyncio.run(ask(served.url)) == [CALL]
     shown = tokenizer.decode(sampler.requests[0].suffix)
-    assert MANNERS in shown and "JSON" not in shown, "the tools are not told: it was trained with them"
+    assert SYSTEM_PROMPT in shown and "JSON" not in shown, "the tools are not told: it was trained with them"

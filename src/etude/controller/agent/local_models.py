@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etude.agent import SessionLimits, open_renderer, registry_of
-from etude.agent.prompts import people_words
+from etude.agent.prompts import interactive_system
 from etude.config import SEARCHING, AgentConfig
 from etude.controller.agent.models import (
     ModelChoice,
@@ -84,7 +84,7 @@ async def open_model(choice: ModelChoice, agent: AgentConfig) -> AsyncIterator[P
         if renderer.system is None:  # it was trained without one
             return None
         return open_renderer(
-            tokenizer, agent.model_copy(update={"system": people_words(agent) + words})
+            tokenizer, agent.model_copy(update={"system": interactive_system(agent) + words})
         ).system
 
     limits = _limits(directory, model.config.max_positions, renderer)

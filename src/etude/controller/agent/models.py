@@ -19,7 +19,7 @@ from etude.agent import (
 )
 from etude.agent.index.opening import open_indexes
 from etude.agent.index.templates import TemplateIndexes
-from etude.agent.prompts import people_words
+from etude.agent.prompts import interactive_system
 from etude.config import AgentConfig, McpConfig, parse_section
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Sampler
@@ -256,7 +256,7 @@ async def _endpoint_policy(choice: ModelChoice, agent: AgentConfig) -> AsyncIter
         return opened[-1]
 
     def system_with(words: str) -> str | tuple[Piece, ...]:
-        said = people_words(agent) + words
+        said = interactive_system(agent) + words
         return said if choice.native_tools else renderer.describe(said, registry.schemas)
 
     sampler = EndpointSampler(endpoint, renderer, registry.schemas)
