@@ -149,12 +149,12 @@ def test_calls_that_may_have_run_are_not_run_again(tmp_path):
     journal.on_chunk(chunk(renderer().message([READ, run, TEST]), finish="stop", digest="d"))
     action = journal.next_action()
     assert isinstance(action, RunCalls)
-    assert journal.begun(action.calls) == {}
-    journal.ended(2, ToolResult("2 passed"))
+    assert journal.record_calls(action.calls) == {}
+    journal.record_result(2, ToolResult("2 passed"))
     journal.close()
 
     again = resume(path)
-    known = again.begun(action.calls)
+    known = again.record_calls(action.calls)
     assert known == {
         1: ToolResult(INTERRUPTED, ToolErrorClass.PROVIDER),
         2: ToolResult("2 passed"),
@@ -181,7 +181,7 @@ def test_a_turn_that_had_not_begun_is_run_whole(tmp_path):
     journal.on_chunk(chunk(renderer().message([TEST]), finish="stop", digest="d"))
     journal.close()
     again = resume(path)
-    assert again.begun((TEST,)) == {}
+    assert again.record_calls((TEST,)) == {}
     again.close()
 
 

@@ -133,12 +133,12 @@ class JournaledSession:
         self._apply_and_record(StopIn(status, cause))
         self._file.sync()
 
-    def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
+    def record_calls(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
         self._file.append({"kind": "begun", "calls": [call_document(call) for call in calls]})
         self._file.sync()
         return dict(self._known)
 
-    def ended(self, position: int, result: ToolResult) -> None:
+    def record_result(self, position: int, result: ToolResult) -> None:
         self._file.append({"kind": "ended", "position": position, "result": result_document(result)})
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Drives one session: samples its messages, runs its calls, and reports both back to it.
+"""Drives one session: samples its messages, runs its calls, and feeds both back to it.
 
-It waits for the sampler or for tools, never for both, and holds nothing but the session. Cancelling it
-aborts the request in flight and closes the session with the sampler; the session stays consistent and may be
-driven again.
+It waits for the sampler or for tools, never for both, and has no state but the session. Cancellation aborts
+the request in flight and closes the session with the sampler; the session stays consistent and may be driven
+again.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from etude.records import SampleRequest, Status, ToolCall, ToolResult
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What is done about failures of the sampler."""
+    """Retry policy for failures of the sampler."""
 
     sampler_attempts: int = 1
-    """Requests in a row that may fail before the session's driver gives up. A request that failed is sent
-    again whole, with the tokens that came before it failed: noise depends on positions alone, so the message
-    is the same."""
+    """Consecutive failed requests after which the driver gives up. A failed request is sent again whole,
+    with the tokens received before it failed: noise depends on positions alone, so the message is the
+    same."""
     backoff_s: float = 0.5
-    """Before the second attempt; doubled each time."""
+    """Pause before the second attempt; doubled each time."""
 
 
 class CallLog(Protocol):
-    """Keeps what a turn has done, so that nothing with side effects is done twice."""
+    """Records the calls of a turn, so that nothing with side effects runs twice."""
 
-    def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
-        """A turn is about to run; the results, by position, that are known from before an interruption."""
+    def record_calls(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
+        """Called before a turn runs; returns the results, by position, known from before an interruption."""
         ...
 
-    def ended(self, position: int, result: ToolResult) -> None:
-        """One of its calls has a result."""
+    def record_result(self, position: int, result: ToolResult) -> None:
+        """Called when one of its calls has a result."""
         ...
 
 
-NextWords = Callable[[], Awaitable[str | None]]
-"""What the user says next; None: nothing more."""
+NextMessage = Callable[[], Awaitable[str | None]]
+"""Gives the user's next message; None: there is none."""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Wall time of one session by what it waited for, in seconds."""
+    """Wall time of one session in seconds, by what it waited for."""
 
     sample_s: float = 0.0
     tools_s: float = 0.0
@@ -65,16 +65,16 @@ async def run_session(
     patience: Patience | None = None,
     listener: Listener | None = None,
     log: CallLog | None = None,
-    next_words: NextWords | None = None,
+    next_message: NextMessage | None = None,
 ) -> Timings:
-    """Runs the session to its end. `listener` sees everything as it happens. `next_words`: what the user says
-    whenever the agent is done, None to end it.
+    """Runs the session to its end. `listener` is called with every event. `next_message`: asked for a user
+    message whenever the agent is done; None ends the session.
 
     A request's noise key is `rng_key` and the segment's index. An agent that kills its own sandbox ends its
     session with AGENT_ERROR.
 
-    Raises InfrastructureError (also where a request was aborted from outside); the session then stays as it
-    is, and may be run again.
+    Raises InfrastructureError (also if a request was aborted from outside); the session then stays as it is,
+    and may be run again.
     """
     driver = _Driver(
         session,
@@ -85,7 +85,7 @@ async def run_session(
         patience or Patience(),
         listener or _ignore,
         log,
-        next_words,
+        next_message,
     )
     sampler.open(session_id)
     try:
@@ -108,10 +108,10 @@ class _Driver:
     patience: Patience
     listener: Listener
     log: CallLog | None
-    next_words: NextWords | None
+    next_message: NextMessage | None
     requests: int = 0
     failures: int = 0
-    """Requests that failed in a row."""
+    """Consecutive failed requests."""
     timings: Timings = field(default_factory=Timings)
 
     async def run(self) -> None:
@@ -120,12 +120,12 @@ class _Driver:
             start_s = time.perf_counter()
             match action:
                 case Finished(status):
-                    if self.next_words is None or status is not Status.DONE:
+                    if self.next_message is None or status is not Status.DONE:
                         return
-                    words = await self.next_words()
-                    if words is None:
+                    message = await self.next_message()
+                    if message is None:
                         return
-                    self.session.on_user(words, by_person=False)
+                    self.session.on_user(message, by_person=False)
                 case RunCalls():
                     await self._run_calls(action)
                     self.timings.tools_s += time.perf_counter() - start_s
@@ -137,7 +137,7 @@ class _Driver:
                     self.timings.sample_s += time.perf_counter() - start_s
 
     async def _run_calls(self, action: RunCalls) -> None:
-        known = self.log.begun(action.calls) if self.log else {}
+        known = self.log.record_calls(action.calls) if self.log else {}
         try:
             results = await self.workspace.run_calls(action.calls, known, self._on_call, self._on_result)
         except AgentError as error:
@@ -150,7 +150,7 @@ class _Driver:
 
     def _on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
         if self.log:
-            self.log.ended(position, result)
+            self.log.record_result(position, result)
         self.listener(CallEnded(position, call, result))
 
     async def _archive(self, action: Archive) -> None:
@@ -182,15 +182,15 @@ class _Driver:
             self.session.on_prefix_miss()
         except SamplerError as error:
             self.sampler.abort(request.id)
-            await self._wait_after(error)
+            await self._prepare_retry(error)
         except BaseException:
             self.sampler.abort(request.id)
             raise
         else:
             self.failures = 0
 
-    async def _wait_after(self, error: InfrastructureError) -> None:
-        """Raises the error once patience is exhausted."""
+    async def _prepare_retry(self, error: InfrastructureError) -> None:
+        """Waits before the next attempt; raises the error after the last one."""
         self.failures += 1
         if self.failures >= self.patience.sampler_attempts:
             raise error

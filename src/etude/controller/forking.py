@@ -77,7 +77,7 @@ async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
             f"{identity}+{fork.turn}",
             key,
             patience=policy.patience,
-            next_words=world.next_step,
+            next_message=world.next_step,
         )
         status = session.status
         assert status is not None, "run_session ended without an end"

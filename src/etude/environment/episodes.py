@@ -161,7 +161,7 @@ class Environment(Player):
                     f"{order.identity}~{number}",
                     order.rng_key,
                     patience=self._patience,
-                    next_words=world.next_step,
+                    next_message=world.next_step,
                 )
                 if order.plan is None or held is None:
                     return ForkedEpisode(await self._graded(session, world, timings, number))
@@ -254,7 +254,9 @@ class Environment(Player):
             await tell(source, session, Retelling(order.task), forked.turn)
             if isinstance(world, InfrastructureError):
                 raise world
-            timings = await run_session(session, view, world, name, place.rng_key, next_words=world.next_step)
+            timings = await run_session(
+                session, view, world, name, place.rng_key, next_message=world.next_step
+            )
             trajectory = await self._graded(session, world, timings, 0)
             self.times.num_episodes += 1
         except InfrastructureError as error:

@@ -17,7 +17,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from etude.agent import AgentSession, NextWords, ToolContext
+from etude.agent import AgentSession, NextMessage, ToolContext
 from etude.agent.journal import INTERRUPTED
 from etude.environment.history import DURATIONS, Difference, SessionTurn, causes_of, differences
 from etude.environment.running import unwatched
@@ -107,7 +107,7 @@ class Replayer(Retelling):
         workspace: Workspace,
         context: ToolContext,
         deadline_s: float = 600.0,
-        next_step: NextWords | None = None,
+        next_step: NextMessage | None = None,
     ) -> None:
         """`workspace`: in the state in which the trajectory began; `context`: that of its tools. With a user,
         questions are put to it. `deadline_s`: wall time of one turn. `next_step`: has the task's next step

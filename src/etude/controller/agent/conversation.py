@@ -407,13 +407,13 @@ class _RunAgain:
     redo: Mapping[int, tuple[ToolResult, ...]]
     turn: Callable[[], int]
 
-    def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
-        self.journal.begun(calls)
+    def record_calls(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
+        self.journal.record_calls(calls)
         results = self.redo.get(self.turn(), ())
         return dict(enumerate(results)) if len(results) == len(calls) else {}
 
-    def ended(self, position: int, result: ToolResult) -> None:
-        self.journal.ended(position, result)
+    def record_result(self, position: int, result: ToolResult) -> None:
+        self.journal.record_result(position, result)
 
 
 @contextlib.asynccontextmanager
