@@ -1,7 +1,7 @@
-"""A user for rollouts: answers from the facts that a task withholds, always alike, without any model.
+"""A simulated user: answers from facts that a task withholds, deterministically, without a model.
 
-A task may leave out of its instruction what its author knows ("amounts are in cents"). An agent that asks for
-it gets it, one that guesses does not: so asking can be learnt, and that it costs something too.
+A task may leave out of its instruction what its author knows ("amounts are in cents"). An agent that asks
+gets it, one that guesses does not: so an agent can learn to ask, and that asking has a cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etude.errors import UserAbortedError
 
 UNKNOWN = "I don't know."
 NUM_ANSWERS = 8
-"""Questions that are answered; then the user is gone. One that was asked before costs nothing."""
+"""Number of different questions that are answered; repeated questions do not count."""
 _WORD = re.compile(r"[A-Za-z]+|[0-9]+")
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _ENOUGH = 0.25
@@ -40,7 +40,7 @@ class SimulatedUser:
     """
 
     facts: Sequence[str]
-    """Sentences."""
+    """The withheld facts, one sentence each."""
     _answers: dict[str, str] = field(init=False, default_factory=dict[str, str])
     _words: list[Counter[str]] = field(init=False)
     _weights: dict[str, float] = field(init=False)
@@ -58,7 +58,7 @@ class SimulatedUser:
         if len(self._answers) >= NUM_ANSWERS:
             raise UserAbortedError("the user answers no more questions; decide yourself", field="question")
         fact = self._best_fact(set(words(question)), set(words(" ".join(options))))
-        self._answers[key] = answer = UNKNOWN if fact is None else _chosen(options, fact)
+        self._answers[key] = answer = UNKNOWN if fact is None else _choose_option(options, fact)
         return answer
 
     def _best_fact(self, question: set[str], options: set[str]) -> str | None:
@@ -69,12 +69,12 @@ class SimulatedUser:
         mean_words = max(1.0, sum(map(Counter.total, self._words)) / max(1, len(self._words)))
         best, best_score = None, 0.0
         for sentence, fact in zip(self.facts, self._words, strict=True):
-            held = [word for word in asked if word in fact]
-            if sum(self._weights[word] for word in held) < enough:
+            shared = [word for word in asked if word in fact]
+            if sum(self._weights[word] for word in shared) < enough:
                 continue
             length = 1 - _B + _B * fact.total() / mean_words
             score = sum(
-                self._weights[word] * fact[word] * (_K1 + 1) / (fact[word] + _K1 * length) for word in held
+                self._weights[word] * fact[word] * (_K1 + 1) / (fact[word] + _K1 * length) for word in shared
             )
             if score > best_score:
                 best, best_score = sentence, score
@@ -82,27 +82,27 @@ class SimulatedUser:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text that mean something: identifiers split, lower case, endings off."""
+    """Stems of a text's words without stop words: identifiers split, lower case."""
     parts = (part for word in _WORD.findall(text) for part in _HUMP.split(word))
     return [_stem(part) for part in map(str.lower, parts) if part not in _STOP_WORDS]
 
 
 def _weight(num_facts: int, holding: int) -> float:
-    """BM25's weight of a word that `holding` of the facts hold: the rarer, the more it says."""
+    """BM25's inverse document frequency of a word that `holding` of the facts hold."""
     return math.log1p((num_facts - holding + 0.5) / (holding + 0.5))
 
 
 def _stem(word: str) -> str:
-    """The word without the commonest endings; what matters is only that forms of one word agree."""
+    """The word without the commonest endings; only agreement between forms of one word matters."""
     for endings in (("es", "s"), ("ing", "ed"), ("e",)):
         ending = next((e for e in endings if word.endswith(e) and len(word) - len(e) >= 3), "")
         word = word.removesuffix(ending)
     return word
 
 
-def _chosen(options: Sequence[str], fact: str) -> str:
-    """The one option whose words the fact holds most of; the fact itself if none stands out."""
-    said = set(words(fact))
-    shares = [len(said & set(words(option))) / max(1, len(set(words(option)))) for option in options]
+def _choose_option(options: Sequence[str], fact: str) -> str:
+    """The option with the highest share of its words in the fact; the fact itself if none is unique."""
+    known = set(words(fact))
+    shares = [len(known & set(words(option))) / max(1, len(set(words(option)))) for option in options]
     best = max(shares, default=0.0)
     return options[shares.index(best)] if best > 0 and shares.count(best) == 1 else fact

@@ -101,7 +101,7 @@ def _inside(patch: FilePatch, context: ToolContext) -> FilePatch:
 
 
 async def _read(patches: Sequence[FilePatch], context: ToolContext) -> dict[str, str | None]:
-    """Every file that the patch names, as it is."""
+    """The current content of every file that the patch names."""
     paths = [path for patch in patches for path in (patch.old_path, patch.new_path) if path is not None]
 
     async def read(path: str) -> str | None:
@@ -147,7 +147,7 @@ def _apply(
 
 
 async def _write(changes: Contents, before: Contents, context: ToolContext) -> None:
-    """Writes all files, then removes what is to go. If the disk or the tree refuses, undoes what was done."""
+    """Writes all files, then deletes the removed ones. Rolls back if the disk or the tree refuses."""
     try:
         await _put(changes, context)
     except SandboxKilledByAgentError:
@@ -176,7 +176,7 @@ async def _put(contents: Contents, context: ToolContext) -> None:
             try:
                 await files.remove(path)
             except (PathMissingError, PathKindError):
-                # Nothing is there, or nothing can be: what stands above it is a file.
+                # Nothing is there, or a parent is a file.
                 continue
 
 

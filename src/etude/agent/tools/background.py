@@ -1,9 +1,9 @@
-"""Commands in the background: started, looked after, ended; their output goes to files of the workspace.
+"""Background commands: start, poll, kill; their output goes to files of the workspace.
 
-The output lies in `.etude/outputs/command-N.txt` inside the sandbox: it is not lost when a session is laid
-aside and taken up by another process, it takes no memory of ours, and the agent can search it like any file.
-A command that prints more than the sandbox's largest file is ended by the kernel, as one that writes it.
-What is remembered of a command are a few integers in `ToolState.commands`.
+The output is in `.etude/outputs/command-N.txt` inside the sandbox: it survives when a session is resumed by
+another process, it takes no memory of ours, and the agent can search it like any file. A command that prints
+more than the sandbox's largest file is killed by the kernel, like one that writes such a file. The state kept
+of a command is a few integers in `ToolState.commands`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ NUM_RUNNING = 16
 
 @dataclass(slots=True)
 class BackgroundCommand:
-    """One background command as a session remembers it; changes are written through by `save`."""
+    """One background command of a session; `save` writes changes to the session's state."""
 
     id: str
     pid: int
     """Process id inside the sandbox."""
     shown_bytes: int = 0
-    """Of its output, shown so far."""
+    """Bytes of its output shown so far."""
     exit_code: int | None = None
-    """Once its end was seen."""
+    """None until its end was observed."""
 
     @property
     def output_path(self) -> str:
@@ -40,12 +40,12 @@ class BackgroundCommand:
         return f"{OUTPUTS}/command-{self.id}.txt"
 
     def save(self, state: ToolState) -> None:
-        """Writes it into the session's memory."""
+        """Writes it to the session's state."""
         state.commands[self.id] = BackgroundState(self.pid, self.shown_bytes, self.exit_code)
 
 
 def background_commands(state: ToolState) -> list[BackgroundCommand]:
-    """All that the session has started, oldest first."""
+    """All commands that the session has started, oldest first."""
     return [
         BackgroundCommand(name, known.pid, known.shown_bytes, known.exit_code)
         for name, known in state.commands.items()
@@ -53,7 +53,7 @@ def background_commands(state: ToolState) -> list[BackgroundCommand]:
 
 
 def find_command(state: ToolState, command_id: str) -> BackgroundCommand:
-    """The command of that id. Raises ToolArgumentError, naming those that there are."""
+    """The command of that id. Raises ToolArgumentError, naming existing ones."""
     commands = background_commands(state)
     for command in commands:
         if command.id == command_id:
@@ -66,17 +66,17 @@ def find_command(state: ToolState, command_id: str) -> BackgroundCommand:
 async def start_command(line: str, context: ToolContext) -> BackgroundCommand:
     """Starts `line` in the background, in the workspace.
 
-    Raises ToolArgumentError where too many run already, and as `Commands.start`.
+    Raises ToolArgumentError if too many run already, and as `Commands.start`.
     """
     state = context.state
     commands = background_commands(state)
     if sum(command.exit_code is None for command in commands) >= NUM_RUNNING:
-        await _note_ends(commands, context)
+        await _update_exit_codes(commands, context)
         if sum(command.exit_code is None for command in commands) >= NUM_RUNNING:
             raise ToolArgumentError(f"{NUM_RUNNING} commands run already: kill one", field="background")
     command = BackgroundCommand(str(len(commands) + 1), 0)
     await write_harness_file(command.output_path, b"", context)
-    # Redirected by the shell itself: what the command prints never waits for anyone to read it.
+    # Redirected by the shell itself: the command never blocks on a full pipe.
     script = f"exec >>{command.output_path} 2>&1\n{line}"
     command.pid = (await context.sandbox.commands.start(script)).pid
     command.save(state)
@@ -84,11 +84,11 @@ async def start_command(line: str, context: ToolContext) -> BackgroundCommand:
 
 
 async def poll_command(command: BackgroundCommand, context: ToolContext, wait_s: float) -> ToolResult:
-    """What it has printed since it was last shown, and whether it runs; waits up to `wait_s` for its end."""
+    """Its output since it was last shown, and whether it runs; waits up to `wait_s` for its end."""
     if command.exit_code is None:
-        await _look_after(command, context, wait_s)
+        await _update_exit_code(command, context, wait_s)
         context.changed_somewhere()
-        # The end is seen only once: it is noted before anything else can fail.
+        # The end can be observed only once: it is saved before anything else can fail.
         command.save(context.state)
     parts = [await _new_output(command, context)]
     facts: dict[str, str | int | float | bool] = {"kind": "poll", "running": command.exit_code is None}
@@ -105,16 +105,16 @@ async def poll_command(command: BackgroundCommand, context: ToolContext, wait_s:
 
 
 async def kill_command(command: BackgroundCommand, context: ToolContext) -> ToolResult:
-    """Ends it and what it started, and shows the rest of its output."""
+    """Kills it and its child processes, and shows the rest of its output."""
     if command.exit_code is None:
         await context.sandbox.commands.kill(command.pid)
     return await poll_command(command, context, wait_s=_KILL_S)
 
 
 async def send_input(command: BackgroundCommand, text: str, context: ToolContext) -> ToolResult | None:
-    """Writes a line to its standard input. The result says why it could not; None if it could."""
+    """Writes a line to its standard input. Returns None, or the result that says why it could not."""
     if command.exit_code is None:
-        await _look_after(command, context, 0.0)
+        await _update_exit_code(command, context, 0.0)
     if command.exit_code is not None:
         command.save(context.state)
         return failure(f"command {command.id} has ended", ToolErrorClass.UNEXPECTED_ENVIRONMENT)
@@ -123,18 +123,18 @@ async def send_input(command: BackgroundCommand, text: str, context: ToolContext
 
 
 _GONE = -1000
-"""In place of an exit code: neither runs the command nor does anyone know how it ended."""
+"""In place of an exit code: the command no longer runs, and its end was not observed."""
 _KILL_S = 30.0
 
 
-async def _note_ends(commands: list[BackgroundCommand], context: ToolContext) -> None:
+async def _update_exit_codes(commands: list[BackgroundCommand], context: ToolContext) -> None:
     for command in commands:
         if command.exit_code is None:
-            await _look_after(command, context, 0.0)
+            await _update_exit_code(command, context, 0.0)
             command.save(context.state)
 
 
-async def _look_after(command: BackgroundCommand, context: ToolContext, wait_s: float) -> None:
+async def _update_exit_code(command: BackgroundCommand, context: ToolContext, wait_s: float) -> None:
     """Sets the exit code if the command has ended, or ends within `wait_s`."""
     rows = {row.pid: row for row in await context.sandbox.commands.list()}
     row = rows.get(command.pid)
@@ -151,7 +151,7 @@ async def _look_after(command: BackgroundCommand, context: ToolContext, wait_s: 
 
 
 async def _new_output(command: BackgroundCommand, context: ToolContext) -> str:
-    """What came since the last look, as text; a character that is still incomplete is left for the next."""
+    """Output since the last poll, as text; a character that is still incomplete is left for the next."""
     try:
         data = await context.sandbox.files.read(command.output_path, OUTPUT_BYTES)
     except (PathMissingError, PathKindError, PathOutsideError) as error:

@@ -62,7 +62,7 @@ def _deleted(path: str, gone: list[str], output: str, context: ToolContext) -> T
 
 
 async def _kind(path: str, context: ToolContext) -> str:
-    """Of the entry itself: a link is a link, whatever it names. Raises PathMissingError, PathKindError."""
+    """Kind of the entry itself; links are not followed. Raises PathMissingError, PathKindError."""
     parent, _, _ = path.rpartition("/")
     try:
         entries: list[FileInfo] = await context.sandbox.files.list(parent or ".", 1)

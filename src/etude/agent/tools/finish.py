@@ -8,7 +8,7 @@ from etude.tokens.grammar import ToolSchema
 
 
 class Finish:
-    """Ends the session: the agent holds its work to be done. Takes no arguments, shows nothing.
+    """Ends the session: the agent considers its work done. Takes no arguments, shows nothing.
 
     Waits for all calls before it; calls after it in one turn are not run. Errors: none.
     """

@@ -28,7 +28,7 @@ from etude.tokens.grammar import Parameter, ToolSchema
 
 _MAX_CONTEXT = 5
 _MOST_ASKED = 20_000
-"""Matches taken from a sandbox before those that do not count are left out."""
+"""Most matches requested of a sandbox before filtering."""
 
 
 class Grep:
@@ -42,8 +42,8 @@ class Grep:
     Errors: INVALID_ARGUMENTS for a pattern that is broken, takes too long, or means different things to
     ripgrep and Python; UNEXPECTED_ENVIRONMENT for a missing path. No match is no error.
 
-    The session's index answers where there is one, else the sandbox searches. An index leaves out what
-    `.gitignore` names; a sandbox without one searches that as well.
+    The session's index answers if there is one, else the sandbox searches. An index leaves out files that
+    `.gitignore` names; the sandbox searches those as well.
     """
 
     repeatable = True
@@ -87,7 +87,7 @@ class Grep:
 
 
 async def _find_as_written(request: GrepRequest, written: str, context: ToolContext) -> list[GrepMatch]:
-    """As `find`; a refusal quotes the pattern that the agent wrote, not what we made of it."""
+    """As `find`; an error quotes the pattern that the agent wrote, not our translation of it."""
     try:
         return await find(request, context)
     except ToolArgumentError as error:
@@ -101,31 +101,31 @@ async def _find_as_written(request: GrepRequest, written: str, context: ToolCont
 
 
 async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:
-    """Matches of a pattern in common form, sorted, at most `limit`: the same from each index.
+    """Matches of a pattern in common form, sorted, at most `limit`: the same from the index and the sandbox.
 
     Raises ToolArgumentError.
     """
-    counts = _filter(request)
+    is_included = _filter(request)
     if context.search is not None and not _is_hidden(request.path):
         served = await context.search.grep(request)
         if served is not None:
-            return [match for match in served if counts(match.path)][: request.limit]
+            return [match for match in served if is_included(match.path)][: request.limit]
     pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
     asked = request.limit
     while True:
         found = await context.sandbox.files.grep(pattern, request.path, asked)
-        kept = [match for match in found if counts(match.path)]
+        kept = [match for match in found if is_included(match.path)]
         if len(kept) >= request.limit or len(found) < asked or asked >= _MOST_ASKED:
             return kept[: request.limit]
         asked = min(asked * 8, _MOST_ASKED)
 
 
 def _filter(request: GrepRequest) -> Callable[[str], bool]:
-    """Whether matches of a path count. The file that the request names counts in any case."""
+    """A predicate on paths whose matches are shown. The file that the request names always is."""
     fits = compile_globs(request.globs)
     start = 0 if request.path == "." else len(request.path)
 
-    def counts(path: str) -> bool:
+    def is_included(path: str) -> bool:
         if path == request.path:
             return True
         parts = path[start:].split("/")
@@ -133,11 +133,11 @@ def _filter(request: GrepRequest) -> Callable[[str], bool]:
             return False
         return fits(path)
 
-    return counts
+    return is_included
 
 
 def _is_hidden(path: str) -> bool:
-    """Whether a path leads to what an index may not hold: hidden files, among them those of the harness."""
+    """Whether a path has a hidden part, as the harness's files do: an index may not hold such files."""
     return any(part.startswith(".") for part in path.split("/") if part != ".")
 
 
@@ -164,7 +164,7 @@ def _block(path: str, found: dict[int, str], text: list[str], around: int, chara
     for place, number in enumerate(wanted):
         if place and wanted[place - 1] != number - 1:
             written.append("--")
-        # The match is shown as it was found: the file may have changed since.
+        # Matches are shown as found: the file may have changed since.
         line = found[number] if number in found else text[number - 1]
         mark = ":" if number in found else "-"
         written.append(f"{path}{mark}{number}{mark} {shorten(line.rstrip(), characters)}")
@@ -172,7 +172,7 @@ def _block(path: str, found: dict[int, str], text: list[str], around: int, chara
 
 
 async def _lines_of(path: str, context: ToolContext) -> list[str]:
-    """The file's lines; none where it is gone or too large, and the matches stand alone."""
+    """The file's lines; none if it is missing or too large: then matches are shown without context."""
     try:
         return (await read_text(path, context)).split("\n")
     except SandboxKilledByAgentError:

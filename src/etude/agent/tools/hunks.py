@@ -1,9 +1,9 @@
 """Applies the hunks of a patch to the text of one file.
 
-A hunk's old lines must stand in the file, one after the other, below those of the hunk before it. They are
-looked for at the line that the hunk names (moved as far as the hunk before it was), then nearest to it. Lines
-are compared as they are, then without blanks at their ends; kept lines stay as the file has them. Each hunk
-takes time linear in the file at most.
+A hunk's old lines must occur in the file, consecutively, below those of the hunk before it. They are searched
+for at the line that the hunk names (shifted as far as the hunk before it was), then nearest to it. Lines are
+compared exactly, then without trailing blanks; kept lines stay as the file has them. Each hunk takes time
+linear in the file at most.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> Applied:
         done = at + len(hunk.old)
         result += _written(hunk, file.lines[at:done], crlf)
     result += file.lines[done:]
-    # Where a file's last line had no newline, it may no longer be the last.
+    # A last line without a newline may no longer be the last.
     text = "".join(line if line.endswith("\n") else line + "\n" for line in result[:-1]) + "".join(
         result[-1:]
     )
@@ -53,7 +53,7 @@ def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> Applied:
 
 
 class _File:
-    """The lines of a file, each with its newline but perhaps the last. Only a newline ends a line."""
+    """The lines of a file with their newlines; the last may lack it. Only a newline ends a line."""
 
     def __init__(self, content: str, path: str) -> None:
         self.lines = [line + "\n" for line in content.split("\n")]
@@ -89,7 +89,7 @@ class _File:
         raise self._misfit(hunk, self._difference(old, done if expected is None else expected))
 
     def _nearest(self, places: list[int], expected: int | None, hunk: Hunk) -> int:
-        """The place nearest to the expected one, if another is not about as near."""
+        """The place nearest to the expected one, unless another is about as near."""
         if expected is not None:
             first, second = sorted(places, key=lambda place: abs(place - expected))[:2]
             if 2 * abs(first - expected) <= abs(second - expected):
@@ -98,7 +98,7 @@ class _File:
         raise self._misfit(hunk, f"fits at lines {numbers}: give more lines around it")
 
     def _difference(self, old: list[str], expected: int) -> str:
-        """The first line that is not as the hunk says, at the place where most of its lines fit."""
+        """Describes the first line that differs from the hunk, at the place where most of its lines fit."""
         wanted = [line.rstrip() for line in old]
         lines = self._stripped
         places = [place for place, line in enumerate(lines) if line and line == wanted[0]]
@@ -118,7 +118,7 @@ class _File:
 
 
 def _lacks_cr(hunks: Sequence[Hunk]) -> bool:
-    """Whether the old lines say nothing of carriage returns: then those of the file are its line ends."""
+    """Whether the old lines hold no carriage returns: then those of the file are part of its line ends."""
     return not any(text.endswith(("\r", "\r\n")) for hunk in hunks for text in hunk.old)
 
 
@@ -133,7 +133,7 @@ def _kept_before(hunk: Hunk) -> int:
 
 
 def _places(lines: list[str], wanted: list[str]) -> list[int]:
-    """Every index at which the wanted lines stand, found in time linear in both (Knuth, Morris, Pratt)."""
+    """Every index at which the wanted lines occur, found in time linear in both (Knuth, Morris, Pratt)."""
     borders = [0] * len(wanted)
     length = 0
     for position in range(1, len(wanted)):
@@ -153,8 +153,8 @@ def _places(lines: list[str], wanted: list[str]) -> list[int]:
 
 
 def _written(hunk: Hunk, present: list[str], crlf: bool) -> list[str]:
-    """The hunk's new lines; those that are kept as the file has them. `crlf`: carriage returns are added to
-    all of them later, and those that a hunk without old lines has of its own are the same."""
+    """The hunk's new lines; kept lines as the file has them. `crlf`: carriage returns are added to all lines
+    later, so those that a hunk without old lines brings are removed here."""
     old = iter(present)
     written: list[str] = []
     for mark, text in hunk.lines:
@@ -165,7 +165,7 @@ def _written(hunk: Hunk, present: list[str], crlf: bool) -> list[str]:
 
 
 def _num_fitting(lines: list[str], wanted: list[str], place: int) -> int:
-    """How many of the hunk's lines stand in the file from a place on, short of all."""
+    """How many of the hunk's first lines match the file from a place on; at most all but one."""
     count = 0
     for line, text in zip(lines[place : place + len(wanted)], wanted, strict=False):
         if line != text:

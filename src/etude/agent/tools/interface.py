@@ -1,4 +1,4 @@
-"""What a tool is, and what it may reach: the sandbox of its session and a few settings, nothing else."""
+"""The interface of tools, and the context they run in: their session's sandbox and a few settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.tokens.grammar import ToolSchema
 
 Arguments = Mapping[str, str]
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""What is no character: an escaped byte of a file, or half of one from a JSON string."""
+"""Lone surrogates: an escaped byte of a file, or half of a pair from a JSON string."""
 _PATH_CHARACTERS = 4096
 
 
@@ -34,16 +34,16 @@ class ToolLimits:
     line_characters: int = 240
     """Longer lines are cut when shown."""
     output_characters: int = 4000
-    """Of a command; of longer output the head and the tail are shown."""
+    """Per command; of longer output the head and the tail are shown."""
     test_failures: int = 3
     test_timeout_s: float = 2.0
     command_timeout_s: float = 30.0
     parallel_calls: int = 16
     """Calls of one turn that run at the same time."""
     provider_attempts: int = 3
-    """Tries of a repeatable call where what is behind a port (an embedding model) fails."""
+    """Attempts of a repeatable call if a provider behind a port (an embedding model) fails."""
     provider_backoff_s: float = 0.5
-    """Wait before the second try; doubled for each one after it."""
+    """Wait before the second attempt; doubled for each one after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Access:
     """What one call reads and writes: workspace paths (`.` is all of it), or names that end with a colon,
     such as `todo:`.
 
-    Two calls conflict where one writes what the other reads or writes, a directory standing for all below.
+    Two calls conflict where one writes what the other reads or writes; a directory includes all below it.
     Calls that do not conflict may run at the same time.
     """
 
@@ -74,12 +74,12 @@ WRITES_ALL = Access(writes=frozenset({"."}))
 BARRIER = Access(barrier=True)
 
 Approve = Callable[[ToolCall], Awaitable[str | None]]
-"""Asked before a call that writes or runs: None allows it, a text says to the agent why not."""
+"""Called before a call that writes or runs: None allows it, a text tells the agent why it is refused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolContext:
-    """What the tools of one session work with."""
+    """The environment of one session's tools."""
 
     sandbox: Sandbox
     tools: Mapping[str, Tool]
@@ -93,57 +93,58 @@ class ToolContext:
     servers: ToolServers | None = None
     approve: Approve | None = None
     workspace: str = WORKSPACE
-    """Where the workspace lies inside the sandbox: absolute paths below it are accepted."""
+    """Path of the workspace inside the sandbox: absolute paths below it are accepted."""
 
     has_environment: bool = False
     """Whether the sandbox holds the project's own environment: then its pytest runs the visible tests."""
     originals: Mapping[str, bytes | None] | None = None
-    """Files as they were when the session began; None: the last commit tells."""
+    """Files as they were when the session began; None: as in the last commit."""
 
     def changed(self, path: str) -> None:
-        """A tool has written or removed the file at this normal path."""
+        """Records that a tool has written or removed the file at this normal path."""
         self.state.on_change(path)
         if self.search is not None:
             self.search.changed(path)
 
     def changed_somewhere(self) -> None:
-        """Something ran that may have changed any file."""
+        """Records that a command ran, which may have changed any file."""
         if self.search is not None:
             self.search.changed_somewhere()
 
 
 class Tool(Protocol):
-    """One tool. Stateless: what it needs comes with the call."""
+    """One tool. Stateless: everything it needs is passed to the call."""
 
     @property
     def schema(self) -> ToolSchema: ...
 
     def access(self, arguments: Arguments) -> Access:
-        """What the call will read and write. Never raises: for arguments that make no sense, anything."""
+        """What the call will read and write. Never raises: for invalid arguments the result is arbitrary."""
         ...
 
     @property
     def repeatable(self) -> bool:
-        """Whether a call may be made again where nobody knows if it was carried out: reads, whole writes."""
+        """Whether a call is idempotent, so that it may be repeated after an unknown outcome: reads, whole
+        writes."""
         ...
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        """Does the work. Raises AgentError for what the agent did wrong, InfrastructureError for the rest.
+        """Runs the call. Raises AgentError for the agent's mistakes, InfrastructureError for other failures.
 
-        `arguments` have passed the schema: nothing is missing, nothing unknown.
+        `arguments` were checked against the schema: none is missing, none unknown.
         """
         ...
 
 
 Outcome = ToolResult | AgentError
-"""Of a call that was run together with others: its result, or what `Tool.run` would have raised."""
+"""Of one call in a batch: its result, or what `Tool.run` would have raised."""
 RunTogether = Callable[[Sequence[Arguments]], Awaitable[list[Outcome]]]
-"""Does the work of several calls. Raises InfrastructureError for all of them."""
+"""Runs a batch of calls. Raises InfrastructureError for all of them."""
 
 
 def how_together(tool: Tool, context: ToolContext) -> RunTogether | None:
-    """How calls of `tool` in one turn run together where that costs less: those that only read, and wait for
-    no other call. Such a tool has a method `together`; None: they run one by one, as of any tool."""
+    """The function that runs calls of `tool` in one turn as a batch, if that costs less: for calls that only
+    read and wait for no other. Such a tool has a method `together`; None: its calls run one by one."""
     together: Callable[[ToolContext], RunTogether | None] | None = getattr(tool, "together", None)
     return None if together is None else together(context)
 
@@ -159,8 +160,8 @@ def writes_path(arguments: Arguments, name: str = "path") -> Access:
 
 
 def accessed_path(path: str) -> str:
-    """The path in the form that `Access` compares; the whole workspace where the path makes no sense, and
-    where it could be taken for a name."""
+    """The path in the form that `Access` compares; the whole workspace if the path is invalid or could be
+    confused with a name."""
     if len(path) > _PATH_CHARACTERS:
         return "."
     try:
@@ -176,7 +177,7 @@ def is_path(entry: str) -> bool:
 
 
 def integer(arguments: Arguments, name: str, default: int | None = None) -> int:
-    """The argument as a whole number. Raises ToolArgumentError for anything else."""
+    """The argument as an integer. Raises ToolArgumentError for anything else."""
     text = arguments.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -186,7 +187,7 @@ def integer(arguments: Arguments, name: str, default: int | None = None) -> int:
 
 
 def shown(text: str) -> str:
-    """Text that may hold escaped bytes, as it may be shown and stored: those bytes become U+FFFD."""
+    """The text with surrogate-escaped bytes replaced by U+FFFD, fit to be shown and stored."""
     return text if text.isascii() else SURROGATE.sub("\ufffd", text)
 
 
@@ -196,12 +197,12 @@ def shorten(line: str, limit: int) -> str:
 
 
 def failure(message: str, error: ToolErrorClass, **facts: str | int | float | bool) -> ToolResult:
-    """The result of a call that did not do what was asked."""
+    """The result of a failed call."""
     return ToolResult(f"error: {message}", error, facts=facts)
 
 
 def _overlap(first: frozenset[str], second: frozenset[str]) -> bool:
-    return any(_holds(one, other) or _holds(other, one) for one in first for other in second)
+    return any(_holds(path, other) or _holds(other, path) for path in first for other in second)
 
 
 def _holds(directory: str, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""What pytest writes about a run (`--junitxml`), as the few facts that an agent is shown."""
+"""Parses pytest's report of a run (`--junitxml`) into the few facts that an agent is shown."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _NoEntities(ElementTree.TreeBuilder):
 
 
 def parse_junit(data: bytes) -> JunitReport | None:
-    """The report in a JUnit XML file; None if it is none. Never raises: an agent's tests may write there.
+    """The report in a JUnit XML file; None if it is invalid. Never raises: an agent's tests may write there.
 
-    Files that declare entities are none: pytest writes no such thing, and expanding them may take for ever.
+    Files that declare entities are invalid: pytest declares none, and expanding them may take for ever.
     """
     try:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_NoEntities()))

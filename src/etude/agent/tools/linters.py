@@ -1,8 +1,8 @@
-"""ruff over the content of files: in the sandbox where it has one, else on the host.
+"""Runs ruff over the content of files: the sandbox's if it has one, else the host's.
 
-In the sandbox the repository's own configuration decides. On the host none does, and no file of the host is
-read: content goes in by standard input, and the rules are a few that nobody disputes. Either way the same
-linter judges the content that a file had at first and the content that it has now.
+In the sandbox the repository's own configuration applies. On the host none does, and no file of the host is
+read: content is passed by standard input, and the rules are a few that are undisputed. Either way the same
+linter checks a file's original and its current content.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from etude.sandbox.errors import Unsupported
 from etude.sandbox.interface import Sandbox
 
 LINT_S = 30.0
-"""For one file."""
+"""Time limit per file."""
 _OUTPUT_BYTES = 4 << 20
 _OPTIONS = ("--no-cache", "--exit-zero", "--output-format=json")
 _HOST_RULES = "--select=E4,E7,E9,F"
-"""Errors of syntax and of names, plain mistakes: fixed here, since ruff's defaults change with versions."""
+"""Errors of syntax and names, plain mistakes: listed here, since ruff's defaults change with versions."""
 _NOT_LINTED = "not-linted"
 _SUFFIXES = (".py", ".pyi")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a linter says."""
+    """One finding of a linter."""
 
     line: int
     """From 1."""
@@ -46,15 +46,15 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """What a finding is recognised by when lines have moved: its rule and the text of its line."""
+        """Identifies a finding across moved lines: its rule and the text of its line."""
         return f"{self.rule}\t{self.text}"
 
 
 class Linter(Protocol):
-    """Judges the content of one file."""
+    """Checks the content of one file."""
 
     async def lint(self, path: str, content: bytes) -> list[Finding]:
-        """Findings in the order of lines. What cannot be linted is a finding too.
+        """Findings in the order of lines. A file that cannot be linted gives a finding too.
 
         Raises InfrastructureError.
         """
@@ -69,7 +69,7 @@ class SandboxRuff:
 
     @classmethod
     async def find(cls, sandbox: Sandbox) -> SandboxRuff | None:
-        """None where the sandbox has no ruff, or runs no commands."""
+        """None if the sandbox has no ruff, or runs no commands."""
         try:
             result = await sandbox.commands.run("ruff --version", LINT_S)
         except Unsupported:
@@ -77,7 +77,7 @@ class SandboxRuff:
         return cls(sandbox) if result.exit_code == 0 else None
 
     async def lint(self, path: str, content: bytes) -> list[Finding]:
-        """See Linter. A linter that fails here is the repository's matter: a finding."""
+        """See Linter. A linter that fails here is the repository's fault: a finding."""
         line = f"ruff check {' '.join(_OPTIONS)} --force-exclude --stdin-filename={shlex.quote(path)} -"
         result = await self._sandbox.commands.run(line, LINT_S, limit_bytes=_OUTPUT_BYTES, stdin=content)
         if result.timed_out or result.exit_code != 0:
@@ -87,16 +87,16 @@ class SandboxRuff:
 
 
 class HostRuff:
-    """This machine's ruff, with rules that nobody disputes."""
+    """This machine's ruff, with a fixed set of undisputed rules."""
 
     def __init__(self, program: Path, rules: str = _HOST_RULES) -> None:
         self._program, self._rules = program, rules
 
     @classmethod
     def find(cls, rules: str = _HOST_RULES) -> HostRuff | None:
-        """The one beside this interpreter, else that on the path; None if there is none."""
-        beside = Path(sys.executable).with_name("ruff")
-        found = str(beside) if beside.is_file() else shutil.which("ruff")
+        """The one next to this interpreter, else that on the PATH; None if there is none."""
+        bundled = Path(sys.executable).with_name("ruff")
+        found = str(bundled) if bundled.is_file() else shutil.which("ruff")
         return None if found is None else cls(Path(found), rules)
 
     async def lint(self, path: str, content: bytes) -> list[Finding]:
@@ -139,7 +139,7 @@ class HostRuff:
                 f"the linter failed: {err.decode(errors='replace')[:200]}", field="ruff", received=path
             )
         if process.returncode != 0:
-            # Ended by a signal: it choked on what the agent wrote.
+            # Ended by a signal: it crashed on the agent's file.
             return Finding(1, _NOT_LINTED, "the linter cannot read it", "")
         return out.decode(errors="replace")
 
@@ -150,7 +150,7 @@ def is_linted(path: str) -> bool:
 
 
 def parse_findings(output: str, content: bytes) -> list[Finding]:
-    """What ruff's JSON says, with the texts of the lines; output that is no such JSON is a finding itself."""
+    """The findings in ruff's JSON, with the texts of their lines; invalid output is a finding itself."""
     try:
         rows = json.loads(output)
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def parse_findings(output: str, content: bytes) -> list[Finding]:
 
 
 def new_findings(now: Iterable[Finding], before: Sequence[str]) -> list[Finding]:
-    """Those of `now` that were not there before; a finding that stood twice and stands thrice is new once."""
+    """Those of `now` that are not in `before`, counted: of one found twice and now thrice, one is new."""
     known = Counter(before)
     new: list[Finding] = []
     for finding in now:

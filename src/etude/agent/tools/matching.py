@@ -1,13 +1,13 @@
-"""Finds the text that an edit means, where it stands in a file.
+"""Locates the text that an edit refers to in a file.
 
 Four stages, each tried only if the one before found nothing:
 
-    exact            the text as it is given (in a file whose lines end with CRLF, its line ends as well)
+    exact            the text as given (in a file whose lines end with CRLF, its line ends as well)
     trailing blanks  whole lines, apart from blanks at their ends
     indentation      whole lines, apart from blanks at both ends; the new text is indented as the file is
     look-alikes      as given or as before, where quotes, dashes, blanks of one kind count as one (NFKC)
 
-A stage that finds more than one place decides as well: the text is ambiguous.
+A stage that finds more than one place ends the search as well: the text is ambiguous.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIKELY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a text stands: the characters `start` to `end`, and what is to stand there instead."""
+    """A match: the characters `start` to `end`, and the text that replaces them."""
 
     start: int
     end: int
@@ -53,11 +53,11 @@ class Found:
 
     stage: str
     places: tuple[Place, ...]
-    """In order, without overlaps counted out: overlapping places are two places."""
+    """In order; overlapping places are separate places."""
 
 
 def find_places(content: str, old: str, new: str, strict: bool = False) -> Found:
-    """Where `old` stands in `content`, and what is to be written there: 100 places at most.
+    """The places of `old` in `content`, with their replacements: 100 at most.
 
     `strict`: the exact stage only.
     """
@@ -75,7 +75,7 @@ def find_places(content: str, old: str, new: str, strict: bool = False) -> Found
 
 
 def line_of(content: str, position: int) -> int:
-    """The line, from 1, of a character."""
+    """The line number, from 1, of a character position."""
     return content.count("\n", 0, position) + 1
 
 
@@ -100,14 +100,14 @@ def _look_alike(text: str) -> str:
 
 
 def _alike_places(content: str, old: str, new: str) -> tuple[Place, ...]:
-    """Places, perhaps within lines, where each character looks like that of `old`."""
+    """Places, possibly within lines, where each character looks like that of `old`."""
     if content.isascii():
         starts = range(len(content) + 1)
         alike = content
     else:
         pieces = [_look_alike(character) for character in content]
         alike = "".join(pieces)
-        # The character of the content that each one of `alike` comes from.
+        # For each character of `alike`, the index of its origin in the content.
         starts = [place for place, piece in enumerate(pieces) for _ in piece]
         starts.append(len(content))
     wanted = _look_alike(old)
@@ -116,7 +116,7 @@ def _alike_places(content: str, old: str, new: str) -> tuple[Place, ...]:
     places: list[Place] = []
     for at in _positions(alike, wanted):
         end = at + len(wanted)
-        # Not a part of one that looks like several, such as a dot of an ellipsis.
+        # Not part of a character that expands to several, such as a dot of an ellipsis.
         if (at == 0 or starts[at - 1] < starts[at]) and starts[end - 1] < starts[end]:
             places.append(Place(starts[at], starts[end], new))
     return tuple(places)
@@ -132,14 +132,14 @@ _STAGES: tuple[tuple[str, Callable[[str], str]], ...] = (
 def _line_places(
     content: str, old: str, new: str, key: Callable[[str], str], indented: bool
 ) -> tuple[Place, ...]:
-    """Places where whole lines have the keys of the lines of `old`."""
+    """Places where whole lines have the same keys as the lines of `old`."""
     closed = old.endswith("\n")
     wanted = old.removesuffix("\n").split("\n")
     keys = [key(line) for line in wanted]
     if not any(keys):
         return ()
     lines = content.split("\n")
-    # Searched as one text: the search of strings takes linear time whatever the lines are.
+    # Searched as one string: string search is linear whatever the lines are.
     joined = "\n" + "\n".join(map(key, lines)) + "\n"
     starts = _line_starts(lines)
     places: list[Place] = []
@@ -164,7 +164,7 @@ def _line_starts(lines: list[str]) -> list[int]:
 
 
 def _indented(new: str, wanted: list[str], present: list[str]) -> str:
-    """The new text, indented by what the file's first line has more, or less, than the one asked for."""
+    """The new text, shifted by the difference in indentation between the file's first line and `wanted`'s."""
     first = next(number for number, line in enumerate(wanted) if line.strip(_BLANKS))
     asked, there = _indentation(wanted[first]), _indentation(present[first])
     if asked == there:
@@ -177,7 +177,7 @@ def _shifted(line: str, asked: str, there: str) -> str:
         return line
     if line.startswith(asked):
         return there + line[len(asked) :]
-    # Less indented than the text asked for: the difference still holds where it is a difference of blanks.
+    # Less indented than the first line: the difference still applies if it consists of blanks.
     if there.endswith(asked):
         return there[: len(there) - len(asked)] + line
     surplus = asked[: len(asked) - len(there)] if asked.endswith(there) else ""
@@ -191,8 +191,8 @@ def _indentation(line: str) -> str:
 def nearest(content: str, old: str) -> tuple[int, list[str]] | None:
     """(first line from 1, lines) of the part of a file most like `old`; None if nothing is like it.
 
-    Looks at words first and compares character by character only what shares most of them, so that it takes
-    time linear in the file.
+    Compares words first, and characters only of the parts that share most of them, so that it takes time
+    linear in the file.
     """
     lines = [line[:_NEAR_CHARACTERS] for line in content.split("\n")]
     wanted = [line[:_NEAR_CHARACTERS] for line in old.strip("\n").split("\n")[:_NEAR_LINES]]

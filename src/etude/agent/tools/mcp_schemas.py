@@ -1,4 +1,4 @@
-"""Names and types of MCP tools in our terms: identifiers in lower_snake_case, arguments as text."""
+"""Translates names and types of MCP tools to ours: identifiers in lower_snake_case, arguments as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text_of(value: object) -> str:
 
 
 def own_name(name: str) -> str:
-    """`list-issues`, `listIssues` -> `list_issues`. Raises ConfigError where nothing is left of a name."""
+    """`list-issues`, `listIssues` -> `list_issues`. Raises ConfigError if nothing is left of the name."""
     own = _OTHER.sub("_", _HUMP.sub("_", name).lower()).strip("_")
     if not own:
         raise ConfigError(
@@ -34,9 +34,9 @@ def own_name(name: str) -> str:
 
 
 def parameters_of(schema: Mapping[str, Any]) -> dict[str, Parameter]:
-    """The properties of a tool's input schema: their name there -> the parameter here.
+    """The parameters of a tool's input schema, by the server's names of the properties.
 
-    Types that we do not have become text: `null` beside a type is dropped, a union is given as text.
+    Types that we do not have become text: `null` in a union is dropped, any other union is text.
     Raises ConfigError if two properties get one name.
     """
     properties = schema.get("properties")
@@ -77,14 +77,14 @@ def _without_null(described: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema without the choice of `null`, where that leaves one type."""
     kind = described.get("type")
     if isinstance(kind, list):
-        left = [entry for entry in kind if entry != "null"]
-        return {**described, "type": left[0] if len(left) == 1 else None}
+        types = [entry for entry in kind if entry != "null"]
+        return {**described, "type": types[0] if len(types) == 1 else None}
     for key in ("anyOf", "oneOf"):
         choices = described.get(key)
         if isinstance(choices, list):
-            left = [
+            types = [
                 choice for choice in choices if isinstance(choice, Mapping) and choice.get("type") != "null"
             ]
-            if len(left) == 1:
-                return {**described, **left[0]}
+            if len(types) == 1:
+                return {**described, **types[0]}
     return described

@@ -1,9 +1,9 @@
-"""Tools of MCP servers, as their servers described them: what the model is shown, and how a call is sent.
+"""Tools of MCP servers: the schema that the model is shown, and how a call is sent.
 
     [agent.mcp.NAME] --describe_servers--> `described` --served_tools--> McpTool --> ToolServers.call
 
-What a model is shown comes from the configuration alone, so that everything that renders for one run renders
-the same, with no server at hand.
+The schemas come from the configuration alone, so that all processes of a run render the same tokens, without
+a server.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _DESCRIPTION_CHARACTERS = 1000
 
 
 class ServedTool(BaseModel):
-    """One tool in the words of its server."""
+    """One tool as its server describes it."""
 
     name: str
     description: str
     input_schema: dict[str, Any]
     only_reads: bool = False
-    """Whether the server says so."""
+    """Whether the server declares it read-only."""
 
 
 _SERVED = TypeAdapter(list[ServedTool])
 
 
 def write_described(tools: Sequence[ServedTool]) -> str:
-    """As `McpConfig.described` holds it."""
+    """The value of `McpConfig.described`."""
     return _SERVED.dump_json(list(tools)).decode()
 
 
 def read_described(name: str, config: McpConfig) -> list[ServedTool]:
-    """Raises ConfigError for a server that was not asked yet, and for what is no description."""
+    """Inverse of `write_described`. Raises ConfigError if it is missing or invalid."""
     if not config.described:
         raise ConfigError(
             "its tools are not known: the server was not asked",
@@ -63,7 +63,7 @@ def read_described(name: str, config: McpConfig) -> list[ServedTool]:
 
 
 def served_tools(servers: Mapping[str, McpConfig]) -> list[McpTool]:
-    """The tools of all servers. Raises ConfigError as `read_described`, and for names that cannot be ours."""
+    """The tools of all servers. Raises ConfigError as `read_described`, and for names without letters."""
     return [
         McpTool(name, tool, config)
         for name, config in servers.items()
@@ -82,7 +82,7 @@ class McpTool:
     """
 
     def __init__(self, server: str, described: ServedTool, config: McpConfig) -> None:
-        """Raises ConfigError for names that cannot be ours."""
+        """Raises ConfigError for names that cannot be translated (`own_name`)."""
         self._server, self._name = server, described.name
         self._parameters = parameters_of(described.input_schema)
         self._only_reads = config.trusted and described.only_reads
@@ -100,7 +100,7 @@ class McpTool:
         return self._only_reads
 
     def access(self, arguments: Arguments) -> Access:
-        """See Tool. What it reads is not known to be of the workspace: it waits for all that writes there."""
+        """See Tool. What it reads is unknown: it waits for all calls that write to the workspace."""
         return self._waits
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:

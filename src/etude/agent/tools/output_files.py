@@ -1,4 +1,4 @@
-"""Long outputs: made readable, shown by head and tail, kept whole in a file of the workspace."""
+"""Long outputs: cleaned of escape sequences, shown by head and tail, saved whole to a workspace file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from etude.errors import AgentError
 from etude.sandbox.errors import SandboxKilledByAgentError
 
 OUTPUT_BYTES = 10 << 20
-"""Of one output at most; what a command prints beyond it is lost, and said to be."""
+"""Bound of one output; what a command prints beyond it is lost, and the agent is told."""
 OUTPUTS = f"{HARNESS_DIRECTORY}/outputs"
 _IGNORE_FILE = f"{HARNESS_DIRECTORY}/.gitignore"
 
-# Character classes of neighbouring parts are disjoint, so that a sequence without an end costs no more than
-# its own length.
+# Character classes of neighbouring parts are disjoint, so that an unterminated sequence costs time linear in
+# its length.
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]?"  # cursor movement, colours
     r"|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # window titles, links
@@ -27,10 +27,10 @@ _UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def readable(text: str) -> str:
-    """`text` as a terminal would have left it on paper.
+    """`text` as a terminal would finally show it.
 
-    Colours and cursor movements go; of a line that was written over by carriage returns (progress bars) the
-    last writing stays; control characters and bytes that are no UTF-8 become U+FFFD. Linear in time.
+    Colours and cursor movements are dropped; of a line overwritten after carriage returns (progress bars) the
+    last version stays; control characters and bytes that are no UTF-8 become U+FFFD. Linear in time.
     """
     text = shown(text)
     if _UNREADABLE.search(text) is None:
@@ -44,7 +44,7 @@ def readable(text: str) -> str:
 
 
 def head_and_tail(text: str, limit: int, where: str = "") -> str:
-    """The text, its middle left out where it has more than `limit` characters; `where` says where it is."""
+    """The text, its middle left out beyond `limit` characters; `where` says where the whole text is."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -52,10 +52,10 @@ def head_and_tail(text: str, limit: int, where: str = "") -> str:
 
 
 async def bounded(text: str, context: ToolContext) -> str:
-    """`text` if it is short; else its head and tail, the whole of it being written to a numbered file.
+    """`text` if it is short; else its head and tail, and the whole is written to a numbered file.
 
-    Short: at most `output_characters`. A file that cannot be written (the agent's disk is full, it made
-    something else of the directory) is no error: the text says that it was not kept.
+    Short: at most `output_characters`. A file that cannot be written (the agent's disk is full, it replaced
+    the directory) is no error: the text says that it was not kept.
     """
     limit = context.limits.output_characters
     if len(text) <= limit:
@@ -64,7 +64,7 @@ async def bounded(text: str, context: ToolContext) -> str:
 
 
 async def keep_output(text: str, context: ToolContext) -> str:
-    """Writes `text` to the next numbered file; in words where it is now, or why it is not."""
+    """Writes `text` to the next numbered file; returns a phrase that says where it is, or why it is not."""
     context.state.num_outputs += 1
     path = f"{OUTPUTS}/{context.state.num_outputs}.txt"
     data = text.encode("utf-8", "replace")
@@ -85,5 +85,5 @@ async def write_harness_file(path: str, data: bytes, context: ToolContext) -> No
 
 
 def _last_writing(line: str) -> str:
-    """What carriage returns have left of a line."""
+    """The visible part of a line with carriage returns."""
     return next((piece for piece in reversed(line.split("\r")) if piece), "")

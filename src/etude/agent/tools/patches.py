@@ -1,4 +1,4 @@
-r"""Reads unified diffs: git's, plain ones, and those that models write, with wrong counts and numbers.
+r"""Parses unified diffs: git's, plain ones, and those that models write, with wrong counts and numbers.
 
     [diff --git a/old b/new]        then `rename from`, `rename to`, `new file mode`, `deleted file mode`
     --- a/old                       or /dev/null for a new file
@@ -9,8 +9,8 @@ r"""Reads unified diffs: git's, plain ones, and those that models write, with wr
     +added
     \ No newline at end of file     of the line before
 
-`a/` and `b/` are taken off where a file has both. The counts of a hunk's header are believed if its lines
-fit them; if not, the hunk goes on to the next header.
+`a/` and `b/` are removed if a file has both. The counts of a hunk's header are trusted if its lines fit them;
+if not, the hunk extends to the next header.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Hunk:
     number: int
     """From 1, within its file."""
     start: int | None
-    """First line of the old file, from 1; without old lines, the line after which to add. None: not said."""
+    """First line of the old file, from 1; without old lines, the line after which to add. None: not given."""
     lines: tuple[tuple[str, str], ...]
     """(`" "`, `"-"` or `"+"`, text)."""
 
     @property
     def old(self) -> list[str]:
-        """The lines that must stand in the file."""
+        """The lines that the file must hold."""
         return [text for mark, text in self.lines if mark != "+"]
 
     @property
     def new(self) -> list[str]:
-        """The lines that are to stand there."""
+        """The lines that replace them."""
         return [text for mark, text in self.lines if mark != "-"]
 
 
@@ -64,12 +64,12 @@ class FilePatch:
 
 @dataclass(slots=True)
 class _Header:
-    """What the lines above a file's first hunk say."""
+    """The header lines above a file's first hunk."""
 
     old: str | None = None
     new: str | None = None
     named: bool = False
-    """Whether a `---` or `+++` line was there: they decide."""
+    """Whether there was a `---` or `+++` line: these take precedence."""
     created: bool = False
     deleted: bool = False
     renamed: bool = False
@@ -77,7 +77,7 @@ class _Header:
 
 @dataclass(slots=True)
 class _Lines:
-    """The patch's lines and how far they are read."""
+    """The patch's lines, and the current position."""
 
     texts: list[str]
     at: int = 0
@@ -89,7 +89,7 @@ class _Lines:
 
 
 def parse_patch(text: str) -> list[FilePatch]:
-    """The patches of all files, in order. Raises ToolArgumentError with the line that makes no sense."""
+    """The patches of all files, in order. Raises ToolArgumentError with the line that is invalid."""
     texts = text.split("\n")
     if texts and texts[-1] == "":
         texts.pop()
@@ -106,7 +106,7 @@ def parse_patch(text: str) -> list[FilePatch]:
         elif line.startswith(("GIT binary patch", "Binary files ")):
             raise _refused("binary patches are not supported")
         else:
-            # Words around a patch, as of a mail or a model, mean nothing.
+            # Text around a patch, as in a mail or a model's answer, is skipped.
             lines.at += 1
     if not lines.files:
         raise _refused("no file header (--- and +++ lines) in the patch")
@@ -165,11 +165,11 @@ def _extended_headers(lines: _Lines, header: _Header) -> None:
 
 
 def _git_paths(text: str) -> tuple[str | None, str | None]:
-    """The paths of a `diff --git` line, where they can be separated; other lines mostly say them again."""
+    """The paths of a `diff --git` line, if they can be separated; other lines mostly repeat them."""
     if text.startswith('"'):
         match = re.match(r'("(?:[^"\\]|\\.)*") (.*)$', text)
         return _stripped(_unquoted(match[1]), _unquoted(match[2])) if match else (None, None)
-    # Unquoted paths may hold blanks. They are equal but for a rename, and that is said again.
+    # Unquoted paths may hold blanks. They are equal except for a rename, whose lines repeat them.
     half = len(text) // 2
     if text[half : half + 1] == " " and text[2:half] == text[half + 3 :]:
         return _stripped(text[:half], text[half + 1 :])
@@ -228,7 +228,7 @@ def _hunks(lines: _Lines) -> list[Hunk]:
 
 
 def _counted_body(lines: _Lines, header: re.Match[str]) -> list[tuple[str, str]] | None:
-    """The lines that the header counts; None if they are not what it says."""
+    """The lines that the header counts; None if they do not fit the counts."""
     old_left, new_left = (1 if header[n] is None else int(header[n]) for n in (2, 4))
     body: list[tuple[str, str]] = []
     while old_left or new_left:
@@ -248,11 +248,11 @@ def _counted_body(lines: _Lines, header: re.Match[str]) -> list[tuple[str, str]]
     if (line := lines.peek()) is not None and line.startswith(_NO_NEWLINE):
         _drop_newline(body)
         lines.at += 1
-    # More lines of the hunk's kind: the counts are wrong.
+    # More lines of a hunk follow: the counts are wrong.
     line = lines.peek()
     if line is None or line[:1] not in (" ", "+", "-") or _is_file_header(lines):
         return body
-    # What ends a patch in a mail: the line before a signature.
+    # Except for the line before a signature, which ends a patch in a mail.
     return body if line.rstrip() == "--" else None
 
 
@@ -269,7 +269,7 @@ def _open_body(lines: _Lines) -> list[tuple[str, str]]:
         elif line.strip() == "":
             body.append((" ", line + "\n"))
         else:
-            # Words after the patch.
+            # Text after the patch.
             break
         lines.at += 1
     while body and body[-1][0] == " " and not body[-1][1].strip():

@@ -1,14 +1,14 @@
 r"""The regular expressions of `grep`: the language common to ripgrep (Rust's `regex`) and Python's `re`.
 
-Two engines serve the tool, and an agent must see the same matches from both. So a pattern is read here once
-and written again in a form that both read alike; what only one of them knows is refused with the reason.
+Two engines serve the tool, and an agent must see the same matches from both. So a pattern is parsed here and
+rewritten in a form that both read alike; syntax that only one of them knows is refused with the reason.
 
     refused      look-around, back-references, atomic groups, possessive quantifiers, conditions, comments,
                  verbose mode, `\A \z \Z \G \N \p`, `\<`, line breaks
     rewritten    `{` and `}` that count nothing, `(?<name>`, `\x{41}`, `\/`, `[[:alpha:]]`, `[a&&b]`, `[--x]`
 
-Left as they are: `\d \w \s \b` stand for Unicode's classes in both engines, which follow slightly different
-versions of the tables. Matching is line by line.
+Unchanged: `\d \w \s \b` are Unicode's classes in both engines, which follow slightly different versions of
+the tables. Matching is line by line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POSIX_NAME = re.compile(r"\[:([a-z]+):\]")
 
 
 def common_pattern(pattern: str) -> str:
-    """The pattern as both engines read it alike. Raises ToolArgumentError for one that they do not."""
+    """The pattern in a form that both engines read alike. Raises ToolArgumentError if there is none."""
     if not pattern:
         raise _refused("pattern is empty")
     if len(pattern) > MAX_CHARACTERS:
@@ -52,7 +52,7 @@ def common_pattern(pattern: str) -> str:
     try:
         re.compile(written)
     except (re.error, OverflowError, RecursionError) as error:
-        # Places count in what we wrote, not in what the agent did.
+        # Positions refer to our rewritten pattern, not to the agent's.
         reason = error.msg if isinstance(error, re.error) else str(error)
         raise _refused(f"bad regular expression: {_unquoted(reason, pattern)[:80]}") from error
     return written
@@ -81,21 +81,21 @@ class _Reader:
             elif character in "*+?" or (character == "{" and _COUNT.match(self._pattern, self._at)):
                 self._quantifier()
             elif character in "{}":
-                self._put("\\" + self._take())
+                self._put("\\" + self._consume())
             elif character in "^$|":
-                self._put(self._take(), repeatable=False)
+                self._put(self._consume(), repeatable=False)
             elif character == ")":
                 self._depth -= 1
-                self._put(self._take())
+                self._put(self._consume())
             else:
-                self._put(self._take())
+                self._put(self._consume())
         return "".join(self._written)
 
     def _put(self, written: str, repeatable: bool = True) -> None:
         self._written.append(written)
         self._repeatable = repeatable and written not in (r"\b", r"\B")
 
-    def _take(self, count: int = 1) -> str:
+    def _consume(self, count: int = 1) -> str:
         taken = self._pattern[self._at : self._at + count]
         self._at += count
         return taken
@@ -108,16 +108,16 @@ class _Reader:
             raise _refused(f"nothing to repeat before {self._rest()[:8]}")
         count = _COUNT.match(self._pattern, self._at)
         if count is None:
-            written = self._take()
+            written = self._consume()
         else:
             low, high = int(count[1]), int(count[3] or 0)
             if max(low, high) > _MAX_REPEAT:
                 raise _refused(f"more than {_MAX_REPEAT} repetitions")
-            written = self._take(count.end() - count.start())
+            written = self._consume(count.end() - count.start())
         if self._rest().startswith("+"):
             raise _refused("possessive quantifiers are not supported")
         if self._rest().startswith("?"):
-            written += self._take()
+            written += self._consume()
         self._put(written, repeatable=False)
 
     def _open(self) -> None:
@@ -125,7 +125,7 @@ class _Reader:
         if self._depth > _MAX_DEPTH:
             raise _refused("groups are nested too deeply")
         if not self._pattern.startswith("(?", self._at):
-            self._put(self._take(), repeatable=False)
+            self._put(self._consume(), repeatable=False)
             return
         if name := _GROUP_NAME.match(self._pattern, self._at):
             self._at = name.end()
@@ -138,11 +138,11 @@ class _Reader:
             if self._at != 0 or flags[2] or not flags[1]:
                 raise _refused("flags stand at the start of the pattern, or as (?i:...)")
             self._depth -= 1
-        self._put(self._take(flags.end() - flags.start()), repeatable=False)
+        self._put(self._consume(flags.end() - flags.start()), repeatable=False)
 
     def _escape(self, in_class: bool) -> str:
         self._at += 1
-        character = self._take()
+        character = self._consume()
         if not character:
             raise _refused("the pattern ends with a backslash")
         if character in _CLASSES:
@@ -178,16 +178,16 @@ class _Reader:
 
     def _class(self) -> str:
         """`[...]`, with everything escaped that one of the engines could take for an operator."""
-        written = [self._take()]
+        written = [self._consume()]
         if self._rest().startswith("^"):
-            written.append(self._take())
+            written.append(self._consume())
         first, open_range, last_single = True, False, False
         while True:
             character = self._pattern[self._at : self._at + 1]
             if not character:
                 raise _refused("unclosed [")
             if character == "]" and not first:
-                return "".join(written) + ("\\-" if open_range else "") + self._take()
+                return "".join(written) + ("\\-" if open_range else "") + self._consume()
             first = False
             if character == "-" and last_single and not open_range:
                 self._at += 1
@@ -209,7 +209,7 @@ class _Reader:
         if self._rest().startswith("\\"):
             written = self._escape(in_class=True)
             return written, written[1:] not in _CLASSES or len(written) != 2
-        return _literal(self._take()), True
+        return _literal(self._consume()), True
 
 
 def _literal(character: str) -> str:
@@ -217,7 +217,7 @@ def _literal(character: str) -> str:
 
 
 def _construct(rest: str) -> str:
-    """What the agent will recognise its group by."""
+    """A name for the group that the agent will recognise."""
     for start, name in _REFUSED_GROUPS.items():
         if rest.startswith(start):
             return name
@@ -225,7 +225,7 @@ def _construct(rest: str) -> str:
 
 
 def _unquoted(reason: str, pattern: str) -> str:
-    """A reason of Python's, without the range that it quotes where we wrote it otherwise than the agent."""
+    """Python's error text, without a quoted range that we rewrote, which the agent would not recognise."""
     words, found, quoted = reason.partition("character range ")
     return reason if not found or quoted in pattern else f"{words}character range"
 

@@ -1,7 +1,7 @@
-"""What tools may reach beside the sandbox: an index, a person, MCP servers. Each may be absent.
+"""Interfaces of what tools may reach besides the sandbox: an index, a user, MCP servers. Each may be absent.
 
-Infrastructure behind a port fails with InfrastructureError; the agent reads that the provider failed, and
-the session is never a reward. What the agent asked wrongly is ToolArgumentError.
+Failing infrastructure behind a port raises InfrastructureError; the agent reads that the provider failed, and
+the session gets no reward. A wrong request of the agent's is ToolArgumentError.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class CodeHit:
 
 @dataclass(frozen=True, slots=True)
 class CodeHits:
-    """What a semantic search found."""
+    """The hits of a semantic search."""
 
     hits: tuple[CodeHit, ...]
     complete: bool = True
-    """False while the index is still being built: more may come."""
+    """False while the index is still being built: hits may be missing."""
 
 
 class CodeSearch(Protocol):
     """Search over the workspace's files as they are now, edits included.
 
-    The harness tells it what changes: `changed` for files that a tool wrote or removed, `changed_somewhere`
-    after a command, of which nobody knows what it touched.
+    The harness reports changes: `changed` for files that a tool wrote or removed, `changed_somewhere` after a
+    command, which may have changed any file.
     """
 
     async def grep(self, request: GrepRequest) -> Sequence[GrepMatch] | None:
-        """Matches sorted by path and line; None where the sandbox itself has to search. Raises
-        ToolArgumentError for a pattern that is none."""
+        """Matches sorted by path and line; None if the sandbox itself has to search. Raises ToolArgumentError
+        for an invalid pattern."""
         ...
 
     async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
@@ -84,7 +84,7 @@ class User(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """What an MCP server answered to a call."""
+    """The answer of an MCP server to a call."""
 
     text: str
     error: ToolErrorClass | None = None
@@ -94,6 +94,6 @@ class ToolServers(Protocol):
     """The MCP servers of one session."""
 
     async def call(self, server: str, tool: str, values: Mapping[str, Any]) -> ServerAnswer:
-        """Calls a tool of the server of this name. Raises InfrastructureError for a server that is gone, or
-        does not answer, through no fault of the agent."""
+        """Calls a tool of the server of this name. Raises InfrastructureError if the server has ended or does
+        not answer, through no fault of the agent."""
         ...

@@ -27,7 +27,7 @@ from etude.tokens.grammar import Parameter, ToolSchema
 
 _LARGE_BYTES = 64 << 10
 _NUMBERS = tuple(f"{number}\t" for number in range(1, ToolLimits().read_lines + 1))
-"""What the lines of most calls begin with; made once, since this is most of the work of a small file."""
+"""Line prefixes of most calls, computed once, since they are most of the work for a small file."""
 
 
 class ReadFile:
@@ -65,7 +65,7 @@ class ReadFile:
 
 @dataclass(slots=True)
 class _Window:
-    """Which lines of which file are to be shown."""
+    """The file and the lines of it to show."""
 
     path: str
     first: int
@@ -74,7 +74,7 @@ class _Window:
 
 
 def _window(arguments: Arguments, context: ToolContext) -> _Window:
-    """Raises ToolArgumentError for arguments that make no sense."""
+    """Parses the arguments. Raises ToolArgumentError for invalid ones."""
     limits = context.limits
     path = path_of(arguments, context)
     first = integer(arguments, "offset", 1)
@@ -109,7 +109,7 @@ def _shown(text: str, window: _Window, limits: ToolLimits) -> ToolResult:
 
 
 async def _read_together(context: ToolContext, calls: Sequence[Arguments]) -> list[Outcome]:
-    """The outcome of each call is that of `run`."""
+    """Runs the calls as a batch; the outcome of each is that of `run`."""
     windows = [_window_or_error(arguments, context) for arguments in calls]
     paths = [window.path for window in windows if isinstance(window, _Window)]
     found = iter(await context.sandbox.files.read_many(paths, context.limits.file_bytes + 1))
@@ -121,7 +121,7 @@ async def _read_together(context: ToolContext, calls: Sequence[Arguments]) -> li
         data = next(found)
         outcomes.append(_outcome(data, window, context))
         if isinstance(data, bytes) and len(data) > _LARGE_BYTES:
-            await asyncio.sleep(0)  # other sessions have their turn
+            await asyncio.sleep(0)  # lets other sessions run
     return outcomes
 
 

@@ -23,7 +23,7 @@ _GIT_S = 10.0
 _NO_COMMIT, _NO_FILE = 97, 98
 
 Original = tuple[bool, bytes | None]
-"""Whether it is known what a file held when the session began, and its content; None: it did not exist."""
+"""(whether the file's content at the session's start is known, that content or None if it did not exist)."""
 
 
 class ReadLints:
@@ -80,7 +80,7 @@ class ReadLints:
         return _shown(dict(zip(files, rows, strict=True)), everything, context)
 
     async def _before(self, path: str, linter: Linter, context: ToolContext) -> list[str] | None:
-        """Keys of the findings at the session's beginning, computed once; None where nobody knows."""
+        """Keys of the findings at the session's start, computed once; None if unknown."""
         if context.state.findings is None:
             context.state.findings = {}
         if path not in context.state.findings:
@@ -97,7 +97,7 @@ class ReadLints:
 
 
 async def last_commit(context: ToolContext, path: str) -> Original:
-    """What the last commit of the workspace's repository holds; unknown where there is none."""
+    """The file in the last commit of the workspace's repository; unknown if there is none."""
     line = (
         f"git rev-parse -q --verify HEAD >&2 || exit {_NO_COMMIT}\n"
         f"git cat-file blob HEAD:./{shlex.quote(path)} || exit {_NO_FILE}"
@@ -114,7 +114,7 @@ async def last_commit(context: ToolContext, path: str) -> Original:
 def _shown(
     rows: Mapping[str, tuple[list[Finding], bool]], everything: bool, context: ToolContext
 ) -> ToolResult:
-    """The findings by path and line, the first of them in words."""
+    """The result: the first findings by path and line, and their number."""
     lines = [
         shorten(
             f"{path}:{finding.line}: {finding.rule} {finding.message}".rstrip(),
@@ -136,7 +136,7 @@ def _shown(
 
 
 async def _changed_files(paths: Sequence[str], context: ToolContext) -> dict[str, bytes]:
-    """The Python files below `paths` that changed, with their present content."""
+    """The Python files below `paths` that changed, with their current content."""
     try:
         diff = await context.sandbox.diff(HARNESS_DIRECTORY)
     except DiffTooLargeError:

@@ -1,7 +1,7 @@
 """The sets of tools that an agent is offered, by name.
 
-A model is trained with one set, whose names and parameters are part of its tokens: a set, once used, stays
-as it is. `core` is the set of the small models that learn from scratch; `full` has every tool with all its
+A model is trained with one set, whose names and parameters are part of its tokens: a set, once used, never
+changes. `core` is the set of small models trained from scratch; `full` has every tool with all its
 parameters.
 """
 
@@ -78,7 +78,7 @@ def full_registry() -> Registry:
 def registry_named(name: str) -> Registry:
     """`core`, `full`, or the tools of a list such as `read_file,grep,finish`, with all their parameters.
 
-    Raises ConfigError for a name that there is not.
+    Raises ConfigError for an unknown name.
     """
     if name == "core":
         return core_registry()
@@ -94,10 +94,10 @@ def registry_named(name: str) -> Registry:
 
 
 def agent_registry(agent: AgentConfig, auto_tools: str = "full") -> Registry:
-    """The tools that the section `agent` gives a model: a set, `semantic_search` where there is an index that
-    answers it, and the tools of MCP servers. `auto_tools`: the set that `auto` stands for.
+    """The tools that the section `agent` gives a model: a set, `semantic_search` if there is an index for it,
+    and the tools of MCP servers. `auto_tools`: the set that `auto` means.
 
-    Raises ConfigError for a tool that there is not or that cannot work, and for names that clash.
+    Raises ConfigError for a tool that is unknown or cannot work, and for names that clash.
     """
     named = auto_tools if agent.tools == "auto" else agent.tools
     tools = dict(registry_named(named))
@@ -118,8 +118,8 @@ def agent_registry(agent: AgentConfig, auto_tools: str = "full") -> Registry:
 
 
 def registry_of(schemas: Sequence[ToolSchema], servers: Mapping[str, McpConfig] | None = None) -> Registry:
-    """The tools that have these schemas, some of them perhaps of MCP servers. Raises ConfigError for one that
-    none has."""
+    """The tools with these schemas, including tools of MCP servers. Raises ConfigError for a schema that no
+    tool has."""
     offered = [*full_registry().values(), *core_registry().values(), *served_tools(servers or {})]
     known = {repr(tool.schema): tool for tool in offered}
     for schema in schemas:
@@ -129,7 +129,7 @@ def registry_of(schemas: Sequence[ToolSchema], servers: Mapping[str, McpConfig] 
 
 
 def _checked(tools: Sequence[Tool]) -> Registry:
-    """The tools, if a grammar can tell them apart. Raises ConfigError."""
+    """The tools as a registry. Raises ConfigError if a grammar could not tell their names apart."""
     names = [tool.schema.name for tool in tools]
     parameters = {parameter.name for tool in tools for parameter in tool.schema.parameters}
     for name in names:

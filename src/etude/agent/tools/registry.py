@@ -69,12 +69,12 @@ class Registry(Mapping[str, Tool]):
 
 
 def schemas_digest(schemas: Sequence[ToolSchema]) -> str:
-    """BLAKE3 hex digest of what tools look like, in this order."""
+    """BLAKE3 hex digest of tool schemas, in this order."""
     return blake3(repr(tuple(schemas)).encode()).hexdigest()
 
 
 class RestrictedTool:
-    """A tool offered with some of its parameters only; what is left out keeps its default.
+    """A tool offered with some of its parameters only; the others keep their defaults.
     Implements `Tool`."""
 
     def __init__(self, tool: Tool, schema: ToolSchema) -> None:
@@ -98,7 +98,7 @@ class RestrictedTool:
 def restricted(tool: Tool, parameters: tuple[str, ...]) -> RestrictedTool:
     """The tool with the named parameters only, which are then all that it accepts.
 
-    So a model keeps the tools that it was trained with, though they have learned more since.
+    So a model keeps the tools that it was trained with when they gain parameters.
 
     Raises ConfigError for a name that the tool does not have, and if a parameter that it needs is missing.
     """
@@ -116,8 +116,8 @@ def restricted(tool: Tool, parameters: tuple[str, ...]) -> RestrictedTool:
 def check_arguments(schema: ToolSchema, arguments: Arguments) -> None:
     """Raises ToolArgumentError if an argument is missing, unknown or not text.
 
-    The grammar has seen to it for sampled calls; calls from elsewhere (MCP, a server) pass here only. What
-    the text holds is looked at by the tool.
+    For sampled calls the grammar ensures it; calls by other ways (MCP, a server) are checked only here. The
+    content of the text is validated by the tool.
     """
     accepted = {parameter.name: parameter for parameter in schema.parameters}
     for name, value in arguments.items():
@@ -136,7 +136,7 @@ def check_arguments(schema: ToolSchema, arguments: Arguments) -> None:
 
 
 def json_type(value: object) -> str:
-    """What a value is in the words of JSON, with its article: `a string`, `an integer`, `null`."""
+    """The JSON type of a value, with its article: `a string`, `an integer`, `null`."""
     for kinds, words in _JSON_TYPES:
         if isinstance(value, kinds):
             return words

@@ -1,4 +1,4 @@
-"""The tool `run_command`, as small as it can be: one shell command in the foreground."""
+"""The minimal tool `run_command`: one shell command in the foreground."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def command_of(arguments: Arguments) -> str:
 
 
 async def result_of(result: CommandResult, context: ToolContext) -> ToolResult:
-    """What the agent is shown of a command that has ended."""
+    """The result shown for a command that has ended."""
     streams = (result.stdout.rstrip("\n"), result.stderr.rstrip("\n"))
     printed = readable("\n".join(stream for stream in streams if stream))
     parts = [await bounded(printed, context)]

@@ -19,7 +19,7 @@ from etude.tokens.grammar import Parameter, ToolSchema
 _NUM_PATHS = 100
 _REPORT = f"{OUTPUTS}/tests.xml"
 _NO_PYTEST = 96
-"""Exit code of our own line where there is no pytest to be run; pytest itself uses 0 to 5."""
+"""Exit code of our own line if there is no pytest; pytest itself uses 0 to 5."""
 _COMMAND = (
     "mkdir -p {directory} && rm -f {report}\n"
     'for py in python python3; do "$py" -c "import pytest" 2>/dev/null && exec "$py" -m pytest -q --no-header'
@@ -27,7 +27,7 @@ _COMMAND = (
 )
 _MISSING, _NOTHING = 4, 5
 _NEEDS_PYTEST = "No module named 'pytest'"
-"""What the built-in runner says of tests that import it: its interpreter has no packages."""
+"""Error of the built-in runner for tests that import pytest: its interpreter has no packages."""
 
 
 class RunTests:
@@ -93,8 +93,8 @@ class RunChosenTests(RunTests):
 
 
 async def _run_pytest(paths: Sequence[str], context: ToolContext) -> ToolResult:
-    """Runs the tests at `paths` (none: those that the repository's configuration names) by its own pytest; by
-    the built-in runner where there is none."""
+    """Runs the tests at `paths` (none: those that the repository's configuration names) with its own pytest;
+    with the built-in runner if there is none."""
     timeout_s = context.limits.command_timeout_s
     line = _COMMAND.format(directory=OUTPUTS, report=_REPORT, paths=shlex.join(paths), absent=_NO_PYTEST)
     try:
@@ -111,7 +111,7 @@ async def _run_pytest(paths: Sequence[str], context: ToolContext) -> ToolResult:
 async def run_built_in(
     paths: Sequence[str], context: ToolContext, names: frozenset[str] = frozenset()
 ) -> ToolResult:
-    """Runs test files by the sandbox's own runner; of their tests only `names` count where some are given."""
+    """Runs test files with the sandbox's own runner; `names`, if given, selects the tests that count."""
     limits = context.limits
     report = await context.sandbox.run_tests(paths, limits.test_timeout_s)
     if names:
@@ -145,7 +145,7 @@ def _failure_lines(failed: Sequence[TestFailure], num_failures: int, line_charac
 
 
 def _checked(path: str, workspace: str) -> str:
-    """The path as pytest takes it. Raises ToolArgumentError for options and for what leaves the workspace."""
+    """The path for pytest. Raises ToolArgumentError for options and for paths outside the workspace."""
     if path.startswith("-"):
         raise ToolArgumentError(f"not a path: {path[:40]}", field="paths", received=path[:40])
     file, colons, test = path.partition("::")
@@ -153,7 +153,7 @@ def _checked(path: str, workspace: str) -> str:
 
 
 async def _result_of(result: CommandResult, context: ToolContext) -> ToolResult:
-    """What the agent is shown of a run of pytest."""
+    """The result shown for a run of pytest."""
     printed = readable("\n".join(text.rstrip("\n") for text in (result.stdout, result.stderr) if text))
     if result.timed_out:
         facts = {"kind": "test", "num_passed": 0, "num_failed": 0, "green": False}
@@ -195,7 +195,7 @@ def _format_junit(report: JunitReport, context: ToolContext) -> str:
 
 
 async def _read_report(context: ToolContext) -> JunitReport | None:
-    """The XML report of the run that has just ended; None where pytest has not come so far."""
+    """The XML report of the run that has just ended; None if pytest ended before writing it."""
     try:
         data = await context.sandbox.files.read(_REPORT, OUTPUT_BYTES)
     except PathMissingError:
@@ -204,7 +204,7 @@ async def _read_report(context: ToolContext) -> JunitReport | None:
 
 
 async def _run_without_pytest(paths: Sequence[str], context: ToolContext) -> ToolResult:
-    """The built-in runner on the files that `paths` name; directories stand for the test files below."""
+    """Runs the files that `paths` name with the built-in runner; a directory means all test files below."""
     files: list[str] = []
     names: set[str] = set()
     for path in paths:

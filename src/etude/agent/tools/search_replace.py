@@ -42,7 +42,7 @@ class SearchReplace:
     )
 
     def __init__(self, strict: bool = False, hints: bool = True) -> None:
-        """`hints`: errors say where the text stands, or what is most like it."""
+        """`hints`: whether errors say where the text occurs, or which lines are most like it."""
         self._strict = strict
         self._hints = hints
 

@@ -1,4 +1,4 @@
-"""What the tools of one session remember between calls: plain values, saved with the session."""
+"""State of one session's tools between calls: plain values, saved with the session."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 HARNESS_DIRECTORY = ".etude"
-"""Below the workspace: long outputs and the history of earlier contexts. Never part of a diff or a grade."""
+"""Below the workspace: long outputs and archives of earlier contexts. Never part of a diff or a grade."""
 
 
 def is_harness_path(path: str) -> bool:
@@ -17,7 +17,7 @@ def is_harness_path(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Todo:
-    """One entry of the agent's list."""
+    """One entry of the agent's to-do list."""
 
     id: str
     text: str
@@ -27,19 +27,19 @@ class Todo:
 
 @dataclass(slots=True)
 class BackgroundState:
-    """One background command."""
+    """State of one background command."""
 
     pid: int
     """Process id inside the sandbox."""
     shown_bytes: int = 0
-    """Of its output, shown so far."""
+    """Bytes of its output shown so far."""
     exit_code: int | None = None
-    """Once its end was seen."""
+    """None until its end was observed."""
 
 
 @dataclass(slots=True)
 class ToolState:
-    """Memory of one session's tools."""
+    """State of one session's tools."""
 
     todos: list[Todo] = field(default_factory=list[Todo])
     commands: dict[str, BackgroundState] = field(default_factory=dict[str, BackgroundState])
@@ -49,12 +49,12 @@ class ToolState:
     num_questions: int = 0
     """Questions put to the user."""
     findings: dict[str, list[str]] | None = None
-    """Lint findings by path as they were when the session began; None until they were taken."""
+    """Lint findings by path at the session's start; None until first computed."""
     changed: list[str] = field(default_factory=list[str])
     """Paths that tools wrote or removed, in the order of their first change."""
 
     def on_change(self, path: str) -> None:
-        """Notes that a tool wrote or removed a file."""
+        """Records that a tool wrote or removed a file."""
         if path not in self.changed:
             self.changed.append(path)
 
@@ -64,7 +64,7 @@ class ToolState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> ToolState:
-        """What `to_dict` gave."""
+        """Inverse of `to_dict`."""
         todos = [Todo(**todo) for todo in state["todos"]]
         commands = {name: BackgroundState(**command) for name, command in state["commands"].items()}
         return cls(**{**state, "todos": todos, "commands": commands})

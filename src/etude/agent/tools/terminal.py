@@ -1,4 +1,4 @@
-"""The tool `run_command` in full: foreground and background, time limits, input."""
+"""The full tool `run_command`: foreground and background, time limits, input."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from etude.records import ToolResult
 from etude.tokens.grammar import Parameter, ToolSchema
 
 _RUNS = Access(writes=frozenset({".", "command:"}))
-_LOOKS = Access(writes=frozenset({"command:"}))
-"""A look moves the mark up to which output was shown: two looks keep their order."""
+_POLLS = Access(writes=frozenset({"command:"}))
+"""A poll moves the position up to which output was shown: two polls keep their order."""
 
 _LONGEST_S = 600
-"""Bound of what a call may wait."""
+"""Longest wait of one call."""
 
 
 class Terminal:
@@ -60,13 +60,13 @@ class Terminal:
 
     def access(self, arguments: Arguments) -> Access:
         # As `run` reads them: a blank id is none, and an empty line of input is one.
-        looks = arguments.get("id", "").strip() and "stdin" not in arguments and not arguments.get("kill")
-        return _LOOKS if looks else _RUNS
+        polls = arguments.get("id", "").strip() and "stdin" not in arguments and not arguments.get("kill")
+        return _POLLS if polls else _RUNS
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         _check_form(arguments)
         if arguments.get("id", "").strip():
-            return await self._look_after(arguments, context)
+            return await self._control_background(arguments, context)
         command = command_of(arguments)
         timeout_s = self._seconds(arguments, "timeout_s", context.limits.command_timeout_s)
         try:
@@ -80,7 +80,7 @@ class Terminal:
             context.changed_somewhere()
         return await result_of(result, context)
 
-    async def _look_after(self, arguments: Arguments, context: ToolContext) -> ToolResult:
+    async def _control_background(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         command = find_command(context.state, arguments["id"].strip())
         if flag(arguments, "kill"):
             return await kill_command(command, context)
@@ -105,7 +105,7 @@ _OF_ID = frozenset({"id", "wait_s", "stdin", "kill"})
 
 
 def _check_form(arguments: Arguments) -> None:
-    """Raises ToolArgumentError where arguments of a new command and of a running one are mixed."""
+    """Raises ToolArgumentError if arguments of a new command and of a running one are mixed."""
     given = {name for name, value in arguments.items() if value.strip() or name == "stdin"}
     if "id" in given:
         wrong = sorted(given & _OF_COMMAND)

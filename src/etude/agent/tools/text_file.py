@@ -1,4 +1,4 @@
-"""Reading and writing whole text files in a sandbox, without harm to bytes that are no text."""
+"""Reads and writes whole text files in a sandbox, preserving bytes that are no UTF-8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PATH_CHARACTERS = 4096
 
 
 def path_of(arguments: Arguments, context: ToolContext) -> str:
-    """The argument `path` in normal form. Raises ToolArgumentError if it is empty, or no path inside."""
+    """The argument `path` in normal form. Raises ToolArgumentError if it is empty or leads outside."""
     path = arguments["path"].strip()
     if not path:
         raise ToolArgumentError("path is empty", field="path")
@@ -19,7 +19,7 @@ def path_of(arguments: Arguments, context: ToolContext) -> str:
 
 
 def directory_of(arguments: Arguments, context: ToolContext) -> str:
-    """As `path_of`, but the whole workspace (`.`) where the argument is missing or empty."""
+    """As `path_of`, but the whole workspace (`.`) if the argument is missing or empty."""
     return inner_path(arguments.get("path", "").strip() or ".", context)
 
 
@@ -52,7 +52,7 @@ async def read_text(path: str, context: ToolContext) -> str:
 
 
 def text_of(data: bytes, path: str, context: ToolContext) -> str:
-    """As `read_text`, of a file's first `file_bytes` + 1 bytes."""
+    """As `read_text`, from a file's first `file_bytes` + 1 bytes."""
     if len(data) > context.limits.file_bytes:
         raise ToolArgumentError("file too large", field="path", received=path)
     if b"\0" in data:
@@ -61,7 +61,7 @@ def text_of(data: bytes, path: str, context: ToolContext) -> str:
 
 
 async def write_text(path: str, text: str, context: ToolContext) -> None:
-    """Replaces the whole file at a normal path, and tells the context that it changed.
+    """Replaces the whole file at a normal path, and reports the change to the context.
 
     Raises ToolArgumentError if the file would grow above `file_bytes`.
     """
@@ -71,7 +71,7 @@ async def write_text(path: str, text: str, context: ToolContext) -> None:
 
 
 def encoded(text: str, path: str, context: ToolContext) -> bytes:
-    """What `read_text` gave and an edit changed, as bytes. Raises ToolArgumentError for too many."""
+    """Inverse of `read_text`, after an edit. Raises ToolArgumentError if the text is too large."""
     refuse_large(len(text), path, context)
     data = text.encode("utf-8", "surrogateescape")
     if len(data) > context.limits.file_bytes:
@@ -80,12 +80,12 @@ def encoded(text: str, path: str, context: ToolContext) -> bytes:
 
 
 def refuse_large(num_characters: int, path: str, context: ToolContext) -> None:
-    """Raises ToolArgumentError for a text that no file may hold, before it is made or copied."""
+    """Raises ToolArgumentError for a text that is too large for a file, before it is built or copied."""
     if num_characters > context.limits.file_bytes:
         raise ToolArgumentError("file too large", field="path", received=path)
 
 
 def line_end(text: str) -> str:
-    r"""How the lines of a text end: `\r\n` where all of them do, else `\n`."""
+    r"""The line end of a text: `\r\n` if all lines end so, else `\n`."""
     crlf = text.count("\r\n")
     return "\r\n" if crlf and crlf == text.count("\n") else "\n"

@@ -17,7 +17,7 @@ _TEXT_CHARACTERS = 200
 _ID_CHARACTERS = 20
 _MARKS = {"pending": "[ ]", "in_progress": "[>]", "done": "[x]", "cancelled": "[-]"}
 OPEN_MARKS = (_MARKS["pending"], _MARKS["in_progress"])
-"""How the lines of entries begin that are still to be done."""
+"""Prefixes of the lines of open entries."""
 
 _ENTRY = {
     "type": "object",
@@ -90,7 +90,7 @@ def _entries(value: Any) -> Sequence[Any]:
 
 
 def _todo(entry: Any, place: int, known: Mapping[str, Todo]) -> Todo:
-    """One entry; what it leaves out comes from the known entry of its id."""
+    """One entry; missing fields come from the known entry of its id."""
     if not isinstance(entry, dict):
         raise _wrong(f'entry {place} must be an object such as {{"id": "1", "text": "..."}}')
     unknown = sorted(str(key) for key in entry.keys() - {"id", "text", "status"})

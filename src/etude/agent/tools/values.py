@@ -1,4 +1,4 @@
-"""Arguments that are more than text: yes or no, lists, JSON. On the wire all of them are text."""
+"""Parses arguments that are more than text: booleans, lists, JSON. On the wire all of them are text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etude.agent.tools.interface import Arguments
 from etude.errors import ToolArgumentError
 
 _WORDS = re.compile(r"(?:\[[^\]\n]*\]|[^\s\[])+|\[")
-"""Words between blanks; blanks within brackets belong to the word: `test_x[a b]`."""
+"""Words separated by blanks; blanks within brackets belong to the word: `test_x[a b]`."""
 _TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0", ""})
 _JSON_CHARACTERS = 1 << 20
 TEXTS = {"items": {"type": "string"}}
@@ -18,7 +18,7 @@ TEXTS = {"items": {"type": "string"}}
 
 
 def flag(arguments: Arguments, name: str) -> bool:
-    """The argument as yes or no; no where it is missing. Raises ToolArgumentError for anything else."""
+    """The argument as a boolean; False if it is missing. Raises ToolArgumentError for anything else."""
     text = arguments.get(name, "").strip().lower()
     if text in _TRUE:
         return True
@@ -28,7 +28,7 @@ def flag(arguments: Arguments, name: str) -> bool:
 
 
 def json_value(arguments: Arguments, name: str) -> Any:
-    """The argument as JSON. Raises ToolArgumentError for what is none, is too long or nested too deeply."""
+    """The argument as JSON. Raises ToolArgumentError if it is invalid, too long or too deeply nested."""
     text = arguments[name]
     if len(text) > _JSON_CHARACTERS:
         raise ToolArgumentError(f"{name} is too long", field=name)
@@ -45,13 +45,13 @@ def lines_of(arguments: Arguments, name: str, limit: int) -> list[str]:
 
 
 def words_of(arguments: Arguments, name: str, limit: int) -> list[str]:
-    """The argument as a list of words: a JSON list, or words between blanks. Raises ToolArgumentError."""
+    """The argument as a list of words: a JSON list, or separated by blanks. Raises ToolArgumentError."""
     entries = _listed(arguments, name)
     return _bounded(name, _WORDS.findall(arguments.get(name, "")) if entries is None else entries, limit)
 
 
 def _listed(arguments: Arguments, name: str) -> list[str] | None:
-    """The entries of a JSON list; None where the argument is none, even if it stands in brackets."""
+    """The entries of a JSON list; None if the argument is no such list, even if it is in brackets."""
     text = arguments.get(name, "").strip()
     if not text.startswith("["):
         return None

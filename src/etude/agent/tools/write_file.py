@@ -35,7 +35,7 @@ class WriteFile:
         data = encoded(arguments["text"], path, context)
         files = context.sandbox.files
         try:
-            # One byte more than is to be written is enough to tell whether they are equal.
+            # One byte more than the new length is enough to compare the two.
             before = await files.read(path, len(data) + 1)
         except PathMissingError:
             before = None
