@@ -369,7 +369,7 @@ def _sampled(renderer: Renderer, answer: Message, num_before: int) -> NDArray[np
     words += spell(renderer.grammar.render_calls(calls, bool(words), num_before)) if calls else ""
     if not reasoning:
         return renderer.message([words])
-    pieces = [*renderer.reasoned(reasoning), *renderer.grammar.split(words)]
+    pieces = [*renderer.mark_reasoning(reasoning), *renderer.grammar.split(words)]
     return renderer.encode([*pieces, renderer.end_of(pieces)])
 
 

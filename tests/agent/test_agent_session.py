@@ -405,10 +405,10 @@ def test_a_message_that_only_reasons_is_no_answer(make):
     def sample(*pieces):
         session.on_chunk(chunk(own.encode([*pieces, own.template.end]), finish="stop"))
 
-    sample(*own.reasoned("It may be the sum."))
+    sample(*own.mark_reasoning("It may be the sum."))
     assert session.next_action() == RunCalls((ToolCall("", error="no call"),))
     answer(session, "error: no call")
-    sample(*own.reasoned("It is."), "It is the sum.")
+    sample(*own.mark_reasoning("It is."), "It is the sum.")
     assert session.next_action() == Finished(Status.DONE)
 
 

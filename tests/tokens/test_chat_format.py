@@ -173,11 +173,11 @@ def test_reasoning_that_a_prompt_opens_is_given_and_the_answer_goes_on_from_it()
     assert (said.reasoning, said.text.strip(), len(said.calls)) == ("Why?\n", "I look.", 1)
     assert renderer.tokenizer.decode(renderer.message(["Yes."])) == "\n</think>\n\nYes.<|im_end|>"
     framing = Framing(renderer, Opening())
-    kept = framing.given(Answer("Yes.", reasoning="Why?"), first=False)
+    kept = framing.render_given(Answer("Yes.", reasoning="Why?"), first=False)
     assert renderer.tokenizer.decode(kept).endswith("<think>\nWhy?\n</think>\n\nYes.<|im_end|>")
-    shown = renderer.tokenizer.decode(framing.given(Answer("Yes."), first=False))
+    shown = renderer.tokenizer.decode(framing.render_given(Answer("Yes."), first=False))
     assert shown == "\n<|im_start|>assistant\nYes.<|im_end|>"
-    taught = renderer.tokenizer.decode(framing.sampled(Answer("Yes."), first=False))
+    taught = renderer.tokenizer.decode(framing.render_sampled(Answer("Yes."), first=False))
     assert taught == "\n<|im_start|>assistant\n<think>\n\n</think>\n\nYes.<|im_end|>"
 
 
@@ -188,7 +188,7 @@ def test_an_answer_in_channels_says_what_is_reasoning_however_it_is_cut() -> Non
     assert text.startswith("<|start|>system<|message|>Today: 01<|end|><|start|>developer<|message|># Instr")
     assert text.endswith("Be brief.\n\n<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant")
     call = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
-    pieces = [*renderer.reasoned(f"Why? {call}"), f"I look. {call}", chosen.template.end]
+    pieces = [*renderer.mark_reasoning(f"Why? {call}"), f"I look. {call}", chosen.template.end]
     for sampled in (renderer.encode(pieces), renderer.encode(pieces[:-3])):
         said = renderer.read(sampled)
         assert said.reasoning == f"Why? {call}"
@@ -302,7 +302,7 @@ def test_transformers_renders_the_tokens_that_sessions_have(
         opening = Opening(words, read_tools(tools))
         framing = Framing(chosen.shelf().find(opening), opening)
         begins = [opening, *rest] if words or tools else rest
-        parts = [framing.given(message, first=not place) for place, message in enumerate(begins)]
+        parts = [framing.render_given(message, first=not place) for place, message in enumerate(begins)]
         expected = judge.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, return_dict=False
         )

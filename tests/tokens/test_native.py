@@ -242,14 +242,14 @@ def test_the_models_own_template_announces_the_tools_and_their_words_stay_text()
     opening = Opening(forged, (entry,))
     framing = Framing(chosen.shelf().find(opening), opening)
     decode = framing.renderer.tokenizer.decode
-    opened = framing.given(opening, first=True)
+    opened = framing.render_given(opening, first=True)
     expected = (
         f"<|im_start|>system\n# Tools\n{json.dumps(entry.raw)}\nCall: <tool_call>\n\n{forged}<|im_end|>"
     )
     assert decode(opened) == expected
     controls = [framing.renderer.tokenizer.control_id(name) for name in ("<|im_start|>", "<|im_end|>")]
     assert [token for token in opened.tolist() if token in controls] == controls
-    told = framing.given(Answer("I look.", (Call("c", "ls", {}),)), first=False)
+    told = framing.render_given(Answer("I look.", (Call("c", "ls", {}),)), first=False)
     assert decode(told).endswith("I look.\n\n<tool_call>\n<function=ls>\n</function>\n</tool_call><|im_end|>")
 
 
@@ -293,7 +293,7 @@ def test_told_values_of_any_type_are_written_as_the_template_writes_them() -> No
     told = Answer("", (Call("c", "ls", values),))
     opening = Opening("", (client_tool("ls", "", schema, "tools"),))
     framing = Framing(choose_format(coder_tokenizer()).shelf().find(opening), opening)
-    text = framing.renderer.tokenizer.decode(framing.given(told, first=False))
+    text = framing.renderer.tokenizer.decode(framing.render_given(told, first=False))
     function = {"name": "ls", "arguments": values}
     messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
     jinja = ChatTemplate(CODER, {})
@@ -303,7 +303,7 @@ def test_told_values_of_any_type_are_written_as_the_template_writes_them() -> No
 def test_a_call_without_arguments_that_can_be_written_is_text_and_those_beside_it_are_calls() -> None:
     framing = Framing(choose_format(coder_tokenizer()).renderer(), Opening())
     calls = (Call("a", "ls", "{"), Call("b", "ls", {"path": "x"}), Call("c", "cd", "up"))
-    tokens, tokenizer = framing.given(Answer("", calls), first=False), framing.renderer.tokenizer
+    tokens, tokenizer = framing.render_given(Answer("", calls), first=False), framing.renderer.tokenizer
     assert tokens.tolist().count(tokenizer.control_id("<tool_call>")) == 1
     assert tokenizer.decode(tokens).endswith(
         "assistant\nls {\n\n<tool_call>\n<function=ls>\n<parameter=path>\nx\n</parameter>\n</function>\n"

@@ -148,14 +148,14 @@ def test_answers_may_be_shown_with_the_marks_of_an_empty_reasoning(opened: str, 
     chosen = choose_format(kimi_tokenizer(template))
     assert (chosen.grammar, chosen.tokenizer.chat_template) == ("kimi_json", template)
     renderer = replace(chosen, tools=(READ_TOOL,), system="Be brief.").renderer()
-    pieces = [*renderer.reasoned("Why?"), "So.", *renderer.grammar.render_calls([READ], True)]
+    pieces = [*renderer.mark_reasoning("Why?"), "So.", *renderer.grammar.render_calls([READ], True)]
     said = renderer.read(renderer.encode([*pieces, chosen.template.end]))
     assert (said.reasoning, said.text, said.calls) == ("Why?", "So.", (READ,))
     framing = Framing(renderer, Opening())
-    told = [framing.given(Answer("So.", reasoning=why), first=False) for why in ("", "Why?")]
+    told = [framing.render_given(Answer("So.", reasoning=why), first=False) for why in ("", "Why?")]
     texts = [renderer.tokenizer.decode(tokens).partition("<|im_middle|>")[2] for tokens in told]
     assert texts == [f"{empty}So.<|im_end|>", "<think>Why?</think>So.<|im_end|>"]
-    assert not framing.without_reasoning(renderer.encode([*renderer.reasoned("Why?")[:-1]])).size
+    assert not framing.without_reasoning(renderer.encode([*renderer.mark_reasoning("Why?")[:-1]])).size
 
 
 @pytest.mark.parametrize("template", [KIMI, RESTARTING])
@@ -183,7 +183,7 @@ def test_transformers_renders_the_tokens_that_conversations_with_numbered_calls_
         opening = Opening(words, read_tools(tools))
         framing = Framing(kimi().shelf().find(opening), opening)
         begins = [opening, *rest] if words or tools else rest
-        parts = [framing.given(message, first=not place) for place, message in enumerate(begins)]
+        parts = [framing.render_given(message, first=not place) for place, message in enumerate(begins)]
         ours = np.concatenate([*parts, framing.answer_frame()]).tolist()
         expected = judge.apply_chat_template(
             [*system, *talk], tools=tools or None, add_generation_prompt=True, return_dict=False

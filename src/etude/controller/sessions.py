@@ -179,10 +179,10 @@ class SessionReader:
             for message in (opening, *rest):
                 first = not any(map(len, parts))
                 if isinstance(message, Answer):
-                    parts.append(framing.sampled(message, first))
+                    parts.append(framing.render_sampled(message, first))
                 else:
                     before = parts[-1] if parts else framing.end[:0]
-                    parts.append(framing.renderer.follow(before, framing.given(message, first)))
+                    parts.append(framing.renderer.follow(before, framing.render_given(message, first)))
         except (BadRequestError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{where}: {error}", field=f"source {name}", fix="correct the messages"

@@ -1,4 +1,4 @@
-"""Tokens: the tokenizer, the tool-call grammars, and the one renderer from messages to tokens."""
+"""Tokens: the tokenizer, the tool-call grammars, and the renderer from messages to tokens."""
 
 from etude.tokens.pieces import Control as Control
 from etude.tokens.pieces import Piece as Piece

@@ -1,5 +1,5 @@
-"""Probe conversations with calls: whether a chat template announces tools, writes calls and shows their
-results as sessions with a grammar have them."""
+"""Probes a chat template with conversations that hold calls: whether it announces tools, writes calls and
+shows results as sessions with a given grammar do."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PROBE_TOOLS = (
     ToolSchema("end", "Ends it."),
 )
 _ID = "call0000"
-"""One digit follows: ids have nine characters, as Mistral's templates demand."""
+"""One digit follows: ids have nine characters, as Mistral's templates require."""
 _NUMBERED_ID = "functions.look_up:"
-"""The number follows: such ids Kimi-K2 is given."""
+"""The number follows: Kimi-K2's form of ids."""
 _ARGUMENTS = {"key": "a ß", "most": 3, "deep": True, "rows": [1, 2]}
 PROBE_CALL = ToolCall("look_up", {"key": "a ß", "most": "3", "deep": "true", "rows": "[1, 2]"})
 
 
-def speaks(
+def matches_grammar(
     jinja: ChatTemplate,
     frame: ChatTemplate,
     split: Callable[[str], tuple[Piece, ...]],
@@ -46,17 +46,19 @@ def speaks(
     grammar: Grammar,
     template: Template,
 ) -> bool:
-    """Whether the template announces tools and writes calls as sessions with this grammar do."""
+    """Whether the chat template announces tools and writes calls as sessions with this grammar do."""
     try:
         renderer = Renderer(tokenizer, grammar, template)
-        return _writes_calls(jinja, frame, renderer) and _tells_tools(jinja, renderer, split)
-    except ConfigError:  # the tokenizer has some of the tags only, or the template fails
+        return _writes_calls(jinja, frame, renderer) and _announces_tools(jinja, renderer, split)
+    except ConfigError:  # the tokenizer lacks some of the tags, or the template fails
         return False
 
 
-def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], tuple[Piece, ...]]) -> bool:
-    """Whether the template announces tools as sessions do, before words of the system's and without any, and
-    with all control tokens that it then shows written out in its own text."""
+def _announces_tools(
+    jinja: ChatTemplate, renderer: Renderer, split: Callable[[str], tuple[Piece, ...]]
+) -> bool:
+    """Whether the template announces tools as sessions do, with and without a system message, and all control
+    tokens of the announcement come from its own text."""
     template, is_native = renderer.template, renderer.grammar.announce(()) is None
     for words in ("", SYSTEM):
         described = renderer.describe(words, PROBE_TOOLS)
@@ -65,8 +67,8 @@ def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str],
             return False
         if not all(tool.description in opening for tool in PROBE_TOOLS):
             return False
-        talk = [*([said("system", words)] if words else []), said("user", USER)]
-        answered = [*talk, said("assistant", ANSWER), said("user", FIRST)]
+        talk = [*([chat_message("system", words)] if words else []), chat_message("user", USER)]
+        answered = [*talk, chat_message("assistant", ANSWER), chat_message("user", FIRST)]
         functions = [tool.function_schema() for tool in PROBE_TOOLS]
         rendered = jinja.render(answered, functions)
         if not rendered.startswith(opening + spell(template.user) + USER):
@@ -75,12 +77,12 @@ def _tells_tools(jinja: ChatTemplate, renderer: Renderer, split: Callable[[str],
 
 
 def _writes_calls(jinja: ChatTemplate, frame: ChatTemplate, renderer: Renderer) -> bool:
-    """Whether the template shows calls, with and without words before them, as the grammar writes them, and
-    further ones in a second answer."""
+    """Whether the template shows calls as the grammar writes them, with and without text before them, and
+    in a second answer too."""
     template, grammar = renderer.template, renderer.grammar
     for words, count in itertools.product(("", ANSWER), (1, 2)):
-        asked, is_numbered = [said("user", USER)], bool(template.result_named)
-        answer = {**said("assistant", words)}
+        asked, is_numbered = [chat_message("user", USER)], bool(template.result_named)
+        answer = {**chat_message("assistant", words)}
         begun: Sequence[Piece] = template.shown
         if template.thinking or template.shows_empty_reasoning:
             answer["reasoning_content"] = FIRST
@@ -101,20 +103,20 @@ def _writes_calls(jinja: ChatTemplate, frame: ChatTemplate, renderer: Renderer) 
     return True
 
 
-def said(role: str, content: str) -> dict[str, Any]:
-    """A message of these words."""
+def chat_message(role: str, content: str) -> dict[str, Any]:
+    """A chat message."""
     return {"role": role, "content": content}
 
 
 def names_its_call(frame: str) -> bool:
-    """Whether a result's frame says which call it answers: then it is another one for every call."""
+    """Whether a result's frame names its call, so that it differs for every call."""
     return PROBE_CALL.name in frame or _ID in frame
 
 
 def probe_results(
     calls: Sequence[Mapping[str, Any]], outputs: Sequence[str], is_numbered: bool
 ) -> list[Message]:
-    """The results of calls, with the tool's name unless the ids are numbered: it would be another role."""
+    """The results of calls, with the tool's name unless ids are numbered, where it would change the role."""
     name = {} if is_numbered else {"name": PROBE_CALL.name}
     return [
         {"role": "tool", "tool_call_id": call["id"], **name, "content": output}
@@ -123,7 +125,7 @@ def probe_results(
 
 
 def probe_calls(count: int, is_numbered: bool, num_before: int = 0) -> list[Mapping[str, Any]]:
-    """The calls of one answer, with ids that number them over the conversation, or with Mistral's."""
+    """The calls of one answer, with ids in Kimi's form (numbered over the conversation) or Mistral's."""
     function = {"name": PROBE_CALL.name, "arguments": _ARGUMENTS}
     prefix = _NUMBERED_ID if is_numbered else _ID
     numbers = range(num_before, num_before + count)

@@ -1,9 +1,9 @@
-"""How a model is spoken to: the one place where that is chosen.
+"""The chat format of a model, and the one place where it is chosen.
 
     tokenizer, its chat template, [agent] --choose_format--> ChatFormat --renderer--> tokens of every session
 
-Training, evaluation, serving, recording and the agent all take what is chosen here, so that a model reads in
-use what it read in training.
+Training, evaluation, serving, recording and the agent all use the format chosen here, so that a model reads
+in use what it read in training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
-from etude.tokens.grammar.native import TOLD_GRAMMARS
+from etude.tokens.grammar.native import ANNOUNCED_GRAMMARS
 from etude.tokens.renderer import Renderer, digest_format
 from etude.tokens.template import (
     CHATML_TEMPLATE,
@@ -33,31 +33,31 @@ from etude.tokens.tokenizer import Tokenizer
 _GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
     "hermes": HermesGrammar,
     "xml": XmlGrammar,
-    **TOLD_GRAMMARS,
+    **ANNOUNCED_GRAMMARS,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How one model is spoken to. Holds what tools look like, and none of their code.
+    """The chat format of one model: tokenizer, template, grammar, tool schemas (not their code).
 
-    Earlier reasoning stays where it was sampled: no session renders it again.
+    Earlier reasoning stays as it was sampled: no session renders it again.
     """
 
     tokenizer: Tokenizer
-    """With the chat template that others need to speak to the model in the same way, where it has one."""
+    """With the chat template by which other programs render the same tokens, if there is one."""
     template: Template
     grammar: str
-    """`hermes`, `xml`, or one of those whose tools the model's own chat template announces."""
+    """`hermes`, `xml`, or a grammar whose tools the model's own chat template announces."""
     tools: tuple[ToolSchema, ...] = ()
-    """The agent's own."""
+    """Tools of the agent."""
     system: str | None = None
-    """Words of a system message that also tells the tools. None: there is none, as for models that were
-    trained with these tools from the start."""
+    """Text of a system message that also announces the tools. None: there is none, as for models trained
+    with these tools from scratch."""
 
     @property
     def is_own(self) -> bool:
-        """Whether it is Étude's own format, with every mark a token of its own."""
+        """Whether it is Étude's own format, in which every mark is one token."""
         return self.template is ETUDE_TEMPLATE and self.grammar == "xml"
 
     @property
@@ -67,15 +67,15 @@ class ChatFormat:
         return digest_format(self.tokenizer, _GRAMMARS[self.grammar](()), *described)
 
     def renderer(self) -> Renderer:
-        """The renderer of the agent's sessions. Raises ConfigError for tools that the grammar refuses, or of
-        which the tokenizer holds some tags and lacks others."""
+        """The renderer of the agent's sessions. Raises ConfigError for tools that the grammar refuses, or if
+        the tokenizer holds only some of their tags."""
         renderer = Renderer(self.tokenizer, _GRAMMARS[self.grammar](self.tools), self.template)
         if self.system is not None:
             renderer.system = renderer.describe(self.system, self.tools)
         return renderer
 
     def shelf(self) -> RendererShelf:
-        """Renderers for conversations whose tools the client brings."""
+        """Renderers for conversations whose tools the client defines."""
         return RendererShelf(self.tokenizer, _GRAMMARS[self.grammar], self.template)
 
 
@@ -84,13 +84,12 @@ def choose_format(
 ) -> ChatFormat:
     """The format of a tokenizer's model, without tools.
 
-    `auto`: Étude's own frame where the tokenizer has its control tokens; else what the model's chat template
-    says; without one, ChatML where the tokenizer has its tokens. `model`: what the chat template says. Calls
-    are tags of their own in Étude's frame; in any other what the chat template writes, or where it announces
-    no tools, or writes calls in no known form, JSON as Hermes and Qwen write it.
+    `auto`: Étude's own template if the tokenizer has its control tokens; else one derived from the model's
+    chat template; without that, ChatML if the tokenizer has its tokens. `model`: derived from the chat
+    template. Calls are tags in Étude's template; in any other the form that the chat template writes, or if
+    it announces no tools or writes calls in an unknown form, JSON as Hermes and Qwen write it.
 
-    Raises ConfigError where none fits, for a chat template that no frame describes, and for a name that
-    there is not.
+    Raises ConfigError if none fits, for a chat template that no `Template` describes, or an unknown name.
     """
     for field, name, known in (("template", template, TemplateName), ("grammar", grammar, GrammarName)):
         if name not in get_args(known):
@@ -99,8 +98,8 @@ def choose_format(
             )
     found, spoken, calls = _choose_template(tokenizer, template, grammar == "auto")
     if found is not ETUDE_TEMPLATE:
-        # Other programs, which read the exported checkpoint, are to end answers where sessions did.
-        spoken = spoken.ending_with([spoken.control_id(one.name) for one in found.ends])
+        # Other programs that load the exported checkpoint must end answers where sessions did.
+        spoken = spoken.with_end_tokens([spoken.control_id(end.name) for end in found.ends])
         if not spoken.chat_template:
             spoken = spoken.with_chat_template(write_chat_template(found))
     if found is ETUDE_TEMPLATE and not tokenizer.has_control("<tool_call>"):
@@ -109,11 +108,11 @@ def choose_format(
 
 
 def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tuple[Template, Tokenizer, str]:
-    """The frame, the tokenizer with a chat template that goes with it, and the grammar of its calls: with
-    `in_any_form` whatever the chat template of the model writes, else that of Hermes."""
+    """The template, the tokenizer with a matching chat template, and the grammar of calls: with `in_any_form`
+    the one that the model's chat template writes, else that of Hermes."""
     if name == "auto":
         known = [ETUDE_TEMPLATE, *([] if tokenizer.chat_template else (QWEN3_TEMPLATE, CHATML_TEMPLATE))]
-        fitting = next((one for one in known if not _missing(tokenizer, one)), None)
+        fitting = next((template for template in known if not _missing(tokenizer, template)), None)
         name = fitting.name if fitting is not None else "model"
     if name == "model":
         if not tokenizer.chat_template:
@@ -140,7 +139,7 @@ def _choose_template(tokenizer: Tokenizer, name: str, in_any_form: bool) -> tupl
 
 
 def _plain(tokenizer: Tokenizer) -> Template:
-    """Raises ConfigError for a tokenizer that does not say which token ends a text."""
+    """The plain template. Raises ConfigError for a tokenizer that names no end token."""
     named = tokenizer.template_variables
     end = named.get("eos_token", "")
     if not tokenizer.has_control(end):

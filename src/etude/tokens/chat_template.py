@@ -1,8 +1,8 @@
-"""The chat templates of published models: Jinja text, rendered as transformers renders it, and written.
+"""Chat templates of published models: Jinja text, rendered as transformers does, and generated for ours.
 
-A template is somebody else's program: it runs in Jinja's sandbox, and what it gives is looked at
-(`tokens.derived`) before any conversation is laid out as it says. It has no clock: a frame that names the day
-would be another one tomorrow. One that cannot do without is given the same day always.
+A template is third-party code: it runs in Jinja's sandbox, and its output is verified (`tokens.derived`)
+before any conversation is rendered by it. It has no clock: a prompt that names the date would change every
+day. One that requires a clock always gets the same date.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _WRITTEN = """\
 
 
 class _Generation(Extension):
-    """The blocks that mark answers for masks: what they hold is rendered as it stands."""
+    """The `generation` blocks that mark answers for masks: their content is rendered as usual."""
 
     tags = {"generation"}  # noqa: RUF012 - as the class that it extends has it
 
@@ -98,9 +98,9 @@ class ChatTemplate:
         marks: Mapping[str, str] | None = None,
         read: Callable[[str], str] = str,
     ) -> None:
-        """`variables`: what it may name besides the conversation, such as `bos_token`. `marks`: what stands
-        for the words that these are in its own text and in `variables`, and nowhere else. `read`: how the
-        tokenizer reads what is rendered."""
+        """`variables`: names available besides the conversation, such as `bos_token`. `marks`: replacements
+        of strings in its own text and in `variables`, and nowhere else. `read`: applied to rendered text, as
+        the tokenizer reads it."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -110,8 +110,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         self._read = read
         self._variables: dict[str, Any] = {name: put(text) for name, text in variables.items()}
-        self.names_a_day = False
-        """Whether it asked for the time without a look whether it can."""
+        self.needs_clock = False
+        """Whether it required a clock: it called for the time without checking that it can."""
         try:
             tree = environment.parse(source)
             for node in tree.find_all((Const, TemplateData)):
@@ -130,9 +130,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), prompts: bool = True
     ) -> str:
-        """The conversation as text. `prompts`: up to where the next answer begins.
+        """The conversation as text. `prompts`: with the opener of the next answer.
 
-        Raises ConfigError where the template refuses it or fails.
+        Raises ConfigError if the template refuses it or fails.
         """
         try:
             text = self._template.render(
@@ -142,16 +142,16 @@ class ChatTemplate:
                 **self._variables,
             )
             return self._read(text)
-        except Exception as error:  # whatever somebody else's program raises
+        except Exception as error:  # whatever third-party code raises
             lacks_clock = isinstance(error, jinja2.UndefinedError) and _CLOCK in str(error)
-            if self.names_a_day or not lacks_clock:
+            if self.needs_clock or not lacks_clock:
                 raise ConfigError(
                     f"fails: {error}",
                     field="chat_template",
                     fix='agent.template = "plain" does without it; the model learns that frame by '
                     "fine-tuning",
                 ) from error
-        self.names_a_day = True
+        self.needs_clock = True
         self._variables[_CLOCK] = _DAY.strftime
         return self.render(messages, tools, prompts)
 
@@ -166,31 +166,31 @@ def _marked(
 def open_with_tools(
     tokenizer: Tokenizer, template: Template, words: str, schemas: Sequence[ToolSchema]
 ) -> list[Piece]:
-    """What the tokenizer's chat template shows before the user's first words where tools are offered.
+    """The text that the tokenizer's chat template puts before the first user message when tools are offered.
 
-    Control tokens are those in the template's own text alone, where each is rendered as a character that
-    nothing else holds: what comes from outside (the system's words, names and descriptions) never becomes
-    one, whatever the template writes around it. Raises ConfigError where it fails.
+    Only control tokens in the template's own text count: each is rendered as a character that occurs nowhere
+    else. So outside text (system message, names and descriptions) never becomes one, whatever the template
+    writes around it. Raises ConfigError if the template fails.
     """
     functions = [schema.function_schema() for schema in schemas]
     given = set(words + json.dumps(functions, ensure_ascii=False) + tokenizer.chat_template)
-    free = (one for one in map(chr, range(0xF0000, 0x110000)) if one not in given)
+    free = (character for character in map(chr, range(0xF0000, 0x110000)) if character not in given)
     marks = dict(zip(tokenizer.added_tokens, free, strict=False))
     variables = tuple(tokenizer.template_variables.items())
     jinja = _marked(tokenizer.chat_template, variables, tuple(marks.items()))
     messages = [{"role": "system", "content": words}] if words else []
     text = jinja.render([*messages, {"role": "user", "content": _USER}], functions)
-    user = "".join(one if isinstance(one, str) else marks[one.name] for one in template.user)
+    user = "".join(piece if isinstance(piece, str) else marks[piece.name] for piece in template.user)
     before, found, _ = text.partition(user + _USER)
     if not found:
         raise ConfigError("does not show the user's words behind the tools", field="chat_template")
     names = {mark: name for name, mark in marks.items()}
     parts = re.split(f"([{''.join(names)}])", before)
-    return join_text(Control(names[one]) if one in names else one for one in parts)
+    return join_text(Control(names[part]) if part in names else part for part in parts)
 
 
 def write_chat_template(template: Template) -> str:
-    """A Jinja template that renders conversations in this frame, with tools and calls as Hermes has them."""
+    """A Jinja template that renders conversations in this template, with tools and calls in Hermes' form."""
     closed = spell((*template.closing, *template.after_end))
     ends = (template.shown_end or template.end, template.end) if not template.openers_end else ("", "")
     strings = {
@@ -223,7 +223,7 @@ def write_chat_template(template: Template) -> str:
 
 
 def _literal(text: str) -> str:
-    """The text as a string of Jinja's, whose escapes are Python's."""
+    """The text as a Jinja string literal, whose escapes are Python's."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 

@@ -1,9 +1,9 @@
-"""What a `tokenizer.json` defines: the bytes of each token, which tokens text may become, and where a space
-is put before text.
+"""Parses a `tokenizer.json`: the bytes of each token, the tokens that text may become, and where a space is
+put before text.
 
-Two kinds of BPE give text back byte for byte, and both are taken: byte-level ones, and SentencePiece's, which
-write spaces as `▁` and have a token `<0xNN>` for every byte. The latter may put a space of their own before
-text: before all text that follows a control token (Llama 2, Phi-3) or at the very start (Mistral).
+Two kinds of BPE decode losslessly to bytes, and both are supported: byte-level ones, and SentencePiece's,
+which write spaces as `▁` and have a token `<0xNN>` for every byte. The latter may put a space of their own
+before text: before all text that follows a control token (Llama 2, Phi-3) or at the very start (Mistral).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """How SentencePiece writes a space."""
 _BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 _LEFT_OUT = ("NFC", "NFD", "NFKC", "NFKD", "Precompiled")
-"""Normalisations that change text: a file is encoded as it is."""
+"""Normalisations that change text; they are left out: a file is encoded as it is."""
 _FLAGS = ("special", "lstrip", "rstrip", "single_word")
 _WORDS = re.compile(
     rf"[ {SPACE}\n\t]+|</?(?:a|b|bbox|blockquote|body|caption|code|div|em|footer|h[1-6]|html|i|iframe|img|li"
     r"|s|span|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
 )
-"""Runs of blanks and tags of HTML, which Gemma's vocabulary holds as words that are always cut off whole."""
+"""Runs of blanks and HTML tags, which Gemma's vocabulary holds as words that are always split off whole."""
 _MARKS_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _PREPENDS_SPACE = {"type": "Prepend", "prepend": SPACE}
 
@@ -34,20 +34,20 @@ Where = Literal["never", "first", "always"]
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A definition, taken apart."""
+    """The parts of a parsed definition."""
 
     plain: Mapping[str, Any]
-    """The definition that encodes ordinary text, which never becomes a mark."""
+    """The definition that encodes ordinary text, and never yields a mark."""
     marks: Mapping[str, int]
-    """Added tokens that text never becomes, by name: control tokens, and tags such as `<tool_call>`."""
+    """Added tokens that text never yields, by name: control tokens, and tags such as `<tool_call>`."""
     is_sentencepiece: bool = False
     space_before: Where = "never"
-    """Where text has a space of the tokenizer's before it: nowhere, at the start, or behind every mark."""
+    """Where the tokenizer puts a space before text: nowhere, at the start, or after every mark."""
     doubles_space: bool = False
-    """Whether it has one even where it begins with one."""
+    """Whether it does so even if the text begins with a space."""
 
     def bytes_of(self, vocabulary: Mapping[str, int]) -> list[bytes]:
-        """The bytes of every token id; ids that nothing uses stand for no bytes, a mark for its name."""
+        """The bytes of every token id; an unused id has no bytes, a mark those of its name."""
         spell = _sentencepiece_bytes if self.is_sentencepiece else _byte_level_bytes
         table = [b""] * (max([*vocabulary.values(), *self.marks.values()], default=-1) + 1)
         for token, index in vocabulary.items():
@@ -58,7 +58,7 @@ class Definition:
 
 
 def read_definition(parsed: Mapping[str, Any]) -> Definition:
-    """Raises ConfigError for a tokenizer that does not give text back as it was."""
+    """Parses a definition. Raises ConfigError for a tokenizer that does not decode losslessly."""
     model = parsed.get("model") or {}
     added: list[dict[str, Any]] = list(parsed.get("added_tokens") or [])
     dropped = dict.fromkeys(("post_processor", "truncation", "padding"))
@@ -81,20 +81,20 @@ def read_definition(parsed: Mapping[str, Any]) -> Definition:
     marks = {token["content"]: int(token["id"]) for token in added if token["content"] not in known}
     normalizers = _parts(parsed.get("normalizer"), "normalizers")
     cutters = _parts(parsed.get("pre_tokenizer"), "pretokenizers")
-    for one in normalizers:
-        if one not in (_MARKS_SPACES, _PREPENDS_SPACE) and one["type"] not in _LEFT_OUT:
+    for part in normalizers:
+        if part not in (_MARKS_SPACES, _PREPENDS_SPACE) and part["type"] not in _LEFT_OUT:
             raise ConfigError(
                 "changes text before it is encoded, so that it would not be given back",
                 field="tokenizer.json: normalizer",
-                received=one["type"],
+                received=part["type"],
                 fix="use a model whose tokenizer only marks spaces",
             )
     scheme: Where = "always" if _PREPENDS_SPACE in normalizers else "never"
-    for one in cutters:
-        if one["type"] == "Metaspace":
-            old = "always" if one.pop("add_prefix_space", True) else "never"
-            scheme = one.get("prepend_scheme", old)
-            one["prepend_scheme"] = "never"
+    for part in cutters:
+        if part["type"] == "Metaspace":
+            old = "always" if part.pop("add_prefix_space", True) else "never"
+            scheme = part.get("prepend_scheme", old)
+            part["prepend_scheme"] = "never"
     return Definition(
         {
             **parsed,
@@ -111,12 +111,12 @@ def read_definition(parsed: Mapping[str, Any]) -> Definition:
 
 
 def _parts(part: Mapping[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """What a normalizer or a pre-tokenizer consists of."""
+    """The flattened parts of a normalizer or a pre-tokenizer."""
     if part is None:
         return []
     if part.get("type") != "Sequence":
         return [dict(part)]
-    return [one for inner in part[key] for one in _parts(inner, key)]
+    return [leaf for inner in part[key] for leaf in _parts(inner, key)]
 
 
 def _is_text(token: Mapping[str, Any], vocabulary: Mapping[str, int]) -> bool:
@@ -144,4 +144,4 @@ _CHARACTERS = _byte_characters()
 def _byte_level_bytes(token: str) -> bytes:
     if all(character in _CHARACTERS for character in token):
         return bytes(_CHARACTERS[character] for character in token)
-    return token.encode()  # a marker that stands in the vocabulary under its own name
+    return token.encode()  # a marker that is in the vocabulary under its own name

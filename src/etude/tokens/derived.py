@@ -1,12 +1,12 @@
-"""A frame from a model's chat template: probe conversations are rendered, and what stands between their words
-is the frame.
+"""Derives a `Template` from a model's chat template: probe conversations are rendered, and the text between
+their messages' contents is the frame.
 
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n USER <|im_end|>\\n<|im_start|>assistant\\n
     └─ begin, system ──┘        └─── end, after_end, user ───┘      └── end, after_end, assistant ──┘
 
-The frame is then held against the template on conversations of many shapes. A template is refused that lays
-them out in another way than message by message, so that a prompt is not the earlier prompt, the answer to it
-and what is new.
+The result is then checked against the chat template on conversations of many shapes. A chat template is
+refused if it does not render message by message, so that a prompt would not be the earlier prompt, its answer
+and the new messages.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from etude.tokens.call_probes import (
     SECOND,
     SYSTEM,
     USER,
+    chat_message,
+    matches_grammar,
     names_its_call,
     probe_calls,
     probe_results,
-    said,
-    speaks,
 )
 from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
 from etude.tokens.grammar import HermesGrammar
 from etude.tokens.grammar.channels import CHANNEL, THINK_CLOSE, THINK_OPEN
-from etude.tokens.grammar.native import TOLD_GRAMMARS
+from etude.tokens.grammar.native import ANNOUNCED_GRAMMARS
 from etude.tokens.pieces import Control, Piece, join_text, spell
 from etude.tokens.template import CHATML_TEMPLATE, QWEN3_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
@@ -49,19 +49,19 @@ _TEXTS = (
 
 
 def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> tuple[Template, Tokenizer, str]:
-    """The frame of a tokenizer's chat template, which may write calls `in_any_form` or else as Hermes does.
+    """The frame of a tokenizer's chat template, with calls `in_any_form` or else only as Hermes writes them.
 
-    With the tokenizer, whose chat template then renders tools, calls and results as our sessions have them:
-    the model's own where it does so, else one that is written for this frame. And the grammar of the calls
-    that it writes: `hermes`, or one of those whose tools it announces in its own words.
+    Also returns the tokenizer, whose chat template renders tools, calls and results as our sessions do (the
+    model's own if it does so, else one generated for this frame), and the grammar of the calls that it
+    writes: `hermes`, or one whose tools the model's own chat template announces.
 
-    Raises ConfigError for one that no frame describes, or whose control tokens the tokenizer lacks.
+    Raises ConfigError for a chat template that no frame describes, or with unknown control tokens.
     """
-    jinja = ChatTemplate(tokenizer.chat_template, tokenizer.template_variables, read=tokenizer.swallow_blanks)
+    jinja = ChatTemplate(tokenizer.chat_template, tokenizer.template_variables, read=tokenizer.strip_blanks)
     reader = _Reader(jinja, tokenizer)
     template = reader.frame()
     with_results = reader.results(template)
-    # Without a role for results they come in the user's name, as Qwen's templates have them.
+    # Without a role for results they are user messages, as in Qwen's templates.
     by_user = replace(
         template,
         tool=tuple(join_text((*template.user, "<tool_response>\n"))),
@@ -72,22 +72,22 @@ def derive_template(tokenizer: Tokenizer, in_any_form: bool = True) -> tuple[Tem
     template = by_user if with_results is None or names_calls else with_results
     written = ChatTemplate(write_chat_template(template), {})
     for messages in _probes():
-        # Some put the system's words into the user's last message: here they stay in the first.
+        # Some put the system message into the last user message: here it stays in the first.
         if not (template.joins_system and messages[0]["role"] == "system" and len(messages) > 2):
             _check_alike(jinja, written, messages)
-    known = (one for one in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(one) == _layout(template))
+    known = (frame for frame in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(frame) == _layout(template))
     template = next(known, template)
-    if with_results is not None and not jinja.names_a_day:
-        others = TOLD_GRAMMARS.values() if in_any_form else ()
+    if with_results is not None and not jinja.needs_clock:
+        others = ANNOUNCED_GRAMMARS.values() if in_any_form else ()
         own = with_results if names_calls else template
         for grammar in (HermesGrammar(PROBE_TOOLS), *(make(PROBE_TOOLS) for make in others)):
-            if speaks(jinja, written, reader.pieces, tokenizer, grammar, own):
+            if matches_grammar(jinja, written, reader.pieces, tokenizer, grammar, own):
                 return own, tokenizer, grammar.name
     return template, tokenizer.with_chat_template(write_chat_template(template)), "hermes"
 
 
 class _Reader:
-    """Reads the parts of a frame off rendered probes."""
+    """Extracts the parts of a frame from rendered probes."""
 
     def __init__(self, jinja: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._jinja = jinja
@@ -96,12 +96,12 @@ class _Reader:
         self._names = frozenset(names)
 
     def frame(self) -> Template:
-        """All but how results are shown."""
-        user, answer = said("user", USER), said("assistant", ANSWER)
-        opened, to_user, to_answer = self._between([said("system", SYSTEM), user], SYSTEM, USER)
+        """The frame without the parts around results."""
+        user, answer = chat_message("user", USER), chat_message("assistant", ANSWER)
+        opened, to_user, to_answer = self._between([chat_message("system", SYSTEM), user], SYSTEM, USER)
         bare, prompt = self._between([user], USER)
         _, to_said, after_said, again = self._between(
-            [user, answer, said("user", FIRST)], USER, ANSWER, FIRST
+            [user, answer, chat_message("user", FIRST)], USER, ANSWER, FIRST
         )
         thinking = prompt[len(to_said) :] if prompt.startswith(to_said) else ""
         shown = to_said[len(prompt) :] if to_said.startswith(prompt) else ""
@@ -139,7 +139,7 @@ class _Reader:
         return replace(template, end=end, shown_end=template.end)
 
     def _joined(self, to_user: str, to_answer: str, bare: str, between: str) -> Template:
-        """The frame where the system's words begin the user's first message."""
+        """The frame if the system message begins the first user message."""
         ended = self._ended(to_user)
         if self.pieces(to_answer)[:1] == ended[:1]:
             template = self._alike(bare, to_user, to_answer, bare)
@@ -153,14 +153,14 @@ class _Reader:
         return all(isinstance(piece, str) for piece in self.pieces(frame))
 
     def _alike(self, opened: str, to_user: str, to_answer: str, bare: str) -> Template:
-        """The frame where all messages end with one token."""
+        """The frame if all messages end with the same token."""
         ended, answer_ended = self._ended(to_user), self._ended(to_answer)
         end, user_pieces, answer_pieces = ended[0], ended[1:], answer_ended[1:]
         num_plain = next(
-            (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
+            (n for n, piece in enumerate(user_pieces) if isinstance(piece, Control)), len(user_pieces)
         )
         after_end, user_pieces = user_pieces[:num_plain], user_pieces[num_plain:]
-        if not user_pieces:  # words open messages, and the first one shows which of them
+        if not user_pieces:  # plain text opens messages, and the first message shows which part of it
             words = spell(after_end)
             lead = words[: next(n for n in range(len(words) + 1) if bare.endswith(words[n:]))]
             after_end, user_pieces = self.pieces(lead), self.pieces(words.removeprefix(lead))
@@ -179,7 +179,7 @@ class _Reader:
         elif user_pieces[0] in system:
             start = system.index(user_pieces[0])
             begin, system = system[:start], system[start:]
-        else:  # where there is always a system message, what stands before it counts as its opening
+        else:  # if there is always a system message, the text before it belongs to its opener
             begin = () if has_default else self.pieces(before)
             system = system[len(begin) :]
         return replace(
@@ -195,7 +195,7 @@ class _Reader:
         )
 
     def _unended(self, opened: str, user: str, answer: str, ended: str) -> Template:
-        """The frame where answers end with a token, or with the opener of what follows, and other messages
+        """The frame if answers end with a token, or with the opener of the next message, and other messages
         where the next one begins."""
         (end, *_) = self._ended(ended or user)
         return replace(
@@ -209,20 +209,20 @@ class _Reader:
         )
 
     def results(self, template: Template) -> Template | None:
-        """With how results are shown; None where the template has no role for them, or where they name the
-        call that they answer, but not by its name and number."""
+        """The template with the parts around results; None if it has no role for results, or if results name
+        their call other than by name and number."""
         found = self._results(template, is_numbered=False)
         numbered = found or self._results(template, is_numbered=True)
         return numbered if found or (numbered and numbered.result_named) else None
 
     def _results(self, template: Template, *, is_numbered: bool) -> Template | None:
         calls = probe_calls(2, is_numbered)
-        start = [said("user", USER), {**said("assistant", ANSWER), "tool_calls": calls}]
+        start = [chat_message("user", USER), {**chat_message("assistant", ANSWER), "tool_calls": calls}]
         try:
             messages = [*start, *probe_results(calls, [FIRST, SECOND], is_numbered)]
             _, _, opened, between, rest = self._between(messages, USER, ANSWER, FIRST, SECOND)
             if template.openers_end:
-                _, _, called, _ = self._between([*start, said("user", FIRST)], USER, ANSWER, FIRST)
+                _, _, called, _ = self._between([*start, chat_message("user", FIRST)], USER, ANSWER, FIRST)
                 called = called.removesuffix(spell(template.user))
                 found, opened = opened.startswith(called), opened.removeprefix(called)
                 self._ended(opened)
@@ -236,7 +236,7 @@ class _Reader:
         if not (found and opened.startswith(lead) and rest.endswith(closed) and between.startswith(close)):
             return None
         opened, between = opened.removeprefix(lead), between.removeprefix(close)
-        # What stands behind its name and number, where a result names the call that it answers.
+        # The text after the call's name and number, if a result names its call.
         opened, is_named, named = opened.partition(f"{PROBE_CALL.name}:0")
         between = between.removesuffix(f"{PROBE_CALL.name}:1{named}") if is_named else between
         if any(names_its_call(part) for part in (opened, named, between, close)):
@@ -250,7 +250,7 @@ class _Reader:
         )
 
     def _between(self, messages: Sequence[Message], *words: str, prompts: bool = True) -> list[str]:
-        """What stands before, between and behind these words. Raises ConfigError where one is missing."""
+        """The text before, between and after `words`. Raises ConfigError if one is missing."""
         text = self._jinja.render(messages, prompts=prompts)
         found: list[str] = []
         for word in words:
@@ -261,7 +261,7 @@ class _Reader:
         return [*found, text]
 
     def _ended(self, text: str) -> tuple[Control, *tuple[Piece, ...]]:
-        """The pieces of text that begins where a message ends or opens, with a control token."""
+        """The pieces of a text that must begin with a control token, which ends or opens a message."""
         first, *rest = self.pieces(text) or ("",)
         if not isinstance(first, Control):
             raise ConfigError(
@@ -274,8 +274,8 @@ class _Reader:
         return (first, *rest)
 
     def pieces(self, text: str) -> tuple[Piece, ...]:
-        """Rendered text, its control tokens as such."""
-        return tuple(join_text(Control(one) if one in self._names else one for one in self._split(text)))
+        """Rendered text, split into text and control tokens."""
+        return tuple(join_text(Control(part) if part in self._names else part for part in self._split(text)))
 
 
 def _unstable(why: str) -> ConfigError:
@@ -288,21 +288,21 @@ def _unstable(why: str) -> ConfigError:
 
 
 def _probes() -> Iterator[list[Message]]:
-    """Conversations of users and answers: with and without the system's words, of one to four turns."""
+    """Conversations of user messages and answers: with and without a system message, of one to four turns."""
     for number, text in enumerate(_TEXTS):
         following = _TEXTS[number + 1 :] + _TEXTS[:number]
-        for system in ((), (said("system", following[0]),)):
+        for system in ((), (chat_message("system", following[0]),)):
             for num_answers in range(4):
                 turns = [
-                    one
+                    message
                     for words in following[:num_answers]
-                    for one in (said("assistant", words), said("user", text))
+                    for message in (chat_message("assistant", words), chat_message("user", text))
                 ]
-                yield [*system, said("user", text), *turns]
+                yield [*system, chat_message("user", text), *turns]
 
 
 def _check_alike(jinja: ChatTemplate, written: ChatTemplate, messages: Sequence[Message]) -> None:
-    """Raises ConfigError where the template renders a conversation otherwise than the frame does."""
+    """Raises ConfigError if chat template and frame render a conversation differently."""
     rendered, framed = jinja.render(messages), written.render(messages)
     if rendered == framed:
         return
@@ -313,7 +313,7 @@ def _check_alike(jinja: ChatTemplate, written: ChatTemplate, messages: Sequence[
 
 
 def _layout(template: Template) -> tuple[str, ...]:
-    """What decides a conversation's text and tokens, however results are divided into parts."""
+    """All that decides a conversation's tokens, independent of how results are divided into parts."""
     first = (*template.tool, *template.result_open)
     between = (*template.result_close, *template.result_between, *template.result_open)
     last = (*template.result_close, *template.closing, *template.after_end)

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the files that a Hugging Face directory has of it."""
+"""Converts the tokenizer of a GGUF file to the files of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from etude.tokens.definition import SPACE
 from etude.tokens.tokenizer import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-"""Types of tokens; others stand for no text that can be written."""
+"""Types of tokens; tokens of other types have no text."""
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 _PATTERNS = {"llama-bpe": _PIECES % r"\p{N}{1,3}", "qwen2": _PIECES % r"\p{N}"}
-"""How text is cut before merging, by `tokenizer.ggml.pre`: the models' own patterns."""
+"""Patterns of pre-tokenisation, by `tokenizer.ggml.pre`: the models' own."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact")
-"""Those that cut as GPT-2 does, and each digit by itself."""
+"""Those that pre-tokenise as GPT-2 does, with each digit by itself."""
 _PLAIN = ("gpt-2",)
 _LEARNED = {"gpt2": "merges", "llama": "scores"}
-"""By `tokenizer.ggml.model`, what a tokenizer learned beside its tokens."""
+"""What a tokenizer learned besides its tokens, by `tokenizer.ggml.model`."""
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text: the tokenizer, its chat template if there is one, and which tokens end an answer.
+    """Name -> text: the tokenizer, its chat template if there is one, and the tokens that end an answer.
 
-    Raises ConfigError for a tokenizer of another kind than byte-level BPE and SentencePiece's, or that cuts
-    text in a way not known here.
+    Raises ConfigError for a tokenizer that is neither byte-level BPE nor SentencePiece's, or with an unknown
+    pre-tokenisation.
     """
     given = {
         name.removeprefix("tokenizer.ggml."): value
@@ -82,8 +82,8 @@ def _kinds(given: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _build_sentencepiece(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """SentencePiece merges the neighbours first whose piece has the best score: as a list of merges, those of
-    the best piece first. llama.cpp puts a space before text at the start and behind control tokens."""
+    """SentencePiece first merges the neighbours whose piece has the best score: as a list of merges, those of
+    the best piece come first. llama.cpp puts a space before text at the start and after control tokens."""
     ids = {token: index for index, token in enumerate(given["tokens"])}
     scores = {
         token: score
@@ -121,7 +121,7 @@ def _build_byte_level(given: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _add_marks(built: tokenizers.Tokenizer, given: Mapping[str, Any], begins: str | None) -> None:
-    """`begins`: the token with which an encoded text begins, if any."""
+    """Adds the control tokens. `begins`: the token with which an encoded text begins, if any."""
     marked = [(token, kind) for token, kind in _kinds(given) if kind in (_CONTROL, _USER_DEFINED)]
     marked = [(token, kind) for token, kind in marked if built.token_to_id(token) is not None]
     built.add_tokens([AddedToken(t, special=kind != _USER_DEFINED, normalized=False) for t, kind in marked])
@@ -133,7 +133,7 @@ def _add_marks(built: tokenizers.Tokenizer, given: Mapping[str, Any], begins: st
 
 
 def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:
-    """What cuts text before merging. Raises ConfigError for a name that is not known here."""
+    """The pre-tokenizer of this name. Raises ConfigError for an unknown one."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if cut in _PLAIN:
         return gpt2

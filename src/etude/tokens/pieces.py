@@ -1,7 +1,7 @@
-"""Pieces: text and control tokens, as they alternate in what a model reads and writes.
+"""Pieces: the alternating text and control tokens that a model reads and writes.
 
-A control token is never spelled in characters. Everything that comes from outside (a user's words, a
-file, a test's output) is a `str` piece and can therefore never become one.
+A control token is never spelled in characters. Everything that comes from outside (a user's message, a file,
+a test's output) is a `str` piece and can therefore never become one.
 """
 
 from __future__ import annotations

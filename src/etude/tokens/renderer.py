@@ -1,11 +1,11 @@
-"""The one renderer from messages and tool results to tokens.
+"""The renderer from messages and tool results to tokens.
 
-    <|user|>words<|end|><|assistant|>            prompt: given
+    <|user|>text<|end|><|assistant|>             prompt: given
     ...<|end|>                                   the agent's message: sampled, its end included
     <|tool|><result>..</result><|end|><|assistant|>    observations: given
 
-Only framing and tags are control tokens. Words, file contents and outputs are encoded as ordinary text,
-whatever they look like.
+Only the template's marks and tags are control tokens. Messages, file contents and outputs are encoded as
+ordinary text, whatever they look like.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ Tokens = NDArray[np.int32]
 class Renderer:
     """Renders and parses the messages of one tokenizer, grammar and template. Stateless after creation.
 
-    `<think>` and `</think>` are recognised as control tokens where the tokenizer holds both; else like the
-    tags, so in characters in text mode and not at all in token mode. Where the template's prompts open
-    reasoning, each message begins with it.
+    `<think>` and `</think>` are recognised as control tokens if the tokenizer holds both; else like the tags:
+    in characters in text mode and not at all in token mode. If the template's prompts open reasoning, each
+    message begins with it.
 
-    Raises ConfigError if the tokenizer lacks the template's control tokens, or has some of the grammar's
-    tags and lacks others (with none of them, calls are parsed in text mode).
+    Raises ConfigError if the tokenizer lacks the template's control tokens, or holds only some of the
+    grammar's tags (with none of them, calls are parsed in text mode).
     """
 
     def __init__(self, tokenizer: Tokenizer, grammar: Grammar, template: Template = ETUDE_TEMPLATE) -> None:
         self.tokenizer = tokenizer
         self.system: tuple[Piece, ...] | None = None
-        """The system message of the agent's own sessions, where there is one; see `ChatFormat`."""
+        """The system message of the agent's own sessions, if there is one; see `ChatFormat`."""
         self.grammar = grammar
         self.template = template
         for name in template.control_tokens:
             tokenizer.control_id(name)
         self.end_token = tokenizer.control_id(template.end.name)
-        self.end_tokens = frozenset(tokenizer.control_id(one.name) for one in template.ends)
-        """Those of which one ends an answer."""
+        self.end_tokens = frozenset(tokenizer.control_id(end.name) for end in template.ends)
+        """The tokens that end an answer."""
         self.closing = self.encode(() if template.openers_end else (template.end,))
-        """Ends an answer that was cut: nothing where what follows does."""
+        """Ends an answer that was cut; empty if the next message's opener does."""
         self.text_mode = _needs_text_mode(tokenizer, grammar)
         self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
         self.reasoning: ReasoningMarks = _choose_marks(tokenizer, template, self.text_mode)
         self._end = (*template.closing, *template.after_end)
-        self._is_told_by_template = grammar.announce(()) is None
+        self._is_announced_by_template = grammar.announce(()) is None
 
     @property
     def template_digest(self) -> str:
-        """BLAKE3 hex digest of template, grammar and mode, and of the chat template where that announces the
+        """BLAKE3 hex digest of template, grammar and mode, and of the chat template if it announces the
         tools: equal digests render equal tokens."""
         described = (self.template, self.grammar.name, self.grammar.control_tokens(), self.text_mode)
         return digest_format(self.tokenizer, self.grammar, *described)
 
     def encode(self, pieces: Iterable[Piece], after: Piece | None = "") -> Tokens:
-        """Token ids of pieces that follow `after`, a control token or text, or nothing (None). A tag that the
+        """Token ids of pieces that follow `after`: a control token, text, or nothing (None). A tag that the
         tokenizer does not hold is spelled out (text mode)."""
         tokenizer = self.tokenizer
         spelled = (
@@ -87,12 +87,12 @@ class Renderer:
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
     def opening(self, system: str | Sequence[Piece] | None = None) -> Tokens:
-        """What stands before the first message that is not the system's, its words and all.
+        """All tokens before the first message after the system message.
 
-        Given as pieces, as `describe` gives them, the words may hold control tokens. Without any, the
-        template's own stand there, if it has some.
+        `system` as pieces (see `describe`) may hold control tokens. Without it, the template's default system
+        message is used, if it has one.
         """
-        if system is not None and not isinstance(system, str) and self._is_told_by_template:
+        if system is not None and not isinstance(system, str) and self._is_announced_by_template:
             return self.encode(system, None)
         template = self.template
         words = template.default_system if system is None else system
@@ -105,8 +105,8 @@ class Renderer:
         return self.encode((*template.begin, *framed), None)
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
-        """The words of a system message that offers tools, as pieces; or where the model's own chat template
-        announces them, all that it shows before the user's first words."""
+        """The pieces of a system message that announces tools; or if the model's own chat template announces
+        them, all pieces that it puts before the first user message."""
         announced = self.grammar.announce(schemas)
         if announced is None:
             return tuple(open_with_tools(self.tokenizer, self.template, words, schemas))
@@ -114,36 +114,36 @@ class Renderer:
         return (*([words, "\n\n"] if words else []), *announced)
 
     def prompt(self, instruction: str, system: str | Sequence[Piece] | None = None) -> Tokens:
-        """The start of a session, up to where the agent's first message begins. Without `system` it has the
-        renderer's own."""
+        """The start of a session, up to where the agent's first message begins. `system`: the renderer's own
+        by default."""
         opening = self.opening(self.system if system is None else system)
         return np.concatenate([opening, self.request(instruction, opening)])
 
     def request(self, text: str, opening: Tokens) -> Tokens:
-        """A user's first message, following what `opening` gave."""
+        """The first user message, following the tokens of `opening`."""
         return self.encode_first((*self.template.user, text, *self._end, *self.template.prompt), opening)
 
     def encode_first(self, message: Sequence[Piece], opening: Tokens) -> Tokens:
-        """The first message behind an opening, without its own opener where the opening has begun it."""
+        """The first message after an opening, without its own opener if the opening contains it."""
         template = self.template
         if template.joins_system and len(opening) > len(self.encode(template.begin, None)):
             return self.encode(message[len(template.user) :])
         return self.encode(message, template.before if len(opening) else None)
 
     def user_message(self, text: str) -> Tokens:
-        """A later message of the user, following an agent's message that has ended."""
+        """A later user message, following an ended message of the agent."""
         asked = (*self.template.after_end, *self.template.user, text, *self._end, *self.template.prompt)
         return self.encode(asked, self.template.end)
 
     def observations(self, outputs: Sequence[str], calls: Sequence[str] = ()) -> Tokens:
-        """The results of one turn, in call order, up to where the agent's next message begins; `calls` as in
+        """The results of one turn, in call order, with the opener of the agent's next message; `calls` as in
         `results`."""
         pieces = (*self._results(outputs, calls), *self._end, *self.template.prompt)
         return self.encode(pieces, self.template.end)
 
     def results(self, outputs: Sequence[str], calls: Sequence[str] = ()) -> Tokens:
-        """The results of one turn, in call order; `user_message` may follow. `calls`: as `number_calls` gives
-        them, for families whose results name the call that they answer."""
+        """The results of one turn, in call order; `user_message` may follow. `calls`: names from
+        `number_calls`, for families whose results name their call."""
         return self.encode((*self._results(outputs, calls), *self.template.closing), self.template.end)
 
     def _results(self, outputs: Sequence[str], calls: Sequence[str]) -> list[Piece]:
@@ -151,7 +151,7 @@ class Renderer:
         pieces: list[Piece] = [*template.after_end, *template.tool]
         named = [*calls, *number_calls([""] * (len(outputs) - len(calls)), len(calls))]
         if self.grammar.numbers_restart:
-            named = [f"{one.rpartition(':')[0]}:{place}" for place, one in enumerate(named)]
+            named = [f"{name.rpartition(':')[0]}:{place}" for place, name in enumerate(named)]
         for number, output in enumerate(outputs):
             pieces += template.result_between if number else ()
             pieces += (named[number], *template.result_named) if template.result_named else ()
@@ -159,25 +159,25 @@ class Renderer:
         return pieces
 
     def follow(self, before: Tokens, message: Tokens) -> Tokens:
-        """A message as it stands behind these tokens: without its opener where the answer before it has ended
-        with that one."""
+        """A message that follows the tokens `before`: without its opener if the answer before it ended with
+        that token."""
         if not (self.template.openers_end and len(before) and len(message)):
             return message
         last = int(before[-1])
         return message[1:] if last == int(message[0]) and last in self.end_tokens else message
 
     def end_of(self, pieces: Sequence[Piece]) -> Control:
-        """What ends an answer that says this, by whether it calls tools."""
+        """The token that ends an answer of these pieces, which depends on whether it calls tools."""
         tags = self.grammar.control_tokens()
-        has_calls = any(isinstance(one, Control) and one.name in tags for one in pieces)
+        has_calls = any(isinstance(piece, Control) and piece.name in tags for piece in pieces)
         return self.template.ends[-1] if has_calls else self.template.end
 
     def message(self, parts: Sequence[ToolCall | str], num_before: int = 0) -> Tokens:
-        """An agent's message as its author would sample it, its end included.
+        """An agent's message as the model would sample it, with its end.
 
         For scripted agents: in `str` parts, known tags become control tokens, so malformed calls can be
-        written as they would be sampled. Reasoning that the prompt opened is closed where no part does it.
-        `num_before`: of the conversation's calls.
+        written as they would be sampled. Reasoning that the prompt opened is closed unless a part does so.
+        `num_before`: calls earlier in the conversation.
         """
         pieces: list[Piece] = []
         for is_call, run in itertools.groupby(parts, lambda part: isinstance(part, ToolCall)):
@@ -193,8 +193,8 @@ class Renderer:
             begin = ()
         return self.encode([*begin, *pieces, self.end_of(pieces)], template.prompt[-1])
 
-    def reasoned(self, reasoning: str) -> list[Piece]:
-        """Reasoning with its marks, as a message begins with it behind a prompt; its words follow."""
+    def mark_reasoning(self, reasoning: str) -> list[Piece]:
+        """Reasoning with its marks, as the beginning of a message after a prompt."""
         template = self.template
         return [*(() if template.thinking else template.reasoning_open), reasoning, *template.reasoning_close]
 
@@ -208,11 +208,11 @@ class Renderer:
         return list(self.read(message).calls)
 
     def parse_events(self, message: Tokens) -> list[ParseEvent]:
-        """Everything that one sampled message says, in order. Never raises."""
+        """All events of one sampled message, in order. Never raises."""
         return parse_events(self.parser(), self.pieces(message))
 
     def read(self, message: Tokens) -> ParsedMessage:
-        """One sampled message taken apart: the words, the reasoning, the calls. Never raises."""
+        """The parts of one sampled message: text, reasoning, calls. Never raises."""
         return collect(self.parse_events(message))
 
     def without_end(self, decoded: str) -> str:
@@ -229,20 +229,19 @@ class Renderer:
 
 
 def number_calls(names: Sequence[str], num_before: int) -> list[str]:
-    """Calls by name and number, as families write them that number the calls of a conversation, of which
-    there were so many before these."""
+    """Calls by name and number, for families that number the calls of a conversation. `num_before`: calls
+    before these."""
     return [f"{name or 'unknown'}:{number}" for number, name in enumerate(names, num_before)]
 
 
 def digest_format(tokenizer: Tokenizer, grammar: Grammar, *described: object) -> str:
-    """BLAKE3 hex digest of what is described, and of the model's own chat template where that announces the
-    tools."""
+    """BLAKE3 hex digest of `described`, and of the model's own chat template if it announces the tools."""
     native = (tokenizer.chat_template,) if grammar.announce(()) is None else ()
     return blake3(repr((*described, *native)).encode()).hexdigest()
 
 
 def _has_words(pieces: Sequence[Piece]) -> bool:
-    """Whether anything stands behind an answer's reasoning."""
+    """Whether an answer has content after its reasoning."""
     closed = [place for place, piece in enumerate(pieces, 1) if piece == Control(THINK_CLOSE)]
     words = pieces[closed[-1] :] if closed else pieces
     return any(not isinstance(piece, str) or bool(piece.strip()) for piece in words)

@@ -1,7 +1,7 @@
-"""One message of the agent as its tokens are sampled: tokens in, parse events out.
+"""Incremental parser of one message of the agent: sampled tokens in, parse events out.
 
-A character, a tag or a call may be cut between any two tokens: the events come as soon as they are decided,
-and add up to what `Renderer.parse_events` gives for the whole message.
+A character, a tag or a call may be split between any two tokens: events are emitted as soon as they are
+decided, and add up to those of `Renderer.parse_events` for the whole message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.tokens.renderer import Renderer
 
 
 class MessageStream:
-    """Takes one message's tokens, in chunks of any size. Takes time linear in the message; never raises."""
+    """Parses one message's tokens, in chunks of any size. Takes time linear in the message; never raises."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._tokenizer = renderer.tokenizer
@@ -31,7 +31,7 @@ class MessageStream:
         self._last: bytes | Piece = renderer.template.prompt[-1]
 
     def feed(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[ParseEvent]:
-        """What these tokens add. A last end token is held back: the message ends with it, or goes on."""
+        """The events that these tokens add. A final end token is held back, as the message may continue."""
         listed: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         if not listed:
             return []
@@ -49,25 +49,25 @@ class MessageStream:
         return events
 
     def finish(self) -> list[ParseEvent]:
-        """What was held back, and calls left unclosed. Ends the stream's life."""
+        """Events of held-back text, and of unclosed calls. Nothing may be fed after."""
         return self._end_text() + self._parser.finish_events()
 
     def _end_text(self) -> list[ParseEvent]:
-        """Half a character that nothing completes becomes U+FFFD."""
+        """Ends a run of text: an incomplete character becomes U+FFFD."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return self._parser.feed_events(rest) if rest else []
 
 
 Spans = tuple[tuple[int, int], ...]
-"""Tokens [start, end), one pair for each of several places in a message."""
+"""Ranges of tokens [start, end) in a message."""
 
 
 def malformed_spans(message: NDArray[np.int32], calls: Sequence[ToolCall], renderer: Renderer) -> Spans:
     """The tokens of a whole message that make up its malformed calls.
 
-    `calls`: those of the message in their order, perhaps cut at a limit; the last one then stands for all
-    that follow. Where the message holds no call and `calls` an error, it is the token that ended the message.
+    `calls`: the message's calls in order, possibly cut at a limit; the last one then covers all that follow.
+    If the message holds no call and `calls` an error, it is the token that ended the message.
     """
     if all(call.error is None for call in calls):
         return ()
@@ -81,7 +81,7 @@ def malformed_spans(message: NDArray[np.int32], calls: Sequence[ToolCall], rende
 
 
 def _call_spans(message: NDArray[np.int32], renderer: Renderer) -> list[tuple[int, int]]:
-    """The tokens of each call, from its opening tag to what ends it, in the order of `Renderer.parse`."""
+    """The tokens of each call, from its opening tag to its end, in the order of `Renderer.parse`."""
     stream = MessageStream(renderer)
     steps = [(place, stream.feed([token])) for place, token in enumerate(message.tolist(), start=1)]
     spans: list[tuple[int, int]] = []

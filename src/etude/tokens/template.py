@@ -1,4 +1,4 @@
-"""How messages are framed: the control tokens and words around what people, tools and the agent say."""
+"""Chat templates as data: the control tokens and text around the messages of user, tools and agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etude.tokens.pieces import Control, Piece
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Template:
-    """The frame of a conversation. `end` is what the agent's own message ends with: it is sampled."""
+    """The frame of a conversation. The agent's own messages end with `end`, which is sampled."""
 
     name: str
     system: tuple[Piece, ...]
@@ -24,40 +24,40 @@ class Template:
     result_open: tuple[Piece, ...]
     result_close: tuple[Piece, ...]
     end: Control
-    """Ends every message; with `only_answers_end` the agent's alone."""
+    """Ends every message; with `only_answers_end` only the agent's."""
     after_end: tuple[Piece, ...] = ()
-    """Stands between `end` and the next message."""
+    """Between `end` and the next message."""
     extra: tuple[str, ...] = ()
-    """Control tokens that a tokenizer of this template has besides those above, padding first."""
+    """Further control tokens of a tokenizer for this template, padding first."""
     begin: tuple[Piece, ...] = ()
-    """Stands before the first message."""
+    """Before the first message."""
     result_between: tuple[Piece, ...] = ()
-    """Stands between two results of one turn."""
+    """Between two results of one turn."""
     default_system: str | None = None
-    """The system's words where a conversation has none, perhaps empty; None: no system message then."""
+    """System message of a conversation without one, possibly empty; None: no system message then."""
     only_answers_end: bool = False
-    """Whether messages that are not the agent's end where the next one begins."""
+    """Whether messages other than the agent's have no end of their own: they end where the next begins."""
     thinking: tuple[Piece, ...] = ()
-    """Stands behind `assistant` in a prompt and opens reasoning, with which every sampled answer begins."""
+    """After `assistant` in a prompt: opens reasoning, with which every sampled answer begins."""
     shown: tuple[Piece, ...] = ()
-    """Stands behind `assistant` before an answer that was not sampled and has no reasoning."""
+    """After `assistant`, before an answer that was not sampled and has no reasoning."""
     shown_end: Control | None = None
-    """Ends every message but a sampled one, where that ends with another token."""
+    """Ends every message except sampled ones, if these end with another token."""
     system_close: tuple[Piece, ...] = ()
-    """Stands behind the words of a system message."""
+    """After the text of a system message."""
     joins_system: bool = False
-    """Whether the system's words, as `system` opens them, are the beginning of the user's first message."""
+    """Whether the system message, opened by `system`, is the beginning of the first user message."""
     openers_end: bool = False
-    """Whether an answer ends with the token that opens what follows, of `user` or of `tool`: the one that was
-    sampled is not written again."""
+    """Whether an answer ends with the token that opens the next message, of `user` or of `tool`: a sampled
+    one is not written again."""
     result_named: tuple[Piece, ...] = ()
-    """Where `tool` and `result_between` go on with the name and number of the call that a result answers:
-    what stands behind these."""
+    """If the name and number of a result's call follow `tool` and `result_between`: the pieces after
+    these."""
     default_close: tuple[Piece, ...] = ()
-    """Stands behind a system message with the default words, and behind no other one."""
+    """After the default system message only."""
 
     def __repr__(self) -> str:
-        """Names the last fields only where they are set: digests of older templates stay the same."""
+        """Includes the last fields only if they are set, so that digests of older templates stay the same."""
         later = {field.name: field.default for field in fields(self)[10:]}
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         shown = ", ".join(f"{name}={value!r}" for name, value in values if value != later.get(name, ...))
@@ -65,14 +65,14 @@ class Template:
 
     @property
     def ends(self) -> tuple[Control, ...]:
-        """The tokens of which one ends an answer: `end`, or with `openers_end` the user's and then that of
-        results."""
+        """The tokens that end an answer: `end`, or with `openers_end` the opener of user messages and then
+        that of results."""
         openers = (self.user[0], self.tool[0]) if self.openers_end else ()
-        return tuple(dict.fromkeys([self.end, *(one for one in openers if isinstance(one, Control))]))
+        return tuple(dict.fromkeys([self.end, *(token for token in openers if isinstance(token, Control))]))
 
     @property
     def closing(self) -> tuple[Piece, ...]:
-        """Ends messages that are not the agent's; `after_end` follows."""
+        """Ends messages other than the agent's; `after_end` follows."""
         return () if self.only_answers_end else (self.shown_end or self.end,)
 
     @property
@@ -82,30 +82,30 @@ class Template:
 
     @property
     def prompt(self) -> tuple[Piece, ...]:
-        """Opens an answer that is to be sampled: the last thing before sampling begins."""
+        """Opens an answer to be sampled: the last pieces before sampling begins."""
         return (*self.assistant, *self.thinking)
 
     @property
     def has_channels(self) -> bool:
-        """Whether answers come in parts, each with a header that says whether it is reasoning."""
+        """Whether answers consist of parts, each with a header that says whether it is reasoning."""
         return CHANNEL in self.shown
 
     @property
     def reasoning_open(self) -> tuple[Piece, ...]:
-        """Stands behind `assistant` before reasoning."""
+        """After `assistant`, before reasoning."""
         own = REASONING_HEADER if self.has_channels else self._around_reasoning[0]
         return self.thinking or own
 
     @property
     def reasoning_close(self) -> tuple[Piece, ...]:
-        """Stands between reasoning and the words of an answer."""
+        """Between the reasoning and the text of an answer."""
         if self.has_channels:
             return (PART_END, *self.assistant, *self.shown)
         return self._around_reasoning[1]
 
     @property
     def _around_reasoning(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """What opens and closes reasoning: as answers without any show it empty, or else as Qwen's do."""
+        """The pieces that open and close reasoning: those of empty reasoning in `shown`, or else Qwen's."""
         if not self.shows_empty_reasoning:
             return (Control(THINK_OPEN), "\n"), ("\n", Control(THINK_CLOSE), "\n\n")
         place = self.shown.index(Control(THINK_CLOSE))
@@ -113,7 +113,7 @@ class Template:
 
     @property
     def shows_empty_reasoning(self) -> bool:
-        """Whether an answer without reasoning is shown with the marks of one."""
+        """Whether an answer without reasoning is shown with empty marks of reasoning."""
         return Control(THINK_CLOSE) in self.shown
 
     @property
@@ -137,7 +137,7 @@ ETUDE_TEMPLATE = Template(
     end=Control("<|end|>"),
     extra=("<|pad|>",),
 )
-"""One token per mark, nothing else: the shortest frame there is."""
+"""One token per mark, nothing else: the shortest possible frame."""
 
 CHATML_TEMPLATE = Template(
     name="chatml",
@@ -150,7 +150,7 @@ CHATML_TEMPLATE = Template(
     end=Control("<|im_end|>"),
     after_end=("\n",),
 )
-"""The frame that Qwen models were trained with."""
+"""The template that Qwen models were trained with."""
 
 QWEN3_TEMPLATE = replace(
     CHATML_TEMPLATE,
@@ -162,7 +162,7 @@ QWEN3_TEMPLATE = replace(
 
 
 def plain_template(begin: str, end: str) -> Template:
-    """A frame in words, for tokenizers that have only the tokens at the ends of texts."""
+    """A template in plain text, for tokenizers that have only begin and end tokens."""
     return Template(
         name="plain",
         system=("### System:\n",),

@@ -1,9 +1,8 @@
 """The tokenizer: a Hugging Face BPE, byte-level or SentencePiece's, that keeps control tokens out of ordinary
 text.
 
-Text is encoded by a plain tokenizer, without the control tokens of the `tokenizer.json` that it is made from,
-so no text can become one. Decoding goes through a table of bytes per token: it is exact, and needs no Rust
-call.
+Text is encoded by a plain tokenizer without the control tokens of its `tokenizer.json`, so no text can become
+one. Decoding uses a table of bytes per token: it is exact, and needs no Rust call.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COMPANIONS = (TEMPLATE_FILE, GENERATION_FILE, "special_tokens_map.json")
-"""Texts beside a tokenizer without which a model is not spoken to as it was trained."""
+"""Files next to a tokenizer that are needed to prompt a model as it was trained."""
 _PROBE = "a  b\n\n\tc\r\n    d <h1> ß🙂漢字 e\u0301 \n "
 _CACHED_CHARACTERS = 1024
 _CACHE_ENTRIES = 4096
@@ -47,7 +46,7 @@ class Tokenizer:
     Tokens are byte strings that can be decoded one by one: those of byte-level tokenizers (GPT-2, Llama 3,
     Qwen, DeepSeek and our own), and of SentencePiece's with a token for every byte (Llama 2, Mistral, Gemma,
     Phi-3). Unicode normalisation, if the definition asks for any, is left out: a file is encoded as it is.
-    The space that some of the latter put before text is none of the text's own: see `lead`.
+    The space that some of the latter put before text is not part of the text: see `lead`.
     """
 
     def __init__(
@@ -56,11 +55,10 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         companions: Mapping[str, str] | None = None,
     ) -> None:
-        """`definition` is the text of a `tokenizer.json`, `config` what `tokenizer_config.json` holds.
-        `companions`: by name, the texts of other files that are kept with it: chat template, generation
-        settings.
+        """`definition`: the text of a `tokenizer.json`; `config`: the content of `tokenizer_config.json`;
+        `companions`: texts of other files that are kept with it, by name: chat template, generation settings.
 
-        Raises ConfigError if the definition does not give text back, or its plain text yields control tokens.
+        Raises ConfigError if the definition does not decode losslessly, or plain text yields control tokens.
         """
         parsed = _parse_json(definition, TOKENIZER_FILE)
         self._definition = json.dumps(parsed, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
@@ -77,7 +75,7 @@ class Tokenizer:
             for token in added
             if token.get("lstrip") or token.get("rstrip")
         ]
-        self._swallows = re.compile("|".join(names)) if names else None
+        self._strippers = re.compile("|".join(names)) if names else None
         self._plain = _build(json.dumps(read.plain))
         self._bytes = read.bytes_of(self._plain.get_vocab(with_added_tokens=False))
         self._byte_ids = {piece[0]: index for index, piece in enumerate(self._bytes) if len(piece) == 1}
@@ -93,7 +91,7 @@ class Tokenizer:
 
     @cached_property
     def longest_bytes(self) -> int:
-        """Of the bytes that one token stands for: so many bytes of text are at least one token."""
+        """Most bytes of one token: text of this length is at least one token."""
         return max((len(piece) for piece in self._bytes), default=1) or 1
 
     @cached_property
@@ -108,16 +106,16 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
-        """Names of all tokens beside the BPE model's, special or not."""
+        """Names of all tokens besides the BPE model's, special or not."""
         return tuple(self._added)
 
     @property
     def chat_template(self) -> str:
-        """The Jinja template that the model was published with, of several the one for tools; or empty."""
+        """The published Jinja template of the model, of several the one for tools; or ""."""
         own = self._companions.get(TEMPLATE_FILE) or self._config.get("chat_template") or ""
         if not isinstance(own, list):
             return str(own)
-        named = {str(one.get("name")): str(one.get("template")) for one in own if isinstance(one, dict)}
+        named = {str(part.get("name")): str(part.get("template")) for part in own if isinstance(part, dict)}
         return named.get("tool_use") or named.get("default") or ""
 
     @property
@@ -132,27 +130,26 @@ class Tokenizer:
         if source == self.chat_template:
             return self
         config = {name: value for name, value in self._config.items() if name != "chat_template"}
-        return self._beside(config, {**self._companions, TEMPLATE_FILE: source})
+        return self._with_files(config, {**self._companions, TEMPLATE_FILE: source})
 
-    def _beside(self, config: dict[str, Any], companions: dict[str, str]) -> Tokenizer:
-        """The same tokenizer with other files beside it."""
+    def _with_files(self, config: dict[str, Any], companions: dict[str, str]) -> Tokenizer:
+        """The same tokenizer with other accompanying files."""
         other = copy(self)
         other._config, other._companions = config, companions
         return other
 
-    def swallow_blanks(self, text: str) -> str:
-        """Rendered text without the blanks that control tokens swallow around them, as Phi-3's do."""
-        return text if self._swallows is None else self._swallows.sub(lambda found: found[0].strip(), text)
+    def strip_blanks(self, text: str) -> str:
+        """Rendered text without the blanks that control tokens strip around themselves, as Phi-3's do."""
+        return text if self._strippers is None else self._strippers.sub(lambda found: found[0].strip(), text)
 
     def has_control(self, name: str) -> bool:
         """Whether `control_id(name)` would succeed."""
         return name in self._added
 
-    def ending_with(self, tokens: Sequence[int]) -> Tokenizer:
-        """The same, with the ids of control tokens among those that end an answer in
-        `generation_config.json`.
+    def with_end_tokens(self, tokens: Sequence[int]) -> Tokenizer:
+        """The same tokenizer, with these control tokens added to the end tokens in `generation_config.json`.
 
-        Raises CheckpointError for a damaged one.
+        Raises CheckpointError if that file is damaged.
         """
         try:
             kept = json.loads(self._companions.get(GENERATION_FILE, "{}"))
@@ -162,10 +159,10 @@ class Tokenizer:
             ) from error
         ends = kept.get("eos_token_id", [])
         ends = ends if isinstance(ends, list) else [ends]
-        if not (missing := [one for one in tokens if one not in ends]):
+        if not (missing := [token for token in tokens if token not in ends]):
             return self
         text = json.dumps({**kept, "eos_token_id": [*missing, *ends]}, indent=2) + "\n"
-        return self._beside(self._config, {**self._companions, GENERATION_FILE: text})
+        return self._with_files(self._config, {**self._companions, GENERATION_FILE: text})
 
     def control_id(self, name: str) -> int:
         """Id of the control token called `name`. Raises ConfigError if there is none."""
@@ -183,7 +180,7 @@ class Tokenizer:
         """Token ids [n] of ordinary text; never a control token. The array is shared: do not write to it.
 
         Bytes that are not UTF-8 (in `bytes`, or as surrogate escapes in `str`) become one token each. So do
-        those of the character with which SentencePiece marks spaces, which it would take for one.
+        those of the character by which SentencePiece marks spaces, which it would read as a space.
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
@@ -212,15 +209,15 @@ class Tokenizer:
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def lead(self, text: str, after: Piece | None = None) -> str:
-        """The text with the space that the tokenizer puts before it, if it does so behind `after`: behind a
-        control token, at the start of everything (None), or where text goes on."""
+        """The text with the space that the tokenizer puts before it, if it does so after `after`: a control
+        token, text, or nothing (None: the very start)."""
         if isinstance(after, str) or not text or (text[0] == " " and not self._read.doubles_space):
             return text
         where = self._read.space_before
         return f" {text}" if where == "always" or (where == "first" and after is None) else text
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[np.int32], skip_control: bool = False) -> bytes:
-        """The exact bytes that the tokens stand for; a control token stands for its name."""
+        """The exact bytes of the tokens; of a control token those of its name."""
         table, left_out = self._bytes, self._control if skip_control else ()
         return b"".join([table[index] for index in self._known(ids) if index not in left_out])
 
@@ -247,11 +244,11 @@ class Tokenizer:
         tags: Mapping[int, Control] | None = None,
         after: bytes | Piece = b"",
     ) -> list[bytes | Control]:
-        """The tokens as alternating bytes and control tokens, so that characters may be cut anywhere.
+        """The tokens as alternating bytes and control tokens, so that characters may be split anywhere.
 
-        `tags` (see `tag_ids`) are taken for control tokens even where the tokenizer does not call them
-        special, as Qwen's `<tool_call>`. Of a text that follows a control token, here or as `after`, the
-        space is left out that the tokenizer puts there; nothing may be left of it.
+        `tags` (see `tag_ids`) count as control tokens even if the tokenizer does not call them special, as
+        Qwen's `<tool_call>`. The space that the tokenizer puts before text after a control token (here or
+        `after`) is removed; the text may become empty.
         """
         control, table, tags = self._control, self._bytes, tags or {}
         pieces: list[bytes | Control] = []
@@ -261,30 +258,29 @@ class Tokenizer:
         if self._read.space_before == "always":
             before = (after, *pieces)
             pieces = [
-                one.removeprefix(b" ") if isinstance(one, bytes) and isinstance(last, Control) else one
-                for last, one in zip(before, pieces, strict=False)
+                piece.removeprefix(b" ") if isinstance(piece, bytes) and isinstance(last, Control) else piece
+                for last, piece in zip(before, pieces, strict=False)
             ]
         return pieces
 
     def tag_ids(self, names: Iterable[str]) -> dict[int, Control]:
-        """Those of the names that the tokenizer holds as one token, special or not, by their ids."""
+        """The names that the tokenizer holds as one token, special or not, by their ids."""
         return {self._added[name]: Control(name) for name in names if name in self._added}
 
     def with_control_tokens(self, names: Sequence[str]) -> Tokenizer:
-        """A tokenizer that also has these control tokens, appended after the present vocabulary."""
+        """A tokenizer with these control tokens appended to the vocabulary."""
         whole = tokenizers.Tokenizer.from_str(self._definition)
         new = [name for name in names if name not in self._added]
         whole.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in new])
         return Tokenizer(whole.to_str(), self._config, self._companions)
 
     def save(self, directory: Path) -> None:
-        """Writes `tokenizer.json`, `tokenizer_config.json` and what is kept with them, as AutoTokenizer reads
-        them.
+        """Writes `tokenizer.json`, `tokenizer_config.json` and their companions, as AutoTokenizer reads them.
 
-        Atomically, and `tokenizer.json` last: where that is, the whole tokenizer is.
+        Each file atomically, and `tokenizer.json` last: if it exists, the tokenizer is complete.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        # Classes of one family build a tokenizer of their own, which cuts text otherwise than this one says.
+        # A family's own class would build its own tokenizer, which may split text differently.
         reads = {"tokenizer_class": "PreTrainedTokenizerFast"} if self._read.is_sentencepiece else {}
         config = json.dumps({**self._config, **reads}, ensure_ascii=False, indent=2)
         for name, text in self._companions.items():
@@ -296,7 +292,7 @@ class Tokenizer:
     def load(cls, directory: Path) -> Tokenizer:
         """Reads a Hugging Face directory. Raises ConfigError if there is no whole `tokenizer.json`.
 
-        The tokens that its `config.json` alone says to begin, end and pad texts are kept with the rest in
+        Begin, end and padding tokens that only its `config.json` names are added to
         `generation_config.json`."""
         path = directory / TOKENIZER_FILE
         if not path.is_file():
@@ -320,13 +316,14 @@ class Tokenizer:
         return Tokenizer, (self._definition, self._config, self._companions)
 
     def _known(self, ids: Sequence[int] | NDArray[np.int32]) -> list[int]:
-        """Without ids beyond the vocabulary: models that pad theirs can sample them, they are no bytes."""
+        """Drops ids beyond the vocabulary, which have no bytes; models with padded vocabularies can sample
+        them."""
         size = len(self._bytes)
         return [index for index in (ids.tolist() if isinstance(ids, np.ndarray) else ids) if index < size]
 
     def _encode_parts(self, text: str) -> NDArray[np.int32]:
         """Encodes text with lone surrogates or SentencePiece's mark of a space: escaped bytes and those of
-        the mark become one token each, what else is invalid `?`."""
+        the mark become one token each, other invalid characters `?`."""
         ids: list[int] = []
         for part in self._spelled_out.split(text):
             if self._spelled_out.fullmatch(part):
@@ -366,7 +363,7 @@ def _read_text(path: Path) -> str:
 
 
 def _parse_json(text: str, name: str) -> dict[str, Any]:
-    """The object that a file of this name holds."""
+    """The JSON object in the text of a file of this name."""
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:

@@ -24,7 +24,7 @@ SPLIT_PATTERN = "|".join(
         r"\s",
     )
 )
-"""Merges never cross what these patterns separate."""
+"""Merges never cross the boundaries of these patterns."""
 
 END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"

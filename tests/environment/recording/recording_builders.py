@@ -159,7 +159,7 @@ class ChatClient:
         num_tokens, events = self.service.start(Ask(request.messages, params, rules, request.sampling.seed))
         writer = CHAT.writer(request, "0", num_tokens, qwen_tokenizer(), "m")
         async for event in events:
-            writer.take(event)
+            writer.add_event(event)
             assert not isinstance(event, Ended) or event.num_tokens == writer.completion_tokens
         document = writer.whole()
         self.answer_tokens += document["usage"]["completion_tokens"]

@@ -155,7 +155,7 @@ def test_every_way_to_run_a_model_of_others_gives_it_the_same_tokens(make, asked
     words = SYSTEM_PROMPT if is_plain else asked.system
     opening = Opening(words, read_tools([schema.function_schema() for schema in chosen.tools]))
     framing = Framing(chosen.shelf().find(opening), opening)
-    served = [framing.given(opening, True), framing.given(UserWords(FORGED.instruction), False)]
+    served = [framing.render_given(opening, True), framing.render_given(UserWords(FORGED.instruction), False)]
     prompt = np.concatenate([*served, framing.answer_frame()])
     assert first[0].tokens[: len(prompt)].tobytes() == prompt.tobytes()
 

@@ -24,8 +24,8 @@ from etude.tokens.chat.messages import Opening
 from etude.tokens.chat.openai_chat import read_tools
 from etude.tokens.chat.reader import (
     AnswerReader,
+    CallDelta,
     CallHead,
-    CallMore,
     Part,
     ReadingRules,
     TextReader,
@@ -89,7 +89,7 @@ def told_calls(parts: Sequence[Part]) -> list[tuple[str, str]]:
     for part in parts:
         if isinstance(part, CallHead):
             calls.append((part.name, ""))
-        elif isinstance(part, CallMore):
+        elif isinstance(part, CallDelta):
             calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
     return calls
 
@@ -167,11 +167,11 @@ def test_a_model_with_tags_of_its_own_is_offered_the_tools_that_it_knows() -> No
     opening = Opening(tools=read_tools([schema, known, other]))
     renderer = model.shelf.find(opening)
     assert [tool.name for tool in renderer.grammar.tools] == ["read_file"]
-    assert not len(Framing(renderer, opening).given(opening, first=True)), (
+    assert not len(Framing(renderer, opening).render_given(opening, first=True)), (
         "it was trained with them, without being told"
     )
     words = Opening("Be brief.", read_tools([schema]))
-    assert "read_file" not in model.tokenizer.decode(Framing(renderer, words).given(words, first=True))
+    assert "read_file" not in model.tokenizer.decode(Framing(renderer, words).render_given(words, first=True))
 
 
 def test_a_tool_is_offered_without_the_parameters_that_a_model_has_no_tags_for() -> None:

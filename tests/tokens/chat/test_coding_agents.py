@@ -14,7 +14,7 @@ from etude.tokens.chat.client_tools import call_arguments
 from etude.tokens.chat.dialects import DIALECTS, MESSAGES, RESPONSES
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.messages import Answer, Call, Opening, Results, SystemWords, UserWords, content_key
-from etude.tokens.chat.reader import CallHead, CallMore
+from etude.tokens.chat.reader import CallDelta, CallHead
 from etude.tokens.grammar import ReasoningDelta, TextDelta
 
 SHELL = {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}}
@@ -88,11 +88,11 @@ def test_codex_gets_calls_in_its_own_form_and_tells_them_so() -> None:
     writer = RESPONSES.writer(request, "a", 1, qwen_tokenizer(), "m")
     parts = [
         CallHead("call_1", "agents__close"),
-        CallMore('{"target": "x"}'),
+        CallDelta('{"target": "x"}'),
         CallHead("call_2", "apply_patch"),
-        CallMore('{"input": "begin\\nend"}'),
+        CallDelta('{"input": "begin\\nend"}'),
     ]
-    events = [*writer.take(Sampled(parts, None)), *writer.take(Ended("calls", 4))]
+    events = [*writer.add_event(Sampled(parts, None)), *writer.add_event(Ended("calls", 4))]
     closed, patch = writer.whole()["output"]
     assert (closed["type"], closed["namespace"], closed["name"]) == ("function_call", "agents", "close")
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", "begin\nend")
@@ -169,8 +169,8 @@ def test_an_image_that_a_tool_returns_is_named_to_the_model_and_one_of_the_users
 
 def test_reasoning_is_signed_so_that_an_agent_sends_it_back_as_reasoning_and_not_as_words() -> None:
     writer = MESSAGES.writer(MESSAGES.read(CLAUDE), "a", 1, qwen_tokenizer(), "m")
-    events = writer.take(Sampled([ReasoningDelta("I look."), TextDelta("Done.")], None))
-    thinking, said = [*writer.take(Ended("stop", 2)), writer.whole()][-1]["content"]
+    events = writer.add_event(Sampled([ReasoningDelta("I look."), TextDelta("Done.")], None))
+    thinking, said = [*writer.add_event(Ended("stop", 2)), writer.whole()][-1]["content"]
     begun = next(one["content_block"] for one in events if one["type"] == "content_block_start")
     assert begun == {"type": "thinking", "thinking": "", "signature": ""}
     signed = [one["delta"] for one in events if one.get("delta", {}).get("type") == "signature_delta"]

@@ -20,7 +20,7 @@ from etude.tokens.grammar.xml import XmlGrammar
 def test_systems_words_in_the_middle_have_the_users_frame_where_the_template_has_none_for_them() -> None:
     template = replace(QWEN3_TEMPLATE, system=(), only_answers_end=True)
     framing = Framing(Renderer(qwen_tokenizer(), HermesGrammar([]), template), Opening())
-    system, user = (framing.given(kind("Be brief."), first=False) for kind in (SystemWords, UserWords))
+    system, user = (framing.render_given(kind("Be brief."), first=False) for kind in (SystemWords, UserWords))
     assert system.tolist() == user.tolist()
 
 

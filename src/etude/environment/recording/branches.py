@@ -268,7 +268,7 @@ class Planner:
                 entry, tokens = self._answer_piece(message, key, framing, first, strip, known, made)
             else:
                 entry = Entry(message, key, 0)
-                tokens = framing.given(message, first) if made is None else made
+                tokens = framing.render_given(message, first) if made is None else made
                 tokens = framing.renderer.follow(before, tokens)
             first = first and not len(tokens)
             pieces.append((entry, tokens))
@@ -300,7 +300,7 @@ class Planner:
             num_frame=len(framing.answer_frame(first, shown=not framing.has_reasoning(given))),
             shown=not framing.has_reasoning(given),
         )
-        tokens = framing.given(given, first) if made is None or strip else made
+        tokens = framing.render_given(given, first) if made is None or strip else made
         return entry, tokens
 
     def _spliced(
@@ -340,12 +340,12 @@ def encode_messages(history: History, places: Sequence[int], framing: Framing) -
     """The history with the tokens of the messages at these places. May be called from any thread."""
     opening = history.messages[0]
     assert isinstance(opening, Opening), "a history begins with its opening"
-    is_bare = not len(framing.given(opening, True))
+    is_bare = not len(framing.render_given(opening, True))
     found: dict[int, Tokens] = {}
     for place in places:
         message, first = history.messages[place], place == 0 or (is_bare and place == 1)
         if not (first and isinstance(message, Results)):  # the plan refuses these
-            found[place] = framing.given(message, first)
+            found[place] = framing.render_given(message, first)
     return replace(history, encoded=found)
 
 

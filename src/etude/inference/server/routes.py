@@ -29,7 +29,7 @@ from etude.serving.answers import EventStream, Sending
 from etude.serving.application import Binary, unless_gone
 from etude.serving.describing import answering, described
 from etude.serving.errors import ErrorAnswer
-from etude.tokens.chat.answers import encode_event, written, written_whole
+from etude.tokens.chat.answers import collect_answers, encode_event, stream_answers
 from etude.tokens.chat.dialects import DIALECTS, MESSAGES, Dialect, respell_error
 from etude.tokens.chat.fields import flag, text, wrong
 from etude.tokens.chat.messages import num_characters
@@ -120,9 +120,9 @@ async def _respond(request: Request, live: LiveRequest, endpoint: str) -> Respon
 
     events = live.events()
     if writer.request.stream:
-        return EventStream(Sending(written(events, writer), describe, encode_event, ended, headers))
+        return EventStream(Sending(stream_answers(events, writer), describe, encode_event, ended, headers))
     try:
-        document = await unless_gone(request, written_whole(events, writer))
+        document = await unless_gone(request, collect_answers(events, writer))
     finally:
         live.leave()
     ended(200)

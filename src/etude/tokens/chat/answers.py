@@ -1,4 +1,4 @@
-"""Answers while they are sampled, as events; and what the writers of all dialects have in common.
+"""Answers as events while they are sampled, and the base class of the writers of all dialects.
 
     sampler -> reader -> Sampled ... Sampled, Ended --AnswerWriter--> documents of a stream | one document
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from etude.records import SampleChunk
-from etude.tokens.chat.reader import CallHead, CallMore, Part
+from etude.tokens.chat.reader import CallDelta, CallHead, Part
 from etude.tokens.chat.requests import ChatRequest
 from etude.tokens.grammar import ReasoningDelta, TextDelta
 from etude.tokens.tokenizer import Tokenizer
@@ -26,15 +26,15 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Tokens of one answer, and what they add to what is served."""
+    """Sampled tokens of one answer, and the parts that they add to the response."""
 
     parts: Sequence[Part]
     chunk: SampleChunk | None
-    """Cut to the answer. None: nothing was sampled, only something held back is served."""
+    """Cut to the answer. None: nothing was sampled, only held-back text is released."""
     index: int = 0
-    """Which of the answers to its request."""
+    """Index of the answer within its request."""
     num_cached: int = 0
-    """With an answer's first: tokens of the prompt that were not computed again."""
+    """In the first event of an answer: tokens of the prompt that were taken from a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Block:
 
     kind: BlockKind
     text: str = ""
-    """Of a call: the JSON text of its arguments."""
+    """For a call: the JSON text of its arguments."""
     id: str = ""
     name: str = ""
 
 
-_KINDS: dict[type[Part], BlockKind] = {TextDelta: "text", ReasoningDelta: "reasoning", CallMore: "call"}
+_KINDS: dict[type[Part], BlockKind] = {TextDelta: "text", ReasoningDelta: "reasoning", CallDelta: "call"}
 
 
 @dataclass(slots=True, eq=False)
@@ -75,15 +75,15 @@ class Choice:
     index: int
     blocks: list[Block] = field(default_factory=list[Block])
     rows: list[Document] = field(default_factory=list[Document])
-    """Log-probabilities, where they are asked for."""
+    """Log-probabilities, if requested."""
     num_cached: int | None = None
-    """Tokens of its prompt that were not computed for it, once it has begun."""
+    """Tokens of its prompt taken from a cache; None until it has begun."""
     num_characters: int = 0
-    """Of its tokens' texts that a stream of completions has sent."""
+    """Characters of its tokens' texts that a stream of completions has sent."""
     ended: Ended | None = None
 
     def add(self, part: Part) -> bool:
-        """Adds a part to the last block, or begins a new one: whether it did."""
+        """Adds a part to the last block, or begins a new block; returns whether it began one."""
         if isinstance(part, CallHead):
             self.blocks.append(Block("call", "", part.id, part.name))
             return True
@@ -105,24 +105,24 @@ class Choice:
 
 
 class AnswerWriter:
-    """Writes the answers to one request: piece by piece, or whole. What the writers of all dialects share."""
+    """Writes the answers to one request, streamed or whole. Base class of the writers of all dialects."""
 
     tail: bytes = b""
-    """What a stream ends with that went well."""
+    """Bytes that end a successful stream."""
     id_prefix: ClassVar[str]
 
     def __init__(
         self, request: ChatRequest, answer_id: str, prompt_tokens: int, tokenizer: Tokenizer, model: str
     ) -> None:
-        """`model`: the name that the client is answered under."""
+        """`model`: the model name in the response."""
         self.id = self.id_prefix + answer_id
         self.model = model
         self.request = request
         self.created_s = int(time.time())
         self.prompt_tokens = prompt_tokens
-        """Samples share their prompt: it counts once."""
+        """Counted once per prompt, however many samples share it."""
         self.version: str | None = None
-        """Of the policy, as of the last tokens sampled."""
+        """Policy version of the last sampled tokens."""
         self.choices = [Choice(index) for index in range(request.num_answers)]
         self._tokenizer = tokenizer
 
@@ -133,8 +133,8 @@ class AnswerWriter:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of all prompts that no sample had to compute, as far as answers have begun. Answers are
-        numbered prompt by prompt."""
+        """Tokens of all prompts that were cached for every sample, of the answers that have begun. Answers
+        are numbered prompt by prompt."""
         least: dict[int, int] = {}
         for choice in self.choices:
             if choice.num_cached is not None:
@@ -143,7 +143,7 @@ class AnswerWriter:
         return sum(least.values())
 
     def usage(self, prompt: str = "prompt", answer: str = "completion") -> Document:
-        """As OpenAI's `usage`; the responses API calls them `input` and `output`."""
+        """OpenAI's `usage`; the responses API calls the fields `input` and `output`."""
         return {
             f"{prompt}_tokens": self.prompt_tokens,
             f"{answer}_tokens": self.completion_tokens,
@@ -155,8 +155,8 @@ class AnswerWriter:
         """The documents that begin a stream."""
         return []
 
-    def take(self, event: Event) -> list[Document]:
-        """Takes an event in; the documents that a stream sends for it."""
+    def add_event(self, event: Event) -> list[Document]:
+        """Adds an event to the answer; returns the documents that a stream sends for it."""
         choice = self.choices[event.index]
         if isinstance(event, Ended):
             choice.ended = event
@@ -183,48 +183,47 @@ class AnswerWriter:
         raise NotImplementedError
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
-        """What a stream sends for a part that was added. `begins`: it is the first of its block."""
+        """The documents of a stream for an added part. `begins`: it is the first of its block."""
         raise NotImplementedError
 
     def _write_rows(self, choice: Choice, rows: list[Document]) -> list[Document]:
-        """What a stream sends for tokens of which nothing is served yet."""
+        """The documents of a stream for tokens whose text is still held back."""
         return []
 
     def _finish(self, choice: Choice, ended: Ended) -> list[Document]:
-        """What a stream sends at the end of one answer."""
+        """The documents of a stream at the end of one answer."""
         raise NotImplementedError
 
 
-async def written(events: AsyncGenerator[Event], writer: AnswerWriter) -> AsyncGenerator[bytes]:
-    """A stream of a request's answers as server-sent events, the first with the first tokens. Closes
-    `events`."""
-    held = writer.begin()
+async def stream_answers(events: AsyncGenerator[Event], writer: AnswerWriter) -> AsyncGenerator[bytes]:
+    """Streams a request's answers as server-sent events, the first with the first tokens. Closes `events`."""
+    documents = writer.begin()
     async with aclosing(events):
         async for event in events:
-            held += writer.take(event)
-            if held:
-                yield b"".join(map(encode_event, held))
-            held = []
+            documents += writer.add_event(event)
+            if documents:
+                yield b"".join(map(encode_event, documents))
+            documents = []
     yield b"".join(map(encode_event, writer.end())) + writer.tail
 
 
-async def written_whole(events: AsyncGenerator[Event], writer: AnswerWriter) -> Document:
+async def collect_answers(events: AsyncGenerator[Event], writer: AnswerWriter) -> Document:
     """A request's answers as one document. Closes `events`."""
     async with aclosing(events):
         async for event in events:
-            writer.take(event)
+            writer.add_event(event)
     return writer.whole()
 
 
-def ended_choice(choice: Choice) -> Ended:
-    """How an answer ended that has."""
+def end_of(choice: Choice) -> Ended:
+    """The final event of a complete answer."""
     assert choice.ended is not None, "events end with Ended"
     return choice.ended
 
 
 def token_rows(chunk: SampleChunk, tokenizer: Tokenizer) -> list[Document]:
-    """Log-probabilities of a chunk's tokens, as chat completions tell them: of the distribution that was
-    sampled from. `raw_logprob`, where asked for: of the model's own."""
+    """Log-probabilities of a chunk's tokens in the form of chat completions, under the distribution that was
+    sampled from. `raw_logprob`, if requested: under the model's own."""
     rows: list[Document] = []
     for place, token in enumerate(chunk.tokens.tolist()):
         row = {**_token_row(token, float(chunk.logprobs[place]), tokenizer), "top_logprobs": []}
@@ -232,7 +231,7 @@ def token_rows(chunk: SampleChunk, tokenizer: Tokenizer) -> list[Document]:
             row["raw_logprob"] = float(chunk.raw_logprobs[place])
         if chunk.top_tokens is not None and chunk.top_logprobs is not None:
             pairs = zip(chunk.top_tokens[place].tolist(), chunk.top_logprobs[place].tolist(), strict=True)
-            # -1 stands where there are fewer
+            # -1 pads rows with fewer
             row["top_logprobs"] = [_token_row(*pair, tokenizer) for pair in pairs if pair[0] >= 0]
         rows.append(row)
     return rows

@@ -1,8 +1,8 @@
-"""Anthropic's messages: requests read, answers written.
+"""Anthropic's messages API: reads requests, writes answers.
 
-Thinking comes back in `thinking` blocks, whose signature nobody checks here. Calls are served when they have
-ended: the official client runs what it can read of half a call. Threads are refused in the words by which
-that client sends whole histories instead.
+Thinking comes back in `thinking` blocks, whose signature is not checked here. Calls are sent only when
+complete: the official client executes what it can parse of a partial call. Threads are refused with the error
+that makes that client send whole histories instead.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.serving.errors import ErrorAnswer
-from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, ended_choice
+from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, end_of
 from etude.tokens.chat.client_tools import ClientTool, client_tool, read_entries
 from etude.tokens.chat.errors import BadRequestError, ContextLengthError
-from etude.tokens.chat.fields import integer, objects, stop_strings, text, unsupported, words, wrong
+from etude.tokens.chat.fields import integer, objects, read_text, stop_strings, text, unsupported, wrong
 from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
 from etude.tokens.chat.reader import Part, ReadingRules
 from etude.tokens.chat.requests import (
@@ -38,6 +38,7 @@ _NEUTRAL_STRICT: Neutral = {
 _ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "abort": "end_turn"}
 _USER_JOINT = "\n\n"
 _TOOL_TYPES = (None, "custom")
+_UNSEEN = ("image", "document")
 
 
 def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True) -> ChatRequest:
@@ -50,10 +51,10 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
         raise wrong("max_tokens", None, "a whole number from 1 on")
     calls, single = _calls_wanted(body.get("tool_choice"), bool(tools), strict)
     begun, messages = _read_conversation(objects(body.get("messages"), "messages"))
-    system = [words(body["system"], "system", _USER_JOINT)] if body.get("system") else []
+    system = [read_text(body["system"], "system", _USER_JOINT)] if body.get("system") else []
     if not messages:
         raise wrong("messages", "none", "a list with at least one user message")
-    if isinstance(messages[-1], Answer):  # this API would go on with it; OpenAI's give another answer
+    if isinstance(messages[-1], Answer):  # this API would continue it; OpenAI's give another answer
         fix = "answers cannot be begun for the model"
         raise BadRequestError("the last message must be the user's", field="messages", fix=fix)
     stops = stop_strings(body.get("stop_sequences"), "stop_sequences")
@@ -67,7 +68,7 @@ def read_messages(body: Mapping[str, Any], agent: str = "", strict: bool = True)
 
 
 def _calls_wanted(choice: object, tools: bool, strict: bool) -> tuple[bool, bool]:
-    """Whether calls are read, and whether at most one."""
+    """(whether calls are parsed, whether at most one)."""
     if not isinstance(choice, dict):
         return calls_wanted(choice, tools, strict), False
     wanted = calls_wanted(choice.get("type") or "", tools, strict)
@@ -81,8 +82,8 @@ def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
 
 
 def _read_conversation(entries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Message]]:
-    """The system's words at the start, and the messages that follow. Claude Code sends some of the system's
-    words among the messages (`mid-conversation-system`)."""
+    """The system messages at the start, and the messages that follow. Claude Code sends some system messages
+    in between (`mid-conversation-system`)."""
     talk = Conversation()
     for place, entry in enumerate(entries):
         role, where = entry.get("role"), f"messages[{place}].content"
@@ -91,23 +92,23 @@ def _read_conversation(entries: Sequence[Mapping[str, Any]]) -> tuple[list[str],
         elif role == "assistant":
             talk.add_answer(_answer(entry.get("content"), where))
         elif role == "system":
-            talk.add_words(words(entry.get("content"), where, _USER_JOINT), by_user=False)
+            talk.add_message(read_text(entry.get("content"), where, _USER_JOINT), by_user=False)
         else:
             raise wrong(f"messages[{place}].role", role, "user, assistant or system")
     return talk.system, talk.messages()
 
 
 def _add_user(talk: Conversation, content: object, where: str) -> None:
-    """The results of calls, then words: so they are shown to the model."""
+    """Adds the results of calls, then the text: the order in which the model sees them."""
     if isinstance(content, str):
-        talk.add_words(content, by_user=True)
+        talk.add_message(content, by_user=True)
         return
     said: list[str] = []
     blocks = objects(content, where)
     for place, block in enumerate(blocks):
         kind, here = block.get("type"), f"{where}[{place}]"
         if kind == "tool_result":
-            output = words(block.get("content") or "", f"{here}.content", "\n", unseen=("image", "document"))
+            output = read_text(block.get("content") or "", f"{here}.content", "\n", unseen=_UNSEEN)
             talk.add_result(text(block.get("tool_use_id"), f"{here}.tool_use_id"), output)
         elif kind == "text":
             said.append(text(block.get("text"), f"{here}.text"))
@@ -115,7 +116,7 @@ def _add_user(talk: Conversation, content: object, where: str) -> None:
             raise unsupported(f"{here}.type", kind, "only text and tool results can be sent to this model")
     talk.end_results()
     if said or not blocks:
-        talk.add_words(_USER_JOINT.join(said), by_user=True)
+        talk.add_message(_USER_JOINT.join(said), by_user=True)
 
 
 def _answer(content: object, where: str) -> Answer:
@@ -153,7 +154,7 @@ class MessagesWriter(AnswerWriter):
     def whole(self) -> Document:
         (choice,) = self.choices
         content = [_document(block) for block in choice.blocks]
-        return {**self._head(), "content": content, **_end(ended_choice(choice)), "usage": self._usage()}
+        return {**self._head(), "content": content, **_end(end_of(choice)), "usage": self._usage()}
 
     def _head(self) -> Document:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
@@ -193,7 +194,7 @@ class MessagesWriter(AnswerWriter):
 
 
 _SIGNATURE = "etude"
-"""Of reasoning. It proves nothing; without one some agents send reasoning back as words, or not at all."""
+"""Dummy signature of reasoning: without one some agents send reasoning back as text, or not at all."""
 
 
 def _document(block: Block) -> Document:
@@ -229,8 +230,8 @@ _OVERLOADED = 529
 
 
 def anthropic_error(error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
-    """An error's answer, given in OpenAI's form, in Anthropic's. What is not the client's doing is a 5xx,
-    which clients try again."""
+    """Converts an error response from OpenAI's form to Anthropic's. Errors that are not the client's fault
+    are 5xx, which clients retry."""
     status, document, headers = answer
     said = document["error"]["message"]
     if isinstance(error, ContextLengthError):

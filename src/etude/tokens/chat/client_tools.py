@@ -1,7 +1,7 @@
-"""The tools that a client brings: from their JSON Schema to our grammars and back.
+"""Tools that a client defines: from their JSON Schema to our grammars, and arguments back to JSON.
 
-The schema's own words go to the model as they stand. A parameter has one kind; of a union with null the other
-type counts, of any other union the first type that we know, and what has no type is text.
+The schema goes to the model unchanged. A parameter has one kind: of a union with null the other type, of any
+other union the first known type, and text if it has no type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etude.tokens.grammar.values import read_value
 
 MAX_TOOLS = 1024
 MAX_PARAMETERS = 1024
-"""Of one tool."""
+"""Per tool."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class ClientTool(ToolSchema):
     raw: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     def function_schema(self) -> dict[str, object]:
-        """The client's own words."""
+        """The client's own entry."""
         return dict(self.raw)
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The values that its schema names for parameters that a call leaves out."""
+        """The defaults that its schema gives for omitted parameters."""
         properties = self.raw["function"]["parameters"].get("properties") or {}
         entries = {name: entry for name, entry in properties.items() if isinstance(entry, dict)}
         return {name: entry["default"] for name, entry in entries.items() if "default" in entry}
@@ -44,7 +44,7 @@ class ClientTool(ToolSchema):
 def read_entries(
     value: object, read_tool: Callable[[Mapping[str, Any], str], ClientTool]
 ) -> tuple[ClientTool, ...]:
-    """The tools of a request; `read_tool` takes an entry and its field. Raises BadRequestError."""
+    """The tools of a request; `read_tool` is called with an entry and its field. Raises BadRequestError."""
     entries = objects(value or [], "tools")
     if len(entries) > MAX_TOOLS:
         raise wrong("tools", len(entries), f"at most {MAX_TOOLS} tools")
@@ -52,7 +52,7 @@ def read_entries(
 
 
 def client_tool(name: object, description: object, schema: object, field_name: str) -> ClientTool:
-    """A tool of these facts. Raises BadRequestError."""
+    """A tool from its name, description and JSON Schema. Raises BadRequestError."""
     if not isinstance(name, str) or not name:
         raise BadRequestError("a tool needs a name", field=field_name, received=name, fix="name it")
     if schema is None:
@@ -92,7 +92,7 @@ def _kind(schema: Mapping[str, Any]) -> Kind:
 
 
 def call_arguments(call: ToolCall, tools: Sequence[ToolSchema]) -> dict[str, Any]:
-    """A well-formed call's arguments as JSON values; one that is not of its kind stays text."""
+    """A well-formed call's arguments as JSON values; an argument that is not of its kind stays text."""
     schema = next((tool for tool in tools if tool.name == call.name), None)
     parameters = {parameter.name: parameter for parameter in schema.parameters} if schema else {}
     return {name: _value(parameters.get(name), text) for name, text in call.arguments.items()}
@@ -103,5 +103,5 @@ def _value(parameter: Parameter | None, text: str) -> Any:
         return text
     try:
         return read_value(parameter, text)
-    except ToolArgumentError:  # the agent's mistake: the client's own tool answers it
+    except ToolArgumentError:  # the agent's mistake: the client's own tool reports it
         return text

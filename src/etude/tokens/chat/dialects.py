@@ -1,4 +1,4 @@
-"""The chat APIs that our servers speak: each reads requests into one form, and writes answers in its own."""
+"""The supported chat APIs: each reads requests into one common form, and writes answers in its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Read(Protocol):
     """Reads the body of a request."""
 
     def __call__(self, body: Mapping[str, Any], agent: str = "", strict: bool = True) -> ChatRequest:
-        """`agent`: the name that the client gave its agent; `strict`: fields that are not known are refused.
+        """`agent`: the name that the client gave its agent; `strict`: unknown fields are refused.
 
         Raises BadRequestError.
         """
@@ -30,12 +30,12 @@ class Dialect:
     """One API."""
 
     name: str
-    """In metrics."""
+    """Name in metrics."""
     path: str
     read: Read
     writer: type[AnswerWriter]
     respell: Callable[[BaseException, ErrorAnswer], ErrorAnswer] = lambda error, answer: answer
-    """Puts an error's answer in OpenAI's form into its own."""
+    """Converts an error response from OpenAI's form to this API's."""
 
 
 CHAT = Dialect("chat_completions", "/v1/chat/completions", read_chat, ChatWriter)
@@ -45,7 +45,7 @@ DIALECTS = (CHAT, RESPONSES, MESSAGES)
 
 
 def respell_error(path: str, error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
-    """An error's answer, given in OpenAI's form, in that of the API whose path was asked."""
+    """Converts an error response from OpenAI's form to that of the API with the requested path."""
     asked = path.removesuffix("/count_tokens")
     dialect = next((one for one in DIALECTS if asked.endswith(one.path)), CHAT)
     return dialect.respell(error, answer)

@@ -1,4 +1,4 @@
-"""What is refused of a conversation that a client tells, whatever the API that it speaks."""
+"""Errors for requests that are refused, common to all chat APIs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from etude.errors import UserError
 
 
 class BadRequestError(UserError):
-    """A request that breaks its API's format, or asks for what is not done here."""
+    """A request that breaks its API's format, or asks for an unsupported feature."""
 
 
 class ContextLengthError(UserError):
     """A history that leaves no room for an answer. Units: tokens.
 
-    Says so in the words of OpenAI's API: agents know them from other errors by these words, and shorten the
-    conversation.
+    Uses the message of OpenAI's API: agents recognise the error by it, and shorten the conversation.
     """
 
     def __init__(self, num_tokens: int, max_tokens: int, field: str = "messages") -> None:
@@ -28,10 +27,10 @@ class ContextLengthError(UserError):
 
     @classmethod
     def check(cls, least_tokens: int, max_tokens: int, field: str = "messages") -> None:
-        """Raises it for what is certain to be too long before it is encoded, which takes its time."""
+        """Raises the error if a lower bound shows it already, before encoding, which is slow."""
         if least_tokens >= max_tokens:
             raise cls(least_tokens, max_tokens, field)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles whole."""
+        """Makes it picklable with all fields."""
         return type(self), (self.num_tokens, self.max_tokens, self.field)

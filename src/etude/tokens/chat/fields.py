@@ -1,4 +1,4 @@
-"""Reads the fields of a request body, with an error that names the field for anything else."""
+"""Reads and validates the fields of a request body; errors name the field."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def wrong(field: str, received: object, wanted: str) -> BadRequestError:
-    """An error for a field of another type or value."""
+    """The error for a field of a wrong type or value."""
     return unsupported(field, received, f"must be {wanted}", f"send {wanted}")
 
 
 def unsupported(field: str, received: object, why: str, fix: str = "leave it out") -> BadRequestError:
-    """An error for what this endpoint does not do."""
+    """The error for a feature that this endpoint does not support."""
     shown = received if isinstance(received, str | int | float | bool | None) else type(received).__name__
     return BadRequestError(why, field=field, received=shown, fix=fix)
 
@@ -79,11 +79,11 @@ def objects(value: object, field: str) -> list[dict[str, Any]]:
     return value
 
 
-def words(
+def read_text(
     content: object, field: str, joint: str, kinds: Collection[str] = ("text",), unseen: Collection[str] = ()
 ) -> str:
-    """Content that is a string or a list of parts, each of one of these kinds. `joint`: between the parts.
-    `unseen`: kinds in whose place a note stands, as of an image that a tool returns to an agent."""
+    """The text of content that is a string or a list of parts of these kinds. `joint`: put between parts.
+    `unseen`: kinds that are replaced by a note, such as an image that a tool returns."""
     if isinstance(content, str):
         return content
     parts: list[str] = []

@@ -1,6 +1,6 @@
-"""Messages to tokens, one after the other: what follows is rendered, what stands is never rendered again.
+"""Renders messages to tokens one after the other; earlier messages are never rendered again.
 
-Each message is `after_end` (unless it is the first), its frame, its words, its end. The pieces are those of
+Each message is `after_end` (unless it is the first), its opener, its text, its end. The pieces are those of
 `Renderer`, so a conversation has the tokens that our own agent's session would have.
 """
 
@@ -36,13 +36,13 @@ class Framing:
         words = renderer.describe(opening.system, tools) if tools else opening.system or None
         self._has_words = words is not None
         self._opened = renderer.opening(words)
-        """All that stands before the first message."""
+        """All tokens before the first message."""
         self.end = renderer.closing
         self.shown_end = renderer.encode([self.template.shown_end]) if self.template.shown_end else self.end
 
-    def given(self, message: Message, first: bool) -> Tokens:
-        """A message that was not sampled, its end included; of an opening: this one's own tokens. `first`:
-        nothing stands before it.
+    def render_given(self, message: Message, first: bool) -> Tokens:
+        """Renders a message that was not sampled, with its end; of an opening its own tokens. `first`: it is
+        the first one with tokens.
 
         Raises BadRequestError for results before any message.
         """
@@ -68,17 +68,17 @@ class Framing:
                 frame, end = self.answer_frame(first, shown=shown), self.shown_end if shown else self.end
                 return np.concatenate([frame, said, end])
 
-    def sampled(self, answer: Answer, first: bool) -> Tokens:
-        """An answer as a session has it that sampled it: reasoning that its prompt opens is closed."""
+    def render_sampled(self, answer: Answer, first: bool) -> Tokens:
+        """Renders an answer as if a session had sampled it: reasoning that its prompt opens is closed."""
         renderer, template = self.renderer, self.template
-        begin = renderer.reasoned("") if template.thinking else template.shown
+        begin = renderer.mark_reasoning("") if template.thinking else template.shown
         pieces = [*(() if self.has_reasoning(answer) else begin), *self._answer_pieces(answer)]
         ended = [*pieces, renderer.end_of(pieces)]
         return np.concatenate([self.answer_frame(first), renderer.encode(ended, template.prompt[-1])])
 
     def answer_frame(self, first: bool = False, *, shown: bool = False) -> Tokens:
-        """What stands before an answer: the last tokens before sampling begins, or with `shown` those before
-        an answer without reasoning that was not sampled."""
+        """The opener of an answer: the last tokens before sampling, or with `shown` those before an answer
+        without reasoning that was not sampled."""
         template = self.template
         return self._follow((*template.assistant, *template.shown) if shown else template.prompt, first)
 
@@ -87,17 +87,17 @@ class Framing:
         return bool(answer.reasoning) and self.renderer.reasoning != "off"
 
     def without_reasoning(self, sampled: Tokens) -> Tokens:
-        """A sampled message as templates show it that drop reasoning: what follows the last closing mark, or
-        the channels that are not reasoning. Nothing of reasoning that was never closed.
+        """A sampled message as templates that drop reasoning show it: the part after the last closing mark,
+        or the channels that are not reasoning. Unclosed reasoning is dropped.
 
-        The rest is encoded anew: it is given, not sampled.
+        The rest is encoded again: it is given, not sampled.
         """
         renderer = self.renderer
         pieces = renderer.pieces(sampled)
         has_channels = self.template.has_channels
         if has_channels:
             marks = ChannelMarks()
-            pieces = [one for piece in pieces for one in marks.translate(piece)]
+            pieces = [mark for piece in pieces for mark in marks.translate(piece)]
         kept: list[Piece] = []
         thinking = bool(self.template.thinking) and not has_channels and renderer.reasoning != "off"
         for piece in pieces:
@@ -119,20 +119,20 @@ class Framing:
         return renderer.encode(kept, self.template.prompt[-1])
 
     def _follow(self, pieces: Sequence[Piece], first: bool) -> Tokens:
-        """What follows the message before, or `first` the opening that every conversation has."""
+        """Encodes a message that follows another one, or if `first` the opening."""
         if not first:
             return self.renderer.encode((*self.template.after_end, *pieces), self.template.end)
         return np.concatenate([self._opened, self.renderer.encode_first(pieces, self._opened)])
 
     def _announced(self, opening: Opening) -> list[ToolSchema]:
-        """The tools that the system's words describe."""
+        """The tools that the system message describes."""
         grammar = self.renderer.grammar
         if grammar.name == "xml" and not self.renderer.text_mode:
-            return []  # their tags are tokens of the model's own: it was trained with them undescribed
-        return [one for one in opening.tools if one in grammar.tools]
+            return []  # their tags are tokens of the model's own: it was trained without descriptions
+        return [tool for tool in opening.tools if tool in grammar.tools]
 
     def _opening(self) -> Tokens:
-        """The opening's own tokens: none where the first message has them."""
+        """The opening's own tokens; none if they are part of the first message."""
         template = self.template
         if template.joins_system or not self._has_words:
             return self.end[:0]
@@ -140,14 +140,14 @@ class Framing:
         return self._opened[: len(self._opened) - num_after]
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
-        """An answer that a client tells and nobody sampled here."""
-        reasoning = self.renderer.reasoned(answer.reasoning) if self.has_reasoning(answer) else []
+        """The pieces of an answer that a client sent and that was not sampled here."""
+        reasoning = self.renderer.mark_reasoning(answer.reasoning) if self.has_reasoning(answer) else []
         pieces: list[Piece] = [answer.text] if answer.text else []
         number = answer.num_before
         shown = map(self._shown_call, answer.calls)
-        for is_call, run in groupby(shown, lambda one: isinstance(one, ToolCall)):
+        for is_call, run in groupby(shown, lambda call: isinstance(call, ToolCall)):
             if is_call:
-                calls = [one for one in run if isinstance(one, ToolCall)]
+                calls = [call for call in run if isinstance(call, ToolCall)]
                 pieces += self.renderer.grammar.render_calls(calls, bool(pieces), number)
                 number += len(calls)
             else:
@@ -156,7 +156,7 @@ class Framing:
         return [*reasoning, *pieces]
 
     def _shown_call(self, call: Call) -> ToolCall | str:
-        """A call that a client tells, for the grammar to write; one whose arguments are no object is text."""
+        """A client's call, for the grammar to write; one whose arguments are no object becomes text."""
         if not isinstance(call.arguments, dict):
             return f"{call.name} {call.arguments}"
         grammar = self.renderer.grammar

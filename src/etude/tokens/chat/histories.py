@@ -1,12 +1,12 @@
-"""From a conversation as a client sends it to the tokens of its prompt, with answers as they were sampled.
+"""Turns a conversation that a client sends into prompt tokens, reusing the sampled tokens of answers.
 
-A client sends the whole conversation with each turn, as text. Encoding an answer anew would often give other
-tokens than were sampled: the engine's held keys and values would be missed, and the model would read what it
-never wrote. So the last answers are remembered, each by its key, its conversation and its content, and their
-sampled tokens stand in the next prompt. What is not remembered is encoded from its text.
+A client sends the whole conversation with each turn, as text. Encoding an answer again would often give other
+tokens than were sampled: the engine's KV cache would be missed, and the model would read tokens that it never
+wrote. So the latest answers are remembered, each by client key, conversation and content, and the next prompt
+contains their sampled tokens. Other answers are encoded from their text.
 
-Reasoning that a client leaves out of the conversation stays in the prompt, as in training; one that it
-changes is taken as sent.
+Reasoning that a client leaves out of the conversation stays in the prompt, as in training; changed reasoning
+is used as sent.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatPrompt:
-    """A conversation, ready to be sampled from."""
+    """The prompt of a conversation's next answer."""
 
     tokens: Tokens
     framing: Framing
     state: bytes
-    """Names the conversation, for `ChatFrames.remember`."""
+    """Key of the conversation, for `ChatFrames.remember`."""
 
 
 @dataclass(slots=True, eq=False)
 class ChatFrames:
-    """Lays conversations out for one model. Threads may do so at the same time."""
+    """Renders the prompts of conversations for one model. Thread-safe."""
 
     shelf: RendererShelf
     max_remembered_tokens: int = 1 << 22
     _answers: OrderedDict[bytes, tuple[Answer, Tokens]] = field(init=False, default_factory=OrderedDict)
-    """By the conversation that each completes: the answer, and its sampled tokens."""
+    """(answer, its sampled tokens) by the state of the conversation that it completes."""
     _num_tokens: int = field(init=False, default=0)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    """Of the shelf and the answers; not held while text is encoded."""
+    """Guards the shelf and the answers; not held while text is encoded."""
 
     def prompt(self, messages: Sequence[Message], key_name: str, open_answer: bool = True) -> ChatPrompt:
         """The tokens of a conversation (its opening first), up to where the next answer begins.
 
-        `key_name`: whose conversation it is; answers of others are not seen. Raises BadRequestError.
+        `key_name`: the client key; answers of other keys are not used. Raises BadRequestError.
         """
         opening = messages[0]
         assert isinstance(opening, Opening), "a conversation begins with its opening"
@@ -70,15 +70,15 @@ class ChatFrames:
                 parts.append(np.concatenate([framing.answer_frame(first), known, end]))
             else:
                 before = parts[-1] if parts else framing.end[:0]
-                parts.append(renderer.follow(before, framing.given(message, first)))
+                parts.append(renderer.follow(before, framing.render_given(message, first)))
         if open_answer:
             parts.append(framing.answer_frame(not any(len(part) for part in parts)))
         return ChatPrompt(np.concatenate(parts), framing, state)
 
     def remember(self, prompt: ChatPrompt, answer: Answer, tokens: Tokens) -> None:
-        """Keeps an answer that was sampled from a prompt, for the conversation's next turn."""
+        """Stores an answer that was sampled from a prompt, for the conversation's next turn."""
         if all(int(token) in prompt.framing.renderer.end_tokens for token in tokens[:2]):
-            return  # nothing was said
+            return  # an empty answer
         state = _next(prompt.state, answer, prompt.framing.opening)
         with self._lock:
             before = self._answers.pop(state, None)
@@ -89,7 +89,7 @@ class ChatFrames:
                 self._num_tokens -= len(forgotten)
 
     def _find(self, state: bytes, given: Answer) -> Tokens | None:
-        """The tokens of the answer that was served last here, unless the client changed its reasoning."""
+        """The remembered tokens of this answer, unless the client changed its reasoning."""
         with self._lock:
             if state not in self._answers:
                 return None

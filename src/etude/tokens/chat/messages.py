@@ -1,12 +1,12 @@
-"""A conversation by content: what two requests must agree in to be the same history.
+"""Messages of a conversation, and the equality by which a request continues an earlier history.
 
-A client sends its whole history with each request, and not quite as it was: spaces trimmed, arguments
-serialised again, reasoning left out, blocks merged. `content_key` is equal for what counts as the same:
+A client sends its whole history with each request, slightly changed: spaces trimmed, arguments serialised
+again, reasoning left out, blocks merged. `content_key` is equal for messages that count as the same:
 
     opening, system, user, results    equal text (and tools as equal JSON)
     answer                            text equal but for spaces at its ends; calls equal in name and, as JSON,
-                                      in arguments (order of keys, spaces, 1 for 1.0; what has the value that
-                                      the schema names as default may be left out); call ids do not count
+                                      in arguments (order of keys, spaces, 1 for 1.0; arguments equal to the
+                                      schema's default may be left out); call ids do not count
 
 Reasoning is no part of the key: a history that leaves it out is the same, one that changes it is not
 (`same_reasoning`).
@@ -29,12 +29,12 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a conversation begins: who speaks, the system's words and the tools."""
+    """The beginning of a conversation: the agent's name, the system message and the tools."""
 
     system: str = ""
     tools: tuple[ClientTool, ...] = ()
     agent: str = ""
-    """Name that the client gave the agent; empty: distinguished by what it says."""
+    """Name that the client gave the agent; empty: agents are distinguished by content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SystemWords:
 
 @dataclass(frozen=True, slots=True)
 class UserWords:
-    """What the user, or a harness in the user's name, says."""
+    """A message of the user, or of a harness in the user's role."""
 
     text: str
 
@@ -57,7 +57,7 @@ class Results:
 
     outputs: tuple[str, ...]
     calls: tuple[str, ...] = field(default=(), compare=False)
-    """By name and number, as `number_calls` gives them; empty where a client does not say."""
+    """By name and number, as `number_calls` gives them; empty if the client does not send them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +67,25 @@ class Call:
     id: str
     name: str
     arguments: Any
-    """The JSON value; a string that is no JSON where the client sends such."""
+    """The JSON value; a plain string if the client sends text that is no JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the agent said: as it was served, or as a client tells it."""
+    """A message of the agent, as served or as a client sends it back."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
     reasoning: str = ""
     num_before: int = field(default=0, compare=False)
-    """Calls of the conversation before its own."""
+    """Number of calls in the conversation before its own."""
 
 
 Message = Opening | SystemWords | UserWords | Results | Answer
 
 
 def num_characters(messages: Sequence[Message]) -> int:
-    """Of all texts that a conversation's tokens are made of."""
+    """Total length of the texts that a conversation's tokens encode."""
     total = 0
     for message in messages:
         match message:
@@ -101,8 +101,8 @@ def num_characters(messages: Sequence[Message]) -> int:
 
 
 def least_tokens(messages: Sequence[Message], longest_bytes: int) -> int:
-    """How many tokens a conversation has at least, of which none stands for more than `longest_bytes`: its
-    texts, and one that ends each message but an opening without words."""
+    """Lower bound of a conversation's tokens if none encodes more than `longest_bytes`: its texts, and one
+    end token per message except an empty opening."""
     return num_characters(messages) // longest_bytes + max(0, len(messages) - 1)
 
 
@@ -135,7 +135,7 @@ def _described(call: Call, defaults: Mapping[str, Mapping[str, Any]]) -> list[st
 
 
 def same_reasoning(known: str, sent: str) -> bool:
-    """Whether a client tells an answer's reasoning as it was, but for spaces at its ends, or not at all."""
+    """Whether a client sent an answer's reasoning unchanged, except for spaces at its ends, or not at all."""
     sent = sent.strip()
     return not sent or sent == known.strip()
 
@@ -156,34 +156,34 @@ def _plain_numbers(value: Any) -> Any:
 
 
 class Conversation:
-    """A conversation while it is read, entry by entry.
+    """Builds a conversation entry by entry.
 
-    Words of the system's before all else are the opening's. The results that follow an answer are one
-    message, in the order of the calls that they answer, or else as they came.
+    System messages before all others belong to the opening. The results that follow an answer are one
+    message, in the order of the calls that they answer if that is known, else in order of arrival.
     """
 
     def __init__(self) -> None:
         self.system: list[str] = []
         self._messages: list[Message] = []
         self._calls: tuple[Call, ...] = ()
-        """Of the last answer."""
+        """Calls of the last answer."""
         self._num_before = 0
-        """Calls before these."""
+        """Number of calls before these."""
         self._results: list[tuple[str, str]] = []
-        """Call ids and outputs, while more may come."""
+        """(call id, output) of the results message that is being built."""
 
-    def add_words(self, text: str, by_user: bool) -> None:
-        """What the user says, or else the system."""
+    def add_message(self, text: str, by_user: bool) -> None:
+        """Adds a message of the user, or of the system."""
         self.end_results()
         if by_user or self._messages:
             self._messages.append(UserWords(text) if by_user else SystemWords(text))
         else:
             self.system.append(text)
 
-    def add_answer(self, answer: Answer, goes_on: bool = False) -> None:
-        """`goes_on`: it is more of the last answer, if nothing has come since."""
+    def add_answer(self, answer: Answer, continues: bool = False) -> None:
+        """Adds an answer. `continues`: it is appended to the last one, if nothing came in between."""
         self.end_results()
-        last = self._messages[-1] if goes_on and self._messages else None
+        last = self._messages[-1] if continues and self._messages else None
         if isinstance(last, Answer):
             self._messages.pop()
             calls, reasoning = last.calls + answer.calls, last.reasoning + answer.reasoning
@@ -194,11 +194,11 @@ class Conversation:
         self._messages.append(replace(answer, num_before=self._num_before))
 
     def add_result(self, call_id: str, output: str) -> None:
-        """The result of a call."""
+        """Adds the result of a call."""
         self._results.append((call_id, output))
 
     def end_results(self) -> None:
-        """What follows is no more of these results."""
+        """Completes the message of results, if one is being built."""
         rows, self._results = self._results, []
         places = {call.id: place for place, call in enumerate(self._calls)}
         calls = number_calls([call.name for call in self._calls], self._num_before)
@@ -209,6 +209,6 @@ class Conversation:
             self._messages.append(Results(tuple(output for _, output in rows), tuple(calls)))
 
     def messages(self) -> list[Message]:
-        """All of them, the opening left out."""
+        """All messages without the opening."""
         self.end_results()
         return self._messages

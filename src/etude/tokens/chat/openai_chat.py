@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests read, answers written."""
+"""OpenAI's chat completions API: reads requests, writes answers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.serving.json_bodies import is_too_deep
-from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, Event, ended_choice
+from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended, Event, end_of
 from etude.tokens.chat.client_tools import ClientTool, client_tool, read_entries
-from etude.tokens.chat.fields import flag, integer, objects, stop_strings, text, unsupported, words, wrong
+from etude.tokens.chat.fields import flag, integer, objects, read_text, stop_strings, text, unsupported, wrong
 from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
-from etude.tokens.chat.reader import CallHead, CallMore, Part, ReadingRules
+from etude.tokens.chat.reader import CallDelta, CallHead, Part, ReadingRules
 from etude.tokens.chat.requests import (
     MAX_TOP_LOGPROBS,
     SHARED_FIELDS,
@@ -78,7 +78,7 @@ def read_conversation(body: Mapping[str, Any], agent: str = "") -> tuple[tuple[M
 
 
 def read_tools(value: object) -> tuple[ClientTool, ...]:
-    """The tools that a request brings. Raises BadRequestError."""
+    """The tools of a request. Raises BadRequestError."""
     return read_entries(value, _tool)
 
 
@@ -86,12 +86,12 @@ def _tool(entry: Mapping[str, Any], field: str) -> ClientTool:
     function = entry.get("function")
     if entry.get("type", "function") != "function" or not isinstance(function, dict):
         raise wrong(field, entry.get("type"), 'of type "function"')
-    name, description, schema = (function.get(one) for one in ("name", "description", "parameters"))
+    name, description, schema = (function.get(key) for key in ("name", "description", "parameters"))
     return client_tool(name, description, schema, f"{field}.function")
 
 
 def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Message]]:
-    """The system's words at the start, and what follows. Raises BadRequestError."""
+    """The system messages at the start, joined, and the messages that follow. Raises BadRequestError."""
     talk = Conversation()
     for place, entry in enumerate(entries):
         role, field = entry.get("role"), f"messages[{place}]"
@@ -105,12 +105,12 @@ def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Messa
             if role == "tool":
                 talk.add_result(text(entry.get("tool_call_id"), f"{field}.tool_call_id"), said)
             else:
-                talk.add_words(said, role == "user")
+                talk.add_message(said, role == "user")
     return "\n\n".join(talk.system), talk.messages()
 
 
 def _content(content: object, field: str, joint: str = "\n", unseen: Sequence[str] = ()) -> str:
-    return words(content, field, joint, ("text", "refusal"), unseen)
+    return read_text(content, field, joint, ("text", "refusal"), unseen)
 
 
 def _answer(entry: Mapping[str, Any], field: str) -> Answer:
@@ -130,7 +130,7 @@ def _answer(entry: Mapping[str, Any], field: str) -> Answer:
 
 
 def read_arguments(value: object) -> Any:
-    """Arguments come as JSON text; some clients send the object itself, or nothing for no arguments."""
+    """Parses arguments: JSON text, but some clients send the object itself, or nothing for no arguments."""
     if not isinstance(value, str):
         return {} if value is None else value
     try:
@@ -149,10 +149,10 @@ class ChatWriter(AnswerWriter):
     id_prefix = "chatcmpl-"
     tail = b"data: [DONE]\n\n"
 
-    def take(self, event: Event) -> list[Document]:
+    def add_event(self, event: Event) -> list[Document]:
         choice = self.choices[event.index]
         begins = choice.num_cached is None and choice.ended is None
-        documents = super().take(event)
+        documents = super().add_event(event)
         return [self._chunk(choice, {"role": "assistant", "content": ""})] * begins + documents
 
     def end(self) -> list[Document]:
@@ -166,7 +166,7 @@ class ChatWriter(AnswerWriter):
                 "index": choice.index,
                 "message": _message(choice),
                 "logprobs": _logprobs(choice.rows) if self.request.sampling.logprobs else None,
-                "finish_reason": _ENDINGS[ended_choice(choice).ending],
+                "finish_reason": _ENDINGS[end_of(choice).ending],
             }
             for choice in self.choices
         ]
@@ -200,7 +200,7 @@ def _logprobs(rows: list[Document]) -> Document:
 def _delta(part: Part, place: int) -> Document:
     if isinstance(part, CallHead):
         return {"tool_calls": [{"index": place, **_call(Block("call", "", part.id, part.name))}]}
-    if isinstance(part, CallMore):
+    if isinstance(part, CallDelta):
         return {"tool_calls": [{"index": place, "function": {"arguments": part.text}}]}
     return {"reasoning_content" if isinstance(part, ReasoningDelta) else "content": part.text}
 

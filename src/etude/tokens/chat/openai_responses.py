@@ -1,10 +1,10 @@
-"""OpenAI's responses: requests read, answers written. Nothing is stored: each request tells its history.
+"""OpenAI's responses API: reads requests, writes answers. Stateless: each request carries its history.
 
 Each block of an answer is an item: `reasoning`, `message`, `function_call` or `custom_tool_call`. In a
-history, the items between what the user says and the results of tools are one answer.
+history, consecutive items of these types are one answer.
 
-Codex offers more than functions. Those of a namespace are announced as `NAMESPACE__NAME`, a custom tool as a
-function with one text, `input`; tools that only OpenAI's servers run are not announced.
+Codex offers more than functions. Functions of a namespace are announced as `NAMESPACE__NAME`, a custom tool
+as a function with one text, `input`; tools that only OpenAI's servers run are not announced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from etude.tokens.chat.answers import AnswerWriter, Block, Choice, Document, Ended
 from etude.tokens.chat.client_tools import MAX_TOOLS, ClientTool, client_tool
-from etude.tokens.chat.fields import flag, integer, objects, text, unsupported, words, wrong
+from etude.tokens.chat.fields import flag, integer, objects, read_text, text, unsupported, wrong
 from etude.tokens.chat.messages import Answer, Call, Conversation, Message, Opening
 from etude.tokens.chat.openai_chat import read_arguments
 from etude.tokens.chat.reader import Part, ReadingRules
@@ -54,9 +54,9 @@ _NEUTRAL: Neutral = {
     "top_logprobs": (0,),
 }
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer_use", "mcp")
-"""How the types of tools begin that OpenAI's servers run."""
+"""Prefixes of the types of tools that OpenAI's servers run."""
 _INCLUDED = (*_HOSTED, "computer_call", "reasoning.", "message.input_image")
-"""How the names of parts begin that `include` may ask for, since no answer has them here."""
+"""Prefixes of parts that `include` may name without effect, since no answer here has them."""
 _SYSTEM_JOINT = "\n\n"
 _CALLS = ("function_call", "custom_tool_call")
 _UNSEEN = ("input_image", "input_file")
@@ -72,7 +72,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     offered = tuple(_offered_tools(body, strict))
     if len(offered) > MAX_TOOLS:
         raise wrong("tools", len(offered), f"at most {MAX_TOOLS} tools")
-    tools = tuple(one.announced() for one in offered)
+    tools = tuple(tool.announced() for tool in offered)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     system, messages = _read_items(items)
@@ -83,7 +83,7 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
     rules = ReadingRules(
         single_call=not flag(body, "parallel_tool_calls", True),
         calls=calls_wanted(body.get("tool_choice"), bool(tools), strict),
-        whole_calls=any(one.is_custom for one in offered),
+        whole_calls=any(tool.is_custom for tool in offered),
     )
     return ChatRequest(
         messages=(Opening(_SYSTEM_JOINT.join(system), tools, agent), *messages),
@@ -95,14 +95,14 @@ def read_response(body: Mapping[str, Any], agent: str = "", strict: bool = True)
 
 
 def _check_included(included: object, strict: bool) -> None:
-    """Raises BadRequestError for log-probabilities, and with `strict` for parts of no known kind."""
+    """Raises BadRequestError for log-probabilities, and with `strict` for unknown parts."""
     for place, part in enumerate(included if isinstance(included, list) else [included]):
         if str(part).endswith(".logprobs") or (strict and not str(part).startswith(_INCLUDED)):
             raise unsupported(f"include[{place}]", part, "is not supported here")
 
 
 @dataclass(frozen=True, slots=True)
-class _Offered:
+class _OfferedTool:
     """A tool as the client offers it."""
 
     entry: Mapping[str, Any]
@@ -111,16 +111,16 @@ class _Offered:
 
     @property
     def is_custom(self) -> bool:
-        """It takes a text instead of arguments."""
+        """Whether it takes one text instead of arguments."""
         return self.entry.get("type") == "custom"
 
     @property
     def name(self) -> str:
-        """Its name for the model."""
+        """Its name as the model sees it."""
         return _joined(self.namespace, str(self.entry.get("name") or ""))
 
     def announced(self) -> ClientTool:
-        """Raises BadRequestError."""
+        """The tool as the model sees it. Raises BadRequestError."""
         text(self.entry.get("name"), f"{self.field}.name")
         words, schema = self.entry.get("description"), self.entry.get("parameters")
         if self.is_custom:
@@ -140,17 +140,17 @@ def _joined(namespace: object, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _offered_tools(body: Mapping[str, Any], strict: bool) -> Iterator[_Offered]:
-    """The tools that a request brings, but for those that its client does not run. Raises BadRequestError for
-    tools of another type, if `strict`."""
+def _offered_tools(body: Mapping[str, Any], strict: bool) -> Iterator[_OfferedTool]:
+    """The tools of a request that its client runs. Raises BadRequestError for tools of an unknown type, if
+    `strict`."""
     for place, entry in enumerate(objects(body.get("tools") or [], "tools")):
         kind, field = entry.get("type"), f"tools[{place}]"
         if kind == "namespace":
             name = text(entry.get("name"), f"{field}.name")
             for inner, tool in enumerate(objects(entry.get("tools") or [], f"{field}.tools")):
-                yield _Offered(tool, f"{field}.tools[{inner}]", name)
+                yield _OfferedTool(tool, f"{field}.tools[{inner}]", name)
         elif kind in ("function", "custom"):
-            yield _Offered(entry, field)
+            yield _OfferedTool(entry, field)
         elif strict and not str(kind).startswith(_HOSTED):
             raise unsupported(
                 f"{field}.type", kind, "only functions, custom tools and namespaces are supported"
@@ -158,24 +158,24 @@ def _offered_tools(body: Mapping[str, Any], strict: bool) -> Iterator[_Offered]:
 
 
 def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Message]]:
-    """The system's words at the start, and the messages that follow."""
+    """The system messages at the start, and the messages that follow."""
     talk = Conversation()
     for place, item in enumerate(items):
         kind, role, field = item.get("type", "message"), item.get("role"), f"input[{place}]"
         if kind in ("function_call_output", "custom_tool_call_output"):
-            output = words(item.get("output"), f"{field}.output", "\n", _WORDS, _UNSEEN)
+            output = read_text(item.get("output"), f"{field}.output", "\n", _WORDS, _UNSEEN)
             talk.add_result(text(item.get("call_id"), f"{field}.call_id"), output)
         elif kind in ("function_call", "custom_tool_call", "reasoning") or (
             kind == "message" and role == "assistant"
         ):
-            talk.add_answer(_part_of_answer(item, kind, field), goes_on=True)
+            talk.add_answer(_part_of_answer(item, kind, field), continues=True)
         elif kind != "message":
             raise unsupported(f"{field}.type", kind, "no such item can be sent to this model")
         elif role not in ("user", "system", "developer"):
             raise wrong(f"{field}.role", role, "user, assistant, system or developer")
         else:
-            said = words(item.get("content"), f"{field}.content", "\n", _WORDS)
-            talk.add_words(said, role == "user")
+            said = read_text(item.get("content"), f"{field}.content", "\n", _WORDS)
+            talk.add_message(said, role == "user")
     return talk.system, talk.messages()
 
 
@@ -187,8 +187,8 @@ def _part_of_answer(item: Mapping[str, Any], kind: str, field: str) -> Answer:
         return Answer(calls=(Call(str(item.get("call_id") or ""), name, arguments),))
     if kind == "reasoning":
         said = item.get("content") or item.get("summary") or []
-        return Answer(reasoning=words(said, f"{field}.content", "", _WORDS))
-    return Answer(words(item.get("content"), f"{field}.content", "", _WORDS))
+        return Answer(reasoning=read_text(said, f"{field}.content", "", _WORDS))
+    return Answer(read_text(item.get("content"), f"{field}.content", "", _WORDS))
 
 
 # ---- answers ------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class ResponseWriter(AnswerWriter):
         return documents
 
     def _item(self, choice: Choice, index: int, is_done: bool = True) -> Document:
-        """The item of a block. `is_done`: it is shown with what it holds, else as it begins."""
+        """The item of a block: with its content if `is_done`, else as it begins."""
         block = choice.blocks[index]
         status = "completed" if is_done else "in_progress"
         if is_done and index == len(choice.blocks) - 1 and choice.ended and choice.ended.ending == "length":
@@ -272,7 +272,7 @@ class ResponseWriter(AnswerWriter):
         return {**head, "type": "function_call", "arguments": block.text if is_done else ""}
 
     @cached_property
-    def _tools(self) -> dict[str, _Offered]:
+    def _tools(self) -> dict[str, _OfferedTool]:
         return {tool.name: tool for tool in _offered_tools(self.request.body, strict=False)}
 
     def _write(self, choice: Choice, part: Part, begins: bool, rows: list[Document]) -> list[Document]:
@@ -329,7 +329,7 @@ _DELTAS = {"text": "output_text", "reasoning": "reasoning_text", "call": "functi
 
 
 def _custom_input(block: Block) -> str:
-    """Of a call that has ended: such are served whole."""
+    """The input of a complete call of a custom tool."""
     arguments = json.loads(block.text or "{}")
     return str(arguments.get("input", ""))
 

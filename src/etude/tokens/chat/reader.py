@@ -1,19 +1,19 @@
-"""Reads an answer while it is sampled: tokens in, what the client is served out.
+"""Incremental reader of an answer: sampled tokens in, parts of the response out.
 
-Each token is read by itself, so that an answer can end at the very token that completed a stop string (or,
-where the client wants one call at a time, a call). Blanks at the answer's ends, and between text and calls,
-are not served. A malformed call is served as the text that it is, and so is the call of a tool that the
-client did not offer, its tags included. One that can be read is served as a call, be its arguments right or
-wrong: the client says so to the model.
+Tokens are read one at a time, so that an answer can end exactly at the token that completed a stop string
+(or, if the client wants single calls, a call). Blanks at the answer's ends, and between text and calls, are
+dropped. A malformed call is served as text, and so is a call of a tool that the client did not offer, its
+tags included. A call that parses is served as a call, even with wrong arguments: the client reports that to
+the model.
 
-Calls are served while they are written, or with `whole_calls` when they have ended:
+Calls are served while they are written, or with `whole_calls` when complete:
 
     CallStarted .. ArgumentDelta .. ArgumentDelta .. CallFinished
-                   CallHead {"a": "  CallMore x"      CallMore }
+                   CallHead {"a": "  CallDelta x"     CallDelta }
 
-A call's head waits for its first argument (or its end), so that a stray tag is still served as the text that
-it is. A call that turns out malformed after its head was served, or to have a number where text was served,
-ends without its closing brace: its arguments are never valid JSON, so that no client runs half of them.
+A call's head waits for its first argument (or its end), so that a stray tag is still served as text. A call
+that turns out malformed after its head was served, or has a number where text was served, ends without its
+closing brace: its arguments are never valid JSON, so that no client runs a partial call.
 """
 
 from __future__ import annotations
@@ -56,34 +56,34 @@ class CallHead:
 
 
 @dataclass(frozen=True, slots=True)
-class CallMore:
+class CallDelta:
     """More of the JSON text of the last call's arguments."""
 
     text: str
 
 
-Part = TextDelta | ReasoningDelta | CallHead | CallMore
+Part = TextDelta | ReasoningDelta | CallHead | CallDelta
 _TAG = re.compile(r"</?[a-z][a-z0-9_]*>")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
-    """What a request asks of the reading of its answer."""
+    """How a request wants its answer parsed."""
 
     stops: tuple[str, ...] = ()
-    """The answer ends before the first of these in its text; the text is not served."""
+    """Stop strings: the answer ends before the first of these in its text."""
     single_call: bool = False
     """The answer ends with its first call."""
     calls: bool = True
-    """False: calls are text."""
+    """False: calls are served as text."""
     whole_calls: bool = False
-    """Calls are served when they have ended. For clients that make the best of half a call."""
+    """Calls are served only when complete, for clients that would run a partial call."""
 
 
 class TextReader:
-    """Reads one answer, up to a stop string in its text. Takes time linear in it, times their number.
+    """Reads one plain completion, up to a stop string. Takes time linear in it, times their number.
 
-    That of a completion: every token is text, control tokens are not shown.
+    Every token is text; control tokens are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
@@ -97,39 +97,39 @@ class TextReader:
         self.stop: str | None = None
         """The stop string that ended the answer."""
         self.ended = False
-        """A stop string or the only call has come: no more tokens are wanted."""
+        """Whether a stop string or the only call is complete: no more tokens are needed."""
 
     @property
     def answer(self) -> Answer:
-        """What was served so far of a conversation's answer."""
+        """The answer as served so far, as a message of a conversation."""
         return Answer()
 
     def feed(self, tokens: NDArray[np.int32]) -> tuple[list[Part], int]:
-        """What these tokens add to what is served, and how many of them belong to the answer."""
+        """The parts that these tokens add, and how many of the tokens belong to the answer."""
         for count, token in enumerate(tokens.tolist(), start=1):
-            self._take_token(token)
+            self._read_token(token)
             if self.ended:
                 return self._served(), count
         return self._served(), len(tokens)
 
     def finish(self) -> list[Part]:
-        """What was held back."""
+        """Ends the answer; returns the parts that were held back."""
         if not self.ended:
-            self._take_end()
+            self._read_end()
         if not self.ended:
             self._release()
         return self._served()
 
-    def _take_token(self, token: int) -> None:
+    def _read_token(self, token: int) -> None:
         data = self._tokenizer.decode_bytes([token], skip_control=True)
         self._search_stops(self._decoder.decode(data))
 
-    def _take_end(self) -> None:
-        """No more tokens come: half a character that nothing completes becomes U+FFFD."""
+    def _read_end(self) -> None:
+        """Ends the input: an incomplete character becomes U+FFFD."""
         self._search_stops(self._decoder.decode(b"", final=True))
 
     def _serve_text(self, text: str) -> None:
-        """Serves text that holds no stop string, nor the beginning of one."""
+        """Serves text that contains no stop string and no beginning of one."""
         if text:
             self._out.append(TextDelta(text))
 
@@ -138,7 +138,7 @@ class TextReader:
         return out
 
     def _release(self) -> None:
-        """What was held back as the beginning of a stop string was none."""
+        """Serves the text that was held back as the possible beginning of a stop string."""
         held, self._held = self._held, ""
         self._serve_text(held)
 
@@ -149,7 +149,7 @@ class TextReader:
             start, end = found
             self.stop, self._held, self.ended = text[start:end], "", True
         else:
-            start = self._stops.undecided(text)
+            start = self._stops.partial_start(text)
             self._held = text[start:]
         self._serve_text(text[:start])
 
@@ -165,16 +165,16 @@ class AnswerReader(TextReader):
         self._tools = {tool.name: tool for tool in renderer.grammar.tools} if rules.calls else {}
         self._foreign = _foreign_tags(renderer)
         self._name: str | None = None
-        """Of the call that is being written."""
+        """Name of the call that is being written."""
         self._open: _OpenCall | None = None
-        """It, if its head was served."""
+        """That call, if its head was served."""
         self._raw: list[int] = []
         """Tokens since the last call."""
         self._delivered: list[str] = []
-        """What the parser made of them."""
+        """Text and reasoning that the parser gave for them."""
         self._blanks = ""
         self._begun = False
-        """Text was served since the answer began."""
+        """Whether text was served since the answer began."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
@@ -184,18 +184,18 @@ class AnswerReader(TextReader):
     def answer(self) -> Answer:
         return Answer("".join(self._text), tuple(self._calls), "".join(self._reasoning).strip())
 
-    def _take_token(self, token: int) -> None:
+    def _read_token(self, token: int) -> None:
         self._raw.append(token)
         events = self._stream.feed([token])
-        self._take(events)
+        self._handle_events(events)
         foreign = self._foreign.get(token)
         if foreign and self._name is None and ReasoningDelta(foreign) not in events:
-            self._take([TextDelta(foreign)])
+            self._handle_events([TextDelta(foreign)])
 
-    def _take_end(self) -> None:
-        self._take(self._stream.finish())
+    def _read_end(self) -> None:
+        self._handle_events(self._stream.finish())
 
-    def _take(self, events: Iterable[ParseEvent]) -> None:
+    def _handle_events(self, events: Iterable[ParseEvent]) -> None:
         for event in events:
             if self.ended:
                 return
@@ -209,19 +209,19 @@ class AnswerReader(TextReader):
             elif isinstance(event, CallStarted):
                 self._name, self._open = event.name, None
             elif isinstance(event, ArgumentDelta):
-                self._take_argument(event)
+                self._handle_argument(event)
             else:
-                self._take_call(event)
+                self._finish_call(event)
 
-    def _take_argument(self, delta: ArgumentDelta) -> None:
+    def _handle_argument(self, delta: ArgumentDelta) -> None:
         tool = self._tools.get(self._name or "")
         if tool is not None and not self._rules.whole_calls:
             call = self._open or self._begin(tool.name)
-            kinds = {one.name: one.kind for one in tool.parameters}
+            kinds = {parameter.name: parameter.kind for parameter in tool.parameters}
             if kinds.get(delta.name, "string") == "string":
-                self._serve_more(call.more(delta))
+                self._serve_delta(call.add_delta(delta))
 
-    def _take_call(self, event: CallFinished) -> None:
+    def _finish_call(self, event: CallFinished) -> None:
         call, opened, self._open, self._name = event.call, self._open, None, None
         values = self._read_values(event)
         self.num_malformed += call.error is not None
@@ -233,15 +233,15 @@ class AnswerReader(TextReader):
             opened, self._open = self._begin(call.name), None
         if opened is None:
             return
-        rest = opened.close(values) if values is not None and opened.is_begun_as(values) else None
-        self._serve_more(rest or "")
+        rest = opened.close(values) if values is not None and opened.agrees_with(values) else None
+        self._serve_delta(rest or "")
         arguments: Any = opened.text if rest is None else values
         self._calls.append(Call(opened.id, call.name, arguments))
         self.ended = self._rules.single_call
 
     def _read_values(self, event: CallFinished) -> dict[str, Any] | None:
-        """The arguments of a call that the client is to answer, be they right or wrong; None for one that it
-        cannot: of a tool that it did not offer, or one that cannot be read."""
+        """The arguments, valid or not, of a call to be served; None for one that is served as text: of a tool
+        that the client did not offer, or one that cannot be parsed."""
         call = event.call
         if call.name not in self._tools or not (call.error is None or event.unfit):
             return None
@@ -249,19 +249,19 @@ class AnswerReader(TextReader):
         return call_arguments(call, self._renderer.grammar.tools) if known is None else dict(known)
 
     def _begin(self, name: str) -> _OpenCall:
-        """A call begins."""
+        """Begins a call and serves its head."""
         self._release()
         self._blanks = ""
         self._open = _OpenCall(f"call_{secrets.token_hex(12)}")
         self._out.append(CallHead(self._open.id, name))
         return self._open
 
-    def _serve_more(self, text: str) -> None:
+    def _serve_delta(self, text: str) -> None:
         if text:
-            self._out.append(CallMore(text))
+            self._out.append(CallDelta(text))
 
     def _raw_call(self) -> str:
-        """The characters of the call that has just ended: those after what was delivered as text."""
+        """The characters of the call that has just ended: those after the text already delivered."""
         raw = self._tokenizer.decode(self._raw)
         position = 0
         for text in self._delivered:
@@ -270,7 +270,7 @@ class AnswerReader(TextReader):
         return self._renderer.without_end(raw[position:].removeprefix(THINK_CLOSE))
 
     def _serve_text(self, text: str) -> None:
-        """Serves text, blanks at its end only once more text follows."""
+        """Serves text; blanks at its end are held back until more text follows."""
         text = self._blanks + text
         if not self._begun:
             text = text.lstrip()
@@ -283,10 +283,10 @@ class AnswerReader(TextReader):
 
 
 class _OpenCall:
-    """One call whose head was served: the JSON of its arguments, as it grows.
+    """One call whose head was served: the growing JSON of its arguments.
 
-    Text is served as it comes; a value of another kind, which only its end decides, when the call ends or the
-    next argument begins.
+    Text is served as it arrives; a value of another kind, which is known only at its end, when the call ends
+    or the next argument begins.
     """
 
     def __init__(self, call_id: str) -> None:
@@ -295,25 +295,25 @@ class _OpenCall:
         self._argument: str | None = None
         self._begun: set[str] = set()
 
-    def more(self, event: ArgumentDelta) -> str:
-        """What a delta of a text adds to the JSON."""
+    def add_delta(self, event: ArgumentDelta) -> str:
+        """The JSON text that a delta of a string argument adds."""
         added = ""
         if event.name != self._argument:
             added = self._end_argument() + self._key(event.name) + '"'
             self._argument = event.name
-        return self._keep(added + json.dumps(event.text, ensure_ascii=False)[1:-1])
+        return self._append(added + json.dumps(event.text, ensure_ascii=False)[1:-1])
 
-    def is_begun_as(self, values: dict[str, Any]) -> bool:
-        """Whether what was served as text is text: it is served before its kind is known."""
+    def agrees_with(self, values: dict[str, Any]) -> bool:
+        """Whether all arguments served as text are text: they are served before their kind is known."""
         return all(isinstance(values.get(name), str) for name in self._begun)
 
     def close(self, values: dict[str, Any]) -> str:
-        """What is left to be served of a well-formed call."""
+        """The rest of the JSON of a well-formed call."""
         added = self._end_argument()
         for name, value in values.items():
             if name not in self._begun:
                 added += self._key(name) + json.dumps(value, ensure_ascii=False)
-        return self._keep(added + ("}" if self._begun else "{}"))
+        return self._append(added + ("}" if self._begun else "{}"))
 
     def _end_argument(self) -> str:
         ending, self._argument = "" if self._argument is None else '"', None
@@ -324,13 +324,13 @@ class _OpenCall:
         self._begun.add(name)
         return f"{lead}{json.dumps(name, ensure_ascii=False)}: "
 
-    def _keep(self, added: str) -> str:
+    def _append(self, added: str) -> str:
         self.text += added
         return added
 
 
 def _foreign_tags(renderer: Renderer) -> dict[int, str]:
-    """Tags that are one token of the tokenizer's, of tools that the conversation does not offer."""
+    """Tags that are single tokens, of tools that the conversation does not offer."""
     names = {name: renderer.tokenizer.control_id(name) for name in renderer.tokenizer.control_tokens}
     frame = {*renderer.template.control_tokens, *THINK_MARKS}
     return {
@@ -343,7 +343,7 @@ def _foreign_tags(renderer: Renderer) -> dict[int, str]:
 def cut_chunk(chunk: SampleChunk, length: int, num_before: int) -> SampleChunk:
     """A chunk's first `length` tokens; `num_before`: tokens of the session before the chunk.
 
-    Its routes end with the token before the last: of the last nothing was computed yet.
+    Its routes end with the token before the last: the last one has not been computed yet.
     """
     routes = chunk.routes
     if routes is not None:

@@ -1,7 +1,7 @@
-"""A request for an answer, in whatever dialect it came; and the fields that several dialects have.
+"""The common form of requests of all dialects, and the fields that several dialects share.
 
-Every field is obeyed, changes nothing by its nature (`user`), or is refused by name unless its value asks for
-nothing. With `strict`, a field that is not known at all is refused as well: it may have been meant.
+Every field is obeyed, has no effect by nature (`user`), or is refused by name unless its value is neutral.
+With `strict`, an unknown field is refused as well: it may be a misspelling.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from etude.tokens.chat.reader import ReadingRules
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
 _NAME_CHARACTERS = 64
-"""Of a field's name that is compared with those that there are."""
+"""Characters of an unknown field's name that are compared with known ones."""
 
 Neutral = Mapping[str, tuple[object, ...]]
-"""Fields that would have to be obeyed, with the values that ask for nothing."""
+"""Unsupported fields, with the values that have no effect."""
 
 DRAWING_FIELDS = frozenset(("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed"))
 SHARED_FIELDS = DRAWING_FIELDS | {"stream_options", "n", "stop"}
 _HARMLESS_FIELDS = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key", "client_metadata"))
-"""Say something of the request, and nothing of the answer."""
+"""Describe the request and have no effect on the answer."""
 _HINTS = frozenset(("reasoning_effort", "verbosity", "thinking"))
-"""Ask a model to think or say more or less. Coding agents always send them; no model is steered so here."""
+"""Ask for more or less thinking or text. Coding agents always send them; they are ignored here."""
 _HINT_OPTIONS = frozenset(("verbosity", "effort", "summary"))
-"""The same, within objects such as `reasoning`."""
+"""The same, in objects such as `reasoning`."""
 _NEUTRAL: Neutral = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -42,23 +42,23 @@ _NEUTRAL_STRICT: Neutral = {
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
 }
-"""Refused with `strict` alone."""
+"""Refused only with `strict`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the answers to one request are drawn."""
+    """Sampling options of one request."""
 
     params: SamplingParams
     """Without `max_tokens`: see `params_within`."""
     max_tokens: int | None
-    """Of one answer; None: the client names no number."""
+    """Per answer; None: the client set no limit."""
     num_samples: int = 1
     seed: int | None = None
     logprobs: bool = False
 
     def params_within(self, room: int, default: int) -> SamplingParams:
-        """The parameters with the room that the context leaves. `default`: where the client named nothing."""
+        """The parameters, limited to the room left in the context. `default`: if the client set no limit."""
         return replace(self.params, max_tokens=min(room, self.max_tokens or default))
 
 
@@ -72,29 +72,29 @@ class ChatRequest:
     sampling: Sampling
     stream: bool = False
     include_usage: bool = False
-    """Whether a stream of chat completions ends with the usage."""
+    """Whether a stream of chat completions ends with usage."""
     body: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """As it came: some dialects give parts of it back."""
+    """The original body: some dialects echo parts of it."""
 
     @property
     def num_answers(self) -> int:
-        """How many are wanted."""
+        """Number of answers requested."""
         return self.sampling.num_samples
 
     @property
     def model(self) -> str:
-        """The name that is asked for; empty: none."""
+        """The requested model name; empty: none."""
         return str(self.body.get("model") or "")
 
 
 def check_fields(body: Mapping[str, Any], known: Set[str], neutral: Neutral, strict: bool = True) -> None:
-    """Raises BadRequestError for a field that is not supported; with `strict` also for one not known."""
+    """Raises BadRequestError for an unsupported field; with `strict` also for an unknown one."""
     refused = {**_NEUTRAL, **neutral, **(_NEUTRAL_STRICT if strict else {})}
     for name, value in body.items():
         if name in known or name in _HARMLESS_FIELDS or name in _HINTS or value is None:
             continue
         if name in refused:
-            if not any(_same(value, one) for one in refused[name]):
+            if not any(_same(value, allowed) for allowed in refused[name]):
                 raise unsupported(name, value, "is not supported here")
         elif strict:
             close = difflib.get_close_matches(name[:_NAME_CHARACTERS], [*known, *refused], 1)
@@ -103,8 +103,7 @@ def check_fields(body: Mapping[str, Any], known: Set[str], neutral: Neutral, str
 
 
 def check_options(body: Mapping[str, Any], name: str, refused: Sequence[str], strict: bool) -> None:
-    """Raises BadRequestError for an option of the object `name` that is `refused`; with `strict` for any that
-    is no hint."""
+    """Raises BadRequestError for a `refused` option of object `name`; with `strict` for any but a hint."""
     options = body.get(name) or {}
     if not isinstance(options, dict):
         raise wrong(name, options, "an object")
@@ -125,7 +124,7 @@ def read_sampling(
     num_top: int = 0,
     max_temperature: float = 2.0,
 ) -> Sampling:
-    """Reads how answers are drawn. Raises BadRequestError."""
+    """Reads the sampling options. Raises BadRequestError."""
     top_p, min_p = number(body, "top_p", 1.0, 0.0, 1.0), number(body, "min_p", 0.0, 0.0, 1.0)
     if top_p == 0.0:
         raise wrong("top_p", top_p, "a number above 0, up to 1")
@@ -148,7 +147,7 @@ def read_sampling(
 
 
 def read_stream(body: Mapping[str, Any], strict: bool = True) -> tuple[bool, bool]:
-    """Whether the answer is streamed, and whether the stream ends with the usage. Raises BadRequestError."""
+    """(whether to stream the answer, whether the stream ends with usage). Raises BadRequestError."""
     options = body.get("stream_options")
     stream = flag(body, "stream", False)
     if options is not None and not isinstance(options, dict):
@@ -162,8 +161,8 @@ def read_stream(body: Mapping[str, Any], strict: bool = True) -> tuple[bool, boo
 
 
 def calls_wanted(choice: object, tools: bool, strict: bool) -> bool:
-    """Whether calls are calls and not text, by `tool_choice`. Forced calls are left to the model, and with
-    `strict` refused. Raises BadRequestError."""
+    """Whether calls are parsed, by `tool_choice`. Forcing a call has no effect, and is refused with `strict`.
+    Raises BadRequestError."""
     if choice == "none":
         return False
     if choice in (None, "auto") or not strict:

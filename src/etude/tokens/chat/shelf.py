@@ -1,4 +1,4 @@
-"""Renderers by the tools that a conversation offers."""
+"""A cache of renderers, by the tools that a conversation offers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_RENDERERS = 256
 
 
 class RendererShelf:
-    """One renderer for each set of tools; the least used go first."""
+    """One renderer for each set of tools; the least recently used are evicted."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class RendererShelf:
 
     @property
     def digest(self) -> str:
-        """Names tokenizer, grammar and template: tokens of another digest mean something else."""
+        """Digest of tokenizer, grammar and template: tokens under another digest have another meaning."""
         grammar = self._make_grammar(())
         described = (self.tokenizer.digest, grammar.name, self._template)
         return digest_format(self.tokenizer, grammar, *described)
 
     def find(self, opening: Opening) -> Renderer:
-        """The renderer for an opening's tools, without those that a model with tags of its own cannot call.
+        """The renderer for an opening's tools, without tools for which the model lacks control tokens.
 
         Raises BadRequestError for tools that the grammar refuses.
         """
@@ -54,22 +54,21 @@ class RendererShelf:
         return Renderer(self.tokenizer, self._make_grammar(self._callable(tools)), self._template)
 
     def _callable(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
-        """The tools of which the tokenizer has the tags, if it has a tag of any, each with the parameters of
-        which it has them; else all, in text mode. All, too, where none would be left: the renderer says why
-        it refuses them."""
+        """The tools and parameters whose tags the tokenizer holds, if it holds any tag; else all, in text
+        mode. Also all if none would be left: the renderer then says why it refuses them."""
         tags = self._make_grammar(tools).control_tokens()
         if not any(map(self.tokenizer.has_control, tags)):
             return tools
         return [kept for tool in tools if (kept := self._restricted(tool)) is not None] or tools
 
     def _restricted(self, tool: ToolSchema) -> ToolSchema | None:
-        """The tool without the optional parameters that the model has no tags for; None for one that it
-        cannot call at all."""
+        """The tool without optional parameters that the model has no tags for; None if it cannot call the
+        tool at all."""
 
         def is_held(*parameters: Parameter) -> bool:
             grammar = self._make_grammar((replace(tool, parameters=parameters),))
             return all(map(self.tokenizer.has_control, grammar.control_tokens()))
 
-        kept = tuple(one for one in tool.parameters if is_held(one))
-        lacks = any(one.required and one not in kept for one in tool.parameters)
+        kept = tuple(parameter for parameter in tool.parameters if is_held(parameter))
+        lacks = any(parameter.required and parameter not in kept for parameter in tool.parameters)
         return None if lacks or not is_held(*kept) else replace(tool, parameters=kept)

@@ -1,4 +1,4 @@
-"""How published families write their calls, as data: the words around names, arguments and values.
+"""The call syntaxes of published model families, as data: the strings around names, arguments and values.
 
 <tool_call>\\n<function=read_file>\\n<parameter=path>\\na.py\\n</parameter>\\n</function>\\n</tool_call>
 └─ section ─┘└─ call ─┘       └ name_end └─ key ──┘                          └── call ───┘└ section ┘
@@ -11,32 +11,32 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """One way to write calls. Pairs stand before and behind what they name, newlines included; where calls
-    are read, newlines at the ends of these words may be missing or doubled.
+    """One call syntax. Pairs are the strings before and after what they name, newlines included; when calls
+    are parsed, newlines at the ends of these strings may be missing or doubled.
 
     Without `call`, a section holds one call and opens its name. Without `key`, the arguments are one JSON
-    object behind the name.
+    object after the name.
     """
 
     name: str
     tags: tuple[str, ...]
-    """Those of the words below that are one token each in the family's tokenizers."""
+    """Those of the strings below that are one token each in the family's tokenizers."""
     section: tuple[str, str]
-    """Stands around all calls of an answer, or where there is `between` or no `call`, around each of them."""
+    """Around all calls of an answer, or if there is `between` or no `call`, around each of them."""
     call: tuple[str, str]
     name_end: str
-    """Stands behind a name; nothing but a newline where the next of these words ends it."""
+    """After a name; empty or a newline if the next of these strings ends the name."""
     key: tuple[str, str] = ("", "")
     value: tuple[str, str] = ("", "")
-    """A newline that begins the first and one that begins the second are no part of the value."""
+    """A newline at the start of the first and one at the start of the second are not part of the value."""
     id: tuple[str, str] = ("", "")
-    """Where a call is named by an id: what stands before its name, and between that and its number."""
+    """For calls named by an id: the strings before the name, and between the name and the number."""
     numbers_restart: bool = False
-    """Whether the numbers begin anew with every answer, and else run on over a conversation."""
+    """Whether numbers restart with every answer; else they continue over a conversation."""
     between: str = ""
-    """Stands between two calls that have a section each."""
+    """Between two calls that have a section each."""
     lead: tuple[str, str] = ("\n", "\n")
-    """Stands before the first call: of an answer without words, and behind words."""
+    """Before the first call: of an answer without text, and after text."""
     python_words: bool = False
     """Whether booleans and null are written as Python writes them."""
 
@@ -105,9 +105,9 @@ KIMI_JSON = CallForm(
     id=("functions.", ":"),
     lead=("", ""),
 )
-"""Kimi-K2, whose template shows the ids that a conversation brings."""
+"""Kimi-K2, whose template shows the conversation's own ids."""
 
 KIMI_JSON_RESTARTING = replace(KIMI_JSON, name="kimi_json_restarting", numbers_restart=True)
-"""Kimi-K2 as it was first published: its template numbers the calls of each answer."""
+"""Kimi-K2 as first published: its template numbers the calls of each answer."""
 
 CALL_FORMS = (QWEN_XML, MINIMAX_XML, GLM_XML, GLM_XML_DENSE, KIMI_JSON, KIMI_JSON_RESTARTING)

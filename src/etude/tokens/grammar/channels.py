@@ -1,10 +1,10 @@
-"""The marks of reasoning, and messages in channels, as gpt-oss writes them: the header of each part says what
-it is.
+"""The marks of reasoning, and messages in channels, as gpt-oss writes them: each part has a header that names
+its channel.
 
     <|channel|>analysis<|message|>It fails. <|end|><|start|>assistant<|channel|>final<|message|>I look.
     └─ header ───────────────────┘reasoning└─ header ───────────────────────────────────────┘words
 
-The grammar's own parser reads what stands behind the headers, and reasoning between the marks that it knows.
+The headers are translated to `<think>` marks, which the grammar's own parser reads.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ REASONING_HEADER: tuple[Piece, ...] = (CHANNEL, _ANALYSIS, MESSAGE)
 
 
 class ChannelMarks:
-    """Turns the headers of one message into marks of reasoning."""
+    """Translates the channel headers of one message to marks of reasoning."""
 
     def __init__(self) -> None:
         self.header: list[str] | None = None
-        """Words of a header that has begun and not ended."""
+        """Text of the header that is open, if any."""
         self._thinking = False
 
     def translate(self, piece: Piece) -> list[Piece]:
-        """What stands for this piece: itself, marks of reasoning, or nothing for the words of a header."""
+        """The translation of a piece: itself, marks of reasoning, or nothing for the text of a header."""
         if piece == MESSAGE and self.header is not None:
             words, self.header = "".join(self.header).split(), None
             return self._turn(thinking=words[:1] == [_ANALYSIS])
@@ -45,7 +45,7 @@ class ChannelMarks:
         return [piece]
 
     def _turn(self, *, thinking: bool) -> list[Piece]:
-        """Begins or ends reasoning, where that is a change."""
+        """The mark that begins or ends reasoning; none if the state does not change."""
         if thinking == self._thinking:
             return []
         self._thinking = thinking

@@ -1,6 +1,6 @@
-"""What a message says, as it is being written: text, reasoning and calls, in the order of the tokens.
+"""Parse events of a message while it is written: text, reasoning and calls, in the order of the tokens.
 
-The concatenation of neighbouring deltas of one kind does not depend on how the message was cut into pieces.
+The concatenation of neighbouring deltas of one kind does not depend on how the message was split into pieces.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from etude.records import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the agent's words to the user."""
+    """More of the message's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what stands between `<think>` and `</think>`, the marks themselves left out."""
+    """More of the text between `<think>` and `</think>`, without the marks."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A call has begun. `name` is empty where a malformed call has none."""
+    """A call has begun. `name` is empty if a malformed call has none."""
 
     name: str
 
@@ -46,9 +46,9 @@ class CallFinished:
 
     call: ToolCall
     unfit: bool = False
-    """Nothing is wrong but the arguments, of a known tool: one is missing, unknown or of another kind."""
+    """Only the arguments of a known tool are wrong: one is missing, unknown or of another kind."""
     values: Mapping[str, object] | None = None
-    """The arguments of such a call, where they were written as JSON."""
+    """The arguments of such a call, if they were written as JSON."""
 
 
 ParseEvent = TextDelta | ReasoningDelta | CallStarted | ArgumentDelta | CallFinished
@@ -57,16 +57,16 @@ ParseEvent = TextDelta | ReasoningDelta | CallStarted | ArgumentDelta | CallFini
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """One whole message, taken apart."""
+    """The parts of one whole message."""
 
     text: str
-    """The words outside of calls and reasoning."""
+    """The text outside of calls and reasoning."""
     reasoning: str
     calls: tuple[ToolCall, ...]
 
 
 def collect(events: Iterable[ParseEvent]) -> ParsedMessage:
-    """All events of a message, put together."""
+    """Assembles all events of a message."""
     listed = list(events)
     return ParsedMessage(
         text="".join(event.text for event in listed if isinstance(event, TextDelta)),

@@ -6,16 +6,16 @@
 
 A message holds any number of calls, with free text and `<think>` reasoning between and before them. `name`
 and `arguments` may come in either order; a tool without required parameters may leave `arguments` out.
-Strings become the text of `ToolCall.arguments` as they mean; any other value as it is written.
+Strings are decoded into the text of `ToolCall.arguments`; any other value stays as written.
 
 **Token mode** (the tokenizer holds both tags as tokens, special or not): only these tokens are tags, so a
 value may hold their characters.
 
-**Text mode**: tags are recognised in text wherever they stand, strings included: a value that contains one
+**Text mode**: tags are recognised anywhere in text, strings included: a value that contains one
 is written with its `<` escaped (`\\u003c`). `render_call` does so in both modes.
 
-Anything that is not one well-formed call of a known tool becomes a ToolCall with `error`, in a few words for
-the agent. Arguments that were read before the fault are kept.
+Anything that is not one well-formed call of a known tool becomes a ToolCall with a short `error` for the
+agent. Arguments that were read before the fault are kept.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ For each function call, return a json object with function name and arguments wi
 class HermesGrammar(Grammar):
     """The grammar above for a fixed set of tools.
 
-    `told_by_template`: the model's own chat template announces them, in words of its own. Raises ConfigError
-    if a name is empty, too long, unprintable or given twice.
+    `announced_by_template`: the model's own chat template announces them, with text of its own. Raises
+    ConfigError if a name is empty, too long, unprintable or given twice.
     """
 
-    def __init__(self, tools: Sequence[ToolSchema], told_by_template: bool = False) -> None:
+    def __init__(self, tools: Sequence[ToolSchema], announced_by_template: bool = False) -> None:
         check_names(tools, CALL_TAGS)
-        super().__init__("hermes_told" if told_by_template else "hermes", tools, CALL_TAGS)
+        super().__init__("hermes_told" if announced_by_template else "hermes", tools, CALL_TAGS)
 
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
-        """The tools in the words of Qwen's chat template; its example of the tags as control tokens."""
+        """The tools as Qwen's chat template announces them; the tags of its example are control tokens."""
         if self.name != "hermes":
             return None
         lines = [json.dumps(schema.function_schema(), ensure_ascii=False) for schema in schemas]
@@ -95,14 +95,14 @@ def render_arguments(call: ToolCall, tools: ToolTable) -> str:
 
 
 def without_tags(body: str, tags: Iterable[str]) -> str:
-    """JSON in which no string holds a tag in characters."""
+    """Escapes tags in strings of a JSON text, so that none is spelled out."""
     for tag in tags:
         body = body.replace(tag, "\\u003c" + tag[1:])
     return body
 
 
 def _render_value(text: str, kind: Kind) -> str:
-    """JSON of an argument: as it stands if it is JSON of its kind, else as a string (an error to be seen)."""
+    """JSON of an argument: unchanged if it is JSON of its kind, else a string (so that the error shows)."""
     if kind != "string":
         stripped = text.strip()
         found, error = check_json(stripped)
@@ -112,22 +112,22 @@ def _render_value(text: str, kind: Kind) -> str:
 
 
 class JsonCall(JsonSink):
-    """One call whose JSON is read as it comes: an object with its name and its arguments."""
+    """One call whose JSON is parsed incrementally: an object with its name and arguments."""
 
     def __init__(self, tools: ToolTable) -> None:
         self.call = OpenCall("")
         self._tools = tools
         self._json = JsonReader(self)
         self._out: list[ParseEvent] = []
-        """Where events go; set anew for each piece."""
+        """Where events go; set for each piece."""
         self._is_named = False
         self._kinds: dict[str, str] = {}
-        """Of the arguments."""
+        """Kinds of the arguments' values, by name."""
         self._member = self._argument = ""
         self._name: list[str] = []
 
     def feed(self, text: str, out: list[ParseEvent]) -> None:
-        """Takes more of the JSON; nothing more behind a fault."""
+        """Parses more of the JSON; ignores everything after a fault."""
         if self.call.error is None:
             self._out = out
             try:
@@ -136,7 +136,7 @@ class JsonCall(JsonSink):
                 self.call.fail(str(fault))
 
     def finish(self, out: list[ParseEvent]) -> None:
-        """The call is as far as it came, with the first thing that is wrong about it."""
+        """Ends the call and validates it; only the first error is kept."""
         self._out = out
         try:
             if self.call.error is None:
@@ -148,7 +148,7 @@ class JsonCall(JsonSink):
             self._start()
 
     def key(self, depth: int, key: str) -> None:
-        """Which member of the call, or which argument, comes next."""
+        """Begins a member of the call, or an argument."""
         if depth == 2:
             self._argument = key
             return
@@ -157,7 +157,7 @@ class JsonCall(JsonSink):
             raise JsonFault(f"unknown key {printable(key)}")
 
     def begin(self, depth: int, kind: str) -> None:
-        """A member's or an argument's value begins."""
+        """Begins the value of a member or an argument."""
         if depth == 2:
             self._kinds[self._argument] = kind
             self.call.open_body(self._argument, padded=False)
@@ -169,14 +169,14 @@ class JsonCall(JsonSink):
             raise JsonFault("arguments are not an object")
 
     def text(self, depth: int, text: str) -> None:
-        """More of the name or of an argument."""
+        """Adds to the name or to an argument."""
         if depth == 2:
             self.call.add_text(text, self._out if self._is_named else [])
         else:
             self._name.append(text)
 
     def end(self, depth: int) -> None:
-        """An argument is whole, or the name."""
+        """Completes an argument, or the name."""
         if depth == 2:
             self.call.close_body()
         elif depth == 1 and self._member == "name":
@@ -187,7 +187,7 @@ class JsonCall(JsonSink):
             self._start()
 
     def _start(self) -> None:
-        """Tells that the call has begun, and the arguments that came before its name."""
+        """Emits the call's start, and the arguments that came before its name."""
         self._out.append(CallStarted(self.call.name))
         arguments = self.call.arguments.items()
         self._out.extend(ArgumentDelta(name, text) for name, text in arguments if text)
@@ -199,44 +199,44 @@ class JsonCall(JsonSink):
             return
         for name in call.arguments:
             if name not in parameters:
-                call.misfit(f"unknown parameter {printable(name)}")
+                call.reject(f"unknown parameter {printable(name)}")
         for name, parameter in parameters.items():
             kind = self._kinds.get(name)
             if kind is None:
                 if parameter.required:
-                    call.misfit(f"missing {printable(name)}")
+                    call.reject(f"missing {printable(name)}")
             elif kind == "null":
-                call.misfit(f"{printable(name)} is null" + ("" if parameter.required else ": leave it out"))
+                call.reject(f"{printable(name)} is null" + ("" if parameter.required else ": leave it out"))
             elif kind != parameter.kind and (kind, parameter.kind) != ("integer", "number"):
                 article = "an" if parameter.kind in ("integer", "array", "object") else "a"
-                call.misfit(f"{printable(name)} is not {article} {parameter.kind}")
+                call.reject(f"{printable(name)} is not {article} {parameter.kind}")
         if call.unfit:
             kinds, given = self._kinds, call.arguments.items()
-            call.values = {name: one if kinds[name] == "string" else json.loads(one) for name, one in given}
+            call.values = {n: text if kinds[n] == "string" else json.loads(text) for n, text in given}
 
 
 class HermesReader(CallReader):
     """Reads the calls of one message."""
 
     def __init__(self, tools: ToolTable, outside: WordSet | None, in_call: WordSet | None) -> None:
-        """`outside`, `in_call`: what is recognised in characters there."""
+        """`outside`, `in_call`: the tags recognised in characters outside and inside of calls."""
         self._tools = tools
         self._outside, self._in_call = outside, in_call
         self._json = JsonCall(tools)
 
     def tags(self) -> WordSet | None:
-        """In text mode the two tags count everywhere: a value that holds one must escape its `<`."""
+        """In text mode both tags are recognised everywhere: a value that holds one must escape its `<`."""
         return self._outside if self._call is None else self._in_call
 
-    def take_text(self, text: str, out: list[ParseEvent]) -> None:
-        """Part of a call's JSON, or free text."""
+    def on_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Handles part of a call's JSON, or free text."""
         if self._call is None:
             out.append(TextDelta(text))
         else:
             self._json.feed(text, out)
 
-    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
-        """Takes one of the two tags."""
+    def on_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Handles one of the two tags."""
         if name not in CALL_TAGS:
             return False
         if name == CALL_OPEN:
@@ -251,7 +251,7 @@ class HermesReader(CallReader):
         return True
 
     def end(self, out: list[ParseEvent]) -> None:
-        """What the end of the message, or another call, finds open is a malformed call."""
+        """A call still open at the end of the message, or at the next call, is malformed."""
         if self._call:
             self._call.fail("unclosed tool_call")
             self._finish(out)

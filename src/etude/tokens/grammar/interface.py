@@ -1,4 +1,4 @@
-"""What a tool looks like to a grammar."""
+"""Tool schemas: name, description and parameters of a tool, as grammars and models see it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
 """The types of JSON Schema that an argument may have."""
 
 MAX_NAME_CHARACTERS = 64
-"""Of a tool's or a parameter's name."""
+"""Longest name of a tool or parameter."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 
@@ -43,7 +43,7 @@ class Parameter:
         assert self.kind in KINDS, f"no such kind of argument: {self.kind}"
 
     def __repr__(self) -> str:
-        """Names the later fields only where they are set: digests of older tools stay what they were."""
+        """Includes later fields only if they are set, so that digests of older tools stay the same."""
         shown = {name: getattr(self, name) for name in ("name", "description", "required", "kind")}
         later = {"enum": self.enum, "schema": dict(self.schema)}
         shown |= {name: value for name, value in later.items() if value}
@@ -59,7 +59,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool's name, what it does, and its parameters in the order in which they are usually written."""
+    """A tool's name, description, and parameters in the order in which they are usually written."""
 
     name: str
     description: str
@@ -87,12 +87,12 @@ class ToolSchema:
 
 
 ToolTable = Mapping[str, Mapping[str, Parameter]]
-"""The parameters of each tool, all by name."""
+"""Parameters by tool name and parameter name."""
 
 
 def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
-    """Raises ConfigError for names that are empty, too long, unprintable, given twice, hold a mark, or have
-    blanks at an end, which are no part of a name where calls are read."""
+    """Raises ConfigError for names that are empty, too long, unprintable, given twice, hold a mark, or begin
+    or end with blanks, which parsers strip."""
     names = [tool.name for tool in tools]
     wrong = [name for name in names if names.count(name) > 1]
     for tool in tools:
@@ -111,4 +111,4 @@ def check_names(tools: Sequence[ToolSchema], marks: Sequence[str]) -> None:
 
 def _can_be_named(name: str, marks: Sequence[str]) -> bool:
     is_clean = name.isprintable() and name == name.strip()
-    return is_clean and 0 < len(name) <= MAX_NAME_CHARACTERS and not any(one in name for one in marks)
+    return is_clean and 0 < len(name) <= MAX_NAME_CHARACTERS and not any(mark in name for mark in marks)

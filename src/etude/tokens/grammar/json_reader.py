@@ -1,8 +1,8 @@
-"""Reads one JSON value (RFC 8259) as it comes, in pieces of any size, and checks it while it does.
+"""Incremental parser of one JSON value (RFC 8259), fed in pieces of any size, which validates as it reads.
 
 Stricter than Python's own parser: no NaN or Infinity, no key twice in one object, no half of a surrogate
-pair, a bounded depth, bounded numbers. What lies within `REPORTED_DEPTH` containers is passed to a sink as it
-comes; what lies deeper is part of the raw text of the value that holds it.
+pair, a bounded depth, bounded numbers. Values within `REPORTED_DEPTH` containers are passed to a sink
+incrementally; deeper ones are part of the raw text of their container.
 """
 
 from __future__ import annotations
@@ -40,55 +40,55 @@ _CLOSINGS = {"{": "}", "[": "]"}
 
 
 class JsonFault(Exception):
-    """What is wrong with the text, in few words."""
+    """A syntax error, with a short message."""
 
 
 class JsonSink:
     """Receives values within `REPORTED_DEPTH`. `depth`: how many containers are open around the value.
 
-    May raise JsonFault for what it does not want.
+    May raise JsonFault to reject a value.
     """
 
     def key(self, depth: int, key: str) -> None:
-        """The next value is a member of an object, of this name."""
+        """The next value is the member `key` of an object."""
 
     def begin(self, depth: int, kind: str) -> None:
         """A value begins: string, integer, number, boolean, null, array or object."""
 
     def text(self, depth: int, text: str) -> None:
-        """More of the value: of a string what it means, of anything else how it is written."""
+        """More of the value: decoded for a string, raw for anything else."""
 
     def end(self, depth: int) -> None:
-        """The value is whole."""
+        """The value is complete."""
 
 
-_DEAF = JsonSink()
+_NULL_SINK = JsonSink()
 
 
 class JsonReader:
-    """Reads one value.
+    """Parses one value.
 
-    An ordinary recursive reader, but that its methods are generators: where the text ends they wait for the
-    next piece, and go on from there.
+    A recursive-descent parser whose methods are generators: at the end of the text they yield until the next
+    piece arrives, and continue from there.
     """
 
     def __init__(self, sink: JsonSink) -> None:
         self.kind = ""
-        """Of the value, once it has begun."""
+        """Kind of the value; empty until it has begun."""
         self._sink = sink
         self._text, self._at = "", 0
-        """The last piece, with what was left of those before it, and how far it is read."""
+        """The last piece after the unread rest of earlier ones, and the current position in it."""
         self._ended = False
         self._raw_start: int | None = None
-        """In a container at `REPORTED_DEPTH`: where text begins that was read and not passed on."""
+        """In a container at `REPORTED_DEPTH`: start of the text that was read and not yet passed on."""
         self._open_string: Callable[[str], object] | None = None
-        """What gets the parts of the string that is being read, where nothing else does."""
+        """Receives parts of the open string directly, if nothing else needs them."""
         self._steps = self._document()
 
     def feed(self, text: str) -> None:
-        """Takes more text. Raises JsonFault for what is wrong; then no more is to come."""
+        """Parses more text. Raises JsonFault for an error; then no more may be fed."""
         if self._open_string and self._at == len(self._text) and _PLAIN.fullmatch(text):
-            self._open_string(text)  # most pieces are part of a string: no step is needed for them
+            self._open_string(text)  # fast path: most pieces are plain parts of a string
             return
         self._text, self._at = self._text[self._at :] + text, 0
         if self._raw_start is not None:
@@ -96,10 +96,10 @@ class JsonReader:
         try:
             next(self._steps)
         finally:
-            self._tell_raw()
+            self._flush_raw()
 
     def end(self) -> None:
-        """No more text comes. Raises JsonFault where the value is not whole."""
+        """Ends the input. Raises JsonFault if the value is incomplete."""
         self._ended = True
         self.feed("")
 
@@ -108,7 +108,7 @@ class JsonReader:
             raise JsonFault("the JSON is cut off" if self.kind else "no JSON")
 
     def _next(self) -> Generator[None, None, str]:
-        """The next character that is no blank; it is not taken."""
+        """The next character that is no blank, without consuming it."""
         while (found := _NO_BLANK.search(self._text, self._at)) is None:
             self._at = len(self._text)
             self._expect_more()
@@ -121,7 +121,7 @@ class JsonReader:
         shown = character if character.isprintable() else f"U+{ord(character):04X}"
         return JsonFault(f"unexpected {shown} in the JSON")
 
-    def _tell_raw(self) -> None:
+    def _flush_raw(self) -> None:
         start = self._raw_start
         if start is not None and self._at > start:
             self._sink.text(REPORTED_DEPTH, self._text[start : self._at])
@@ -135,7 +135,7 @@ class JsonReader:
 
     def _value(self, depth: int) -> Generator[None]:
         opening = yield from self._next()
-        sink = self._sink if depth <= REPORTED_DEPTH else _DEAF
+        sink = self._sink if depth <= REPORTED_DEPTH else _NULL_SINK
         if opening == '"':
             self._begin(sink, depth, "string")
             yield from self._string(partial(sink.text, depth))
@@ -149,7 +149,7 @@ class JsonReader:
                 self._raw_start = self._at
             yield from self._container(depth, _CLOSINGS[opening])
             if depth == REPORTED_DEPTH:
-                self._tell_raw()
+                self._flush_raw()
                 self._raw_start = None
         sink.end(depth)
 
@@ -160,21 +160,21 @@ class JsonReader:
     def _container(self, depth: int, closing: str) -> Generator[None]:
         keys: set[str] = set()
         self._at += 1
-        goes_on = (yield from self._next()) != closing
-        while goes_on:
+        has_more = (yield from self._next()) != closing
+        while has_more:
             if closing == "}":
                 yield from self._key(depth + 1, keys)
             yield from self._value(depth + 1)
             after = yield from self._next()
-            goes_on = after == ","
-            if goes_on:
+            has_more = after == ","
+            if has_more:
                 self._at += 1
             elif after != closing:
                 raise self._unexpected()
         self._at += 1
 
     def _key(self, depth: int, keys: set[str]) -> Generator[None]:
-        """A member's name and the colon behind it. `keys`: those that the object has already."""
+        """Parses a member's name and the colon. `keys`: names already in the object."""
         if (yield from self._next()) != '"':
             raise self._unexpected()
         parts: list[str] = []
@@ -192,7 +192,7 @@ class JsonReader:
         self._at += 1
 
     def _scalar(self, sink: JsonSink, depth: int) -> Generator[None]:
-        """A number or a literal, which only the character behind it ends."""
+        """Parses a number or a literal, which ends only at the next character."""
         scalar = ""
         while True:
             most = self._at + MAX_SCALAR_CHARACTERS + 1 - len(scalar)
@@ -214,13 +214,13 @@ class JsonReader:
         self._begin(sink, depth, kind)
         sink.text(depth, scalar)
 
-    def _string(self, tell: Callable[[str], object]) -> Generator[None]:
-        """A string, of which `tell` gets each part as it is meant. Half an escape is waited for."""
+    def _string(self, on_part: Callable[[str], object]) -> Generator[None]:
+        """Parses a string; calls `on_part` with each decoded part. Waits for the rest of a cut escape."""
         self._at += 1
         while True:
             if part := _STRING_PART.match(self._text, self._at):
                 self._at = part.end()
-                tell(json.loads(f'"{part[0]}"') if "\\" in part[0] else part[0])
+                on_part(json.loads(f'"{part[0]}"') if "\\" in part[0] else part[0])
             if self._text.startswith('"', self._at):
                 self._at += 1
                 return
@@ -228,19 +228,19 @@ class JsonReader:
                 found = (fault for wrong, fault in _STRING_FAULTS if wrong.match(self._text, self._at))
                 raise JsonFault(next(found, "unknown escape in a string"))
             self._expect_more()
-            self._open_string = tell if self._raw_start is None else None
+            self._open_string = on_part if self._raw_start is None else None
             yield
             self._open_string = None
 
 
 def printable(name: str) -> str:
-    """A name from the agent as it may stand in a short error."""
+    """A name from the agent, made fit for a short error."""
     return "".join(character if character.isprintable() else "?" for character in name[:40])
 
 
 def check_json(text: str) -> tuple[str, str | None]:
-    """Kind of the JSON value that `text` is, and what is wrong with it (None if it is well)."""
-    reader = JsonReader(_DEAF)
+    """Kind of the JSON value in `text`, and its syntax error (None if it is valid)."""
+    reader = JsonReader(_NULL_SINK)
     try:
         reader.feed(text)
         reader.end()

@@ -1,10 +1,10 @@
-"""What all grammars share. The streaming parser finds tags, keeps reasoning apart and lets a reader judge.
+"""Base classes of grammars. A streaming parser finds tags and reasoning; a grammar's reader parses calls.
 
     pieces --> [ channels' headers ] --> [ tags or text? ] --> reasoning                --> ReasoningDelta
                                                            --> the grammar's CallReader --> all other events
 
-A call written inside reasoning is no call. Every character is searched once in each state that it is seen
-in, and a state never looks back, so parsing takes linear time.
+A call written inside reasoning is no call. Every character is searched once in each state that sees it, and a
+state never looks back, so parsing takes linear time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etude.tokens.grammar.interface import Parameter, ToolSchema, ToolTable
 from etude.tokens.pieces import Control, Piece, join_text
 
 ReasoningMarks = Literal["control", "text", "off"]
-"""How `<think>` and `</think>` are recognised: as control tokens, in characters too, or not at all."""
+"""How `<think>` and `</think>` are recognised: as control tokens, also in characters, or not at all."""
 
 _ANY_CLOSING = r"</[a-z_][a-z0-9_]{0,31}>"
 _BEGUN_CLOSING = re.compile(r"</?(?:[a-z_][a-z0-9_]{0,31})?")
@@ -37,11 +37,11 @@ _LONGEST_ANY = 35
 
 
 class WordSet:
-    """Words that are recognised in characters, such as tags."""
+    """Strings that are recognised in characters, such as tags."""
 
     def __init__(self, words: Iterable[str], any_closing: bool = False) -> None:
-        """Of words that begin at one place the first counts. `any_closing`: the closing tag of any name as
-        well."""
+        """Of words that match at the same place the first wins. `any_closing`: includes the closing tag of
+        any name."""
         self._words = [word for word in dict.fromkeys(words) if word]
         patterns = [re.escape(word) for word in self._words] + [_ANY_CLOSING] * any_closing
         self._search = re.compile("|".join(patterns) or r"(?!)").search
@@ -54,8 +54,8 @@ class WordSet:
         match = self._search(text, position)
         return None if match is None else match.span()
 
-    def undecided(self, text: str, position: int = 0) -> int:
-        """Where the text's end begins that may become a word with what follows."""
+    def partial_start(self, text: str, position: int = 0) -> int:
+        """Start of the text's tail that may become a word with more text; the text's length if none."""
         for start in range(max(position, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials and self._is_begun(text[start:]):
                 return start
@@ -75,36 +75,36 @@ class OpenCall:
     known: bool = True
     error: str | None = None
     unfit: bool = False
-    """See `CallFinished`, as for `values`."""
+    """See `CallFinished`, also for `values`."""
     values: Mapping[str, object] | None = None
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     parameter: str | None = None
     body: io.StringIO | None = None
     padded: bool = True
-    """Whether one newline at each end of the body is layout."""
+    """Whether one newline at each end of the body is padding."""
     fresh: bool = True
-    """Nothing of a padded body has come: a newline now is layout."""
+    """Whether nothing of a padded body was read: a newline now is padding."""
     newline: bool = False
-    """The body so far ends with a newline, which is layout if the body ends here."""
+    """Whether the body so far ends with a newline, which is padding if the body ends here."""
 
     def fail(self, message: str) -> None:
-        """Only the first thing wrong is reported: what follows is mostly its consequence."""
+        """Records an error; only the first is kept, since others are mostly its consequences."""
         self.error, self.unfit = self.error or message, False
 
-    def misfit(self, message: str) -> None:
-        """The call can be read, and its arguments are not what the tool takes."""
+    def reject(self, message: str) -> None:
+        """Records that the call parses, but its arguments do not fit the tool."""
         if self.error is None:
             self.error, self.unfit = message, True
 
     def open_body(self, parameter: str, padded: bool = True) -> None:
-        """The text from now on is the value of `parameter`; a second value of one parameter is not kept."""
+        """Begins the value of `parameter`; a second value of one parameter is dropped."""
         self.parameter = parameter
         self.body = io.StringIO()
         self.padded = self.fresh = padded
         self.newline = False
 
     def add_text(self, text: str, out: list[ParseEvent]) -> None:
-        """Appends to the body; of a padded one without a newline at each end."""
+        """Appends to the body; removes one newline at each end of a padded one."""
         if self.fresh:
             self.fresh = False
             text = text.removeprefix("\n")
@@ -121,50 +121,50 @@ class OpenCall:
             out.append(ArgumentDelta(self.parameter, text))
 
     def close_body(self) -> None:
-        """The value is whole."""
+        """Completes the value."""
         assert self.parameter is not None and self.body is not None
         self.arguments.setdefault(self.parameter, self.body.getvalue())
         self.parameter = None
 
     def check_complete(self, parameters: Mapping[str, Parameter]) -> None:
-        """A call that lacks one of these that it needs is malformed."""
+        """Marks the call as malformed if a required parameter is missing."""
         for name, parameter in parameters.items():
             if parameter.required and name not in self.arguments:
-                self.misfit(f"missing {name}")
+                self.reject(f"missing {name}")
 
 
 class CallReader:
-    """What differs between grammars: the state of calls, advanced tag by tag. Appends events to `out`."""
+    """Parser of calls of one grammar: a state machine, advanced tag by tag. Appends events to `out`."""
 
     _call: OpenCall | None = None
 
     @property
     def in_call(self) -> bool:
-        """Whether marks of reasoning are part of a call here, and so mean nothing."""
+        """Whether marks of reasoning are inside a call here, and so are text."""
         return self._call is not None
 
     def tags(self) -> WordSet | None:
-        """The tags that are recognised in characters in the present state."""
+        """The tags that are recognised in characters in the current state."""
         raise NotImplementedError
 
-    def take_text(self, text: str, out: list[ParseEvent]) -> None:
-        """Takes text without tags, outside of reasoning; never empty."""
+    def on_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Handles text without tags, outside of reasoning; never empty."""
         raise NotImplementedError
 
-    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
-        """Takes a tag; False if it is none here."""
+    def on_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Handles a tag; False if it is no tag in this state."""
         raise NotImplementedError
 
-    def take_foreign(self, out: list[ParseEvent]) -> None:
-        """Takes a control token that is no tag. Outside of calls it is as harmless as text."""
+    def on_foreign_control(self, out: list[ParseEvent]) -> None:
+        """Handles a control token that is no tag. Outside of calls it is ignored."""
         if self._call:
             self._call.fail("control token in a call")
 
-    def take_mark(self, out: list[ParseEvent]) -> None:
-        """Reasoning begins or ends here, outside of any call: most readers have nothing open there."""
+    def on_reasoning_mark(self, out: list[ParseEvent]) -> None:
+        """Reasoning begins or ends, outside of any call. Most readers have no open state there."""
 
     def end(self, out: list[ParseEvent]) -> None:
-        """The message is over: what it leaves open is a malformed call."""
+        """Ends the message: a call still open is malformed."""
         raise NotImplementedError
 
     def _start(self, call: OpenCall, out: list[ParseEvent]) -> OpenCall:
@@ -182,13 +182,13 @@ class CallReader:
 
 @dataclass(frozen=True, slots=True)
 class ParserMode:
-    """What is recognised in characters, beside control tokens."""
+    """What is recognised in characters, besides control tokens."""
 
     text_mode: bool
     reasoning: ReasoningMarks
 
     def outside(self, tags: Iterable[str]) -> WordSet | None:
-        """What is recognised outside of calls: these tags, the marks of reasoning, or nothing."""
+        """Words recognised outside of calls: these tags, the marks of reasoning, or none."""
         found = [*(tags if self.text_mode else ()), *(THINK_MARKS if self.reasoning == "text" else ())]
         return WordSet(found) if found else None
 
@@ -197,9 +197,9 @@ _CLOSING_MARK = WordSet([THINK_CLOSE])
 
 
 class MessageParser:
-    """Takes one message of the agent piece by piece and tells what it says as soon as that is decided.
+    """Parses one message of the agent piece by piece, and emits events as soon as they are decided.
 
-    At the end `finish_events` is called, once. Takes time linear in the message, however it is cut. Never
+    `finish_events` is called once, at the end. Takes time linear in the message, however it is split. Never
     raises, whatever the pieces are.
     """
 
@@ -211,22 +211,22 @@ class MessageParser:
         self._held = ""
 
     def feed_events(self, piece: Piece) -> list[ParseEvent]:
-        """What this piece adds. Of text only a beginning that may become a tag is held back."""
+        """The events that this piece adds. Only text that may become a tag is held back."""
         out: list[ParseEvent] = []
-        for one in (piece,) if self._channels is None else self._channels.translate(piece):
-            if isinstance(one, str):
-                self._take_text(one, out)
+        for part in (piece,) if self._channels is None else self._channels.translate(piece):
+            if isinstance(part, str):
+                self._parse_text(part, out)
             else:
                 self._release(out)
-                if not self._take_tag(one.name, out):
-                    self._reader.take_foreign(out)
+                if not self._handle_tag(part.name, out):
+                    self._reader.on_foreign_control(out)
         return out
 
     def finish_events(self) -> list[ParseEvent]:
-        """What was held back, and the calls left unclosed, as malformed calls. Ends the parser's life."""
+        """Events of held-back text, and of unclosed calls, which are malformed. Nothing may be fed after."""
         out: list[ParseEvent] = []
         if self._channels is not None:
-            self._take_text("".join(self._channels.header or ()), out)
+            self._parse_text("".join(self._channels.header or ()), out)
         self._release(out)
         self._reader.end(out)
         return out
@@ -240,20 +240,20 @@ class MessageParser:
             return self._reader.tags()
         return _CLOSING_MARK if self._reasoning == "text" else None
 
-    def _take_text(self, piece: str, out: list[ParseEvent]) -> None:
+    def _parse_text(self, piece: str, out: list[ParseEvent]) -> None:
         text = self._held + piece if self._held else piece
         self._held = ""
         position = 0
         while (tags := self._tags()) is not None:
             found = tags.find(text, position)
             if found is None:
-                kept = tags.undecided(text, position)
+                kept = tags.partial_start(text, position)
                 self._held = text[kept:]
                 text = text[:kept]
                 break
             start, end = found
             self._deliver(text[position:start], out)
-            if not self._take_tag(text[start:end], out):
+            if not self._handle_tag(text[start:end], out):
                 self._deliver(text[start:end], out)
             position = end
         self._deliver(text[position:], out)
@@ -264,9 +264,9 @@ class MessageParser:
         if self._thinking:
             out.append(ReasoningDelta(text))
         else:
-            self._reader.take_text(text, out)
+            self._reader.on_text(text, out)
 
-    def _take_tag(self, name: str, out: list[ParseEvent]) -> bool:
+    def _handle_tag(self, name: str, out: list[ParseEvent]) -> bool:
         if self._thinking:
             if name == THINK_CLOSE:
                 self._thinking = False
@@ -275,26 +275,26 @@ class MessageParser:
             return True
         if name in THINK_MARKS and self._reasoning != "off":
             if self._reader.in_call:
-                self._reader.take_text(name, out)
+                self._reader.on_text(name, out)
             else:
-                self._reader.take_mark(out)
+                self._reader.on_reasoning_mark(out)
                 self._thinking = name == THINK_OPEN
             return True
-        return self._reader.take_tag(name, out)
+        return self._reader.on_tag(name, out)
 
 
 class Grammar:
-    """How calls are written. Knows its tools; knows neither tokens nor files."""
+    """A syntax of calls for a set of tools: renders and parses them. Independent of tokenizers and files."""
 
     numbers_restart = False
-    """Whether families that number calls begin anew with every answer."""
+    """Whether call numbers restart with every answer, for families that number calls."""
 
     def __init__(self, name: str, tools: Sequence[ToolSchema], tags: Sequence[str]) -> None:
-        """`tags`: what `control_tokens` gives."""
+        """`tags`: the result of `control_tokens`."""
         self.name = name
         self.tools = tuple(tools)
         self._tags = dict.fromkeys(tags)
-        self._table: ToolTable = {tool.name: {one.name: one for one in tool.parameters} for tool in tools}
+        self._table: ToolTable = {tool.name: {p.name: p for p in tool.parameters} for tool in tools}
         self._tag_pattern = re.compile(f"({'|'.join(map(re.escape, [*tags, *THINK_MARKS]))})")
         self._readers: dict[ParserMode, Callable[[], CallReader]] = {}
 
@@ -303,19 +303,19 @@ class Grammar:
         return list(self._tags)
 
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece] | None:
-        """What a system message says of these tools, for models that know the grammar or are to learn it.
-        None: the model's own chat template says it."""
+        """The text of a system message that announces these tools. None: the model's own chat template
+        announces them."""
         return None
 
     def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
-        """Calls that follow each other as their author would write them, with what stands before the first:
-        behind words or another call, or at the beginning of an answer. `num_before`: of the conversation's
-        calls, which some families number."""
+        """Consecutive calls as the model would write them, with the separator before the first.
+        `behind_words`: text or another call precedes them in the answer. `num_before`: calls earlier in the
+        conversation, since some families number them."""
         raise NotImplementedError
 
     def split(self, text: str) -> list[Piece]:
-        """Text of a *scripted* author, the tags of these tools and the marks of reasoning as control tokens.
-        Never for text from outside."""
+        """Splits text of a *scripted* author; tags of these tools and marks of reasoning become control
+        tokens. Never for text from outside."""
         parts = self._tag_pattern.split(text)  # every second one is a tag
         return join_text(Control(part) if place % 2 else part for place, part in enumerate(parts))
 
@@ -326,10 +326,10 @@ class Grammar:
         begun: bool = False,
         channels: bool = False,
     ) -> MessageParser:
-        """A fresh parser for one message. In text mode tags are recognised in ordinary characters.
+        """A new parser for one message. In text mode tags are recognised in ordinary characters.
 
         `reasoning`: how its marks are recognised; by default like the tags. `begun`: the prompt ended with
-        `<think>`, so the message begins with reasoning. `channels`: it comes in parts with headers.
+        `<think>`, so the message begins with reasoning. `channels`: it consists of parts with headers.
         """
         mode = ParserMode(text_mode, reasoning or ("text" if text_mode else "control"))
         if mode not in self._readers:
@@ -337,7 +337,7 @@ class Grammar:
         return MessageParser(self._readers[mode](), mode.reasoning, begun, channels)
 
     def _reader(self, mode: ParserMode) -> Callable[[], CallReader]:
-        """What gives a reader of calls for each message."""
+        """A factory of call readers, one for each message."""
         raise NotImplementedError
 
 

@@ -1,17 +1,18 @@
-"""Calls as a published family writes them: any `CallForm`, rendered and read.
+"""Calls in the syntax of a published model family: any `CallForm`, rendered and parsed.
 
-Strings become the text between the words around a value, as they are; any other value its JSON, which the
-tools check. The model's own chat template announces the tools (`Renderer.describe`).
+Strings are written raw between the strings around a value; any other value as JSON, which the tools check.
+The model's own chat template announces the tools (`Renderer.describe`).
 
-Words of the form that are tokens are only recognised as tokens, so a value may hold their characters. The
-others are recognised in characters, in values the one that closes them: a value that contains it ends there.
+Strings of the form that are tokens are recognised only as tokens, so a value may hold their characters. The
+others are recognised in characters; inside a value only the one that closes it: a value that contains it ends
+there.
 
 Reading goes from state to state:
 
     outside -> section -> name -> in a call -> key -> value
                   ^------- call ends --|  ^--- value ends --|
 
-Anything else is a malformed call: it becomes a ToolCall with `error`, in a few words for the agent.
+Anything else is a malformed call: it becomes a ToolCall with a short `error` for the agent.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from etude.tokens.pieces import Piece, join_text
 
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 _NULLS = ("null", "None")
-"""Values by which an optional parameter that is no string is left out."""
+"""Values that omit an optional parameter that is no string."""
 
 
 class NativeGrammar(Grammar):
-    """One form for a fixed set of tools. Raises ConfigError for names that cannot be written."""
+    """One `CallForm` for a fixed set of tools. Raises ConfigError for names that cannot be written."""
 
     def __init__(self, form: CallForm, tools: Sequence[ToolSchema]) -> None:
         check_names(tools, ("<", ">", '"', "\n"))
@@ -45,7 +46,7 @@ class NativeGrammar(Grammar):
         self.numbers_restart = form.numbers_restart
 
     def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
-        """All calls of an answer, with what stands between them and before the first."""
+        """All calls of an answer, with the separators between them and before the first."""
         form = self.form
         opened, closed = form.section
         pieces: list[Piece] = []
@@ -75,26 +76,26 @@ class NativeGrammar(Grammar):
         return partial(NativeReader, self._table, FormTags(self.form, mode))
 
 
-TOLD_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
+ANNOUNCED_GRAMMARS: Mapping[str, Callable[[Sequence[ToolSchema]], Grammar]] = {
     **{form.name: partial(NativeGrammar, form) for form in CALL_FORMS},
-    "hermes_told": partial(HermesGrammar, told_by_template=True),
+    "hermes_told": partial(HermesGrammar, announced_by_template=True),
 }
-"""Those whose tools the model's own chat template announces, by name."""
+"""Grammars whose tools the model's own chat template announces, by name."""
 
 
 class _Place(Enum):
     OUTSIDE = auto()
     SECTION = auto()
-    """Between two calls, or in one between its parts."""
+    """Between two calls, or between the parts of a call."""
     NAME = auto()
     KEY = auto()
     GAP = auto()
-    """Behind a key, before what opens its value."""
+    """After a key, before the string that opens its value."""
     VALUE = auto()
 
 
 class FormTags:
-    """The words of a form without the newlines around them, and where they are recognised in characters."""
+    """The strings of a form without the newlines around them, and where they are recognised in characters."""
 
     def __init__(self, form: CallForm, mode: ParserMode) -> None:
         self.form = form
@@ -107,7 +108,7 @@ class FormTags:
             self.value_end = self.call_end
         self.name_end = form.name_end.strip("\n")
         self.padded = form.value[0].endswith("\n") and form.value[1].startswith("\n")
-        """Whether a newline at each end of a value is layout."""
+        """Whether a newline at each end of a value is padding."""
         outer = (self.section, self.section_end, self.call, self.call_end, self.key, self.value_end)
         every = [word for word in (*outer, self.value) if word]
         ends = (self.name_end, self.key_end)
@@ -133,25 +134,25 @@ class NativeReader(CallReader):
         self._tags = tags
         self._place = _Place.OUTSIDE
         self._name = ""
-        """Of the call or the parameter, as far as it has come, and one character more than it may have."""
+        """Name of the call or parameter as far as read, at most one character over the limit."""
         self._num_calls = 0
-        """In the open section."""
+        """Calls in the open section."""
         self._word = ""
-        """A boolean's text, of which the first letter may be a capital."""
+        """Text of a boolean, which may be capitalised."""
         self._json: JsonCall | None = None
-        """The open call, where its arguments are JSON and its name has ended."""
+        """The open call, if its arguments are JSON and its name has ended."""
 
     @property
     def in_call(self) -> bool:
-        """Marks of reasoning inside are text."""
+        """Whether a section is open: marks of reasoning inside are text."""
         return self._place is not _Place.OUTSIDE
 
     def tags(self) -> WordSet | None:
-        """In a value only what closes it is one."""
+        """In a value only its closing string is a tag."""
         return self._tags.spelled[self._place]
 
-    def take_text(self, text: str, out: list[ParseEvent]) -> None:
-        """Part of a name or a value, blanks between them, or free text."""
+    def on_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Handles part of a name or a value, blanks between them, or free text."""
         match self._place:
             case _Place.OUTSIDE:
                 out.append(TextDelta(text))
@@ -168,13 +169,13 @@ class NativeReader(CallReader):
                 if not text.isspace():
                     self._fail("text outside of parameters", out)
 
-    def take_foreign(self, out: list[ParseEvent]) -> None:
-        """A control token that is no tag. Outside of calls it is as harmless as text."""
+    def on_foreign_control(self, out: list[ParseEvent]) -> None:
+        """Handles a control token that is no tag. Outside of calls it is ignored."""
         if self._place is not _Place.OUTSIDE:
             self._fail("control token in a call", out)
 
-    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
-        """Takes one of the form's words."""
+    def on_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Handles one of the form's strings."""
         tags, place = self._tags, self._place
         if name not in tags.all:
             return False
@@ -190,17 +191,17 @@ class NativeReader(CallReader):
             self._begin(name, out)
         else:
             self._end_unfinished(out)
-            self._take_structure(name, out)
+            self._handle_structure(name, out)
         return True
 
     def end(self, out: list[ParseEvent]) -> None:
-        """What the end of the message leaves open is a malformed call."""
+        """Ends the message: a call still open is malformed."""
         if self._place is not _Place.OUTSIDE:
             self._end_unfinished(out)
             self._end_section(f"unclosed {_shown(self._tags.section)}", out)
 
     def _begin(self, name: str, out: list[ParseEvent]) -> None:
-        """A word of the form outside of any call."""
+        """Handles a string of the form outside of any call."""
         if name == self._tags.section:
             self._place, self._num_calls = _Place.SECTION, 0
             if not self._tags.call:
@@ -211,8 +212,8 @@ class NativeReader(CallReader):
     def _begin_name(self) -> None:
         self._place, self._name, self._call = _Place.NAME, "", OpenCall("")
 
-    def _take_structure(self, name: str, out: list[ParseEvent]) -> None:
-        """A word of the form in a section or a call, but for what ends a name or a value."""
+    def _handle_structure(self, name: str, out: list[ParseEvent]) -> None:
+        """Handles a string of the form in a section or a call, unless it ends a name or a value."""
         tags, call = self._tags, self._call
         if name == tags.section:
             self._end_section(f"unclosed {_shown(name)}", out)
@@ -255,7 +256,7 @@ class NativeReader(CallReader):
             call.fail(f"unknown tool {printable(name)}")
 
     def _read_id(self, text: str) -> tuple[str, str]:
-        """The name in what stands where one does, and what is wrong with it."""
+        """The tool's name in the text of a call's name, and an error or ""."""
         before, behind = self._tags.form.id
         name, _, number = text.rpartition(behind) if behind else (text, "", "0")
         if not (text.startswith(before) and number.isdecimal()):
@@ -267,7 +268,7 @@ class NativeReader(CallReader):
         call, name = self._call, self._name.strip()
         assert call is not None
         if call.name in self._tools and name not in self._tools[call.name]:
-            call.misfit(f"unknown parameter {printable(name)}")
+            call.reject(f"unknown parameter {printable(name)}")
         elif name in call.arguments:
             call.fail(f"repeated {printable(name)}")
         call.open_body(name, self._tags.padded)
@@ -275,7 +276,7 @@ class NativeReader(CallReader):
         self._place = _Place.GAP if self._tags.value else _Place.VALUE
 
     def _is_boolean(self) -> bool:
-        """Whether the open value is a boolean with a capital."""
+        """Whether the open value is a boolean that may be capitalised."""
         parameter = self._parameter()
         return self._tags.form.python_words and parameter is not None and parameter.kind == "boolean"
 
@@ -298,12 +299,12 @@ class NativeReader(CallReader):
             del call.arguments[parameter.name]
 
     def _parameter(self) -> Parameter | None:
-        """What the tool says of the parameter whose value is open."""
+        """The schema of the parameter whose value is open."""
         assert self._call is not None
         return self._tools.get(self._call.name, {}).get(self._call.parameter or "")
 
     def _end_unfinished(self, out: list[ParseEvent]) -> None:
-        """Ends what another word, or the message's end, cut short: a name or a parameter."""
+        """Ends a name or parameter that another string, or the message's end, cut short."""
         if self._place is _Place.NAME:
             if self._tags.name_end:
                 self._fail(f"unclosed {_shown(self._tags.call)}", out)
@@ -316,7 +317,7 @@ class NativeReader(CallReader):
             self._place = _Place.SECTION
 
     def _fail(self, message: str, out: list[ParseEvent]) -> None:
-        """Only the first thing wrong with a call is kept; what stands where no call is becomes one."""
+        """Records the first error of the open call; opens a call if there is none."""
         call = self._call or self._start(OpenCall(""), out)
         call.fail(message)
 
@@ -336,5 +337,5 @@ class NativeReader(CallReader):
 
 
 def _shown(tag: str) -> str:
-    """A word of the form as errors name it."""
+    """A string of the form as errors name it."""
     return tag.strip('<>=|" ').removesuffix(" name")

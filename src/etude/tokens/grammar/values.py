@@ -1,4 +1,4 @@
-"""Reads arguments back: from the text of `ToolCall.arguments` to the values that their parameters name."""
+"""Parses arguments: from the text of `ToolCall.arguments` to values of their parameters' kinds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WANTED = {
     "array": ("is not an array", "write a JSON array"),
     "object": ("is not an object", "write a JSON object"),
 }
-"""Of each kind but text: what is said of another value, and how to write one."""
+"""By kind: the error for another value, and how to write one."""
 
 
 def read_value(parameter: Parameter, text: str) -> object:
@@ -57,7 +57,7 @@ def _wrong(parameter: Parameter, fault: str, text: str, fix: str | None = None) 
 
 
 def _read(parameter: Parameter, text: str) -> object:
-    """The value of an argument that is no string."""
+    """Parses an argument that is no string."""
     match parameter.kind:
         case "integer" if _INTEGER.match(text):
             return int(text)
@@ -79,13 +79,13 @@ def _read(parameter: Parameter, text: str) -> object:
 def _find_fault(value: Any, schema: Mapping[str, object]) -> tuple[str, str] | None:
     """The first place that breaks the schema, and how.
 
-    A schema may be another program's: one that is none, or that refers to others, says nothing.
+    A schema may be third-party: one that is invalid, or refers to others, is ignored.
     """
     from jsonschema import Draft202012Validator  # comes with MCP's library
     from referencing import Registry
 
     try:
-        checker = Draft202012Validator(schema, registry=Registry())  # which fetches nothing
+        checker = Draft202012Validator(schema, registry=Registry())  # an empty one fetches nothing
         fault = next(checker.iter_errors(value), None)
     except Exception:
         return None

@@ -6,9 +6,9 @@
     parameter = "<name>" body "</name>"
     body      = any text, never escaped
 
-If a body starts with a newline, that one newline is dropped; if what is left ends with a newline, that one
-is dropped as well. So `<text>` and `</text>` may stand on lines of their own, and `render_call` doubles a
-newline that belongs to the value. Every body is text; of an array or object it is the JSON text.
+If a body starts with a newline, that one newline is dropped; if the rest ends with a newline, that one is
+dropped as well. So `<text>` and `</text>` may be on lines of their own, and `render_call` doubles a newline
+that belongs to the value. Every body is text; for an array or object it is the JSON text.
 
 **Token mode** (the tokenizer holds each tag as one control token): only control tokens are tags. A tag
 spelled in characters is text, so code may contain anything.
@@ -21,7 +21,7 @@ Reading goes from state to state:
     outside --<tool>--> in a call --<parameter>--> in a body
        ^------</tool>------|  ^------</parameter>------|
 
-Anything else is a malformed call: it becomes a ToolCall with `error`, in a few words for the agent.
+Anything else is a malformed call: it becomes a ToolCall with a short `error` for the agent.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class XmlGrammar(Grammar):
         super().__init__("xml", tools, tags)
 
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
-        """How to call each tool, by example."""
+        """Describes how to call each tool, by example."""
         return ["\n\n".join([_HEAD, *(self._describe(schema) for schema in schemas)])]
 
     def render_calls(self, calls: Sequence[ToolCall], behind_words: bool, num_before: int = 0) -> list[Piece]:
@@ -84,7 +84,7 @@ class XmlGrammar(Grammar):
         return partial(XmlReader, self._table, self._tags, TagSets(self._tags, self._table, mode))
 
     def _tag(self, tag: str) -> Piece:
-        """A tag of these tools; any other name may come from outside, and is text."""
+        """A tag of these tools as a control token; any other name may come from outside, and is text."""
         return Control(tag) if tag in self._tags else tag
 
     def _describe(self, schema: ToolSchema) -> str:
@@ -94,7 +94,7 @@ class XmlGrammar(Grammar):
 
 
 def pad_body(value: str) -> str:
-    """Doubles a newline at the value's start and at its end, of which parsing drops one each."""
+    """Doubles a newline at the value's start and at its end, since parsing drops one each."""
     return ("\n" if value.startswith("\n") else "") + value + ("\n" if value.endswith("\n") else "")
 
 
@@ -125,7 +125,7 @@ def _check_names(tools: Sequence[str], parameters: Sequence[str]) -> None:
 
 
 class TagSets:
-    """Which tags are recognised in characters, by the state that a message is in."""
+    """The tags that are recognised in characters, by the state of the parser."""
 
     def __init__(self, tags: Collection[str], tools: ToolTable, mode: ParserMode) -> None:
         spelled = tags if mode.text_mode else ()
@@ -148,11 +148,11 @@ class XmlReader(CallReader):
 
     @property
     def in_call(self) -> bool:
-        """A nameless call (a parameter's tag that strayed) ends with its parameter."""
+        """See CallReader. A nameless call (from a stray parameter tag) ends with its parameter."""
         return self._call is not None and (bool(self._call.name) or self._call.parameter is not None)
 
     def tags(self) -> WordSet | None:
-        """In a body only its own closing tag is one."""
+        """In a body only its own closing tag is a tag."""
         call = self._call
         if call is None:
             return self._sets.outside
@@ -162,8 +162,8 @@ class XmlReader(CallReader):
             return self._sets.outside
         return self._sets.in_call if call.known else self._sets.in_unknown_call
 
-    def take_text(self, text: str, out: list[ParseEvent]) -> None:
-        """Part of a body, blanks between parameters, or free text."""
+    def on_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Handles part of a body, blanks between parameters, or free text."""
         call = self._call
         if call and call.parameter is not None:
             call.add_text(text, out)
@@ -174,14 +174,14 @@ class XmlReader(CallReader):
             out.append(TextDelta(text))
             self._tail = (self._tail + text[-_TAIL_CHARACTERS:])[-_TAIL_CHARACTERS:]
 
-    def take_mark(self, out: list[ParseEvent]) -> None:
-        """Reasoning is no part of a nameless call."""
+    def on_reasoning_mark(self, out: list[ParseEvent]) -> None:
+        """Ends a nameless call, which never contains reasoning."""
         if self._call:
             self._finish(out)
         self._tail = ""
 
-    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
-        """Takes a tag of the tools, or what closes the call of an unknown tool."""
+    def on_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Handles a tag of the tools, or the tag that closes the call of an unknown tool."""
         call = self._call
         if name not in self._tags:
             if call and not call.known and call.name and name == f"</{call.name}>" and not call.parameter:
@@ -196,18 +196,18 @@ class XmlReader(CallReader):
                 return True
             call.fail(f"unclosed {call.parameter}")
             call.parameter = None
-        take = self._take_tool_tag if named in self._tools else self._take_parameter_tag
-        take(named, closing, out)
+        handle = self._handle_tool_tag if named in self._tools else self._handle_parameter_tag
+        handle(named, closing, out)
         self._tail = ""
         return True
 
     def end(self, out: list[ParseEvent]) -> None:
-        """What the end of the message leaves open is a malformed call."""
+        """Ends the message: a call still open is malformed."""
         if self._call:
             self._call.fail(f"unclosed {self._call.parameter or self._call.name}")
             self._finish(out)
 
-    def _take_tool_tag(self, tool: str, closing: bool, out: list[ParseEvent]) -> None:
+    def _handle_tool_tag(self, tool: str, closing: bool, out: list[ParseEvent]) -> None:
         call = self._call
         if not closing:
             if call:
@@ -224,14 +224,14 @@ class XmlReader(CallReader):
                 call.fail(f"{call.name} closed by /{tool}")
             self._finish(out)
 
-    def _take_parameter_tag(self, parameter: str, closing: bool, out: list[ParseEvent]) -> None:
+    def _handle_parameter_tag(self, parameter: str, closing: bool, out: list[ParseEvent]) -> None:
         call = self._call
         if call is None:
             call = self._start(_stray(parameter, closing, self._tail), out)
         elif closing:
             call.fail(f"stray /{parameter}")
         elif call.known and parameter not in self._tools[call.name]:
-            call.misfit(f"unknown parameter {parameter}")
+            call.reject(f"unknown parameter {parameter}")
         elif parameter in call.arguments:
             call.fail(f"repeated {parameter}")
         if not closing:
@@ -239,7 +239,7 @@ class XmlReader(CallReader):
 
 
 def _stray(parameter: str, closing: bool, before: str) -> OpenCall:
-    """A parameter's tag outside of any call: the call of an unknown tool, or of none."""
+    """The malformed call for a parameter's tag outside of any call: of an unknown tool, or nameless."""
     opening = _OPENING_AT_END.search(before)
     if opening and not closing:
         name = opening[1]

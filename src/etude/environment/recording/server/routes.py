@@ -35,7 +35,7 @@ from etude.serving.answers import EventStream, Sending
 from etude.serving.application import read_parsed, unless_gone
 from etude.serving.describing import answering, described
 from etude.serving.errors import BodyTooLargeError, ErrorAnswer, OpenAIErrors
-from etude.tokens.chat.answers import encode_event, written, written_whole
+from etude.tokens.chat.answers import collect_answers, encode_event, stream_answers
 from etude.tokens.chat.dialects import DIALECTS, MESSAGES, Dialect, respell_error
 from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import flag, integer, number, parse_body, text, unsupported, wrong
@@ -197,9 +197,9 @@ async def _answer(
     if read.stream:
         sent = held.pop_all()
         return EventStream(
-            Sending(written(events, writer), describe, encode_event, lambda status: sent.close())
+            Sending(stream_answers(events, writer), describe, encode_event, lambda status: sent.close())
         )
-    return JSONResponse(await unless_gone(request, written_whole(events, writer)))
+    return JSONResponse(await unless_gone(request, collect_answers(events, writer)))
 
 
 # ---- trainers ------------------------------------------------------------------------------
