@@ -42,7 +42,7 @@ class SessionFacts:
     num_edits: int = 0
     """Edits that changed a file."""
     edits_after_read: int = 0
-    """Edits of a file that an earlier turn had read; of a patch, all of its files."""
+    """Edits of a file that an earlier turn had read; for a patch, all of its files."""
     num_test_runs: int = 0
     num_summaries: int = 0
     last_tests_green: bool = False

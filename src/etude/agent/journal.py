@@ -175,8 +175,8 @@ def describe(session: AgentSession) -> dict[str, Any]:
     }
 
 
-def described(document: Mapping[str, Any], renderer: Renderer) -> AgentSession:
-    """Inverse of `describe`: the session at its beginning.
+def session_from_description(document: Mapping[str, Any], renderer: Renderer) -> AgentSession:
+    """Inverse of `describe`: a session before its first turn.
 
     Raises ConfigError if `renderer` has another tokenizer, grammar or template: tokens would change meaning.
     """
@@ -249,7 +249,7 @@ def _replayed(
 ) -> tuple[AgentSession, ToolState, dict[int, ToolResult]]:
     """Session, tools' memory, and the recorded calls of a turn that did not end."""
     rest = iter(lines)
-    session = described(next(rest), renderer)
+    session = session_from_description(next(rest), renderer)
     state = ToolState()
     begun = False
     known: dict[int, ToolResult] = {}

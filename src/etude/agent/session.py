@@ -209,8 +209,8 @@ class AgentSession:
         self.on_prefix_miss()
 
     def on_user(self, text: str, by_person: bool = True) -> None:
-        """Continues an ended session with a user message, under the same limits. One of a person's may get
-        one more turn where none is left."""
+        """Continues an ended session with a user message, under the same limits. After a person's message
+        one more turn is allowed even if none is left."""
         progress = self.progress
         assert progress.status is not None, "the session goes on"
         progress.status, progress.cause, progress.idle_turns = None, "", 0

@@ -19,8 +19,8 @@ class AskUser:
     Arguments: `question`; `options?`: answers to choose from, one a line or as a JSON list.
     Returns the answer. Every question counts, in `ToolState.num_questions` and as a fact of kind `question`.
     Limits: 2,000 characters, 8 options; of the answer `output_characters`. Waits as long as the user takes.
-    Errors: invalid_arguments for an empty question and too many options; user_aborted where nobody is there
-    or nobody answers: the agent decides itself.
+    Errors: invalid_arguments for an empty question and too many options; user_aborted if there is no user or
+    no answer: the agent decides itself.
     """
 
     repeatable = False

@@ -63,7 +63,7 @@ def read_described(name: str, config: McpConfig) -> list[ServedTool]:
 
 
 def served_tools(servers: Mapping[str, McpConfig]) -> list[McpTool]:
-    """The tools of all servers. Raises ConfigError as `read_described`, and for names without letters."""
+    """The tools of all servers. Raises ConfigError as `read_described` and `McpTool`."""
     return [
         McpTool(name, tool, config)
         for name, config in servers.items()
@@ -74,11 +74,11 @@ def served_tools(servers: Mapping[str, McpConfig]) -> list[McpTool]:
 class McpTool:
     """A tool of an MCP server. Implements `Tool`.
 
-    Arguments: as the server says. Returns the texts of its answer; of other content its kind.
+    Arguments: as the server describes them. Returns the texts of its answer; for other content its kind.
     Limits: `output_characters`, more is kept in a file; 60 seconds.
     Errors: invalid_arguments for what does not fit the server's schema; unexpected_environment for a result
-    that the server marks as an error, and for a server in the sandbox that is gone: the agent may have ended
-    it. Any other server that is gone or does not answer is infrastructure.
+    that the server marks as an error, and for a server in the sandbox that has ended: the agent may have
+    killed it. Failure of any other server is infrastructure.
     """
 
     def __init__(self, server: str, described: ServedTool, config: McpConfig) -> None:

@@ -21,7 +21,7 @@ class RunCommand:
     Arguments: `command`.
     Returns the output; `exit 1` on a line of its own where the exit code is not 0; `ok` where both are
     empty. Escape sequences and progress bars are made readable.
-    Limits: `command_timeout_s`; `output_characters`: of more, head and tail are shown, and up to 10 MiB are
+    Limits: `command_timeout_s`; `output_characters`: beyond it, head and tail are shown, and up to 10 MiB are
     kept in `.etude/outputs/N.txt`.
     Errors: invalid_arguments for an empty command; timeout where it runs too long: what it printed is shown,
     what it started is killed. A failing command is no error of the tool.

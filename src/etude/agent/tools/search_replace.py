@@ -15,13 +15,13 @@ _NUM_LINES = 8
 
 
 class SearchReplace:
-    """Replaces the one place in a file where `old` stands.
+    """Replaces the only occurrence of `old` in a file.
 
-    Arguments: `path`; `old` (must stand in the file exactly once); `new` (empty deletes); `replace_all`
-    (true: every place where `old` stands exactly as given).
-    A text that does not stand there exactly is looked for by whole lines in stages (`matching`): apart from
-    blanks at line ends, then from indentation, then from look-alike characters. `strict` leaves the stages
-    out: for training, where an edit should say what it means. Lines of a file with CRLF line ends keep them.
+    Arguments: `path`; `old` (must occur in the file exactly once); `new` (empty deletes); `replace_all`
+    (true: every exact occurrence of `old`).
+    A text without an exact match is searched for by whole lines in stages (`matching`): ignoring blanks at
+    line ends, then indentation, then look-alike characters. `strict` leaves the stages out: for training,
+    where an edit should be exact. Lines of a file with CRLF line ends keep them.
     Returns `ok`, with the stage if it was not exact and the number of places with `replace_all`; or `no
     change`.
     Errors: UNEXPECTED_ENVIRONMENT for a missing path, for no match (with the lines most like `old`) and for

@@ -31,10 +31,10 @@ class Terminal:
     Arguments, one of these forms:
     - `command`, `timeout_s?`: runs it and shows its output, as the short `run_command` does;
     - `command`, `background` = true: starts it and says `started command 1`;
-    - `id`, `wait_s?`: what background command 1 has printed since the last look, and whether it runs; waits
-      up to `wait_s` seconds for its end;
-    - `id`, `stdin`: writes a line to its standard input, then looks as above;
-    - `id`, `kill` = true: ends it and what it started.
+    - `id`, `wait_s?`: output of background command 1 since the last poll, and whether it runs; waits up to
+      `wait_s` seconds for its end;
+    - `id`, `stdin`: writes a line to its standard input, then polls as above;
+    - `id`, `kill` = true: kills it and its child processes.
     Each command runs in a fresh shell that starts in the workspace.
     Limits: `command_timeout_s` unless `timeout_s` says otherwise, up to 600; `wait_s` likewise; 16
     background commands at once; `output_characters`: of more, head and tail are shown, and up to 10 MiB are
@@ -59,7 +59,7 @@ class Terminal:
     )
 
     def access(self, arguments: Arguments) -> Access:
-        # As `run` reads them: a blank id is none, and an empty line of input is one.
+        # As in `run`: a blank id counts as missing, an empty line of input does not.
         polls = arguments.get("id", "").strip() and "stdin" not in arguments and not arguments.get("kill")
         return _POLLS if polls else _RUNS
 

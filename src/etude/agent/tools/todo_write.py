@@ -30,7 +30,7 @@ _ENTRY = {
 
 
 class TodoWrite:
-    """Writes the agent's list of what is to be done, which the session carries into its self-summaries.
+    """Writes the agent's to-do list, which the session carries into its self-summaries.
 
     Arguments: `todos`: a JSON list of `{"id", "text", "status"}`, status being pending (the default),
     in_progress, done or cancelled; a missing `id` is the entry's place in the list. `merge` = true: entries
@@ -38,8 +38,7 @@ class TodoWrite:
     the list is replaced.
     Returns the whole list, one entry a line: `[x] 1 read the parser`.
     Limits: 50 entries of 200 characters.
-    Errors: invalid_arguments for what is no such list, with the first entry that is wrong; nothing is
-    changed then.
+    Errors: invalid_arguments for an invalid list, naming the first wrong entry; nothing is changed then.
     """
 
     repeatable = False

@@ -184,7 +184,7 @@ def _joined(parts: Iterable[_Facts]) -> _Facts:
             starts, before = starts or joined, _NOTHING
             required.append(joined)
         required = list(filter(_is_long, required))
-        if len(required) >= _MOST_PARTS:  # says enough
+        if len(required) >= _MOST_PARTS:  # selective enough
             starts = starts or before
             break
     return _Facts(

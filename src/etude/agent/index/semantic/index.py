@@ -45,7 +45,7 @@ class SearchResult:
     complete: bool
     """False while the index is being built or brought up to date, or while edits wait to be embedded."""
     semantic: bool
-    """False if there is no embedder: words alone were compared."""
+    """False if there is no embedder: only words were compared."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
