@@ -222,8 +222,8 @@ class EndpointSampler(Sampler):
 
     def _refusal(self, answer: HttpAnswer) -> Exception:
         """The error for a status that is no success; remembers its `Retry-After`."""
-        status, said = answer.status_code, answer.content.decode("utf-8", "replace")
-        received = f"{status} {said[:_ERROR_CHARACTERS]}".strip()
+        status, body = answer.status_code, answer.content.decode("utf-8", "replace")
+        received = f"{status} {body[:_ERROR_CHARACTERS]}".strip()
         if status in (408, 409, 425, 429) or status >= 500:
             self._not_before_s = time.monotonic() + _retry_after_s(answer.headers.get("retry-after", ""))
             fix = "wait until the server has less to do, or have fewer sessions at once"

@@ -132,8 +132,8 @@ class Renderer:
 
     def user_message(self, text: str) -> Tokens:
         """A later user message, following an ended message of the agent."""
-        asked = (*self.template.after_end, *self.template.user, text, *self._end, *self.template.prompt)
-        return self.encode(asked, self.template.end)
+        pieces = (*self.template.after_end, *self.template.user, text, *self._end, *self.template.prompt)
+        return self.encode(pieces, self.template.end)
 
     def observations(self, outputs: Sequence[str], calls: Sequence[str] = ()) -> Tokens:
         """The results of one turn, in call order, with the opener of the agent's next message; `calls` as in

@@ -232,8 +232,8 @@ async def _connected(name: str, config: McpConfig, sandbox: Sandbox | None) -> A
         try:
             await _started(name, client.__aenter__())
         except InfrastructureError as error:
-            said = transport.stderr_tail if isinstance(transport, SandboxTransport) else _end_of(log)
-            error.message += f"; it says: {said}" if said else ""
+            stderr = transport.stderr_tail if isinstance(transport, SandboxTransport) else _end_of(log)
+            error.message += f"; it says: {stderr}" if stderr else ""
             if config.is_in_sandbox:
                 error.fix = (
                     "run its command by hand in a sandbox, which lacks programs of this machine; "

@@ -27,7 +27,7 @@ from etude.sandbox.types import GrepMatch
 from etude.tokens.grammar import Parameter, ToolSchema
 
 _MAX_CONTEXT = 5
-_MOST_ASKED = 20_000
+_MOST_MATCHES = 20_000
 """Most matches requested of a sandbox before filtering."""
 
 
@@ -111,13 +111,13 @@ async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:
         if served is not None:
             return [match for match in served if is_included(match.path)][: request.limit]
     pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
-    asked = request.limit
+    limit = request.limit
     while True:
-        found = await context.sandbox.files.grep(pattern, request.path, asked)
+        found = await context.sandbox.files.grep(pattern, request.path, limit)
         kept = [match for match in found if is_included(match.path)]
-        if len(kept) >= request.limit or len(found) < asked or asked >= _MOST_ASKED:
+        if len(kept) >= request.limit or len(found) < limit or limit >= _MOST_MATCHES:
             return kept[: request.limit]
-        asked = min(asked * 8, _MOST_ASKED)
+        limit = min(limit * 8, _MOST_MATCHES)
 
 
 def _filter(request: GrepRequest) -> Callable[[str], bool]:

@@ -41,15 +41,15 @@ class ListDir:
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         limits = context.limits
         path = directory_of(arguments, context)
-        asked = integer(arguments, "depth", 0)
-        if asked < 1 and arguments.get("depth", "").strip():
-            raise ToolArgumentError("depth starts at 1", field="depth", received=asked)
-        entries = await context.sandbox.files.list(path, min(asked or limits.list_depth, limits.list_depth))
-        level = asked + (0 if path == "." else path.count("/") + 1)
+        depth = integer(arguments, "depth", 0)
+        if depth < 1 and arguments.get("depth", "").strip():
+            raise ToolArgumentError("depth starts at 1", field="depth", received=depth)
+        entries = await context.sandbox.files.list(path, min(depth or limits.list_depth, limits.list_depth))
+        level = depth + (0 if path == "." else path.count("/") + 1)
         paths = [
             entry.path + ("/" if entry.kind == "dir" else "")
             for entry in visible(entries, path)
-            if entry.kind != "dir" or (asked and entry.path.count("/") + 1 == level)
+            if entry.kind != "dir" or (depth and entry.path.count("/") + 1 == level)
         ]
         if not paths:
             return ToolResult("no files")

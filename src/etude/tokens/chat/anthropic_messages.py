@@ -103,7 +103,7 @@ def _add_user(talk: Conversation, content: object, where: str) -> None:
     if isinstance(content, str):
         talk.add_message(content, by_user=True)
         return
-    said: list[str] = []
+    texts: list[str] = []
     blocks = objects(content, where)
     for place, block in enumerate(blocks):
         kind, here = block.get("type"), f"{where}[{place}]"
@@ -111,24 +111,24 @@ def _add_user(talk: Conversation, content: object, where: str) -> None:
             output = read_text(block.get("content") or "", f"{here}.content", "\n", unseen=_UNSEEN)
             talk.add_result(text(block.get("tool_use_id"), f"{here}.tool_use_id"), output)
         elif kind == "text":
-            said.append(text(block.get("text"), f"{here}.text"))
+            texts.append(text(block.get("text"), f"{here}.text"))
         else:
             raise unsupported(f"{here}.type", kind, "only text and tool results can be sent to this model")
     talk.end_results()
-    if said or not blocks:
-        talk.add_message(_USER_JOINT.join(said), by_user=True)
+    if texts or not blocks:
+        talk.add_message(_USER_JOINT.join(texts), by_user=True)
 
 
 def _answer(content: object, where: str) -> Answer:
     if isinstance(content, str):
         return Answer(content)
-    said: list[str] = []
+    texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Call] = []
     for place, block in enumerate(objects(content, where)):
         kind, here = block.get("type"), f"{where}[{place}]"
         if kind == "text":
-            said.append(text(block.get("text"), f"{here}.text"))
+            texts.append(text(block.get("text"), f"{here}.text"))
         elif kind == "thinking":
             reasoning.append(text(block.get("thinking"), f"{here}.thinking"))
         elif kind == "tool_use":
@@ -136,7 +136,7 @@ def _answer(content: object, where: str) -> Answer:
             calls.append(Call(str(block.get("id") or ""), name, block.get("input") or {}))
         elif kind != "redacted_thinking":
             raise unsupported(f"{here}.type", kind, "no answer of this model has such a block")
-    return Answer("".join(said), tuple(calls), "".join(reasoning))
+    return Answer("".join(texts), tuple(calls), "".join(reasoning))
 
 
 # ---- answers ------------------------------------------------------------------------------------
@@ -233,10 +233,10 @@ def anthropic_error(error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
     """Converts an error response from OpenAI's form to Anthropic's. Errors that are not the client's fault
     are 5xx, which clients retry."""
     status, document, headers = answer
-    said = document["error"]["message"]
+    message = document["error"]["message"]
     if isinstance(error, ContextLengthError):
-        said = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
-    found: Document = {"type": _KINDS.get(status, "invalid_request_error"), "message": said}
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+    found: Document = {"type": _KINDS.get(status, "invalid_request_error"), "message": message}
     if isinstance(error, BadRequestError) and error.field == "thread":
         found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return _OVERLOADED if status == 503 else status, {"type": "error", "error": found}, headers

@@ -46,6 +46,6 @@ DIALECTS = (CHAT, RESPONSES, MESSAGES)
 
 def respell_error(path: str, error: BaseException, answer: ErrorAnswer) -> ErrorAnswer:
     """Converts an error response from OpenAI's form to that of the API with the requested path."""
-    asked = path.removesuffix("/count_tokens")
-    dialect = next((one for one in DIALECTS if asked.endswith(one.path)), CHAT)
+    base_path = path.removesuffix("/count_tokens")
+    dialect = next((known for known in DIALECTS if base_path.endswith(known.path)), CHAT)
     return dialect.respell(error, answer)

@@ -64,9 +64,9 @@ class Framing:
             case Answer():
                 shown = not self.has_reasoning(message)
                 before = (*template.assistant, *template.shown) if shown else template.prompt
-                said = renderer.encode(self._answer_pieces(message), before[-1])
+                content = renderer.encode(self._answer_pieces(message), before[-1])
                 frame, end = self.answer_frame(first, shown=shown), self.shown_end if shown else self.end
-                return np.concatenate([frame, said, end])
+                return np.concatenate([frame, content, end])
 
     def render_sampled(self, answer: Answer, first: bool) -> Tokens:
         """Renders an answer as if a session had sampled it: reasoning that its prompt opens is closed."""

@@ -101,11 +101,11 @@ def read_messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Messa
             raise wrong(f"{field}.role", role, "system, developer, user, assistant or tool")
         else:
             unseen = ("image_url",) if role == "tool" else ()
-            said = _content(entry.get("content"), f"{field}.content", unseen=unseen)
+            content = _content(entry.get("content"), f"{field}.content", unseen=unseen)
             if role == "tool":
-                talk.add_result(text(entry.get("tool_call_id"), f"{field}.tool_call_id"), said)
+                talk.add_result(text(entry.get("tool_call_id"), f"{field}.tool_call_id"), content)
             else:
-                talk.add_message(said, role == "user")
+                talk.add_message(content, role == "user")
     return "\n\n".join(talk.system), talk.messages()
 
 
@@ -115,7 +115,7 @@ def _content(content: object, field: str, joint: str = "\n", unseen: Sequence[st
 
 def _answer(entry: Mapping[str, Any], field: str) -> Answer:
     content = entry.get("content")
-    said = "" if content is None else _content(content, f"{field}.content", "")
+    answer = "" if content is None else _content(content, f"{field}.content", "")
     calls: list[Call] = []
     for place, call in enumerate(objects(entry.get("tool_calls") or [], f"{field}.tool_calls")):
         where = f"{field}.tool_calls[{place}].function"
@@ -126,7 +126,7 @@ def _answer(entry: Mapping[str, Any], field: str) -> Answer:
         name = text(function.get("name"), f"{where}.name")
         calls.append(Call(str(call.get("id") or ""), name, read_arguments(arguments)))
     reasoning = entry.get("reasoning_content") or entry.get("reasoning") or ""
-    return Answer(said, tuple(calls), reasoning if isinstance(reasoning, str) else "")
+    return Answer(answer, tuple(calls), reasoning if isinstance(reasoning, str) else "")
 
 
 def read_arguments(value: object) -> Any:

@@ -174,8 +174,8 @@ def _read_items(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Mes
         elif role not in ("user", "system", "developer"):
             raise wrong(f"{field}.role", role, "user, assistant, system or developer")
         else:
-            said = read_text(item.get("content"), f"{field}.content", "\n", _WORDS)
-            talk.add_message(said, role == "user")
+            content = read_text(item.get("content"), f"{field}.content", "\n", _WORDS)
+            talk.add_message(content, role == "user")
     return talk.system, talk.messages()
 
 
@@ -186,8 +186,8 @@ def _part_of_answer(item: Mapping[str, Any], kind: str, field: str) -> Answer:
         arguments = {"input": item.get("input")} if is_custom else read_arguments(item.get("arguments"))
         return Answer(calls=(Call(str(item.get("call_id") or ""), name, arguments),))
     if kind == "reasoning":
-        said = item.get("content") or item.get("summary") or []
-        return Answer(reasoning=read_text(said, f"{field}.content", "", _WORDS))
+        content = item.get("content") or item.get("summary") or []
+        return Answer(reasoning=read_text(content, f"{field}.content", "", _WORDS))
     return Answer(read_text(item.get("content"), f"{field}.content", "", _WORDS))
 
 
@@ -304,9 +304,9 @@ class ResponseWriter(AnswerWriter):
         done = f"response.{_DELTAS[block.kind]}.done"
         events: list[tuple[str, Document]] = []
         if item["type"] == "custom_tool_call":
-            said = item["input"]
-            events.append(("response.custom_tool_call_input.delta", {**where, "delta": said}))
-            events.append(("response.custom_tool_call_input.done", {**where, "input": said}))
+            value = item["input"]
+            events.append(("response.custom_tool_call_input.delta", {**where, "delta": value}))
+            events.append(("response.custom_tool_call_input.done", {**where, "input": value}))
         elif block.kind == "call":
             events.append((done, {**where, "name": item["name"], "arguments": block.text}))
         elif block.kind == "reasoning":

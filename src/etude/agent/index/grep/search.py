@@ -53,9 +53,9 @@ class Base:
         found = (self._paths(segment, np.flatnonzero(segment.flags & Flags.NUL)) for segment in self.segments)
         return frozenset(itertools.chain.from_iterable(found))
 
-    def candidates(self, asked: Plan, most: float) -> list[bytes] | None:
+    def candidates(self, lookup: Plan, most: float) -> list[bytes] | None:
         """Files that may match, unordered; None if there are more than `most`."""
-        found = [segment.candidates(asked) for segment in self.segments]
+        found = [segment.candidates(lookup) for segment in self.segments]
         if sum(map(len, found)) > most:
             return None
         return list(itertools.chain.from_iterable(map(self._paths, self.segments, found)))
@@ -87,8 +87,8 @@ class Searcher:
             return await self._direct(query, path, changes)
         keeps = functools.partial(_keeps, query, path, changes)
         most = self.base.num_files * HAND_OVER_SHARE
-        asked = plan(query)
-        candidates = self.base.candidates(asked, most)
+        lookup = plan(query)
+        candidates = self.base.candidates(lookup, most)
         if candidates is None:
             if query.limit is not None:
                 files = await asyncio.to_thread(lambda: self.base.files)
