@@ -14,7 +14,7 @@ from etude.inference.radix import PageTree
 def check_engine(engine: Engine) -> None:
     """Asserts that no page is lost and none has two owners who write to it."""
     sequences, pages = engine._sequences, engine._scheduler.pages
-    check_tree(pages.tree, [*(sequences.pages(row) for row in sequences.states), *pages._lent])
+    check_tree(pages.tree, [*(sequences.pages(row) for row in sequences.states), *pages._scratch])
     for row, state in sequences.states.items():
         assert (state.request is None) == (row in sequences.idle)
         assert not (row in sequences.waiting and sequences.running[row])

@@ -19,7 +19,7 @@ def _tokens(*parts: tuple[int, int]) -> NDArray[np.int32]:
 
 def _put(tree: PageTree, tokens: NDArray[np.int32], clock: int = 0, *, ready: bool = True) -> list[int]:
     """A session's pages of `tokens`, put into the tree, the partly filled last page too."""
-    pages = tree.take(-(-len(tokens) // PAGE_TOKENS))
+    pages = tree.allocate(-(-len(tokens) // PAGE_TOKENS))
     parent = tree.root
     for number, page in enumerate(pages):
         key = tokens[number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS].tobytes()
@@ -34,7 +34,7 @@ def test_a_prompt_finds_whole_pages_and_the_page_that_agrees_in_part() -> None:
     match = tree.match(_tokens((1, 32), (2, 7), (3, 9)), 47, 0)
     assert [node.page for node in match.nodes] == pages[:2]
     assert match.tail is not None
-    assert (match.tail.page, match.tail_tokens, match.coming) == (pages[2], 7, None)
+    assert (match.tail.page, match.tail_tokens, match.pending) == (pages[2], 7, None)
     within = tree.match(first, 20, 0)
     assert [node.page for node in within.nodes] == pages[:1]
     assert (within.tail and within.tail.page, within.tail_tokens) == (pages[1], MIN_COPIED)
@@ -45,20 +45,20 @@ def test_a_few_tokens_in_common_are_not_worth_a_copy() -> None:
     tree = PageTree(4)
     _put(tree, _tokens((1, 16)))
     match = tree.match(_tokens((1, MIN_COPIED - 1), (2, 20)), 22, 0)
-    assert (match.nodes, match.tail, match.coming) == ((), None, None)
+    assert (match.nodes, match.tail, match.pending) == ((), None, None)
 
 
 def test_pages_that_are_being_computed_are_waited_for_where_they_would_be_shared() -> None:
     tree = PageTree(8)
     _put(tree, _tokens((1, 16), (2, 8)), ready=False)
     same = tree.match(_tokens((1, 16), (2, 8)), 23, 0)
-    assert same.coming is not None
-    assert same.coming.page == tree.root.children[_tokens((1, 16)).tobytes()].page
-    same.coming.ready = True
+    assert same.pending is not None
+    assert same.pending.page == tree.root.children[_tokens((1, 16)).tobytes()].page
+    same.pending.ready = True
     tail = tree.match(_tokens((1, 16), (2, 8)), 23, 0)
-    assert (len(tail.nodes), tail.coming is not None) == (1, True)
+    assert (len(tail.nodes), tail.pending is not None) == (1, True)
     other = tree.match(_tokens((1, 16), (2, 6), (9, 9)), 30, 0)
-    assert (len(other.nodes), other.tail, other.coming) == (1, None, None)
+    assert (len(other.nodes), other.tail, other.pending) == (1, None, None)
 
 
 def test_what_nobody_uses_is_kept_until_room_is_needed_and_the_oldest_leaf_goes_first() -> None:
@@ -129,7 +129,7 @@ def _add(tree: PageTree, tokens: NDArray[np.int32], clock: int, held: dict[Node,
     if not tree.make_room(count):
         tree.release(shared, clock)
         return []
-    pages = [*shared, *tree.take(count)]
+    pages = [*shared, *tree.allocate(count)]
     parent = match.nodes[-1] if match.nodes else tree.root
     for number in range(len(shared), len(pages)):
         key = tokens[number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS].tobytes()

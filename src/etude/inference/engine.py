@@ -193,7 +193,7 @@ class Engine:
         if not 0 < len(tokens) <= longest:
             raise SamplerError(f"must be 1 to {longest} tokens", field="tokens", received=len(tokens))
         self._hold_memory()
-        pages = self._scheduler.pages.borrow(-(-len(tokens) // PAGE_TOKENS))
+        pages = self._scheduler.pages.allocate_scratch(-(-len(tokens) // PAGE_TOKENS))
         if pages is None:
             raise SamplerError(
                 "too few pages are free for scoring",
@@ -207,7 +207,7 @@ class Engine:
 
     def end_score(self, scoring: Scoring) -> None:
         """Frees the pages of a scoring, done or not. Between two steps only."""
-        self._scheduler.pages.give_back(scoring.pages)
+        self._scheduler.pages.free_scratch(scoring.pages)
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Engine:
                 received=self.num_live_sessions + len(self._queue),
                 fix="close them first",
             )
-        self._scheduler.pages.forget_prefixes()
+        self._scheduler.pages.reset_prefix_cache()
         self._cache.release()
         self._weights.load_cache()
         if self._cache.keys.is_cuda:

@@ -1,4 +1,4 @@
-"""Which pages the sessions of an engine have: of their own, shared with others, lent."""
+"""Page allocation for an engine's sessions: their own pages, cached prefixes that they share, scratch pages."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from etude.inference.sequences import Sequences
 
 
 class SessionPages:
-    """Takes, shares and gives back the pages of sessions. What is computed in them is said elsewhere."""
+    """Allocates, shares and frees the pages of sessions. What they compute is the scheduler's choice."""
 
     def __init__(self, cache: PagedCache, sequences: Sequences) -> None:
         self.tree = PageTree(cache.num_pages)
         self.clock = 0
-        """Steps so far, by which the tree knows what was used last."""
+        """Steps so far: the clock of the tree's LRU eviction."""
         self.cached_tokens = 0
-        """Positions that a request found computed by another, or by itself before it was preempted."""
+        """Prefix cache hits: positions computed by another request, or by the same one before preemption."""
         self._cache = cache
         self._sequences = sequences
-        self._lent: list[list[int]] = []
+        self._scratch: list[list[int]] = []
 
     def match(self, row: int) -> Match:
-        """What the tree has of a row's tokens, but for the last."""
+        """The cached prefix of a row's tokens, without the last, which is always computed."""
         length = int(self._sequences.length[row])
         tokens = self._sequences.tokens[row, :length]
         return self.tree.match(tokens, length - 1, self.clock, self._root(row))
 
     def _root(self, row: int) -> Node:
-        """Where the prefixes of a row's adapter begin."""
+        """Root of the prefixes of a row's adapter."""
         return self.tree.root_of(int(self._sequences.adapter[row]))
 
-    def publish(self, row: int) -> None:
-        """Lets others share what `row` has computed by now."""
+    def cache_computed(self, row: int) -> None:
+        """Inserts the whole pages that `row` has computed into the prefix cache."""
         sequences, state = self._sequences, self._sequences.states[row]
         computed = int(sequences.computed[row])
-        while state.coming and state.coming[0][0] <= computed:
-            state.coming.pop(0)[1].ready = True
+        while state.pending and state.pending[0][0] <= computed:
+            state.pending.pop(0)[1].ready = True
         if state.path is None:
             return
         while len(state.path) < computed // PAGE_TOKENS:
@@ -52,21 +52,21 @@ class SessionPages:
             page = int(sequences.tables[row, number])
             state.path.append(self.tree.insert(parent, page, key, ready=True, clock=self.clock))
 
-    def borrow(self, count: int) -> list[int] | None:
-        """Pages for work that belongs to no session, until they are given back; None if so many are not to
-        be had without preempting anybody."""
+    def allocate_scratch(self, count: int) -> list[int] | None:
+        """Pages for work that belongs to no session, until `free_scratch`; None if that many cannot be freed
+        without preempting a request."""
         if not self.make_room(count):
             return None
-        self._lent.append(self.tree.take(count))
-        return self._lent[-1]
+        self._scratch.append(self.tree.allocate(count))
+        return self._scratch[-1]
 
-    def give_back(self, pages: list[int]) -> None:
-        """Ends a loan."""
-        self._lent.remove(pages)
+    def free_scratch(self, pages: list[int]) -> None:
+        """Frees pages of `allocate_scratch`."""
+        self._scratch.remove(pages)
         self.tree.release(pages, self.clock)
 
-    def forget_prefixes(self) -> None:
-        """Frees all pages. Raises SamplerError while a session or a scoring uses some."""
+    def reset_prefix_cache(self) -> None:
+        """Frees all cached pages. Raises SamplerError while a session or a scoring uses some."""
         used = int((self.tree.uses > 0).sum())
         if used:
             raise SamplerError(
@@ -78,10 +78,8 @@ class SessionPages:
         self.tree.clear()
 
     def make_room(self, count: int) -> bool:
-        """Frees `count` pages: first what only the tree keeps, then the pages of idle sessions.
-
-        Where that cannot be enough, nothing is given up for it.
-        """
+        """Makes `count` pages free: evicts cached pages first, then takes the pages of idle sessions, longest
+        idle first. False, without evicting anything, if that could not be enough."""
         if self.tree.num_free >= count:
             return True
         sequences = self._sequences
@@ -92,18 +90,18 @@ class SessionPages:
         while not self.tree.make_room(count):
             if not idle:
                 return False
-            self.drop(idle.pop(0))
+            self.free_pages_of(idle.pop(0))
         return True
 
     def _num_busy(self, idle: list[int]) -> int:
-        """Pages that anybody but the `idle` rows uses."""
+        """Pages in use by rows other than `idle`, or as scratch."""
         uses = self.tree.uses.copy()
         for row in idle:
             uses[self._sequences.pages(row)] -= 1
         return int((uses > 0).sum())
 
-    def place(self, row: int, match: Match) -> bool:
-        """Gives a row the pages of its tokens: those of `match`, and new ones. False if there are too few."""
+    def allocate_prompt(self, row: int, match: Match) -> bool:
+        """Gives a row pages for its tokens: cached ones of `match`, and new ones. False if too few are free."""
         sequences, state = self._sequences, self._sequences.states[row]
         total = -(-int(sequences.length[row]) // PAGE_TOKENS)
         shared = [node.page for node in match.nodes]
@@ -112,7 +110,9 @@ class SessionPages:
         if copied is not None:
             self.tree.retain((copied,))
         needed = total - len(shared)
-        wanted = needed + int(sequences.running.sum())  # so that those who run need not be preempted at once
+        wanted = needed + int(
+            sequences.running.sum()
+        )  # so that running requests need not be preempted at once
         enough = self.make_room(wanted)
         if not enough and copied is not None:
             self.tree.release((copied,), self.clock)
@@ -121,7 +121,7 @@ class SessionPages:
         if not enough:
             self.tree.release(shared, self.clock)
             return False
-        pages = self.take(row, 0, shared, needed)
+        pages = self.append_pages(row, 0, shared, needed)
         computed = len(shared) * PAGE_TOKENS
         if copied is not None:
             self._cache.copy_page(copied, pages[0])
@@ -129,14 +129,14 @@ class SessionPages:
             computed += match.tail_tokens
         sequences.computed[row] = computed
         self.cached_tokens += computed
-        if state.cached is None:  # what is found again after a preemption was computed for this request
+        if state.cached is None:  # hits after a preemption are of pages computed for this request
             state.cached = computed
         state.path = list(match.nodes)
-        self._announce(row)
+        self._insert_pending(row)
         return True
 
-    def _announce(self, row: int) -> None:
-        """Puts the pages of a prompt into the tree before they are computed."""
+    def _insert_pending(self, row: int) -> None:
+        """Inserts the pages of a prompt into the tree as pending, before they are computed."""
         sequences, state = self._sequences, self._sequences.states[row]
         assert state.path is not None
         length, pages = int(sequences.length[row]), sequences.pages(row)
@@ -146,46 +146,46 @@ class SessionPages:
             key = sequences.tokens[row, start:end].tobytes()
             node = self.tree.insert(parent, pages[number], key, ready=False, clock=self.clock)
             if node.page == pages[number]:
-                state.coming.append((end, node))
+                state.pending.append((end, node))
             if end - start == PAGE_TOKENS:
                 state.path.append(node)
             elif node.page == pages[number]:
                 state.tail = node
 
-    def take(self, row: int, first: int, shared: list[int], count: int) -> list[int]:
-        """Appends `shared` and then `count` new pages to a row's table, of which `first` are kept."""
+    def append_pages(self, row: int, first: int, shared: list[int], count: int) -> list[int]:
+        """Appends `shared` and then `count` new pages to the first `first` entries of a row's page table."""
         sequences = self._sequences
-        pages = self.tree.take(count)
+        pages = self.tree.allocate(count)
         sequences.tables[row, first : first + len(shared) + count] = [*shared, *pages]
         sequences.num_pages[row] = first + len(shared) + count
         sequences.page_epoch[pages] = sequences.epoch_of(row)
         return pages
 
-    def drop(self, row: int) -> None:
-        """A row uses no pages any more: its keys will be computed again, and its routes reported again."""
+    def free_pages_of(self, row: int) -> None:
+        """Frees all pages of a row: its keys will be computed again, and its routes reported again."""
         sequences, state = self._sequences, self._sequences.states[row]
-        self._retract(row)
+        self._remove_pending(row)
         self.tree.release(sequences.pages(row), self.clock)
         sequences.num_pages[row] = sequences.computed[row] = 0
         state.reported_routes = 0
         state.path = state.tail = None
 
-    def _retract(self, row: int) -> None:
-        """Takes pages out of the tree that were announced and will not be computed."""
+    def _remove_pending(self, row: int) -> None:
+        """Removes pending pages that will not be computed from the tree."""
         state = self._sequences.states[row]
-        for _, node in reversed(state.coming):
+        for _, node in reversed(state.pending):
             self.tree.remove(node)
             if node is state.tail:
                 state.tail = None
-        state.coming = []
+        state.pending = []
         if state.path is not None:
             del state.path[int(self._sequences.computed[row]) // PAGE_TOKENS :]
 
-    def keep_tail(self, row: int) -> None:
-        """Lets others share all that a row has computed, its partly filled last page included."""
+    def cache_with_tail(self, row: int) -> None:
+        """Inserts all that a row has computed into the prefix cache, with its partly filled last page."""
         sequences, state = self._sequences, self._sequences.states[row]
-        self.publish(row)
-        self._retract(row)
+        self.cache_computed(row)
+        self._remove_pending(row)
         computed = int(sequences.computed[row])
         start = computed // PAGE_TOKENS * PAGE_TOKENS
         if state.path is None or computed - start < MIN_COPIED:

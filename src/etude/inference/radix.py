@@ -1,14 +1,14 @@
-"""Which pages hold which tokens: a radix tree over whole pages, and the pool that its pages come from.
+"""The prefix cache: a radix tree over whole pages, and the pool that the pages come from.
 
-A path from the root spells the tokens of a prefix, one page per node; what hangs at its end may be part of a
-page. Only pages that were computed under the version in service are in the tree: it is emptied when weights
-change, so no new request ever attends to another version's keys. Each adapter has a root of its own.
+A path from the root spells the tokens of a prefix, one page per node; its last node may be a partly filled
+page (the tail). Only pages that were computed under the version in service are in the tree: it is emptied
+when weights change, so no new request ever attends to another version's keys. Each adapter has its own root.
 
-A page is free, or some session uses it, or the tree keeps it for later sessions (or both). A page that
-only the tree keeps is given up, least recently used first, leaves before what they hang on.
+A page is free, or in use by sessions, or cached by the tree for later sessions (or both). A page that only
+the tree holds can be evicted: least recently used first, leaves before their parents.
 
-A node is put in before its page is computed (`ready` False), so that sessions with the same prompt see that
-it is coming, and wait for it.
+A node is inserted before its page is computed (`ready` False), so that sessions with the same prompt see that
+it is pending, and wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from etude.inference.cache import PAGE_TOKENS
 
 MIN_COPIED = 4
-"""A page of which fewer tokens agree is computed rather than copied."""
+"""Fewest common tokens for which a page is copied; below that it is computed."""
 _TOKEN_BYTES = 4
 _PAGE_BYTES = PAGE_TOKENS * _TOKEN_BYTES
 
@@ -34,10 +34,10 @@ class Node:
 
     page: int
     key: bytes
-    """Its tokens, int32; fewer than a page's where it is a tail."""
+    """Its tokens as int32 bytes; a tail has fewer than a page."""
     parent: Node | None
     ready: bool
-    """Whether keys and values of all its tokens are there."""
+    """Whether keys and values of all its tokens are computed."""
     last_used: int = 0
     alive: bool = True
     """Whether it is still in the tree."""
@@ -46,38 +46,38 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the tree holds of a prompt."""
+    """The longest cached prefix of a prompt."""
 
     nodes: tuple[Node, ...] = ()
-    """Of whole pages, from the first on."""
+    """Whole pages, from the first on."""
     tail: Node | None = None
-    """A page whose first `tail_tokens` tokens agree: to be copied, since the rest differs."""
+    """A page of which only the first `tail_tokens` tokens match: it must be copied before it is continued."""
     tail_tokens: int = 0
-    coming: Node | None = None
-    """A page that somebody is computing just now: worth waiting for."""
+    pending: Node | None = None
+    """The next matching page, which another session is computing: the caller should wait for it."""
 
 
 class PageTree:
-    """Pool and tree. Clocks are engine steps: any number that never falls."""
+    """The page pool and the prefix tree over it. Clocks are engine steps: any non-decreasing number."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._roots: dict[int, Node] = {}
         self.uses = np.zeros(num_pages, dtype=np.int32)
-        """[pages] sessions that use each."""
+        """[pages] reference counts: the sessions that use each page."""
         self._node_of: list[Node | None] = [None] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._leaves: list[tuple[int, int, Node]] = []
-        """Heap of (last used, tie-breaker, node); entries may be out of date."""
+        """Eviction heap of (last used, tie-breaker, node); entries may be out of date."""
         self._pushed = 0
 
     @property
     def root(self) -> Node:
-        """Where the prefixes begin that were computed without an adapter."""
+        """Root of the prefixes that were computed without an adapter."""
         return self.root_of(-1)
 
     def root_of(self, adapter: int) -> Node:
-        """Where the prefixes of the adapter at this place begin."""
+        """Root of the prefixes of the adapter in slot `adapter`, created on first use."""
         if adapter not in self._roots:
             self._roots[adapter] = Node(-1, b"", None, ready=True)
         return self._roots[adapter]
@@ -86,32 +86,32 @@ class PageTree:
 
     @property
     def num_free(self) -> int:
-        """Pages that hold nothing."""
+        """Pages that neither a session nor the tree holds."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
-        """Pages for one session. There must be as many: see `make_room`."""
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` free pages for one session. There must be that many: see `make_room`."""
         pages = [self._free.pop() for _ in range(count)]
         self.uses[pages] = 1
         return pages
 
     def make_room(self, count: int) -> bool:
-        """Gives up what the tree alone keeps until `count` pages are free; False if that is not enough."""
+        """Evicts unused cached pages until `count` pages are free; False if that is not enough."""
         while len(self._free) < count:
             if not self._evict_leaf():
                 return False
         return True
 
     def retain(self, pages: Sequence[int]) -> None:
-        """One more session uses each of these pages."""
+        """Adds one reference to each of these pages."""
         self.uses[[*pages]] += 1
 
     def release(self, pages: Sequence[int], clock: int) -> None:
-        """A session no longer uses these pages; what the tree does not keep is free."""
+        """Drops one reference from each of these pages; those that the tree does not cache become free."""
         self.uses[[*pages]] -= 1
-        left = self.uses[[*pages]].tolist()
-        assert min(left, default=0) >= 0, "a page is released once by each who took it"
-        for page, uses in zip(reversed(pages), reversed(left), strict=True):
+        counts = self.uses[[*pages]].tolist()
+        assert min(counts, default=0) >= 0, "a page is released once by each session that uses it"
+        for page, uses in zip(reversed(pages), reversed(counts), strict=True):
             if uses:
                 continue
             node = self._node_of[page]
@@ -124,7 +124,7 @@ class PageTree:
     # ---- prefixes -------------------------------------------------------------------------------
 
     def match(self, tokens: NDArray[np.int32], limit: int, clock: int, root: Node | None = None) -> Match:
-        """What `root` holds of the first `limit` of `tokens`. Touches what it finds; takes nothing."""
+        """The longest prefix of `tokens[:limit]` below `root`. Updates `last_used`, takes no references."""
         data = tokens[:limit].tobytes()
         nodes: list[Node] = []
         node = self.root if root is None else root
@@ -134,7 +134,7 @@ class PageTree:
             if child is None:
                 break
             if not child.ready:
-                return Match(tuple(nodes), coming=child)
+                return Match(tuple(nodes), pending=child)
             child.last_used = clock
             nodes.append(child)
             node = child
@@ -144,12 +144,12 @@ class PageTree:
             return Match(tuple(nodes))
         if not tail.ready:
             whole = common * _TOKEN_BYTES == len(rest)
-            return Match(tuple(nodes), coming=tail if whole else None)
+            return Match(tuple(nodes), pending=tail if whole else None)
         tail.last_used = clock
         return Match(tuple(nodes), tail, common)
 
     def insert(self, parent: Node, page: int, key: bytes, *, ready: bool, clock: int) -> Node:
-        """The child of `parent` with `key`: a new one that holds `page`, or the one that is there."""
+        """The child of `parent` with `key`: a new node for `page`, or the existing one."""
         assert parent.alive
         node = parent.children.get(key)
         if node is not None:
@@ -161,32 +161,32 @@ class PageTree:
         return node
 
     def remove(self, node: Node) -> None:
-        """Takes a node and all below it out of the tree; unknown ones are ignored."""
+        """Removes a node and its subtree; nodes that are no longer in the tree are ignored."""
         if not node.alive or node.parent is None:
             return
         parent = node.parent
         del parent.children[node.key]
-        below = [node]
-        while below:
-            gone = below.pop()
-            gone.alive = False
-            below.extend(gone.children.values())
-            self._node_of[gone.page] = None
-            if not self.uses[gone.page]:
-                self._free.append(gone.page)
+        stack = [node]
+        while stack:
+            removed = stack.pop()
+            removed.alive = False
+            stack.extend(removed.children.values())
+            self._node_of[removed.page] = None
+            if not self.uses[removed.page]:
+                self._free.append(removed.page)
         self._push_leaf(parent)
 
-    def forget(self, adapter: int) -> None:
-        """Forgets all prefixes of one adapter, of which nobody may hold nodes any more."""
-        if not any(root.children for place, root in self._roots.items() if place != adapter):
+    def remove_adapter(self, adapter: int) -> None:
+        """Removes all prefixes of one adapter. The caller must hold no node of them."""
+        if not any(root.children for slot, root in self._roots.items() if slot != adapter):
             self.clear()
             return
         for node in tuple(self.root_of(adapter).children.values()):
             self.remove(node)
 
     def clear(self) -> None:
-        """Forgets all prefixes: pages that sessions use remain theirs. Nobody may hold nodes any more: they
-        are not visited, since this happens while no step runs."""
+        """Removes all prefixes; pages in use by sessions stay theirs. Nodes are not visited, since no step runs
+        meanwhile: the caller must hold none."""
         self._roots = {}
         self._node_of = [None] * self.num_pages
         self._free = np.flatnonzero(self.uses == 0)[::-1].tolist()
@@ -208,7 +208,7 @@ class PageTree:
         return node.alive and not node.children and not self.uses[node.page]
 
     def _evict_leaf(self) -> bool:
-        """Gives up the leaf that was used longest ago; False if there is none."""
+        """Evicts the least recently used leaf; False if there is none."""
         while self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
             if not self._is_idle_leaf(node):
@@ -222,7 +222,7 @@ class PageTree:
 
 
 def _closest(parent: Node, rest: bytes) -> tuple[Node | None, int]:
-    """The child that agrees with `rest` longest, and in how many tokens; None below `MIN_COPIED`."""
+    """The child with the longest common prefix with `rest`, and its tokens; None below `MIN_COPIED`."""
     best: Node | None = None
     longest = MIN_COPIED - 1
     start = rest[: MIN_COPIED * _TOKEN_BYTES]
@@ -238,7 +238,7 @@ def _closest(parent: Node, rest: bytes) -> tuple[Node | None, int]:
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """Tokens that both begin with: of two long integers the lowest bit that differs says where."""
+    """Length of the common prefix in tokens: found as the lowest differing bit of two long integers."""
     size = min(len(a), len(b))
     differing = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
     if not differing:

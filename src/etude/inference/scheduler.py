@@ -68,7 +68,7 @@ class Scheduler:
     def start(self, row: int, request: SampleRequest, adapter: int = NO_ADAPTER) -> None:
         """Begins a request of the session in `row`, which has none, with the adapter at this place."""
         if request.prefix_digest is None or self.sequences.adapter[row] != adapter:
-            self.pages.drop(row)
+            self.pages.free_pages_of(row)
         self.sequences.adapter[row] = adapter
         self.sequences.begin(row, request)
         if self.sequences.num_pages[row]:
@@ -79,14 +79,14 @@ class Scheduler:
 
     def finish(self, row: int, reason: str) -> Answer:
         """Ends the request in `row`. The session keeps its pages until somebody needs them more."""
-        self.pages.keep_tail(row)
+        self.pages.cache_with_tail(row)
         return self.sequences.finish(row, reason)
 
     def close(self, row: int) -> None:
         """Forgets a session. What others may share of its pages stays in the tree."""
         if self.sequences.states[row].request is not None:
-            self.pages.keep_tail(row)
-        self.pages.drop(row)
+            self.pages.cache_with_tail(row)
+        self.pages.free_pages_of(row)
         self.sequences.remove(row)
 
     def change_version(
@@ -100,13 +100,13 @@ class Scheduler:
         if everybody:
             self.pages.tree.clear()
         else:
-            self.pages.tree.forget(adapter)
+            self.pages.tree.remove_adapter(adapter)
         sequences.change_version(version, adapter, rows)
         for row in rows:
             state = sequences.states[row]
-            state.path, state.tail, state.coming, state.waits_for = None, None, [], None
+            state.path, state.tail, state.pending, state.waits_for = None, None, [], None
             if recompute:
-                self.pages.drop(row)
+                self.pages.free_pages_of(row)
                 if sequences.running[row]:
                     sequences.wait(row)
             else:
@@ -171,7 +171,7 @@ class Scheduler:
             return plan, 1
         for index in np.flatnonzero(needed > 0).tolist():
             row = int(members[index])
-            self.pages.take(row, int(sequences.num_pages[row]), [], int(needed[index]))
+            self.pages.append_pages(row, int(sequences.num_pages[row]), [], int(needed[index]))
         most = -(-int((plan.rows.starts + steps).max()) // PAGE_TOKENS)
         rows = replace(plan.rows, tables=sequences.tables[members, :most])
         return StepPlan(rows, members, plan.num_decode), steps
@@ -213,10 +213,10 @@ class Scheduler:
             if state.waits_for is not None and state.waits_for.alive and not state.waits_for.ready:
                 continue
             match = self.pages.match(row)
-            state.waits_for = match.coming
-            if match.coming is not None:
+            state.waits_for = match.pending
+            if match.pending is not None:
                 continue
-            if not self.pages.place(row, match):
+            if not self.pages.allocate_prompt(row, match):
                 return
             sequences.waiting.remove(row)
             sequences.running[row] = True
@@ -230,7 +230,7 @@ class Scheduler:
         for index in short[np.argsort(sequences.arrival[members[short]])].tolist():
             row = int(members[index])
             if sequences.running[row] and self._make_room_by_preempting(row, int(needed[index])):
-                self.pages.take(row, int(sequences.num_pages[row]), [], int(needed[index]))
+                self.pages.append_pages(row, int(sequences.num_pages[row]), [], int(needed[index]))
         return self.num_preemptions > before
 
     def _make_room_by_preempting(self, row: int, count: int) -> bool:
@@ -246,6 +246,6 @@ class Scheduler:
 
     def _preempt(self, row: int) -> None:
         self.sequences.note_oldest(row)
-        self.pages.drop(row)
+        self.pages.free_pages_of(row)
         self.sequences.wait(row)
         self.num_preemptions += 1

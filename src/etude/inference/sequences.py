@@ -50,7 +50,7 @@ class SessionState:
     """Of the tokens that are not delivered yet, where they were asked for."""
     path: list[Node] | None = None
     """Nodes of the leading whole pages; None where the session's pages may not be shared."""
-    coming: list[tuple[int, Node]] = field(default_factory=list[tuple[int, Node]])
+    pending: list[tuple[int, Node]] = field(default_factory=list[tuple[int, Node]])
     """Nodes of this session's prompt that are not computed yet, each with the position behind it."""
     tail: Node | None = None
     """Node of this session's last, partly filled page."""

@@ -145,15 +145,15 @@ class Stepper:
         sequences.computed[plan.members] = ends
         draws = Draws.of(plan, sequences)
         answers = self._draw(draws, hidden) if len(draws.sessions) else []
-        self._publish(plan, ends)
+        self._cache_pages(plan, ends)
         return answers
 
-    def _publish(self, plan: StepPlan, ends: NDArray[np.int64]) -> None:
+    def _cache_pages(self, plan: StepPlan, ends: NDArray[np.int64]) -> None:
         """Shares the pages that the members [S] have filled, now that they are computed up to `ends`."""
         crossed = ends // PAGE_TOKENS > plan.rows.starts // PAGE_TOKENS
         crossed[plan.num_decode :] = True
         for row in plan.members[crossed].tolist():
-            self._scheduler.pages.publish(row)
+            self._scheduler.pages.cache_computed(row)
 
     def _decode(
         self, plan: StepPlan, num_steps: int, compute: NativeForward, wanted: NDArray[np.int64]
@@ -191,7 +191,7 @@ class Stepper:
         answers = self._settle(members, last, np.ones_like(members), [])
         if isinstance(drafter, MtpDrafter):
             drafter.note(members, run.ready, sequences)
-        self._publish(plan, ends)
+        self._cache_pages(plan, ends)
         return answers
 
     def _begin_run(
