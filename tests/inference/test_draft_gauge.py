@@ -17,10 +17,10 @@ def play(gauge: DraftGauge, share: float, rows: list[int], arrival: int, steps: 
     """What the sessions in `rows` want in each of some steps, when drafts stand with the chance `share`."""
     source, given = np.random.default_rng(0), list[int]()
     for _ in range(steps):
-        wanted = gauge.wanted(np.array(rows), np.full(len(rows), arrival))
+        wanted = gauge.choose_num_drafts(np.array(rows), np.full(len(rows), arrival))
         right = source.random((len(rows), _MOST)) < share
-        stood = np.minimum(np.cumprod(right, axis=1).sum(axis=1), wanted)
-        gauge.note(np.array(rows), wanted, wanted, stood)
+        accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), wanted)
+        gauge.record(np.array(rows), wanted, wanted, accepted)
         gauge.count_steps(1)
         given.append(int(wanted.sum()))
     return given
@@ -54,16 +54,16 @@ def test_where_nothing_stands_a_session_rests_and_later_ones_do_not_even_try() -
 def test_other_weights_are_given_another_chance() -> None:
     gauge = DraftGauge(1, _MOST, StepCost(4.0))
     play(gauge, 0.0, [0], 1)
-    gauge.forget()
+    gauge.reset()
     assert sum(play(gauge, 1.0, [0], 2)) > 200
 
 
 def test_of_a_request_that_begins_little_is_known_until_some_drafts_were_seen() -> None:
     gauge, row = DraftGauge(1, _MOST, StepCost(16.0)), np.array([0])
     play(gauge, 1.0, [0], 1, 1)
-    assert not gauge.is_settled(row)
+    assert not gauge.is_calibrated(row)
     play(gauge, 1.0, [0], 1, 20)
-    assert gauge.is_settled(row)
+    assert gauge.is_calibrated(row)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
@@ -72,8 +72,8 @@ def test_more_sessions_in_a_step_never_want_more_drafts(share: float) -> None:
     play(gauge, share, [0], 1, 20)
     wanted: list[int] = []
     for count in range(1, 32):
-        gauge._rests[:] = False
-        wanted.append(int(gauge.wanted(np.arange(count), np.ones(count, dtype=np.int64))[0]))
+        gauge._paused[:] = False
+        wanted.append(int(gauge.choose_num_drafts(np.arange(count), np.ones(count, dtype=np.int64))[0]))
     assert wanted == sorted(wanted, reverse=True)
     assert wanted[0] > wanted[-1]
 

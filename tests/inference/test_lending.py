@@ -41,7 +41,7 @@ def test_an_engine_that_gave_its_memory_back_samples_the_same(
     expected = [_session(keeping, name) for name in ("a", "b")]
     first = _session(lending, "a")
     lending.release_memory()
-    assert not lending._cache.is_held
+    assert not lending._cache.is_allocated
     second = _session(lending, "b")
     # "b" found a prefix of "a" computed in the engine that kept it: the bits of eager products depend on how
     # many rows they have.
@@ -152,13 +152,13 @@ def test_a_service_waits_for_sessions_that_close_and_refuses_for_others() -> Non
                 await service.release_memory()
             service.close("a")
             await service.release_memory()
-            assert engine.num_live_sessions == 0 and not engine._cache.is_held
+            assert engine.num_live_sessions == 0 and not engine._cache.is_allocated
             await service.release_memory()
             service.open("c")
             last = Client("c", 2)
             async for chunk in service.stream(last.request(prompt(5, 0), max_tokens=3)):
                 last.take(chunk)
-            assert engine._cache.is_held and len(last.tokens) == 8
+            assert engine._cache.is_allocated and len(last.tokens) == 8
             service.close("c")
 
     asyncio.run(asyncio.wait_for(body(), 60.0))

@@ -1,7 +1,7 @@
-"""Keys, values and routes in pages of 16 tokens, and how a step names the pages that it works on.
+"""The paged KV cache: keys, values and routes in pages of 16 tokens, and the rows that a step computes.
 
-A session's positions 16 i .. 16 i + 15 lie in the i-th page of its table, wherever that page is. Pages are
-shared between sessions with a common prefix; who owns which page is the business of `radix.py`.
+Positions 16 i .. 16 i + 15 of a session lie in the i-th page of its page table. Pages are shared between
+sessions with a common prefix; `radix.py` and `pages.py` keep track of ownership.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CacheFormat = Literal["float32", "bfloat16"]
 
 
 def pages_for(num_tokens: int) -> int | None:
-    """Pages that hold so many tokens; None for 0, which leaves the choice to the engine."""
+    """Pages needed for `num_tokens`; None for 0, which leaves the choice to the engine."""
     return -(-num_tokens // PAGE_TOKENS) or None
 
 
@@ -65,7 +65,7 @@ def cache_type(wanted: str, kernels: str, computed: CacheFormat) -> CacheFormat:
 
 
 def page_bytes(config: ModelConfig, dtype: CacheFormat = "float32") -> int:
-    """Memory that one page's keys, values and routes take."""
+    """Bytes of one page's keys, values and routes."""
     width = config.key_dim + (0 if config.value_is_key_prefix else config.value_dim)
     routes = config.num_moe_layers * config.routes_per_token * np.dtype(config.route_dtype).itemsize
     element_bytes = 2 if dtype == "bfloat16" else 4
@@ -73,7 +73,7 @@ def page_bytes(config: ModelConfig, dtype: CacheFormat = "float32") -> int:
 
 
 class PagedCache:
-    """The storage: what each page holds of each of its positions."""
+    """The storage: keys, values and routes of every position of every page."""
 
     def __init__(
         self,
@@ -82,41 +82,40 @@ class PagedCache:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """On a CPU memory is only taken for pages that are written. Routes are always the CPU's."""
+        """On a CPU, memory is only committed for pages that are written. Routes always lie in CPU memory."""
         self._config = config
         self._device, self._dtype = device or torch.device("cpu"), dtype
         self.num_pages = num_pages
         self.drafts: PagedCache | None = None
-        """What draft layers hold of the same pages."""
+        """Keys and values of the draft layers, in pages of the same numbers."""
         self.value_dim = config.value_dim
         self.keys: Tensor
         """[layers, pages, cache_heads, key_dim, 16]: transposed, so that 16 scores are one vector."""
         self.values: Tensor | None = None
         """[layers, pages, cache_heads, 16, value_dim]; None where values are the first part of the keys."""
-        self._allocate(num_pages)
+        self._resize(num_pages)
         route_shape = (num_pages, PAGE_TOKENS, config.num_moe_layers, config.routes_per_token)
         self.routes: NDArray[Any] = np.zeros(route_shape, dtype=config.route_dtype)
         """[pages, 16, MoE layers, top_k]: of the pass that computed the position's keys."""
 
     @property
-    def is_held(self) -> bool:
-        """Whether there is memory behind the pages."""
+    def is_allocated(self) -> bool:
+        """Whether keys and values have memory: not after `release`."""
         return self.keys.shape[1] == self.num_pages
 
     def release(self) -> None:
-        """Lets keys and values go with their memory; what pointed into it must be updated."""
-        self._allocate(0)
+        """Frees the memory of keys and values; pointers into it must be updated."""
+        self._resize(0)
         if self.drafts is not None:
             self.drafts.release()
 
-    def hold(self) -> None:
-        """Takes memory for all pages again, at another place: every page is as if it had never been
-        written."""
-        self._allocate(self.num_pages)
+    def allocate(self) -> None:
+        """Allocates memory for all pages again, at other addresses: all pages are empty."""
+        self._resize(self.num_pages)
         if self.drafts is not None:
-            self.drafts.hold()
+            self.drafts.allocate()
 
-    def _allocate(self, num_pages: int) -> None:
+    def _resize(self, num_pages: int) -> None:
         config = self._config
         shape = (config.num_layers, num_pages, config.cache_heads)
         key_shape = (*shape, config.key_dim, PAGE_TOKENS)
@@ -142,7 +141,7 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """What one step computes: T rows, each one position of one of S sequences.
+    """Input of a forward pass: T rows, each one position of one of S sequences.
 
     Rows of one sequence are consecutive, their positions ascending. All arrays are C-contiguous.
     """
@@ -154,14 +153,14 @@ class StepRows:
     sequence: NDArray[np.int64]
     """[T] row of `tables`."""
     tables: NDArray[np.int32]
-    """[S, most pages of any] page of each 16 positions; what lies past a sequence's last page means nothing,
-    but is the number of some page."""
+    """[S, most pages of any] page of each 16 positions; entries past a sequence's last page are unused,
+    but valid page numbers."""
     counts: NDArray[np.int64]
     """[S] rows of each sequence, at least 1."""
     starts: NDArray[np.int64]
-    """[S] first position that each sequence computes: those before are in the cache."""
+    """[S] first position that each sequence computes: those before it are in the cache."""
     adapters: NDArray[np.int64] | None = None
-    """[S] which of the pass's adapters each sequence uses, -1 for none; None: nobody uses any."""
+    """[S] adapter slot of each sequence, -1 for none; None: no sequence uses an adapter."""
 
     @staticmethod
     def plan(
@@ -179,10 +178,10 @@ class StepRows:
 
     @property
     def pages(self) -> NDArray[np.int32]:
-        """[T] page in which each row's keys are stored."""
+        """[T] page of each row's position."""
         return self.tables[self.sequence, self.positions // PAGE_TOKENS]
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """[T] place within that page."""
+        """[T] offset within that page."""
         return self.positions & (PAGE_TOKENS - 1)

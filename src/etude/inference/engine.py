@@ -41,7 +41,7 @@ CacheType = Literal["auto", "float32", "bfloat16"]
 
 
 class Engine:
-    """Serves one model. Not thread-safe: one owner calls it (`stage` excepted: see there)."""
+    """Serves one model. Not thread-safe: one owner calls it (except for `stage`: see there)."""
 
     def __init__(
         self,
@@ -60,34 +60,36 @@ class Engine:
         cache_dtype: CacheType = "auto",
         keep_spare: bool = True,
     ) -> None:
-        """`num_sessions`: those whose tokens are held; `max_tokens`: longest of them; `prefill_tokens`: most
-        prompt tokens computed in one step; `kernels`: the trainer's module operator by operator, native code
-        on up to `native_threads` cores, or the module on `device` with Triton's attention (ResourceError
-        where that cannot be); `num_pages`: pages of 16 tokens for keys and values, by default enough for all
-        sessions at their longest; `drafts`: speculative
-        decoding from the session's own tokens or by layers for it; `native_weights`: number format of native
-        code's copy of the matrices, or of all that lies on the GPU; `cache_dtype`: of keys and values, by
-        default as the model computes; `keep_spare`: whether there are two sets of weights all the time, or
-        the second only from `stage` to `activate`.
+        """`num_sessions`: most sessions whose tokens are kept; `max_tokens`: the longest session;
+        `prefill_tokens`: most prompt tokens computed in one step (chunked prefill); `kernels`: the trainer's
+        module operator by operator, native code on up to `native_threads` cores, or the module on `device`
+        with Triton's attention (ResourceError where that is unavailable); `num_pages`: pages of 16 tokens for
+        keys and values, by default enough for all sessions at their longest; `drafts`: speculative decoding
+        by n-gram lookup or by MTP layers; `native_weights`: number format of native code's copy of the
+        matrices, or of all weights on the GPU; `cache_dtype`: of keys and values, by default the one that the
+        model computes in; `keep_spare`: whether a second set of weights is allocated all the time, or only
+        from `stage` to `activate`.
 
         Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
         positions, or for a cache that kernels cannot read."""
         num_pages = count_pages(config, num_sessions, max_tokens, num_pages)
-        place, number = torch.device(device), torch.float32
+        torch_device, weight_dtype = torch.device(device), torch.float32
         if kernels == "gpu" and native_weights == "bfloat16":
-            number = torch.bfloat16
-        computed = "bfloat16" if number == torch.bfloat16 else "float32"
-        held: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
+            weight_dtype = torch.bfloat16
+        computed = "bfloat16" if weight_dtype == torch.bfloat16 else "float32"
+        kv_dtype: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
         self.counters = EngineCounters()
-        self._cache = PagedCache(config, num_pages, place, held)
-        layers, drafter = _open_drafts(drafts, self._cache, num_sessions, place, held)
+        self._cache = PagedCache(config, num_pages, torch_device, kv_dtype)
+        layers, drafter = _open_drafts(drafts, self._cache, num_sessions, torch_device, kv_dtype)
 
         def make_forward(model: LanguageModel, drafts: DraftLayers | None) -> ForwardPass:
             if kernels == "native":
                 return NativeForward(model, self._cache, native_threads, native_weights, drafts)
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
-        self._weights = DoubleWeights(config, vocab_size, make_forward, place, number, layers, keep_spare)
+        self._weights = DoubleWeights(
+            config, vocab_size, make_forward, torch_device, weight_dtype, layers, keep_spare
+        )
         num_drafts, cost = (0, None) if drafts is None else (drafts.num_drafts, None)
         if drafts is not None and drafts.adaptive:
             cost = step_cost(kernels, self.model, layers)
@@ -105,7 +107,7 @@ class Engine:
         self._step_tokens = prefill_tokens
         self._stepper = Stepper(self._scheduler, self._cache, self._weights, self.counters, drafter, gauge)
         self._queue: dict[str, SampleRequest] = {}
-        """By session, in the order of their coming."""
+        """Submitted requests without a row, by session, in order of arrival."""
 
     @property
     def model(self) -> LanguageModel:
@@ -125,12 +127,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests that are being computed."""
+        """Requests that have their pages and are being computed."""
         return int(self._sequences.running.sum())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place, for pages, or for somebody who computes their prompt."""
+        """Requests that wait for a row, for pages, or for another session that computes their prompt."""
         return len(self._queue) + len(self._sequences.waiting)
 
     @property
@@ -140,42 +142,42 @@ class Engine:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages of the cache that hold nothing."""
+        """Pages of the cache that are neither in use nor cached."""
         return self._scheduler.pages.tree.num_free
 
     def submit(self, request: SampleRequest) -> None:
-        """Queues a request. Raises SamplerError or PrefixMissError, and then changes nothing."""
+        """Queues a request. Raises SamplerError or PrefixMissError without changing anything."""
         self._check(request)
         self._queue[request.session_id] = request
 
     def abort(self, request_id: str) -> Answer | None:
-        """Stops a request and returns what it has sampled; None if it is not known."""
+        """Aborts a request and returns what it has sampled; None for an unknown id."""
         for request in self._queue.values():
             if request.id == request_id:
                 del self._queue[request.session_id]
-                return self.give_up(request)
+                return self.abort_unstarted(request)
         for row, state in self._sequences.states.items():
             if state.request is not None and state.request.id == request_id:
                 return self._scheduler.finish(row, "abort")
         return None
 
-    def give_up(self, request: SampleRequest) -> Answer:
+    def abort_unstarted(self, request: SampleRequest) -> Answer:
         """The answer to a request that is aborted before it began. Raises SamplerError without weights."""
         version = self.current()
-        nothing = np.zeros(0, dtype=np.int32)
-        chunk = SampleChunk(nothing, nothing.astype(np.float32), version, version, finish="abort")
+        empty = np.zeros(0, dtype=np.int32)
+        chunk = SampleChunk(empty, empty.astype(np.float32), version, version, finish="abort")
         return Answer(request, (chunk,))
 
     def close(self, session_id: str) -> None:
-        """Forgets a session; unknown sessions are ignored. What others may share of it is kept for now."""
+        """Removes a session; unknown sessions are ignored. Its pages stay in the prefix cache for now."""
         row = self._sequences.find(session_id)
         if row is not None:
             self._scheduler.close(row)
 
     def score(self, tokens: NDArray[np.int32]) -> Scores:
         """Log-probabilities at temperature 1 of `tokens` [T] under the version in service, and their routes:
-        computed as a prompt is, by the kernels that sample, through pages that are free again afterwards.
-        Between two steps only. Raises SamplerError, and then nothing has changed."""
+        computed like a prompt, by the kernels that sample, in scratch pages. To be called between two steps.
+        Raises SamplerError without changing anything."""
         scoring = self.begin_score(tokens)
         try:
             while not scoring.is_done:
@@ -185,14 +187,14 @@ class Engine:
         return scoring.scores()
 
     def begin_score(self, tokens: NDArray[np.int32]) -> Scoring:
-        """As `score`, a part at a time: steps may be taken between two parts, but no weights activated. Who
-        calls it also calls `end_score`, whatever happens."""
+        """Begins a `score` that is computed in parts: steps may run between two parts, but no weights may be
+        activated. The caller must call `end_score`, also after an error."""
         version, vocab_size = self.current(), self.model.vocab_size
         check_tokens(tokens, vocab_size, "tokens")
         longest = self._sequences.max_tokens
         if not 0 < len(tokens) <= longest:
             raise SamplerError(f"must be 1 to {longest} tokens", field="tokens", received=len(tokens))
-        self._hold_memory()
+        self._allocate_cache()
         pages = self._scheduler.pages.allocate_scratch(-(-len(tokens) // PAGE_TOKENS))
         if pages is None:
             raise SamplerError(
@@ -206,15 +208,15 @@ class Engine:
         return Scoring(compute, tokens, pages, self._step_tokens, vocab_size, version, slot)
 
     def end_score(self, scoring: Scoring) -> None:
-        """Frees the pages of a scoring, done or not. Between two steps only."""
+        """Frees the pages of a scoring, done or not. To be called between two steps."""
         self._scheduler.pages.free_scratch(scoring.pages)
 
     # ---- memory ---------------------------------------------------------------------------------
 
     def release_memory(self) -> None:
-        """Gives back the memory of all keys and values, between two steps; the next step, or scoring, takes
-        it again by itself. Shared prefixes are forgotten. Raises SamplerError, and changes nothing, while a
-        session is held: its keys would be lost."""
+        """Frees the memory of all keys and values, between two steps; the next step, or scoring, allocates it
+        again. Cached prefixes are dropped. Raises SamplerError, without changing anything, while there are
+        sessions, whose keys would be lost."""
         if self.has_work or self.num_live_sessions:
             raise SamplerError(
                 "sessions are held",
@@ -228,9 +230,9 @@ class Engine:
         if self._cache.keys.is_cuda:
             torch.cuda.empty_cache()  # blocks that are cut up would not do for the trainer's large tensors
 
-    def _hold_memory(self) -> None:
-        if not self._cache.is_held:
-            self._cache.hold()
+    def _allocate_cache(self) -> None:
+        if not self._cache.is_allocated:
+            self._cache.allocate()
             self._weights.load_cache()
 
     def _check(self, request: SampleRequest) -> None:
@@ -277,28 +279,28 @@ class Engine:
     def stage(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor], base_digest: str | None = None
     ) -> None:
-        """Takes the next weights beside the current ones. Raises WeightUpdateError if they do not fit.
-        `base_digest`: of all but the factors of adapters; those of the base in service are not read again.
+        """Copies the next weights into the spare set. Raises WeightUpdateError if they do not fit.
+        `base_digest`: of all tensors but the factors of adapters; a base in service is not copied again.
 
         May run in another thread than the rest of the engine, one call at a time.
         """
         self._weights.stage(version, tensors, base_digest)
 
     def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """Serves the staged version from the next step on; running requests go on with it: all of them, or
-        those of its adapter, where that lies on the base in service."""
-        everybody = self._weights.activate(version)
+        """Serves the staged version from the next step on. Running requests continue with it: all of them, or
+        for an adapter on the base in service, those that use the adapter."""
+        all_sessions = self._weights.activate(version)
         self.counters.weight_updates += 1
-        self._gauge.forget()
+        self._gauge.reset()
         self._scheduler.change_version(
             version,
             recompute=kv == "recompute",
             adapter=self._weights.slot_of(version.adapter),
-            everybody=everybody,
+            all_sessions=all_sessions,
         )
 
     def _adapter_of(self, request: SampleRequest) -> int:
-        """Place of the adapter that a request asks for, or of the one activated last."""
+        """Slot of the adapter that a request asks for, or of the one activated last."""
         wanted = self.current() if request.version is None else request.version
         name = wanted.adapter if wanted.adapter in self._weights.served else self.current().adapter
         return self._weights.slot_of(name)
@@ -306,12 +308,12 @@ class Engine:
     # ---- one step -------------------------------------------------------------------------------
 
     def step(self, most_steps: int = 1) -> list[Answer]:
-        """Computes one batch; returns answers to the requests that it finished, and to those that stream.
+        """Computes one batch; returns answers to the requests that it finished, and to streaming ones.
 
-        With native code, and where nothing but plain decoding is to be done, it goes on for up to
-        `most_steps` steps until a request ends: nothing but the number of calls is different.
+        With native code, and if all requests are decoding, it computes up to `most_steps` steps, until a
+        request ends: the results are those of single steps.
         """
-        self._hold_memory()
+        self._allocate_cache()
         self._admit()
         plan = self._scheduler.plan()
         self.counters.cached_tokens = self._scheduler.pages.cached_tokens
@@ -319,24 +321,25 @@ class Engine:
         return self._stepper.step(plan, most_steps) if plan is not None else []
 
     def _admit(self) -> None:
-        """Starts queued requests in order. Those whose session is held never wait for a place."""
+        """Starts queued requests in order. Those whose session has a row never wait for one."""
         full = False
         for session_id, request in tuple(self._queue.items()):
             row = self._sequences.find(session_id)
             if row is None and not full:
-                row = self._take_row(session_id)
+                row = self._assign_row(session_id)
                 full = row is None
             if row is not None:
                 del self._queue[session_id]
                 self._scheduler.start(row, request, self._adapter_of(request))
 
-    def _take_row(self, session_id: str) -> int | None:
-        """A place for a new session; None if all are taken and somebody in them can go on."""
+    def _assign_row(self, session_id: str) -> int | None:
+        """A row for a new session: an unused one, or that of an idle session, which is closed, if no request
+        is in flight. None otherwise."""
         sequences = self._sequences
         if sequences.is_full:
             queued = self._queue
-            forgettable = (row for row in sequences.idle if sequences.states[row].session_id not in queued)
-            row = next(forgettable, None)
+            evictable = (row for row in sequences.idle if sequences.states[row].session_id not in queued)
+            row = next(evictable, None)
             if sequences.any_request or row is None:
                 return None
             self._scheduler.close(row)
@@ -350,7 +353,7 @@ def _open_drafts(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[DraftLayers | None, NgramLookup | MtpDrafter | None]:
-    """The layers that draft, for which `cache` gets a second one beside it, and who asks for drafts."""
+    """Draft layers, if any, for which `cache` gets a second cache (`cache.drafts`), and the drafter."""
     if not isinstance(drafts, MtpDrafts):
         return None, drafts
     cache.drafts = PagedCache(drafts.layers.config, cache.num_pages, device, dtype)

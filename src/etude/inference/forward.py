@@ -1,4 +1,4 @@
-"""One forward pass over the rows of an engine step, and the way PyTorch's operators compute it."""
+"""The forward pass of an engine step: the `ForwardPass` protocol, and `EagerForward` in PyTorch operators."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from etude.records import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class _DecodeBucket:
-    """Sequences that compute one position each, of like length."""
+    """Decoding sequences of similar length, one position each, as one batch."""
 
     rows: Tensor
     """[R] rows of the step."""
     tables: Tensor
     """[R, pages]"""
     mask: Tensor
-    """[R, 1, 1, pages * 16] 0 where seen, -inf where not."""
+    """[R, 1, 1, pages * 16] additive: 0 for visible positions, -inf for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One sequence that computes several positions."""
+    """One sequence that computes several positions, as one batch."""
 
     first: int
     end: int
     table: Tensor
     """[pages]"""
     mask: Tensor
-    """[rows, pages * 16] 0 where seen, -inf where not."""
+    """[rows, pages * 16] additive: 0 for visible positions, -inf for others."""
 
 
 class PagedAttention:
@@ -86,8 +86,8 @@ class PagedAttention:
         return out[0].transpose(0, 1)
 
     def _gather(self, layer: int, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """tables [R, pages] -> keys [R, heads, key_dim, L] and values [R, heads, L, value_dim], copied and in
-        the type that is computed in."""
+        """tables [R, pages] -> keys [R, heads, key_dim, L] and values [R, heads, L, value_dim], copied and
+        converted to `dtype`."""
         cache, (count, pages) = self._cache, tables.shape
         length = pages * PAGE_TOKENS
         keys = cache.keys[layer][tables].to(dtype).permute(0, 2, 3, 1, 4)
@@ -99,7 +99,7 @@ class PagedAttention:
 
 
 def _buckets(rows: StepRows, sequences: NDArray[np.int64], ends: NDArray[np.int64]) -> list[_DecodeBucket]:
-    """Decoding sequences by the binary logarithm of their pages, so that padding stays under one half."""
+    """Groups decoding sequences by the binary logarithm of their pages, so that padding is under one half."""
     lengths = rows.starts[sequences] + 1
     num_pages = -(-lengths // PAGE_TOKENS)
     sizes = np.ceil(np.log2(num_pages)).astype(np.int64)
@@ -123,7 +123,7 @@ def _prefill(rows: StepRows, sequence: int, end: int) -> _Prefill:
 
 
 def _mask(seen: NDArray[np.int64], length: int) -> Tensor:
-    """[R, length]: 0 at the first seen[r] places, -inf behind them."""
+    """[R, length]: 0 at the first seen[r] positions, -inf after them."""
     hidden = torch.arange(length) >= torch.from_numpy(seen)[:, None]
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
@@ -135,22 +135,21 @@ class ForwardPass(Protocol):
     """Computes the rows of a step, with one model and one cache."""
 
     def load_weights(self) -> None:
-        """Called after the model's weights have changed; perhaps in another thread, but never during a pass
-        of the same object."""
+        """Reads the model's weights again after they have changed. May be called in another thread, but never
+        during a pass of the same object."""
         ...
 
     def pack_adapter(self, pairs: Mapping[str, Pair]) -> Any:
-        """A copy of one adapter's factors, by the names of their weights, as `use_adapters` takes them.
-        Perhaps in another thread."""
+        """Copies one adapter's factors, given by the names of their weights, into the form that
+        `use_adapters` takes. May be called in another thread."""
         ...
 
     def use_adapters(self, adapters: Sequence[Any]) -> None:
-        """What rows may use from now on, by place (`StepRows.adapters`). Called between two passes."""
+        """Sets the adapters that rows refer to by slot (`StepRows.adapters`). Called between two passes."""
         ...
 
     def load_cache(self) -> None:
-        """Called after the cache's memory has been let go or taken anew: what is kept of where it was must
-        go."""
+        """Updates pointers into the cache after its memory was freed or allocated again."""
         ...
 
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
@@ -160,22 +159,21 @@ class ForwardPass(Protocol):
     def sample(
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
-        """See `etude.inference.sampling.sample`, from hidden states [N, width] on."""
+        """Samples from hidden states [N, width]: see `etude.inference.sampling.sample`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, width] -> [N, vocabulary] float32, from which raw and alternative log-probabilities
-        are taken."""
+        """hidden [N, width] -> [N, vocabulary] float32, for raw and alternative log-probabilities."""
         ...
 
     def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
-        """Draft layer `index` over `rows`, which hold the tokens that it is given: hidden [T, width] of the
-        model, or of the layer before it, -> [T, width]. Stores keys and values in the draft layers' cache."""
+        """Computes draft layer `index` over `rows`, whose tokens it reads: hidden [T, width] of the model, or
+        of the layer before, -> [T, width]. Stores keys and values in the draft layers' cache."""
         ...
 
 
 class ModuleAdapters:
-    """What passes that compute with the module do about weights and adapters: this part of `ForwardPass`."""
+    """The weight and adapter methods of `ForwardPass`, for passes that run the trainer's module."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -196,7 +194,7 @@ class ModuleAdapters:
 
     @contextmanager
     def adapted(self, rows: StepRows) -> Iterator[None]:
-        """Within it the module's passes use the adapters of `rows`."""
+        """Context in which passes of the module use the adapters of `rows`."""
         if rows.adapters is None:
             yield
             return
@@ -216,7 +214,7 @@ class ModuleAdapters:
 
 
 class EagerForward(ModuleAdapters):
-    """The trainer's own module, operator by operator. Implements `ForwardPass`."""
+    """Runs the trainer's own module, operator by operator. Implements `ForwardPass`."""
 
     def __init__(self, model: LanguageModel, cache: PagedCache, drafts: DraftLayers | None = None) -> None:
         super().__init__(model)
@@ -225,7 +223,7 @@ class EagerForward(ModuleAdapters):
         self._recorder = RecordedRoutes.of(model.config)
 
     def load_cache(self) -> None:
-        """See ForwardPass: nothing is kept."""
+        """See ForwardPass: no pointers are kept."""
 
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:

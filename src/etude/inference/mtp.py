@@ -1,13 +1,13 @@
-"""Drafts from layers for multi-token prediction (DeepSeek-V3, 2024), which stand beside the model.
+"""Drafts from multi-token prediction layers (DeepSeek-V3, 2024) on top of the model.
 
-    step's hidden states ──follow()──> draft layers over their own keys ──> drafts behind the tokens
+    hidden states ──draft_after_step()──> draft layers over their own keys ──> drafts behind the tokens
                                                                                    |
     next step <──────────────── verifies them (`stepping`) <─────── draft() <──────┘
 
 A draft layer reads, at slot i, the model's hidden state of position i and the token at i + 1. Its keys lie
-in slot i of the same pages that hold the model's, so they are shared, copied, preempted and forgotten with
+in slot i of the same pages that hold the model's, so they are shared, copied, preempted and freed with
 those. What a slot holds may come from another session's next token (at the end of a shared page) or from
-weights before the last update: that costs acceptances and no correctness, as every draft is verified.
+weights before the last update: that lowers acceptance but not correctness, as every draft is verified.
 
 Drafts are drawn with the noise that will draw the token itself. Where the draft's distribution is the
 model's, so is the token; a guess of the likeliest token would agree with a sampled one less often.
@@ -36,13 +36,13 @@ from etude.model.huggingface import load_draft_layers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpDrafts:
-    """Drafts by these layers; an engine makes its own copies of them."""
+    """Configuration of drafting by MTP layers; an engine copies the layers."""
 
     layers: DraftLayers
     num_drafts: int = 1
-    """Most tokens drafted at once. Beyond the number of layers the last one is fed with its own output."""
+    """Most tokens drafted at once. Beyond the number of layers the last one is fed its own output."""
     adaptive: bool = True
-    """Whether sessions where drafts do not pay go on without."""
+    """Whether sessions where drafts do not pay continue without them."""
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1:
@@ -52,9 +52,9 @@ class MtpDrafts:
 def choose_drafts(
     kind: str, num_drafts: int, checkpoint: str | Path | None
 ) -> NgramLookup | MtpDrafts | None:
-    """What drafts up to `num_drafts` tokens; None for 0. `kind`: `ngram` or `mtp`. `checkpoint`: a Hugging
-    Face directory whose draft layers are read for `mtp`. Raises ConfigError where it has none,
-    CheckpointError where they are damaged."""
+    """The drafter that a configuration names, for up to `num_drafts` tokens; None for 0. `kind`: `ngram` or
+    `mtp`. `checkpoint`: a Hugging Face directory whose draft layers are read for `mtp`. Raises ConfigError
+    where it has none, CheckpointError where they are damaged."""
     if not num_drafts:
         return None
     if kind == "ngram":
@@ -72,7 +72,7 @@ def choose_drafts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drafting:
-    """N sessions for which drafts are made."""
+    """The N sessions of a step that get drafts."""
 
     rows: NDArray[np.int64]
     """[N] rows of `Sequences`."""
@@ -82,33 +82,33 @@ class _Drafting:
     """[N] row of the hidden states from which each is drafted."""
 
     def with_room(self, count: int) -> NDArray[np.int64]:
-        """Those that take more than `count` drafts."""
+        """Indices of the sessions that take more than `count` drafts."""
         return np.flatnonzero(self.rooms > count)
 
 
 class MtpDrafter:
-    """Implements Drafter for the sessions of one engine, which calls `follow` after each step."""
+    """Implements Drafter for the sessions of one engine, which calls `draft_after_step` after each step."""
 
     def __init__(self, num_layers: int, num_rows: int, num_drafts: int) -> None:
         """`num_rows`: of `Sequences`."""
         self.num_drafts = num_drafts
         self._depth = min(num_layers, num_drafts)
-        """Layers that run over every position; the last of them is repeated."""
+        """Layers that run over every position; the last of them is applied repeatedly."""
         self._counts = np.zeros(num_rows, dtype=np.int64)
-        """Drafts behind what each row holds, if it still is at the following length of the request."""
+        """Drafts behind each row's tokens; valid while the row has the length and request recorded below."""
         self._lengths = np.full(num_rows, -1, dtype=np.int64)
         self._arrivals = np.zeros(num_rows, dtype=np.int64)
         self._carried: CarriedStates | None = None
 
     def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
-        """See Drafter: those that `follow` put behind the session's tokens."""
+        """See Drafter: those that `draft_after_step` put behind the session's tokens."""
         length = int(sequences.length[row])
         if self._lengths[row] != length or self._arrivals[row] != sequences.arrival[row]:
             return sequences.tokens[row, :0]
         return sequences.tokens[row, length : length + min(most, int(self._counts[row]))]
 
     @torch.no_grad()
-    def follow(
+    def draft_after_step(
         self,
         plan: StepPlan,
         hidden: Tensor,
@@ -116,13 +116,13 @@ class MtpDrafter:
         sequences: Sequences,
         wanted: NDArray[np.int64],
     ) -> None:
-        """Computes the draft layers for all positions of a step whose tokens stand, and up to `wanted` [S]
-        drafts for its members that go on sampling; nothing where nobody wants any. `hidden` [T, width]: the
+        """Computes the draft layers for all valid positions of a step, and up to `wanted` [S] drafts for its
+        members that continue sampling; does nothing if all of `wanted` are 0. `hidden` [T, width]: the
         step's, of the weights in `runner`."""
         if not wanted.any():
             return
-        self._forget_older_requests(plan.members, sequences)
-        rows, hidden = self._standing(plan, hidden, sequences)
+        self._reset_older_requests(plan.members, sequences)
+        rows, hidden = self._accepted_positions(plan, hidden, sequences)
         drafting = self._choose(plan, rows, sequences, wanted)
         hidden = self._compute_positions(plan, rows, hidden, drafting, runner, sequences)
         first = drafting.with_room(self._depth - 1)
@@ -132,24 +132,24 @@ class MtpDrafter:
             before = drafting.with_room(number - 1)
             reached = reached[torch.from_numpy(np.searchsorted(before, still)).to(hidden.device)]
             reached = self._repeat(number, drafting.rows[still], reached, runner, sequences)
-        self.note(drafting.rows, drafting.rooms, sequences)
+        self.record_drafts(drafting.rows, drafting.rooms, sequences)
 
     def begin_run(
         self, rows: NDArray[np.int64], sequences: Sequences, like: Tensor
     ) -> tuple[NDArray[np.int64], CarriedStates]:
-        """How many drafts lie behind the tokens of `rows` [N], and the states that native code carries on
-        from step to step. `like`: of the states' type and width."""
-        self._forget_older_requests(rows, sequences)
+        """[N] drafts that already follow the tokens of `rows`, and the states that native code carries from
+        step to step. `like`: a tensor of the states' type and width."""
+        self._reset_older_requests(rows, sequences)
         ready = np.where(self._lengths[rows] == sequences.length[rows], self._counts[rows], 0)
         return ready, self._carried_states(like)
 
-    def note(self, rows: NDArray[np.int64], counts: NDArray[np.int64], sequences: Sequences) -> None:
-        """There are `counts` [N] drafts behind what `rows` [N] hold now."""
+    def record_drafts(self, rows: NDArray[np.int64], counts: NDArray[np.int64], sequences: Sequences) -> None:
+        """Records that `counts` [N] drafts follow the current tokens of `rows` [N]."""
         self._counts[rows] = counts
         self._lengths[rows] = sequences.length[rows]
 
-    def _forget_older_requests(self, rows: NDArray[np.int64], sequences: Sequences) -> None:
-        """Drops what is kept of `rows` [N] from another request."""
+    def _reset_older_requests(self, rows: NDArray[np.int64], sequences: Sequences) -> None:
+        """Drops drafts and states of `rows` [N] that belong to an earlier request."""
         stale = rows[self._arrivals[rows] != sequences.arrival[rows]]
         self._arrivals[stale] = sequences.arrival[stale]
         self._lengths[stale] = -1
@@ -164,8 +164,10 @@ class MtpDrafter:
             self._carried = CarriedStates(self._depth, hidden, counts, ends)
         return self._carried
 
-    def _standing(self, plan: StepPlan, hidden: Tensor, sequences: Sequences) -> tuple[StepRows, Tensor]:
-        """The positions of the step that stand, as slots, and their hidden states."""
+    def _accepted_positions(
+        self, plan: StepPlan, hidden: Tensor, sequences: Sequences
+    ) -> tuple[StepRows, Tensor]:
+        """The valid positions of the step, as slots, and their hidden states."""
         starts, firsts = plan.rows.starts, np.cumsum(plan.rows.counts) - plan.rows.counts
         counts = sequences.computed[plan.members] - starts
         source = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
@@ -184,8 +186,8 @@ class MtpDrafter:
         hidden: Tensor,
         sequences: Sequences,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor]:
-        """Puts each member's last slots of the step before in front: further layers computed them with
-        drafts for tokens. Keeps the last of this step in their place."""
+        """Prepends each member's last slots of the previous step, which further layers computed with drafts
+        as tokens, so that they are computed again. Stores this step's last slots in their place."""
         back, carried = np.zeros_like(counts), self._carried_states(hidden)
         parts: list[Tensor] = []
         own = zip(members.tolist(), (starts + counts).tolist(), hidden.split(counts.tolist()), strict=True)
@@ -202,11 +204,11 @@ class MtpDrafter:
     def _choose(
         self, plan: StepPlan, rows: StepRows, sequences: Sequences, wanted: NDArray[np.int64]
     ) -> _Drafting:
-        """The members that lack nothing but their last token, and have room behind it."""
+        """The members whose tokens are all computed but the last, and that have room for drafts."""
         members, lengths = plan.members, sequences.length[plan.members]
         ready = sequences.running[members] & (lengths == sequences.computed[members] + 1)
         rooms = np.minimum(wanted, sequences.draft_room(members))
-        # Repetitions write slots from that of the last token on, whose page may not be there yet.
+        # Repetitions write slots from that of the last token on, whose page may not be allocated yet.
         slots_left = sequences.num_pages[members] * PAGE_TOKENS - (lengths - 1)
         rooms = np.minimum(rooms, self._depth + slots_left)
         chosen = np.flatnonzero(ready & (rooms > 0))
@@ -240,8 +242,8 @@ class MtpDrafter:
         runner: Runner,
         sequences: Sequences,
     ) -> Tensor:
-        """Feeds the last layer with its own output `hidden` [N, width] and the draft before; draws the next.
-        The slots that it writes are computed again when their tokens stand."""
+        """Feeds the last layer its own output `hidden` [N, width] and the previous draft; samples the next
+        one. The slots that it writes are computed again once their tokens are final."""
         slots = sequences.length[rows] - 1 + number - self._depth
         tables = sequences.tables[rows, : int(slots.max()) // PAGE_TOKENS + 1]
         tokens = sequences.tokens[rows, sequences.length[rows] + number - 1].astype(np.int64)
@@ -253,7 +255,7 @@ class MtpDrafter:
     def _draw(
         self, number: int, rows: NDArray[np.int64], hidden: Tensor, runner: Runner, sequences: Sequences
     ) -> None:
-        """Draws the `number`-th draft of `rows` [N] from hidden [N, width]; puts it behind their tokens."""
+        """Samples the `number`-th draft of `rows` [N] from hidden [N, width]; appends it to their tokens."""
         if not len(rows):
             return
         requests = [sequences.states[row].request for row in rows.tolist()]

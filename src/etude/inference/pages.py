@@ -1,4 +1,4 @@
-"""Page allocation for an engine's sessions: their own pages, cached prefixes that they share, scratch pages."""
+"""Page allocation for an engine's sessions: their own pages, shared cached prefixes, scratch pages."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SessionPages:
         return int((uses > 0).sum())
 
     def allocate_prompt(self, row: int, match: Match) -> bool:
-        """Gives a row pages for its tokens: cached ones of `match`, and new ones. False if too few are free."""
+        """Gives a row pages for its tokens, those of `match` and new ones. False if too few are free."""
         sequences, state = self._sequences, self._sequences.states[row]
         total = -(-int(sequences.length[row]) // PAGE_TOKENS)
         shared = [node.page for node in match.nodes]

@@ -185,8 +185,8 @@ class PageTree:
             self.remove(node)
 
     def clear(self) -> None:
-        """Removes all prefixes; pages in use by sessions stay theirs. Nodes are not visited, since no step runs
-        meanwhile: the caller must hold none."""
+        """Removes all prefixes; pages in use by sessions stay theirs. Nodes are not visited, since no step
+        runs meanwhile: the caller must hold none."""
         self._roots = {}
         self._node_of = [None] * self.num_pages
         self._free = np.flatnonzero(self.uses == 0)[::-1].tolist()
@@ -222,7 +222,7 @@ class PageTree:
 
 
 def _closest(parent: Node, rest: bytes) -> tuple[Node | None, int]:
-    """The child with the longest common prefix with `rest`, and its tokens; None below `MIN_COPIED`."""
+    """The child with the longest common prefix with `rest`, and its length; None below `MIN_COPIED`."""
     best: Node | None = None
     longest = MIN_COPIED - 1
     start = rest[: MIN_COPIED * _TOKEN_BYTES]
@@ -238,7 +238,7 @@ def _closest(parent: Node, rest: bytes) -> tuple[Node | None, int]:
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """Length of the common prefix in tokens: found as the lowest differing bit of two long integers."""
+    """Length of the common prefix in tokens, from the lowest differing bit of two long integers."""
     size = min(len(a), len(b))
     differing = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
     if not differing:

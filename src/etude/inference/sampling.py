@@ -1,4 +1,4 @@
-"""Drawing the next token, with noise that depends on (key, position) and on nothing else."""
+"""Sampling the next token, with noise that is a function of (key, position) only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 _LEAST = 1e-30
-"""Temperatures and top-p above 0 are taken for at least this, which leaves the likeliest token alone as well:
-in float32 less is 0, or makes infinities of the logits that it divides."""
+"""Lower bound of temperatures and top-p above 0, which also leaves only the likeliest token: smaller values
+are 0 in float32, or turn the logits that they divide into infinities."""
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -48,7 +48,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def above_zero(value: float) -> float:
-    """`value` so that float32 can compute with it: see `_LEAST`."""
+    """`value`, raised to `_LEAST` if it is above 0."""
     return max(value, _LEAST) if value > 0.0 else value
 
 
@@ -89,7 +89,7 @@ def process(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """What a request asked to know of one sampled token, beside its log-probability."""
+    """The requested extra information about one sampled token: raw and top log-probabilities."""
 
     raw_logprob: float
     tokens: NDArray[np.int32]
@@ -99,7 +99,7 @@ class Alternatives:
 
     @staticmethod
     def of(logits: Tensor, params: Sequence[SamplingParams], tokens: Tensor) -> list[Alternatives]:
-        """logits [N, vocabulary], tokens [N] that were sampled from them."""
+        """From logits [N, vocabulary] and the tokens [N] that were sampled from them."""
         raw = logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1).tolist()
         widest = min(max(param.top_logprobs for param in params), logits.shape[1])
         logprobs, best = process(logits, params).topk(widest, dim=-1)
@@ -109,7 +109,7 @@ class Alternatives:
 
     @staticmethod
     def columns(rows: Sequence[Alternatives], params: SamplingParams) -> dict[str, Any]:
-        """The fields of a SampleChunk whose tokens these are; none where nothing was asked for."""
+        """The fields of a SampleChunk for these tokens; empty if the request asked for none."""
         columns: dict[str, Any] = {}
         if params.raw_logprobs:
             columns["raw_logprobs"] = np.array([row.raw_logprob for row in rows], dtype=np.float32)

@@ -1,15 +1,15 @@
-"""Which positions a step computes, and in which pages they lie.
+"""The scheduler: chooses the positions that each step computes, and allocates their pages.
 
-    request ──start()──> waiting ──pages──> running ──finish()──> idle ──close()──> gone
+    request ──start()──> waiting ──pages──> running ──finish()──> idle ──close()──> closed
                             ^                  |                    |
                             └──── preempt ─────┘      start() <─────┘
 
-A request waits until its whole prompt has pages: those that the tree of prefixes holds are shared, the others
-are taken. While somebody else is computing the same prompt, it waits for that. Running requests take one page
-every 16 tokens; where none can be had, the youngest request gives its pages back and waits again. It keeps
+A request waits until its whole prompt has pages: cached prefixes are shared, the other pages are allocated.
+While another session computes the same prompt, it waits for that. Running requests allocate one page every
+16 tokens; where none is free, the youngest request is preempted: it frees its pages and waits again. It keeps
 its tokens, and since noise is a function of (key, position), what it will sample stays the same.
 
-Everything is decided by the order of calls: no clock, no chance.
+All decisions follow from the order of calls: no clock and no randomness.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from etude.records import PolicyVersion, SampleRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step's work: S members, decoding ones first."""
+    """The work of one step: S members, decoding ones first."""
 
     rows: StepRows
     members: NDArray[np.int64]
     """[S] rows of `Sequences`."""
     num_decode: int
-    """Members that compute their last token, and drafts behind it."""
+    """Number of decoding members: they compute their last token, and drafts behind it."""
 
 
 class Scheduler:
-    """Owns the sessions, and decides what is computed of them."""
+    """Owns the sessions, and plans what each step computes of them."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Scheduler:
         *,
         drafts_in_runs: bool = False,
     ) -> None:
-        """`gauge`: how many drafts sessions are worth; by default as many as the drafter has.
-        `drafts_in_runs`: whether steps that only decode get no drafts here, since they are taken in runs that
-        draft by themselves."""
+        """`gauge`: chooses the number of drafts; by default as many as the drafter has. `drafts_in_runs`:
+        whether decode-only steps get no drafts here, because they are computed in native runs that draft by
+        themselves."""
         self.sequences = Sequences(cache, num_sessions, max_tokens)
         self.pages = SessionPages(cache, self.sequences)
         self.num_preemptions = 0
@@ -66,38 +66,38 @@ class Scheduler:
     # ---- sessions -------------------------------------------------------------------------------
 
     def start(self, row: int, request: SampleRequest, adapter: int = NO_ADAPTER) -> None:
-        """Begins a request of the session in `row`, which has none, with the adapter at this place."""
+        """Begins a request of the session in `row`, which has none in flight, with adapter slot `adapter`."""
         if request.prefix_digest is None or self.sequences.adapter[row] != adapter:
             self.pages.free_pages_of(row)
         self.sequences.adapter[row] = adapter
-        self.sequences.begin(row, request)
+        self.sequences.begin_request(row, request)
         if self.sequences.num_pages[row]:
             self.sequences.running[row] = True
             self.sequences.states[row].cached = int(self.sequences.computed[row])
         else:
-            self.sequences.wait(row)
+            self.sequences.enqueue(row)
 
     def finish(self, row: int, reason: str) -> Answer:
-        """Ends the request in `row`. The session keeps its pages until somebody needs them more."""
+        """Ends the request in `row`. The session keeps its pages until others need them."""
         self.pages.cache_with_tail(row)
         return self.sequences.finish(row, reason)
 
     def close(self, row: int) -> None:
-        """Forgets a session. What others may share of its pages stays in the tree."""
+        """Removes a session. Its shareable pages stay in the prefix cache."""
         if self.sequences.states[row].request is not None:
             self.pages.cache_with_tail(row)
         self.pages.free_pages_of(row)
         self.sequences.remove(row)
 
     def change_version(
-        self, version: PolicyVersion, *, recompute: bool, adapter: int = NO_ADAPTER, everybody: bool = True
+        self, version: PolicyVersion, *, recompute: bool, adapter: int = NO_ADAPTER, all_sessions: bool = True
     ) -> None:
-        """What is computed from now on with the adapter at this place is `version`'s: `everybody`, or the
-        sessions that use it, go on with it. Prefixes of the old are shared with nobody; with `recompute`,
-        those sessions lose theirs too."""
+        """From now on adapter slot `adapter` computes with `version`: `all_sessions`, or those of the slot,
+        continue with it. Cached prefixes of the old version are dropped; with `recompute`, so are the keys
+        and values of these sessions."""
         sequences = self.sequences
-        rows = [row for row in sequences.states if everybody or sequences.adapter[row] == adapter]
-        if everybody:
+        rows = [row for row in sequences.states if all_sessions or sequences.adapter[row] == adapter]
+        if all_sessions:
             self.pages.tree.clear()
         else:
             self.pages.tree.remove_adapter(adapter)
@@ -108,7 +108,7 @@ class Scheduler:
             if recompute:
                 self.pages.free_pages_of(row)
                 if sequences.running[row]:
-                    sequences.wait(row)
+                    sequences.enqueue(row)
             else:
                 uncomputed = -(-int(sequences.computed[row]) // PAGE_TOKENS)
                 pages = sequences.tables[row, uncomputed : int(sequences.num_pages[row])]
@@ -119,7 +119,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """What the next step computes; None if nothing can be computed."""
         self.pages.clock += 1
-        self._place_waiting()
+        self._admit_waiting()
         sequences = self.sequences
         pending = sequences.length - sequences.computed
         decode = self._by_adapter(np.flatnonzero(sequences.running & (pending == 1)))
@@ -136,9 +136,9 @@ class Scheduler:
             members, counts = members[still], counts[still]
         else:
             num_decode = len(decode)
-        return self._plan(members, counts, num_decode)
+        return self._make_plan(members, counts, num_decode)
 
-    def _plan(self, members: NDArray[np.int64], counts: NDArray[np.int64], num_decode: int) -> StepPlan:
+    def _make_plan(self, members: NDArray[np.int64], counts: NDArray[np.int64], num_decode: int) -> StepPlan:
         sequences = self.sequences
         starts = sequences.computed[members]
         most = -(-int((starts + counts).max()) // PAGE_TOKENS)
@@ -150,22 +150,22 @@ class Scheduler:
         return StepPlan(rows, members, num_decode)
 
     def _by_adapter(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of one adapter together: a product takes them at once."""
+        """`rows` grouped by adapter, so that one matrix product takes each group."""
         adapters = self.sequences.adapters_of(rows)
         return rows if adapters is None else rows[np.argsort(adapters, kind="stable")]
 
     def only_decodes(self, plan: StepPlan) -> bool:
-        """Whether anything but decoding is to be done, and nobody waits for each token."""
+        """Whether the plan only decodes, and no request is reported token by token."""
         return plan.num_decode == len(plan.members) and not self.sequences.watched(plan.members)
 
-    def ahead(self, plan: StepPlan, most_steps: int, num_drafts: int = 0) -> tuple[StepPlan, int]:
-        """The same plan, which only decodes, with pages for up to `most_steps` steps in a row, and how many:
-        until a request reaches its limit; one where pages are short. `num_drafts`: positions for which there
-        are pages beside one each step, if the request reaches so far."""
+    def extend_plan(self, plan: StepPlan, most_steps: int, num_drafts: int = 0) -> tuple[StepPlan, int]:
+        """Extends a decode-only plan with pages for up to `most_steps` consecutive steps; returns it and
+        their number: at most until a request reaches its limit, and 1 where pages are short. `num_drafts`:
+        positions beyond one per step that get pages too, within the request's limit."""
         sequences, members = self.sequences, plan.members
-        left = sequences.limit[members] - sequences.length[members]
-        steps = min(most_steps, int(left.min()))
-        reach = np.minimum(steps + num_drafts, left)
+        remaining = sequences.limit[members] - sequences.length[members]
+        steps = min(most_steps, int(remaining.min()))
+        reach = np.minimum(steps + num_drafts, remaining)
         needed = -(-(sequences.computed[members] + reach) // PAGE_TOKENS) - sequences.num_pages[members]
         if steps <= 1 or sequences.waiting or not self.pages.make_room(int(needed.clip(min=0).sum())):
             return plan, 1
@@ -189,12 +189,12 @@ class Scheduler:
         return chosen, np.minimum(pending[chosen], self._prefill_tokens - before[fits])
 
     def _draft(self, decode: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions that each decoding row computes: its last token and drafts, which are put behind it."""
+        """Writes drafts behind the tokens of the decoding rows; returns how many positions each computes."""
         counts = np.ones(len(decode), dtype=np.int64)
         if self._drafter is None or not len(decode):
             return counts
         sequences = self.sequences
-        wanted = self._gauge.wanted(decode, sequences.arrival[decode])
+        wanted = self._gauge.choose_num_drafts(decode, sequences.arrival[decode])
         rooms = np.minimum(wanted, sequences.draft_room(decode))
         for number, (row, room) in enumerate(zip(decode.tolist(), rooms.tolist(), strict=True)):
             length = int(sequences.length[row])
@@ -205,8 +205,8 @@ class Scheduler:
 
     # ---- pages ----------------------------------------------------------------------------------
 
-    def _place_waiting(self) -> None:
-        """Gives pages to waiting requests, oldest first, until there are no more."""
+    def _admit_waiting(self) -> None:
+        """Allocates pages to waiting requests, oldest first, until too few are free."""
         sequences = self.sequences
         for row in tuple(sequences.waiting):
             state = sequences.states[row]
@@ -222,7 +222,7 @@ class Scheduler:
             sequences.running[row] = True
 
     def _reserve(self, members: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
-        """Gives members the pages that they are about to write, oldest first; whether any was preempted."""
+        """Allocates the pages that members are about to write, oldest first; whether any was preempted."""
         sequences = self.sequences
         needed = -(-(sequences.computed[members] + counts) // PAGE_TOKENS) - sequences.num_pages[members]
         short = np.flatnonzero(needed > 0)
@@ -234,7 +234,7 @@ class Scheduler:
         return self.num_preemptions > before
 
     def _make_room_by_preempting(self, row: int, count: int) -> bool:
-        """Frees `count` pages; False if `row` itself had to go, because it is the youngest."""
+        """Frees `count` pages; False if `row` itself was preempted, because it is the youngest."""
         sequences = self.sequences
         while not self.pages.make_room(count):
             running = np.flatnonzero(sequences.running)
@@ -245,7 +245,7 @@ class Scheduler:
         return True
 
     def _preempt(self, row: int) -> None:
-        self.sequences.note_oldest(row)
+        self.sequences.record_oldest_kv(row)
         self.pages.free_pages_of(row)
-        self.sequences.wait(row)
+        self.sequences.enqueue(row)
         self.num_preemptions += 1

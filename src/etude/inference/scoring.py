@@ -1,8 +1,8 @@
 """Scoring given tokens with the engine's own forward pass, as a prompt is computed.
 
-What the engine says of tokens must come from the kernels that sample: the trainer's module beside them would
-only agree with itself. So a sequence runs through pages of the cache in parts, as a prompt does, and every
-row's logits are taken instead of the last one's.
+The engine's scores must come from the kernels that sample: scores of the trainer's module would only agree
+with the trainer. So a sequence runs through pages of the cache in parts, as a prompt does, and the logits of
+every row are computed instead of only the last one's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from etude.model.kernels.native import calls
 from etude.records import PolicyVersion, Scores
 
 _LOGIT_FLOATS = 16 << 20
-"""Most logits that are held at once: 64 MiB of them."""
+"""Most logits in memory at once: 64 MiB."""
 
 
 class Scoring:
-    """Tokens on their way through the engine. Between two parts it may take steps, but no new weights."""
+    """One scoring, computed in parts. Between two parts the engine may step, but not swap weights."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Scoring:
         version: PolicyVersion,
         adapter: int | None = None,
     ) -> None:
-        """`tokens` [T]; `pages`: enough for all of them, and nobody else's: what they held is overwritten;
+        """`tokens` [T]; `pages`: enough for all of them, used by no session: they are overwritten;
         `part_tokens`: most positions computed in one part; `version`: of the weights in `compute`;
-        `adapter`: its place among those in service, None where there is none."""
+        `adapter`: slot of the version's adapter, None without one."""
         self.pages = pages
         self._compute = compute
         self._tokens = tokens.astype(np.int64)
@@ -59,7 +59,7 @@ class Scoring:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Computes the next part. May run in another thread than the engine's steps, but not beside one."""
+        """Computes the next part. May run in another thread than the engine's steps, but not during one."""
         start, end = self._computed, min(self._computed + self._part_tokens, len(self._tokens))
         counts, starts = np.array([end - start]), np.array([start])
         rows = StepRows.plan(self._tokens[start:end], self._table, counts, starts, self._adapters)
@@ -72,7 +72,7 @@ class Scoring:
 
     def scores(self) -> Scores:
         """Log-probabilities [T] at temperature 1, entry 0 being 0, and the routes [T, MoE layers, top_k] of
-        every position, None for a dense model. Once it is done."""
+        every position, None for a dense model. To be called once `is_done`."""
         assert self.is_done
         routes = np.concatenate(self._routes)
         return Scores(self._logprobs, self._version, routes if routes.shape[1] else None)
@@ -92,7 +92,7 @@ def _logprobs_of(
 
 
 def _log_softmax(compute: ForwardPass, logits: Tensor) -> Tensor:
-    """Of the bits that the pass itself draws from."""
+    """Log-probabilities with the bits that the pass itself samples from."""
     if isinstance(compute, NativeForward):
         return calls.log_softmax(logits, torch.get_num_threads())
     return logits.log_softmax(dim=-1)

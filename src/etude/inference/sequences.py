@@ -1,4 +1,4 @@
-"""The engine's sessions: what each holds, how far it is computed, and the answers to its requests."""
+"""The table of the engine's sessions: tokens, progress, pages and versions; and how answers are built."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from etude.inference.sampling import Alternatives, hash_key
 from etude.records import PolicyVersion, SampleChunk, SampleRequest
 
 NO_ADAPTER = -1
-"""In place of an adapter's: the weights as they are."""
+"""Adapter slot of sessions that use the base weights."""
 
 
 @dataclass(slots=True)
 class Span:
-    """Sampled tokens from `start` on carry `version`, until the next span begins."""
+    """Sampled tokens from position `start` on are of `version`, until the next span begins."""
 
     start: int
     version: PolicyVersion
     kv_oldest: PolicyVersion | None = None
-    """Oldest version among the keys that these tokens attended to, as far as it is known."""
+    """Oldest version among the keys that these tokens attended to, as recorded so far."""
 
 
 @dataclass(slots=True, eq=False)
 class SessionState:
-    """What the arrays of `Sequences` do not hold of the session in one row."""
+    """State of the session in one row beyond the arrays of `Sequences`."""
 
     session_id: str
     request: SampleRequest | None = None
     first_sampled: int = 0
     """Position of the request's first sampled token."""
     delivered: int = 0
-    """Tokens below this have been handed out."""
+    """Positions below this have been delivered in answers."""
     cached: int | None = None
-    """Tokens of the request's input that were computed when it got its pages; None before that."""
+    """Cached input tokens of the request when it got its pages; None before that."""
     reported_routes: int = 0
     """Positions below this have had their routes reported."""
     spans: list[Span] = field(default_factory=list[Span])
-    """Of the request's sampled tokens."""
+    """Policy versions of the request's sampled tokens."""
     alternatives: list[Alternatives] = field(default_factory=list[Alternatives])
-    """Of the tokens that are not delivered yet, where they were asked for."""
+    """Alternatives to the undelivered tokens, if requested."""
     path: list[Node] | None = None
-    """Nodes of the leading whole pages; None where the session's pages may not be shared."""
+    """Prefix cache nodes of the leading whole pages; None where the pages may not be shared."""
     pending: list[tuple[int, Node]] = field(default_factory=list[tuple[int, Node]])
-    """Nodes of this session's prompt that are not computed yet, each with the position behind it."""
+    """Nodes of this session's prompt that are not computed yet, each with its end position."""
     tail: Node | None = None
-    """Node of this session's last, partly filled page."""
+    """Node of this session's last page, if that is partly filled."""
     waits_for: Node | None = None
-    """A page that another session computes."""
+    """Node of a pending page of the prompt, which another session computes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """To one request: one chunk per policy version that sampled part of it.
+    """Output for one request: one chunk per policy version that sampled part of it.
 
-    A streaming request has many answers, of which the last has `finish` set.
+    A streaming request gets many answers; the last has `finish` set.
     """
 
     request: SampleRequest
@@ -75,7 +75,7 @@ class Answer:
 
 
 class Sequences:
-    """Sessions by row. Arrays have one entry, or one line, per row."""
+    """The table of sessions. All arrays are indexed by row."""
 
     def __init__(self, cache: PagedCache, num_rows: int, max_tokens: int) -> None:
         self.cache = cache
@@ -84,45 +84,45 @@ class Sequences:
         self.tokens = np.zeros((num_rows, max_tokens), dtype=np.int32)
         self.logprobs = np.zeros((num_rows, max_tokens), dtype=np.float32)
         self.tables = np.zeros((num_rows, -(-max_tokens // PAGE_TOKENS)), dtype=np.int32)
-        """Page of each 16 positions."""
+        """Page tables: the page of each 16 positions."""
         self.num_pages = np.zeros(num_rows, dtype=np.int64)
-        """Pages that each row uses."""
+        """Valid entries of each page table."""
         self.length = np.zeros(num_rows, dtype=np.int64)
-        """Tokens that each row holds."""
+        """Tokens of each row."""
         self.computed = np.zeros(num_rows, dtype=np.int64)
-        """Tokens whose keys and values are there."""
+        """Leading tokens of each row whose keys and values are computed."""
         self.limit = np.zeros(num_rows, dtype=np.int64)
         """Length at which the request in the row ends."""
         self.key = np.zeros(num_rows, dtype=np.uint64)
-        """Noise key of the request in the row."""
+        """Sampling noise key of the row's request."""
         self.arrival = np.zeros(num_rows, dtype=np.int64)
-        """Requests are numbered as they begin: of two, the one with the larger number is younger."""
+        """Sequence number of the row's request, by which the scheduler compares ages."""
         self.running = np.zeros(num_rows, dtype=np.bool_)
-        """Whether a request is in flight that has its pages."""
+        """Whether the row's request has its pages."""
         self.waiting: list[int] = []
-        """Rows whose request has yet to get its pages, oldest first."""
+        """Rows whose request waits for pages, oldest first."""
         self.idle: dict[int, None] = {}
         """Rows without a request, longest idle first."""
         self.adapter = np.full(num_rows, NO_ADAPTER, dtype=np.int64)
-        """Place of the adapter that each row uses among those in service."""
+        """Adapter slot of each row."""
         self.any_adapters = False
         """Whether any adapter is in service."""
         self.states: dict[int, SessionState] = {}
         self.epochs: list[PolicyVersion] = []
         """Versions in the order of their activation."""
         self._epoch_of: dict[int, int] = {}
-        """Which of them is in service, by the place of its adapter."""
+        """Index of the version in service, by adapter slot."""
         self.page_epoch = np.zeros(cache.num_pages, dtype=np.int64)
         """Index in `epochs` of the oldest version that computed part of each page."""
         self._row_of: dict[str, int] = {}
         self._stops: list[frozenset[int]] = [frozenset()] * num_rows
         self._watched = np.zeros(num_rows, dtype=np.bool_)
-        """Whether the row's request wants more than its tokens at the end."""
+        """Whether the row's request streams, or wants alternatives per token."""
         self._unused = list(range(num_rows - 1, -1, -1))
         self._arrivals = 0
 
     def __len__(self) -> int:
-        """How many sessions are held."""
+        """Number of sessions in the table."""
         return len(self._row_of)
 
     @property
@@ -135,7 +135,7 @@ class Sequences:
         return len(self.idle) < len(self._row_of)
 
     def find(self, session_id: str) -> int | None:
-        """The session's row."""
+        """The session's row, if it has one."""
         return self._row_of.get(session_id)
 
     def pages(self, row: int) -> list[int]:
@@ -143,7 +143,7 @@ class Sequences:
         return self.tables[row, : int(self.num_pages[row])].tolist()
 
     def add(self, session_id: str) -> int:
-        """A row for a new session; there must be one."""
+        """Assigns a row to a new session; one must be unused."""
         row = self._unused.pop()
         self._row_of[session_id] = row
         self.adapter[row] = NO_ADAPTER
@@ -153,7 +153,7 @@ class Sequences:
         return row
 
     def remove(self, row: int) -> None:
-        """Forgets a session, which has no pages any more."""
+        """Removes a session, whose pages must be freed already."""
         assert not self.num_pages[row]
         del self._row_of[self.states.pop(row).session_id]
         self.idle.pop(row, None)
@@ -162,8 +162,8 @@ class Sequences:
         self.running[row] = False
         self._unused.append(row)
 
-    def begin(self, row: int, request: SampleRequest) -> None:
-        """Appends a request's suffix, or starts anew where it names no prefix. Pages are the caller's."""
+    def begin_request(self, row: int, request: SampleRequest) -> None:
+        """Appends a request's suffix, or replaces all tokens without a prefix. Leaves pages to the caller."""
         state = self.states[row]
         start = int(self.length[row]) if request.prefix_digest is not None else 0
         end = start + len(request.suffix)
@@ -183,37 +183,37 @@ class Sequences:
         self._watched[row] = request.streaming or params.raw_logprobs or params.top_logprobs > 0
         self.idle.pop(row)
 
-    def wait(self, row: int) -> None:
-        """Puts a row with a request among those that wait for pages, by age."""
+    def enqueue(self, row: int) -> None:
+        """Inserts a row with a request into the queue for pages, by age."""
         self.running[row] = False
         bisect.insort(self.waiting, row, key=lambda waiting: int(self.arrival[waiting]))
 
     # ---- versions -------------------------------------------------------------------------------
 
     def epoch_of(self, row: int) -> int:
-        """Index in `epochs` of the version that a row's adapter has now."""
+        """Index in `epochs` of the version that a row samples with now."""
         return self._epoch_of[int(self.adapter[row])]
 
     def adapters_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """The adapter of each of `rows`; None while there is none in service."""
+        """Adapter slot of each of `rows`; None while no adapter is in service."""
         return self.adapter[rows] if self.any_adapters else None
 
     def change_version(self, version: PolicyVersion, adapter: int, rows: Sequence[int]) -> None:
-        """What is sampled from now on with the adapter at this place is `version`'s; `rows` go on with it.
-        Comes before any keys are dropped for it."""
+        """From now on adapter slot `adapter` samples with `version`, and `rows` continue with it. To be
+        called before keys are dropped for it."""
         for row in rows:
             state = self.states[row]
             if state.request is not None and state.spans:
-                self.note_oldest(row)
+                self.record_oldest_kv(row)
                 state.spans.append(Span(int(self.length[row]), version))
             self.adapter[row] = adapter
         self.any_adapters = adapter != NO_ADAPTER
         self._epoch_of[adapter] = len(self.epochs)
         self.epochs.append(version)
 
-    def note_oldest(self, row: int) -> None:
-        """Remembers the oldest keys that the row's current span attended to: before they are dropped, and
-        when it ends."""
+    def record_oldest_kv(self, row: int) -> None:
+        """Updates `kv_oldest` of the row's current span: to be called before its keys are dropped, and when
+        the span ends."""
         state = self.states[row]
         if not state.spans or not self.num_pages[row] or self.length[row] == state.spans[-1].start:
             return
@@ -222,47 +222,47 @@ class Sequences:
         if epochs[0] == epochs[-1]:
             oldest = self.epochs[int(epochs[0])]
         else:
-            # Not np.unique: its first call imports numpy.ma, in the middle of an exchange of weights.
+            # Not np.unique: its first call imports numpy.ma, in the middle of a weight swap.
             oldest = min((self.epochs[epoch] for epoch in set(epochs.tolist())), key=lambda v: v.step)
         if span.kv_oldest is None or oldest.step < span.kv_oldest.step:
             span.kv_oldest = oldest
 
     # ---- answers --------------------------------------------------------------------------------
 
-    def keep(
+    def write_sampled(
         self,
         rows: NDArray[np.int64],
         places: NDArray[np.int64],
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Writes tokens and log-probabilities [N] behind what rows [N] hold; their lengths stay."""
+        """Writes tokens and log-probabilities [N] at `places` [N] of `rows` [N], without changing lengths."""
         self.tokens[rows, places] = tokens
         self.logprobs[rows, places] = logprobs
 
-    def needs_care(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[N] whether anything but being kept may happen to the next token of each of `rows` [N]."""
+    def needs_handling(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[N] whether the next token of each of `rows` may end its request, or must be reported by itself."""
         stops = self._stops
         pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
         stopped = np.array([token in stops[row] for row, token in pairs], dtype=np.bool_)
         return stopped | self._watched[rows] | (self.length[rows] + 1 >= self.limit[rows])
 
     def watched(self, rows: NDArray[np.int64]) -> bool:
-        """Whether any request in `rows` wants more than its tokens at the end."""
+        """Whether any request in `rows` streams, or wants alternatives per token."""
         return bool(self._watched[rows].any())
 
     def stops(self, rows: NDArray[np.int64]) -> list[frozenset[int]]:
-        """The tokens that end the request in each of `rows`."""
+        """Stop tokens of the request in each of `rows`."""
         return [self._stops[row] for row in rows.tolist()]
 
     def finish_reason(self, row: int, token: int, length: int) -> str | None:
-        """Why the request in `row` ends with `token`, its `length`-th; None if it goes on."""
+        """Why the request in `row` ends with `token`, its `length`-th; None if it continues."""
         if token in self._stops[row]:
             return "stop"
         return "length" if length >= self.limit[row] else None
 
     def deliver(self, row: int) -> Answer:
-        """What a streaming request has sampled since the last answer."""
+        """An answer with what a streaming request has sampled since the last one."""
         state = self.states[row]
         assert state.request is not None
         return Answer(state.request, tuple(self._undelivered(row, None)))
@@ -280,18 +280,18 @@ class Sequences:
         return answer
 
     def draft_room(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[N] most drafts behind what each of `rows` [N] holds: they take no page that its last token does
-        not take anyway, and reach no further than its request may."""
+        """[N] most drafts for each of `rows` [N]: they must fit into the page of its last token, and stay
+        below its length limit."""
         length = self.length[rows]
         return np.minimum(self.limit[rows] - length - 1, -length % PAGE_TOKENS)
 
     def digest(self, row: int) -> str:
-        """Of all tokens that the row holds."""
+        """Digest of all tokens of the row: a prefix digest."""
         return xxh3_64_hexdigest(self.tokens[row, : int(self.length[row])].tobytes())
 
     def _undelivered(self, row: int, reason: str | None) -> list[SampleChunk]:
-        """One chunk per version; the last has the finish, and with it all unreported routes."""
-        self.note_oldest(row)
+        """One chunk per version; the last one has the finish reason, and then all unreported routes."""
+        self.record_oldest_kv(row)
         state, length = self.states[row], int(self.length[row])
         ends = [*(span.start for span in state.spans[1:]), length]
         is_first = state.delivered == state.first_sampled
@@ -326,7 +326,7 @@ class Sequences:
         )
 
     def _take_routes(self, row: int) -> NDArray[Any] | None:
-        """Routes of computed positions that are not reported yet; None for a dense model."""
+        """Unreported routes of computed positions, which are reported now; None for a dense model."""
         if not self.cache.routes.shape[2]:
             return None
         state, end = self.states[row], int(self.computed[row])

@@ -360,7 +360,7 @@ class EngineService:
         if reply is None or reply.is_closed:
             return
         try:
-            reply.put(self.engine.give_up(request))
+            reply.put(self.engine.abort_unstarted(request))
         except SamplerError as error:
             reply.put(error)
 

@@ -1,9 +1,9 @@
-"""Drafts for speculative decoding: who may propose them, and those looked up in the session's own tokens.
+"""Drafts for speculative decoding: the `Drafter` protocol, and n-gram lookup in the session's own tokens.
 
 Agents repeat what they have read: paths, code, arguments. The tokens that followed the last occurrence of
 the current n-gram are a cheap guess of what comes next (prompt lookup decoding, Saxena 2023). Where a model
-has layers for it, `mtp` drafts with those. The engine verifies a draft in one pass, by drawing at every place
-what it would have drawn without it: see `stepping`.
+has layers for it, `mtp` drafts with those. The engine verifies drafts in one pass, by sampling at every
+position what it would have sampled without them: see `stepping`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from etude.inference.sequences import Sequences
 
 
 class Drafter(Protocol):
-    """Guesses what a session will sample next."""
+    """Proposes the tokens that a session will probably sample next."""
 
     def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
-        """Up to `most` tokens that may follow what `row` holds."""
+        """Up to `most` tokens that may follow those of `row`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NgramLookup:
-    """How drafts are found: by the last tokens in what went before. Implements `Drafter`."""
+    """Drafts what followed the last occurrence of the current n-gram. Implements `Drafter`."""
 
     num_drafts: int = 4
-    """Most tokens guessed at once."""
+    """Most tokens drafted at once."""
     longest: int = 3
-    """Tokens of context that must agree, at first."""
+    """Longest n-gram, tried first."""
     shortest: int = 2
-    """Tokens of context that must agree, at least."""
+    """Shortest n-gram."""
     adaptive: bool = True
-    """Whether sessions where drafts do not pay go on without."""
+    """Whether sessions where drafts do not pay continue without them."""
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1 or not 1 <= self.shortest <= self.longest:
@@ -49,7 +49,7 @@ class NgramLookup:
         return self.propose(sequences.tokens[row, : int(sequences.length[row])], most)
 
     def propose(self, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
-        """Up to `most` tokens that may follow `tokens` [n]; none where nothing like their end came before."""
+        """Up to `most` tokens that may follow `tokens` [n]; none if their last n-gram is new."""
         most = min(most, self.num_drafts)
         for size in range(self.longest, self.shortest - 1, -1):
             if most < 1 or len(tokens) <= size:
@@ -67,14 +67,14 @@ class NgramLookup:
 
 @dataclass(slots=True, eq=False)
 class CarriedStates:
-    """The model's last hidden states of each session, which further draft layers read again once the tokens
-    behind them are known."""
+    """The model's last hidden states of each session, which draft layers after the first read again once the
+    tokens after them are known."""
 
     depth: int
     """Layers that run over every position."""
     hidden: Tensor
     """[rows, depth - 1, width]"""
     counts: NDArray[np.int64]
-    """[rows] how many there are."""
+    """[rows] number of valid states."""
     ends: NDArray[np.int64]
-    """[rows] slot behind them."""
+    """[rows] slot after the last of them."""

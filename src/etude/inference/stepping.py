@@ -1,9 +1,9 @@
-"""What one step computes of what the scheduler has planned: hidden states, draws, answers.
+"""Executes a step plan: forward pass, sampling with verification of drafts, answers.
 
-A decoding row computes its last token and perhaps drafts behind it. At every one of these places the token
-is drawn that would be drawn without drafts: from the same distribution, with the noise of (key, position).
-The first is right in any case; each following one is right if the draft before it is what was drawn. So
-drafts save steps and change no token.
+A decoding row computes its last token and any drafts behind it. At each of these positions the token is
+sampled that would be sampled without drafts: from the same distribution, with the noise of (key, position).
+The first is always valid; each following one is valid if the draft before it equals the token sampled there.
+So drafts save steps and change no token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from etude.records import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """N draws, those of one session consecutive, for S sessions."""
+    """The N positions at which a step samples, for S sessions; those of one session are consecutive."""
 
     sessions: NDArray[np.int64]
     """[S] rows of `Sequences`."""
@@ -41,9 +41,9 @@ class Draws:
     owners: NDArray[np.int64]
     """[N] rows of `Sequences`."""
     places: NDArray[np.int64]
-    """[N] position of each token that is drawn."""
+    """[N] position of each sampled token."""
     hidden_rows: NDArray[np.int64]
-    """[N] rows of the step from which they are drawn."""
+    """[N] row of the step whose hidden state each is sampled from."""
 
     @staticmethod
     def of(plan: StepPlan, sequences: Sequences) -> Draws:
@@ -63,23 +63,23 @@ class Draws:
             np.repeat(last_rows, drawn) - back,
         )
 
-    def standing(self, tokens: NDArray[np.int64], sequences: Sequences) -> NDArray[np.int64]:
-        """[S] how many of each session's draws stand, given the tokens [N] that were drawn."""
+    def num_valid(self, tokens: NDArray[np.int64], sequences: Sequences) -> NDArray[np.int64]:
+        """[S] how many of each session's sampled `tokens` [N] are valid: one, and one per accepted draft."""
         if len(self.owners) == len(self.sessions):
             return self.counts
         wrong = tokens != sequences.tokens[self.owners, self.places]
-        wrong[np.cumsum(self.counts) - 1] = True  # whatever lies behind the last draft was not computed
+        wrong[np.cumsum(self.counts) - 1] = True  # what follows the last draft was not computed
         wrong_places = np.flatnonzero(wrong)
         firsts = np.cumsum(self.counts) - self.counts
         return wrong_places[np.searchsorted(wrong_places, firsts)] - firsts + 1
 
 
 _TRIAL_STEPS = 4
-"""Most steps of a run with drafts of which nobody knows yet whether they pay."""
+"""Most steps of a run while the acceptance rates of its drafts are not known yet."""
 
 
 class Stepper:
-    """Carries plans out, with the weights in service."""
+    """Executes the scheduler's plans with the weights in service."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Stepper:
         drafter: NgramLookup | MtpDrafter | None,
         gauge: DraftGauge,
     ) -> None:
-        """`drafter`, `gauge`: those of the scheduler."""
+        """`drafter`, `gauge`: the same objects as the scheduler's."""
         self._scheduler = scheduler
         self._sequences = scheduler.sequences
         self._cache = cache
@@ -105,10 +105,10 @@ class Stepper:
         compute = self._weights.active.compute
         if isinstance(compute, NativeForward) and self._scheduler.only_decodes(plan):
             most_steps = min(most_steps, compute.steps_ahead(len(plan.members)))
-            wanted = self._wanted(plan)
-            if wanted.any() and not self._gauge.is_settled(plan.members):
+            wanted = self._num_drafts(plan)
+            if wanted.any() and not self._gauge.is_calibrated(plan.members):
                 most_steps = min(most_steps, _TRIAL_STEPS)
-            plan, num_steps = self._scheduler.ahead(plan, most_steps, int(wanted.max()))
+            plan, num_steps = self._scheduler.extend_plan(plan, most_steps, int(wanted.max()))
             if num_steps > 1 or wanted.any():
                 return self._decode(plan, num_steps, compute, wanted)
         hidden, routes = self._weights.active.compute(plan.rows)
@@ -117,15 +117,15 @@ class Stepper:
         self._count(plan)
         answers = self._sample(plan, hidden)
         if isinstance(self._drafter, MtpDrafter):
-            wanted = self._wanted(plan)
-            self._drafter.follow(plan, hidden, self._weights.active, self._sequences, wanted)
+            wanted = self._num_drafts(plan)
+            self._drafter.draft_after_step(plan, hidden, self._weights.active, self._sequences, wanted)
         return answers
 
-    def _wanted(self, plan: StepPlan) -> NDArray[np.int64]:
+    def _num_drafts(self, plan: StepPlan) -> NDArray[np.int64]:
         """[S] most drafts for each of the plan's members."""
         if self._drafter is None:
             return np.zeros_like(plan.members)
-        return self._gauge.wanted(plan.members, self._sequences.arrival[plan.members])
+        return self._gauge.choose_num_drafts(plan.members, self._sequences.arrival[plan.members])
 
     def _count(self, plan: StepPlan) -> None:
         counters, num_decode = self._counters, plan.num_decode
@@ -139,7 +139,7 @@ class Stepper:
         self._gauge.count_steps(num_steps)
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> list[Answer]:
-        """Draws what can be drawn from the step's hidden states [T, width]; returns the answers."""
+        """Samples from the step's hidden states [T, width] where a token is due; returns the answers."""
         sequences = self._sequences
         ends = plan.rows.starts + plan.rows.counts
         sequences.computed[plan.members] = ends
@@ -149,7 +149,7 @@ class Stepper:
         return answers
 
     def _cache_pages(self, plan: StepPlan, ends: NDArray[np.int64]) -> None:
-        """Shares the pages that the members [S] have filled, now that they are computed up to `ends`."""
+        """Caches the pages that the members [S] have filled, now that they are computed up to `ends`."""
         crossed = ends // PAGE_TOKENS > plan.rows.starts // PAGE_TOKENS
         crossed[plan.num_decode :] = True
         for row in plan.members[crossed].tolist():
@@ -163,8 +163,8 @@ class Stepper:
         sequences, members, most_drafts = self._sequences, plan.members, int(wanted.max())
         drafter = self._drafter if most_drafts else None
         lengths = sequences.length[members]
-        left = sequences.limit[members] - lengths
-        places = min(num_steps * (1 + most_drafts), int(left.max())) + most_drafts
+        remaining = sequences.limit[members] - lengths
+        places = min(num_steps * (1 + most_drafts), int(remaining.max())) + most_drafts
         noise = uniforms(sequences.key[members][:, None], lengths[:, None] + np.arange(places))
         ready, source = self._begin_run(members, drafter)
         run = DecodingSteps(
@@ -182,35 +182,35 @@ class Stepper:
         ends = run.lengths - 1
         sequences.computed[members] = sequences.length[members] = ends
         self._count_steps(taken)
-        self._counters.decode_tokens += taken * len(members) + int(run.stood.sum())
+        self._counters.decode_tokens += taken * len(members) + int(run.accepted.sum())
         self._counters.drafted_tokens += int(run.drafted.sum())
-        self._counters.accepted_tokens += int(run.stood.sum())
+        self._counters.accepted_tokens += int(run.accepted.sum())
         if drafter is not None:
-            self._gauge.note(members, wanted, run.drafted, run.stood)
+            self._gauge.record(members, wanted, run.drafted, run.accepted)
         last = sequences.tokens[members, ends].astype(np.int64)
-        answers = self._settle(members, last, np.ones_like(members), [])
+        answers = self._append_draws(members, last, np.ones_like(members), [])
         if isinstance(drafter, MtpDrafter):
-            drafter.note(members, run.ready, sequences)
+            drafter.record_drafts(members, run.ready, sequences)
         self._cache_pages(plan, ends)
         return answers
 
     def _begin_run(
         self, members: NDArray[np.int64], drafter: NgramLookup | MtpDrafter | None
     ) -> tuple[NDArray[np.int64], NgramLookup | CarriedStates | None]:
-        """How many drafts lie behind the tokens of `members` [S], and where native code gets more of them."""
+        """[S] drafts that already follow the tokens of `members`, and from where native code drafts more."""
         if isinstance(drafter, MtpDrafter):
             return drafter.begin_run(members, self._sequences, self._weights.active.model.final_norm)
         return np.zeros_like(members), drafter
 
     def _params(self, rows: NDArray[np.int64]) -> list[SamplingParams]:
-        """Of the requests in `rows`, which all have one."""
+        """Sampling parameters of the requests in `rows`, which all have one."""
         requests = [self._sequences.states[row].request for row in rows.tolist()]
         params = [request.params for request in requests if request is not None]
         assert len(params) == len(requests), "only rows with a request sample"
         return params
 
     def _draw(self, draws: Draws, hidden: Tensor) -> list[Answer]:
-        """Draws tokens from the step's hidden states [T, width], and keeps those that stand."""
+        """Samples tokens from the step's hidden states [T, width], and appends the valid ones."""
         sequences, compute = self._sequences, self._weights.active.compute
         params = self._params(draws.owners)
         if len(draws.hidden_rows) < len(hidden):
@@ -219,34 +219,34 @@ class Stepper:
         drawn, logprobs = compute.sample(hidden, params, noise)
         alternatives = self._alternatives(hidden, params, drawn)
         tokens = drawn.numpy()
-        standing = draws.standing(tokens, sequences)
+        num_valid = draws.num_valid(tokens, sequences)
         if self._drafter is not None:
-            self._gauge.note(draws.sessions, draws.counts - 1, draws.counts - 1, standing - 1)
-        sequences.keep(draws.owners, draws.places, tokens, logprobs.numpy())
-        self._counters.accepted_tokens += int(standing.sum()) - len(standing)
-        self._counters.decode_tokens += int(standing.sum()) - len(standing)
-        return self._settle(draws.sessions, tokens, standing, alternatives, draws.counts)
+            self._gauge.record(draws.sessions, draws.counts - 1, draws.counts - 1, num_valid - 1)
+        sequences.write_sampled(draws.owners, draws.places, tokens, logprobs.numpy())
+        self._counters.accepted_tokens += int(num_valid.sum()) - len(num_valid)
+        self._counters.decode_tokens += int(num_valid.sum()) - len(num_valid)
+        return self._append_draws(draws.sessions, tokens, num_valid, alternatives, draws.counts)
 
-    def _settle(
+    def _append_draws(
         self,
         rows: NDArray[np.int64],
         tokens: NDArray[np.int64],
-        standing: NDArray[np.int64],
+        num_valid: NDArray[np.int64],
         alternatives: list[Alternatives | None],
         counts: NDArray[np.int64] | None = None,
     ) -> list[Answer]:
-        """Lengthens the sessions in `rows` [S] by those of their drawn tokens that stand: `standing` [S] of
-        `counts` [S], by default one each, consecutive in `tokens` [N]."""
+        """Appends to the sessions in `rows` [S] their valid tokens: the first `num_valid` [S] of `counts` [S]
+        sampled ones (by default one each), consecutive in `tokens` [N]. Returns the answers that are due."""
         sequences = self._sequences
         counts = np.ones_like(rows) if counts is None else counts
         firsts = np.cumsum(counts) - counts
-        special = (standing > 1) | sequences.needs_care(rows, tokens[firsts])
+        special = (num_valid > 1) | sequences.needs_handling(rows, tokens[firsts])
         plain = rows[~special]
         sequences.computed[plain] = sequences.length[plain]
         sequences.length[plain] += 1
-        taken = zip(*(x[special].tolist() for x in (rows, firsts, standing)), strict=True)
+        taken = zip(*(x[special].tolist() for x in (rows, firsts, num_valid)), strict=True)
         answers = (
-            self._take_up(row, tokens[at : at + num].tolist(), alternatives[at : at + num])
+            self._append_tokens(row, tokens[at : at + num].tolist(), alternatives[at : at + num])
             for row, at, num in taken
         )
         return [answer for answer in answers if answer is not None]
@@ -254,7 +254,7 @@ class Stepper:
     def _alternatives(
         self, hidden: Tensor, params: Sequence[SamplingParams], tokens: Tensor
     ) -> list[Alternatives | None]:
-        """Of each draw [N] whose request asked for them. An empty list if none did."""
+        """Raw and top log-probabilities for each draw [N] whose request asked for them; empty if none did."""
         asked = [n for n, param in enumerate(params) if param.raw_logprobs or param.top_logprobs]
         if not asked:
             return []
@@ -263,9 +263,11 @@ class Stepper:
         by_draw = dict(zip(asked, given, strict=True))
         return [by_draw.get(n) for n in range(len(params))]
 
-    def _take_up(self, row: int, tokens: list[int], alternatives: list[Alternatives | None]) -> Answer | None:
-        """Lengthens the session in `row` by its next tokens, up to one that ends the request; the answer, if
-        there is one to give now."""
+    def _append_tokens(
+        self, row: int, tokens: list[int], alternatives: list[Alternatives | None]
+    ) -> Answer | None:
+        """Appends tokens to the session in `row`, up to one that ends the request. Returns the answer that is
+        due: the last one, or a chunk of a streaming request; else None."""
         sequences, state = self._sequences, self._sequences.states[row]
         assert state.request is not None
         state.alternatives.extend(given for given in alternatives[: len(tokens)] if given is not None)

@@ -1,6 +1,6 @@
-"""The weights in service and those beside them, so that a swap is an exchange of two references.
+"""Double-buffered weights: those in service and the staged ones, so that a swap exchanges two references.
 
-Adapters lie on the weights in service, several of them on one base; a new version of one leaves the base.
+Several adapters can lie on the base weights in service; a new version of an adapter leaves the base.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ MakeForward = Callable[[LanguageModel, DraftLayers | None], ForwardPass]
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A model and what computes it."""
+    """A model and its forward pass."""
 
     model: LanguageModel
     compute: ForwardPass
     drafts: DraftLayers | None
-    """Layers that draft for it."""
+    """MTP layers that draft for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What `activate` will put into service."""
+    """The version that `activate` will put into service."""
 
     version: PolicyVersion
     base_digest: str | None
     is_new_base: bool
     adapter: Any
-    """As the forward pass has packed it; None without one."""
+    """The adapter as the forward pass has packed it; None without one."""
 
 
 class DoubleWeights:
-    """Two runners over one cache: one serves, the other takes the next version.
+    """Two runners over one cache: one serves, the other receives the next version.
 
-    Staging touches nothing that serves, so it may run in another thread than the engine's steps. The second
-    runner is made when it is needed, and kept from then on or let go with each activation.
+    Staging does not touch the runner in service, so it may run in another thread than the engine's steps. The
+    second runner is created when needed, and then kept, or dropped at each activation.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class DoubleWeights:
         drafts: DraftLayers | None = None,
         keep_spare: bool = True,
     ) -> None:
-        """`device` and `dtype`: where and how the models lie. `drafts`: the draft layers at first; they are
-        copied. `keep_spare`: whether the runner that no longer serves is kept for the next version."""
+        """`device` and `dtype`: of the models. `drafts`: the initial draft layers, which are copied.
+        `keep_spare`: whether the runner that leaves service is kept for the next version."""
         self._config = config
         self._vocab_size = vocab_size
         self._make_forward = make_forward
@@ -86,10 +86,10 @@ class DoubleWeights:
     def stage(
         self, version: PolicyVersion, tensors: Mapping[str, Tensor], base_digest: str | None = None
     ) -> None:
-        """Takes the next weights beside the current ones: the model's, its draft layers' where they are among
-        them (`DRAFT_PREFIX`; else those stay as they are), and the factors of the version's adapter.
-        `base_digest`: of all but the factors; those in service are not read again. Raises WeightUpdateError
-        if they do not fit; then nothing is staged."""
+        """Copies the next weights into the spare runner: the model's, those of its draft layers if given
+        (`DRAFT_PREFIX`; else they stay as they are), and the factors of the version's adapter. `base_digest`:
+        of all tensors but the factors; a base in service is not copied again. Raises WeightUpdateError if
+        they do not fit; then nothing is staged."""
         self._staged = None
         pairs = pairs_of(tensors)
         check_factors_fit(self.active.model, pairs, version)
@@ -113,11 +113,11 @@ class DoubleWeights:
         return self._spare
 
     def slot_of(self, adapter: str | None) -> int:
-        """Place of an adapter in service, by which rows name it."""
+        """Slot of an adapter in service, by which rows refer to it."""
         return NO_ADAPTER if adapter is None else [*self._adapters].index(adapter)
 
     def _next_drafts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Of the draft layers: from `tensors`, else those in service. Empty where nobody drafts."""
+        """Tensors of the draft layers: from `tensors`, else those in service. Empty without draft layers."""
         if self.active.drafts is None:
             return {}
         start = len(DRAFT_PREFIX)
@@ -128,11 +128,11 @@ class DoubleWeights:
         return given
 
     def activate(self, version: PolicyVersion) -> bool:
-        """Puts the staged version into service; whether its base is another one, on which no earlier adapter
-        lies. Raises WeightUpdateError if it is not staged."""
+        """Puts the staged version into service. Returns whether its base is new, which drops all earlier
+        adapters. Raises WeightUpdateError if it is not staged."""
         staged = check_staged(version, self._staged)
         if staged.is_new_base:
-            assert self._spare is not None, "what was staged lies there"
+            assert self._spare is not None, "the spare runner holds what was staged"
             served, self.active = self.active, self._spare
             self._spare = served if self._keep_spare and served is not self.active else None
             self._adapters, self.served = {}, {}
@@ -151,7 +151,7 @@ class DoubleWeights:
 
     def _make_runner(self) -> Runner:
         model = build_model(self._config, self._vocab_size).requires_grad_(requires_grad=False)
-        # Cast first: float32 weights of a large model would not fit beside those in service.
+        # Cast first: float32 weights of a large model would not fit next to those in service.
         if self._dtype != torch.float32:
             model.cast(self._dtype)
         model = model.to(self._device)
@@ -168,8 +168,8 @@ def _copy(target: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_factors_fit(model: nn.Module, pairs: Mapping[str, Pair], version: PolicyVersion) -> None:
-    """Raises WeightUpdateError unless `pairs` are finite factors of the model's weights, and there are some
-    exactly where `version` names an adapter."""
+    """Raises WeightUpdateError unless `pairs` are finite factors of the model's weights, present if and only
+    if `version` names an adapter."""
     own = dict(model.named_parameters())
     if bool(pairs) != (version.adapter is not None):
         raise WeightUpdateError(

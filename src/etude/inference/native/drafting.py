@@ -1,4 +1,4 @@
-"""Runs of decoding steps, perhaps with drafts, as native code reads and writes them."""
+"""Runs of decoding steps, optionally with drafts, as the structures that native code reads and writes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from etude.records import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class DecodingSteps:
-    """N sessions that decode, perhaps with drafts, for some steps; what the run changes is written here and
-    into `Sequences`' tokens and log-probabilities."""
+    """Input and output of one run of decoding steps of N sessions, optionally with drafts. The run also
+    writes the tokens and log-probabilities of `Sequences`."""
 
     rows: NDArray[np.int64]
-    """[N] of `Sequences`."""
+    """[N] rows of `Sequences`."""
     most_steps: int
     most_positions: int
-    """That the model computes, but for the first step."""
+    """Most positions that the model computes, without the first step."""
     lengths: NDArray[np.int64]
-    """[N] of each session; in and out."""
+    """[N] tokens of each session; in and out."""
     wanted: NDArray[np.int64]
     """[N] most drafts of each."""
     ready: NDArray[np.int64]
-    """[N] drafts of layers behind the tokens; in and out."""
+    """[N] drafts that draft layers have already put behind the tokens; in and out."""
     stops: Sequence[Collection[int]]
     noise: NDArray[np.float64]
-    """[N, places] for the place behind each session's tokens and those that follow."""
+    """[N, places] uniform draws for the positions after each session's tokens."""
     source: NgramLookup | CarriedStates | None
-    """What drafts: layers, where it is their states; None where nobody wants any."""
+    """The drafter: n-gram lookup, or draft layers, given by their states; None without drafts."""
     drafted: NDArray[np.int64] = field(init=False)
-    """[N] out: drafts that were verified."""
-    stood: NDArray[np.int64] = field(init=False)
-    """[N] out: those that were right."""
+    """[N] out: verified drafts."""
+    accepted: NDArray[np.int64] = field(init=False)
+    """[N] out: accepted drafts."""
 
     def __post_init__(self) -> None:
-        self.drafted, self.stood = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
+        self.drafted, self.accepted = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
 
 
 @dataclass(slots=True, eq=False)
 class Columns:
-    """What each row asks of its distribution, as native code reads it."""
+    """Sampling parameters by column, as native code reads them."""
 
     temperatures: NDArray[np.float32]
     top_p: NDArray[np.float32]
@@ -60,14 +60,14 @@ class Columns:
 
     @staticmethod
     def of(params: Sequence[SamplingParams]) -> Columns:
-        """One entry each."""
+        """One entry per request, in the order given."""
         above_zeros = [[above_zero(p.temperature) for p in params], [above_zero(p.top_p) for p in params]]
         temperatures, top_p, min_p = np.array([*above_zeros, [p.min_p for p in params]], dtype=np.float32)
         return Columns(temperatures, top_p, min_p, np.array([p.top_k for p in params], dtype=np.int64))
 
 
 class NativeRun:
-    """The structure of a run, and all that it points to."""
+    """The `DraftRun` structure of a run, and the memory that it points to."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class NativeRun:
         layers: NativeDraftWeights | None,
         vocabulary: int,
     ) -> None:
-        """`layers`: those that draft, where the steps' source is their states."""
+        """`layers`: weights of the draft layers, where `steps.source` is `CarriedStates`."""
         rows, routes = steps.rows, sequences.cache.routes
         adapters = sequences.adapters_of(rows)
         self._held: list[Any] = [columns]
@@ -99,7 +99,7 @@ class NativeRun:
             wanted=self._hold(steps.wanted),
             ready=steps.ready.ctypes.data,
             drafted=steps.drafted.ctypes.data,
-            stood=steps.stood.ctypes.data,
+            stood=steps.accepted.ctypes.data,
             first_stops=self._hold(first_stops),
             stops=self._hold(stop_tokens),
             noise=self._hold(steps.noise),
@@ -138,7 +138,7 @@ class NativeRun:
         self.native.layers = address(layers)
 
     def _hold(self, array: NDArray[Any]) -> int:
-        """Address of the values, one behind the other; they live as long as the run."""
+        """Address of the contiguous values, which are kept alive as long as the run."""
         array = np.ascontiguousarray(array)
         self._held.append(array)
         return array.ctypes.data
