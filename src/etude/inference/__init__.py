@@ -1,7 +1,7 @@
-"""Sampling: the engine, and the service that many sessions share.
+"""Inference: the engine, and the service through which many sessions share it.
 
-Names are imported when they are first used: torch comes with the engine, and the router and the load
-generator below this package need none.
+Names are imported lazily: the engine imports torch, which the router and the load generator below this
+package do not need.
 """
 
 from __future__ import annotations

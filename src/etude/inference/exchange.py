@@ -1,10 +1,10 @@
-"""A sampler for clients in other processes: requests and answers go in batches.
+"""Batched transport of a sampler to clients in other processes: commands in, events out.
 
     client ──exchange([open, stream, close, abort, ...])──> Exchange ──> Sampler
            <──────────────── poll() -> [chunks, ends, errors, ...] ────────┘
 
-One message per token, or per session, would cost more than small models take to compute: a batch holds as
-many sessions as have something to say at the time.
+One message per token, or per session, would cost more than small models take to compute: a batch carries all
+events that have accumulated.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Command = (
     | tuple[Literal["stream"], SampleRequest]
     | tuple[Literal["beside"], tuple[str, str]]
 )
-"""What the client wants: of a session, of a request, of a session that has left another one."""
+"""A client's command for a session or request; `beside` opens a session next to its fork parent."""
 Event = tuple[str, SampleChunk | EtudeError | None]
-"""What the client receives of a request; None or an error ends it."""
+"""(request id, item) for the client; None or an error ends the request."""
 _AGAIN_S = 0.1
-"""Between two attempts to abort what is to end."""
+"""Between two attempts to abort requests in `end`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a process computes with. Two that differ do not give a token the same bits, or do not fit at
-    all."""
+    """What determines the bits that a process computes: two processes whose builds differ may compute
+    different bits for a token, or cannot share weights at all."""
 
     machine: str
     byte_order: str
@@ -48,12 +48,12 @@ class Build:
 
     @staticmethod
     def here(model: ModelConfig) -> Build:
-        """This process's."""
+        """The build of this process."""
         return Build(platform.machine(), sys.byteorder, versions(), model.model_dump_json())
 
     @property
     def parts(self) -> dict[str, str]:
-        """All of it by name, for people."""
+        """All parts by readable name, for messages."""
         packages = {f"version of {name}": version for name, version in self.versions.items()}
         return {"machine": self.machine, "byte order": self.byte_order, **packages, "model": self.model}
 
@@ -66,12 +66,12 @@ class Exchange:
         self._events: list[Event] = []
         self._filled = asyncio.Event()
         self._sessions: set[str] = set()
-        """Open for this client."""
+        """Sessions that this client has opened."""
         self._streams: dict[str, asyncio.Task[None]] = {}
-        """By request."""
+        """Running streams, by request id."""
 
     def exchange(self, commands: Sequence[Command]) -> None:
-        """Does what the client wants, in its order. `poll` returns how requests go."""
+        """Executes a client's commands in order. `poll` returns the results of its requests."""
         for command in commands:
             match command:
                 case ("open", str(session)):
@@ -92,20 +92,20 @@ class Exchange:
                     raise SamplerError("there is no such command", received=repr(command))
 
     def refuse(self, commands: Sequence[Command], error: EtudeError) -> None:
-        """Answers requests with an error; what else the client wants no longer matters."""
+        """Answers the requests among `commands` with an error, and ignores other commands."""
         for _, value in commands:
             if isinstance(value, SampleRequest):
-                self._tell(value, error)
+                self._push(value, error)
 
     async def poll(self) -> list[Event]:
-        """What there is to tell the client; waits until there is something."""
+        """Returns all events since the last poll; waits for at least one."""
         await self._filled.wait()
         self._filled.clear()
         events, self._events = self._events, []
         return events
 
     async def wait(self) -> None:
-        """Waits until there is something to tell."""
+        """Waits until there are events."""
         await self._filled.wait()
 
     @property
@@ -114,15 +114,15 @@ class Exchange:
         return self._filled.is_set()
 
     async def end(self, within_s: float = 5.0) -> None:
-        """Aborts what is in flight, whose tokens so far the client still receives, and closes its sessions.
+        """Aborts all requests in flight, whose tokens so far are still delivered, and closes all sessions.
 
-        `within_s`: what has not ended by then is cancelled, which the client learns too.
+        `within_s`: requests that have not ended by then are cancelled, and get an error event.
         """
         tasks = list(self._streams.values())
         clock = asyncio.get_running_loop().time
         until_s = clock() + within_s
         while self._streams and (left_s := until_s - clock()) > 0:
-            for request_id in self._streams:  # again and again: a sampler hears nothing of what only begins
+            for request_id in self._streams:  # repeatedly: a sampler ignores ids whose stream has not begun
                 self._sampler.abort(request_id)
             await asyncio.wait(self._streams.values(), timeout=min(_AGAIN_S, left_s))
         await end_tasks(*tasks)
@@ -134,21 +134,21 @@ class Exchange:
     async def _stream(self, request: SampleRequest) -> None:
         try:
             async for chunk in self._sampler.stream(request):
-                self._tell(request, chunk)
+                self._push(request, chunk)
         except EtudeError as error:
-            self._tell(request, error)
+            self._push(request, error)
         except asyncio.CancelledError:
-            self._tell(request, SamplerError("the request was cut off"))
+            self._push(request, SamplerError("the request was cut off"))
             raise
-        except Exception as error:  # a defect, which the client must not wait for
-            self._tell(request, SamplerError("the engine failed", received=repr(error)))
+        except Exception as error:  # a bug: the client must not wait forever
+            self._push(request, SamplerError("the engine failed", received=repr(error)))
             raise
         else:
-            self._tell(request, None)
+            self._push(request, None)
         finally:
             if self._streams.get(request.id) is asyncio.current_task():
                 del self._streams[request.id]
 
-    def _tell(self, request: SampleRequest, item: SampleChunk | EtudeError | None) -> None:
+    def _push(self, request: SampleRequest, item: SampleChunk | EtudeError | None) -> None:
         self._events.append((request.id, item))
         self._filled.set()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 SESSION_HEADER = "x-session-id"
-"""Names a conversation: its turns go to the replica that holds its prefix."""
+"""Identifies a conversation: its turns go to the replica that caches its prefix."""
 VERSION_HEADER = "x-etude-version"
-"""`LINEAGE@STEP`: tokens of this policy version are wanted, and of no other."""
+"""`LINEAGE@STEP`: pins the request to this policy version."""
 POOL_HEADER = "x-etude-pool"
-"""Which of a router's pools shall answer."""
+"""The router pool that should answer."""
 EXTENSIONS_HEADER = "x-etude-extensions"
-"""What a client wants beside OpenAI's answer: `tokens`."""
+"""Requested extensions of OpenAI's response: `tokens`."""
 SIDE_CHANNEL_HEADER = "x-etude-side-channel"
-"""Of an answer: the path of its tokens."""
+"""Response header: the path under which the response's tokens can be fetched."""

@@ -1,4 +1,4 @@
-"""What every engine refuses of a request, in the same words."""
+"""Checks of requests that all engines share, with the same error messages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from etude.records import PolicyVersion
 
 
 def check_tokens(tokens: NDArray[np.integer], vocab_size: int, field: str = "suffix") -> None:
-    """Raises SamplerError if one of `tokens` is outside the vocabulary. `field`: as which they were given."""
+    """Raises SamplerError if one of `tokens` is outside the vocabulary. `field`: as named in the error."""
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
         raise SamplerError(f"tokens must be in 0..{vocab_size - 1}", field=field, received=int(outside[0]))
 
 
 def check_length(num_tokens: int, longest: int, limit: str = "the engine's limit") -> None:
-    """Raises SamplerError unless a session of `num_tokens` can be continued in a context of `longest`, whose
-    name for the user is `limit`."""
+    """Raises SamplerError unless a session of `num_tokens` can be continued in a context of `longest`.
+    `limit`: what the message calls that limit."""
     if not num_tokens:
         raise SamplerError("nothing to continue", field="suffix", received=0, fix="send at least one token")
     if num_tokens >= longest:
@@ -31,12 +31,12 @@ def check_length(num_tokens: int, longest: int, limit: str = "the engine's limit
 
 
 def already_open(session_id: str) -> SamplerError:
-    """For a session that is opened twice."""
+    """The error for a session that is opened twice."""
     return SamplerError("session is open already", field="session_id", received=session_id)
 
 
 def not_open(session_id: str) -> SamplerError:
-    """For a request of a session that takes none now."""
+    """The error for a request of a session that is not open, or is busy."""
     return SamplerError(
         "session is not open or has a request in flight",
         field="session_id",
@@ -48,7 +48,7 @@ def not_open(session_id: str) -> SamplerError:
 def serves(current: PolicyVersion | None, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:
     """Whether `current` answers a request for exactly `wanted`, or for that or a later one of its lineage.
 
-    A wanted version without a digest stands for any weights of its lineage and step.
+    A wanted version without a digest matches any weights of its lineage and step.
     """
     if current is None or current.lineage != wanted.lineage:
         return False

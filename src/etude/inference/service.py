@@ -4,16 +4,16 @@
        ^                                                                 |
        └──────────────── tools, sandboxes, graders <─────────────────────┘
 
-What is computed together decides the last bits of the result, so a reproducible run must not let tools'
-wall time decide it. Each time a session leaves the engine (its message is complete) it gets a ticket that
-is due a fixed number of steps later. At that step the loop waits until the session has come back (with its
-next request, or by closing), and takes it in, in ticket order. Meanwhile other sessions decode, so tools
-overlap with sampling and nothing depends on which tool was faster.
+The composition of a batch affects the last bits of its results, so in a reproducible run it must not depend
+on tools' wall time. Each time a request ends, its session gets a ticket that is due a fixed number of steps
+later. At that step the loop waits until the session has returned (with its next request, or by closing), and
+admits it, in ticket order. Meanwhile other sessions decode, so tools overlap with sampling and nothing
+depends on which tool was faster.
 
 Without such a schedule (for interactive use) steps run in a thread of their own, so that a long one does not
-keep the process from answering. What touches the engine then waits for the end of the step: requests come in
-and sessions close in the loop anyway, between two steps; aborts are put off until then. Scoring runs in a
-thread in either case, between two steps (`scorer`).
+keep the process from answering. Accesses to the engine then wait for the end of the step: requests are
+admitted and sessions closed by the loop anyway, between two steps; aborts are deferred until then. Scoring
+runs in a thread in either case, between two steps (`scorer`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from etude.weights.manifest import digest_base
 WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
 
 _MOST_STEPS = 64
-"""In one call of the engine: it takes as many as are over within about a millisecond."""
+"""Most steps of one engine call, which takes as many as end within about a millisecond."""
 
 
 class EngineService:
@@ -53,30 +53,30 @@ class EngineService:
     PacedSampler and WeightSink."""
 
     def __init__(self, engine: Engine, fetch_weights: WeightFetcher, delay_steps: int | None = 6) -> None:
-        """`delay_steps`: steps until a session is waited for; None takes requests as they come (for
-        interactive use, where reproducible timing means nothing), and steps in a thread."""
+        """`delay_steps`: steps after which a session's next request is waited for; None admits requests on
+        arrival (for interactive use, where timing need not be reproducible), and steps in a thread."""
         self.engine = engine
         self.times = ServiceTimes()
         self._fetch_weights = fetch_weights
         self._delay_steps = delay_steps
         self._tickets = TicketLine(delay_steps)
         self._in_flight: dict[str, str] = {}
-        """Session -> its request, from stream() until the answer."""
+        """Session -> its request, from stream() until the last answer."""
         self._replies: dict[str, Reply] = {}
-        """Request -> who waits for it, once the engine has it."""
-        self._turns = EngineTurns(own_thread=delay_steps is None, before=self._note_load)
+        """Request -> its reply, once the engine has it."""
+        self._turns = EngineTurns(own_thread=delay_steps is None, before=self._record_load)
         self._scorer = Scorer(engine, self._turns, at_once=delay_steps is not None)
         self._closing: set[str] = set()
         """Sessions to close once their request has ended."""
         self._last_load = EngineLoad(0, 0, engine.num_free_pages, engine.num_pages)
         self._wake = asyncio.Event()
-        self._at_rest = asyncio.Event()
-        """Set while no session is open and nothing is to be done."""
-        self._at_rest.set()
+        self._idle = asyncio.Event()
+        """Set while no session is open and the engine has no work."""
+        self._idle.set()
         self._staging = asyncio.Lock()
-        self._unheld = asyncio.Event()
-        """Cleared while steps must wait, because a reproducible schedule stages weights."""
-        self._unheld.set()
+        self._may_step = asyncio.Event()
+        """Cleared while weights are staged under a reproducible schedule: no step may run."""
+        self._may_step.set()
         self._pace: Pace | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -99,11 +99,11 @@ class EngineService:
     # ---- Sampler --------------------------------------------------------------------------------
 
     def open(self, session_id: str, beside: str | None = None) -> None:
-        """See Sampler.open. Where `beside` is not away, nor open at all, it counts for nothing."""
+        """See Sampler.open. `beside` is ignored unless that session is open without a request in flight."""
         if session_id in self._tickets or session_id in self._in_flight:
             raise already_open(session_id)
-        if beside is None or not self._tickets.leave_beside(session_id, beside):
-            self._leave(session_id)
+        if beside is None or not self._tickets.issue_after(session_id, beside):
+            self._issue_ticket(session_id)
         self._wake.set()
 
     def close(self, session_id: str) -> None:
@@ -114,17 +114,17 @@ class EngineService:
             if session_id in self._in_flight:
                 self._closing.add(session_id)
                 return
-        if self._tickets.come_back(session_id):
+        if self._tickets.mark_returned(session_id):
             self._wake.set()
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         """See Sampler.stream. Chunks come when the message is complete, one per policy version; if the
-        request is `streaming`, after each step. A stream that is not read to its end aborts its request, and
-        so does `deadline_s`, counted from here."""
+        request is `streaming`, after each step. A stream that is not read to its end aborts its request;
+        so does `deadline_s`, counted from this call."""
         if self._failure is not None:
             raise SamplerError("the engine has failed", received=repr(self._failure))
         reply = Reply()
-        if not self._tickets.come_back(request.session_id, request, reply):
+        if not self._tickets.mark_returned(request.session_id, request, reply):
             raise not_open(request.session_id)
         self._in_flight[request.session_id] = request.id
         self._wake.set()
@@ -157,7 +157,7 @@ class EngineService:
     def abort(self, request_id: str) -> None:
         ticket = self._tickets.find(request_id)
         if ticket is not None and ticket.request is not None:
-            self._take_back(ticket, ticket.request)
+            self._abort_unstarted(ticket, ticket.request)
             return
         self._turns.when_free(functools.partial(self._abort_begun, request_id))
 
@@ -169,33 +169,33 @@ class EngineService:
     # ---- WeightSink -----------------------------------------------------------------------------
 
     async def stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """See WeightSink.stage. Fetching, checks and copies run in a thread, while the engine goes on.
-        `tensors`: those of the manifest, where they are at hand.
+        """See WeightSink.stage. Fetching, checks and copies run in a thread, while the engine
+        continues. `tensors`: those of the manifest, if the caller has them already.
 
-        Under a reproducible schedule no step is taken meanwhile: how many there were must not depend on how
-        long the thread takes. Cancelled, it returns once the thread is done.
+        Under a reproducible schedule no step runs meanwhile: their number must not depend on how long the
+        thread takes. If cancelled, returns once the thread is done.
         """
         async with self._staging:
             if self._delay_steps is not None:
-                self._unheld.clear()
+                self._may_step.clear()
             began = time.perf_counter()
             try:
                 await finish_in_thread(self._stage, manifest, tensors)  # two at once would mix versions
             finally:
                 self.times.stage_s += time.perf_counter() - began
-                self._unheld.set()
+                self._may_step.set()
 
     def _stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None) -> None:
         tensors = self.fetch(manifest) if tensors is None else tensors
         self.engine.stage(manifest.version, tensors, digest_base(manifest))
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
-        """The checked tensors of a manifest, from where the engine has its weights. Blocks."""
+        """Fetches and checks the tensors of a manifest from the engine's weight source. Blocks."""
         return self._fetch_weights(manifest)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate. Runs between two steps, and when nothing is being scored."""
-        async with self._scorer.same_weights:
+        """See WeightSink.activate. Runs between two steps, while nothing is being scored."""
+        async with self._scorer.weights_lock:
             await self._turns.wait_until_free()
             began = time.perf_counter()
             self.engine.activate(version, kv)
@@ -209,10 +209,10 @@ class EngineService:
     # ---- memory ---------------------------------------------------------------------------------
 
     async def release_memory(self) -> None:
-        """See Engine.release_memory. Sessions that are being closed are waited for."""
-        async with self._scorer.same_weights:
+        """See Engine.release_memory. Waits for sessions that are being closed."""
+        async with self._scorer.weights_lock:
             if not self._tickets.any_away and not self._in_flight and self._failure is None:
-                await self._at_rest.wait()
+                await self._idle.wait()
             await self._turns.wait_until_free()
             self.engine.release_memory()
 
@@ -226,32 +226,32 @@ class EngineService:
 
     @property
     def counters(self) -> EngineCounters:
-        """What the engine has done."""
+        """The engine's counters."""
         return self.engine.counters
 
     def usage(self) -> dict[str, float]:
-        """What the engine has done, and its seconds, by the names in EngineCounters and ServiceTimes."""
+        """Counters and times by their names in EngineCounters and ServiceTimes."""
         times = {name: value for name, value in asdict(self.times).items() if isinstance(value, float)}
         return {**asdict(self.counters), **times}
 
     @property
     def failure(self) -> BaseException | None:
-        """Why nothing will ever be answered again; None while it works."""
+        """The error that ended the loop; None while it runs."""
         return self._failure
 
     @property
     def load(self) -> EngineLoad:
-        """How busy the engine is, or was before the step that is running. Requests that have come and are
-        not due yet count as waiting."""
+        """Current load of the engine, or that before the running step. Requests whose tickets are not due yet
+        count as waiting."""
         if self._turns.is_free:
-            self._note_load()
+            self._record_load()
         return self._last_load
 
-    def _note_load(self) -> None:
+    def _record_load(self) -> None:
         engine = self.engine
-        num_coming = sum(ticket.request is not None for ticket in self._tickets)
+        num_early = sum(ticket.request is not None for ticket in self._tickets)
         self._last_load = EngineLoad(
-            engine.num_running, engine.num_waiting + num_coming, engine.num_free_pages, engine.num_pages
+            engine.num_running, engine.num_waiting + num_early, engine.num_free_pages, engine.num_pages
         )
 
     # ---- the loop -------------------------------------------------------------------------------
@@ -259,51 +259,51 @@ class EngineService:
     async def _run(self) -> None:
         try:
             while True:
-                await self._unheld.wait()
-                await self._take_in()
-                await self._unheld.wait()
+                await self._may_step.wait()
+                await self._admit_due()
+                await self._may_step.wait()
                 if self.engine.has_work:
                     await self._step()
                     await asyncio.sleep(0)
                 elif self._tickets:
                     self._tickets.skip_to_due()
                     if self._delay_steps is None:
-                        await self._wait_for_anyone()
+                        await self._wait_for_return()
                 else:
                     self._wake.clear()
-                    self._at_rest.set()
-                    await self._rest()
+                    self._idle.set()
+                    await self._wait_for_work()
         except Exception as error:
             self._failure = error
             self._fail_waiting(error)
             raise
 
-    async def _wait_for_anyone(self) -> None:
+    async def _wait_for_return(self) -> None:
         self._wake.clear()
         if not any(ticket.returned.is_set() for ticket in self._tickets):
-            await self._rest()
+            await self._wait_for_work()
 
-    async def _rest(self) -> None:
-        async with self._scorer.resting():
+    async def _wait_for_work(self) -> None:
+        async with self._scorer.idle():
             await self._wake.wait()
 
-    async def _take_in(self) -> None:
-        """Takes back the sessions that are due, in ticket order, waiting for those still away."""
+    async def _admit_due(self) -> None:
+        """Admits the sessions that are due, in ticket order, waiting for those that have not returned."""
         if self._delay_steps is None:
             await self._turns.wait_until_free()
-            for ticket in self._tickets.take_returned():
+            for ticket in self._tickets.pop_returned():
                 self._admit(ticket)
             return
         some_ended = False
         while (ticket := self._tickets.due) is not None:
             began = time.perf_counter()
-            # An abort may have taken the request back meanwhile, and somebody may score.
+            # An abort may have withdrawn the request meanwhile, and a scoring may have the engine.
             while not (ticket.returned.is_set() and self._turns.is_free):
                 await ticket.returned.wait()
-                await self._unheld.wait()
+                await self._may_step.wait()
                 await self._turns.wait_until_free()
             self.times.waiting_s += time.perf_counter() - began
-            self._tickets.take_due()
+            self._tickets.pop_due()
             self._admit(ticket)
             if self._pace is not None and ticket.request is None:
                 self._pace.ended(ticket.session_id)
@@ -318,13 +318,13 @@ class EngineService:
         try:
             self.engine.submit(ticket.request)
         except EtudeError as error:
-            self._leave(ticket.session_id)
+            self._issue_ticket(ticket.session_id)
             ticket.reply.put(error)
             return
         self._replies[ticket.request.id] = ticket.reply
 
     async def _step(self) -> None:
-        """One step, in the thread if there is one. Callers that wait for its end run before the next."""
+        """Runs one step, in the thread if there is one. Deferred actions run before the next."""
         counters = self.engine.counters
         most_steps = self._tickets.steps_until_due or _MOST_STEPS
         decoded, prefilled, before = counters.decode_tokens, counters.prefill_tokens, counters.steps
@@ -333,7 +333,7 @@ class EngineService:
             began = time.perf_counter()
             return self.engine.step(most_steps), time.perf_counter() - began
 
-        take_turn = self._turns.in_thread if self._delay_steps is None else self._turns.in_loop
+        take_turn = self._turns.run_in_thread if self._delay_steps is None else self._turns.run_in_loop
         answers, elapsed = await take_turn(work)
         taken = max(1, counters.steps - before)
         decoded, prefilled = counters.decode_tokens - decoded, counters.prefill_tokens - prefilled
@@ -342,20 +342,20 @@ class EngineService:
         self._tickets.clock += taken
         for answer in answers:
             self._deliver(answer)
-        self._turns.catch_up()
-        self._scorer.stepped()
+        self._turns.run_deferred()
+        self._scorer.on_step()
 
     def _deliver(self, answer: Answer) -> None:
         reply = self._replies.get(answer.request.id)
         if answer.is_last:
-            self._leave(answer.request.session_id)
+            self._issue_ticket(answer.request.session_id)
             self._replies.pop(answer.request.id, None)
         if reply is not None:
             reply.put(answer)
 
-    def _take_back(self, ticket: Ticket, request: SampleRequest) -> None:
-        """Aborts a request that has not reached the engine: its session is away as before."""
-        reply = self._tickets.send_away(ticket)
+    def _abort_unstarted(self, ticket: Ticket, request: SampleRequest) -> None:
+        """Aborts a request that has not reached the engine: its session keeps its ticket."""
+        reply = self._tickets.withdraw_request(ticket)
         self._in_flight.pop(ticket.session_id, None)
         if reply is None or reply.is_closed:
             return
@@ -364,13 +364,13 @@ class EngineService:
         except SamplerError as error:
             reply.put(error)
 
-    def _leave(self, session_id: str) -> None:
+    def _issue_ticket(self, session_id: str) -> None:
         self._in_flight.pop(session_id, None)
-        self._tickets.leave(session_id)
-        self._at_rest.clear()
+        self._tickets.issue(session_id)
+        self._idle.clear()
         if session_id in self._closing:
             self._closing.discard(session_id)
-            self._tickets.come_back(session_id)
+            self._tickets.mark_returned(session_id)
 
     def _fail_waiting(self, error: BaseException) -> None:
         waiting = [*self._replies.values(), *(t.reply for t in self._tickets if t.reply is not None)]
@@ -378,6 +378,6 @@ class EngineService:
             reply.put(SamplerError("the engine failed", received=repr(error)))
         self._replies.clear()
         self._scorer.stop(error)
-        self._at_rest.set()
+        self._idle.set()
         if self._pace is not None:
             self._pace.stopped()

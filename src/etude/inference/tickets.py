@@ -1,5 +1,4 @@
-"""Sessions between two of their requests, in the order in which they are taken back, and what waits for the
-engine's answers."""
+"""The queue of sessions between two requests (tickets), and the streams that wait for answers (replies)."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from etude.records import SampleRequest
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """What a stream waits for: answers, of which the last ends it, or an error."""
+    """The queue behind one stream: answers, up to the last one, or an error."""
 
     items: asyncio.Queue[Answer | EtudeError] = field(default_factory=asyncio.Queue[Answer | EtudeError])
     is_closed: bool = False
-    """Whether nothing more will come, or nobody listens any more."""
+    """Whether the last item was put, or the reader has stopped."""
 
     def put(self, item: Answer | EtudeError) -> None:
-        """Hands one item over; what comes after the last is dropped."""
+        """Adds an item; items after the last one are dropped."""
         if self.is_closed:
             return
         self.is_closed = not isinstance(item, Answer) or item.is_last
@@ -31,28 +30,28 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A session that is away, and what it comes back with."""
+    """A session without a request in the engine, and the request that it returns with."""
 
     session_id: str
     due_step: int
     beside: str | None = None
-    """The session that this one left, while it has not had a request of its own."""
+    """The session that this one was forked from, until it has a request of its own."""
     request: SampleRequest | None = None
     reply: Reply | None = None
     returned: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class TicketLine:
-    """Tickets of the sessions that are open and that the engine does not answer, in their order."""
+    """Tickets of the open sessions without a request in the engine, in the order in which they are due."""
 
     def __init__(self, delay_steps: int | None) -> None:
-        """`delay_steps`: until a session is waited for; None takes sessions as they come back."""
+        """`delay_steps`: steps until a ticket is due; None admits sessions whenever they return."""
         self.clock = 0
-        """Steps that were taken, those included that were skipped because nobody was due."""
+        """Engine steps so far, including those skipped by `skip_to_due`."""
         self._delay_steps = delay_steps
         self._line: deque[Ticket] = deque()
         self._away: dict[str, Ticket] = {}
-        """By session: tickets of those that have not come back."""
+        """Tickets of the sessions that have not returned, by session."""
 
     def __len__(self) -> int:
         return len(self._line)
@@ -61,39 +60,39 @@ class TicketLine:
         return iter(self._line)
 
     def __contains__(self, session_id: str) -> bool:
-        """Whether the session is away."""
+        """Whether the session has not returned."""
         return session_id in self._away
 
     @property
     def any_away(self) -> bool:
-        """Whether a session has not come back."""
+        """Whether any session has not returned."""
         return bool(self._away)
 
     @property
     def due(self) -> Ticket | None:
-        """The first ticket, if its step has come."""
+        """The first ticket, if it is due."""
         return self._line[0] if self._line and self._line[0].due_step <= self.clock else None
 
     @property
     def steps_until_due(self) -> int | None:
-        """Steps until the next session is waited for; None where nobody is."""
+        """Steps until the next ticket is due; None without tickets or delay."""
         if not self._line or self._delay_steps is None:
             return None
         return max(1, self._line[0].due_step - self.clock)
 
     def skip_to_due(self) -> None:
-        """Moves the clock to where the first ticket is due."""
+        """Advances the clock to the step at which the first ticket is due."""
         self.clock = max(self.clock, self._line[0].due_step)
 
-    def leave(self, session_id: str) -> Ticket:
-        """The session goes away."""
+    def issue(self, session_id: str) -> Ticket:
+        """Issues a ticket to a session that is opened, or whose request has ended."""
         ticket = self._away[session_id] = Ticket(session_id, self._due_step())
         self._line.append(ticket)
         return ticket
 
-    def leave_beside(self, session_id: str, other: str) -> bool:
-        """The session goes away together with `other`, behind all that did so before; False, and nothing is
-        done, where that one is not away."""
+    def issue_after(self, session_id: str, other: str) -> bool:
+        """Issues a ticket that is due together with that of `other`, after earlier ones of this kind; returns
+        False, without doing anything, if `other` has no ticket or has returned."""
         beside = self._away.get(other)
         if beside is None:
             return False
@@ -104,10 +103,10 @@ class TicketLine:
         self._line.insert(place, ticket)
         return True
 
-    def come_back(
+    def mark_returned(
         self, session_id: str, request: SampleRequest | None = None, reply: Reply | None = None
     ) -> bool:
-        """The session is back, with a request or for good; False where it is not away."""
+        """The session has returned: with a request, or None to be closed. False if it has no open ticket."""
         ticket = self._away.pop(session_id, None)
         if ticket is None:
             return False
@@ -115,32 +114,32 @@ class TicketLine:
         ticket.returned.set()
         return True
 
-    def send_away(self, ticket: Ticket) -> Reply | None:
-        """The session is away again as before, without its request; who waited for the answer."""
+    def withdraw_request(self, ticket: Ticket) -> Reply | None:
+        """Takes the request back: the session has not returned. The reply that waited for the answer."""
         reply, ticket.request, ticket.reply = ticket.reply, None, None
         ticket.returned.clear()
         self._away[ticket.session_id] = ticket
         return reply
 
     def find(self, request_id: str) -> Ticket | None:
-        """The ticket that came back with this request."""
+        """The ticket that was returned with this request."""
         for ticket in self._line:
             if ticket.request is not None and ticket.request.id == request_id:
                 return ticket
         return None
 
-    def take_due(self) -> Ticket:
-        """Takes out the first ticket."""
+    def pop_due(self) -> Ticket:
+        """Removes and returns the first ticket."""
         return self._line.popleft()
 
-    def take_returned(self) -> list[Ticket]:
-        """Takes out all tickets whose sessions are back."""
+    def pop_returned(self) -> list[Ticket]:
+        """Removes and returns the tickets of all sessions that have returned."""
         returned = [ticket for ticket in self._line if ticket.returned.is_set()]
         self._line = deque(ticket for ticket in self._line if not ticket.returned.is_set())
         return returned
 
     def _due_step(self) -> int:
-        """The next multiple of the delay that is at least the delay away: sessions come back in batches,
-        so that fewer steps have something to prefill."""
+        """The next multiple of the delay that is at least the delay away: sessions return in batches, so that
+        fewer steps prefill."""
         delay = self._delay_steps or 0
         return -(-(self.clock + delay) // delay) * delay if delay else self.clock

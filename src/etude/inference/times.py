@@ -1,4 +1,4 @@
-"""What an engine has done, where its service's wall time went, and how busy it is."""
+"""Metrics of an engine and its service: counters, wall times and current load."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What the engine has done since it was made. Units: tokens, steps."""
+    """Counters of an engine since its creation. Units: tokens, steps."""
 
     decode_tokens: int = 0
     prefill_tokens: int = 0
     steps: int = 0
     weight_updates: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that needed no computing: their pages were there."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int = 0
-    """Times that a request lost its pages to an older one."""
+    """How often a request lost its pages to an older one."""
     drafted_tokens: int = 0
-    """Computed on the guess that they would be sampled."""
+    """Verified drafts."""
     accepted_tokens: int = 0
-    """Of those, the ones that were."""
+    """Accepted drafts among them."""
 
 
 @dataclass(slots=True)
 class StepSums:
-    """What engine steps cost, summed so that a regression over all of them needs none of them."""
+    """Sufficient statistics for a linear regression of step time on decoded and prefilled tokens."""
 
     gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)))
     """Sum of f f^T, where f = (1, decoded tokens, whether it prefilled, prefilled tokens)."""
     moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
     """Sum of f times the step's seconds."""
     decode_s: float = 0.0
-    """Of steps that only decoded."""
+    """Seconds of decode-only steps."""
     mixed_s: float = 0.0
-    """Of steps that did both."""
+    """Seconds of steps that decoded and prefilled."""
     mixed_steps: int = 0
     mixed_decode_tokens: int = 0
 
     def add(self, decode_tokens: int, prefill_tokens: int, elapsed_s: float, num_steps: int = 1) -> None:
-        """Counts one step in, or several alike: the sums are of all."""
+        """Adds one step, or `num_steps` equal ones, of which the other arguments are the sums."""
         features = np.array((num_steps, decode_tokens, prefill_tokens > 0, prefill_tokens))
         self.gram += np.outer(features, features) / num_steps
         self.moment += features * elapsed_s / num_steps
@@ -54,33 +54,33 @@ class StepSums:
             self.decode_s += elapsed_s
 
     def since(self, earlier: StepSums) -> StepSums:
-        """The steps that were counted after `earlier`."""
+        """The sums of the steps after `earlier`."""
         return StepSums(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 @dataclass(slots=True)
 class ServiceTimes:
-    """Where the loop's wall time went, in seconds."""
+    """Wall times of the service's loop, in seconds."""
 
     step_s: float = 0.0
     steps: StepSums = field(default_factory=StepSums)
     waiting_s: float = 0.0
-    """Waiting for sessions that were due and still away."""
+    """Waiting for sessions that were due and had not returned."""
     swap_s: float = 0.0
-    """Exchanging weights: no step runs meanwhile."""
+    """Swapping weights: no step runs meanwhile."""
     longest_swap_s: float = 0.0
-    """Of one exchange."""
+    """The longest single swap."""
     stage_s: float = 0.0
-    """Fetching, checking and copying the next weights, in a thread of their own."""
+    """Fetching, checking and copying the next weights, in a separate thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is, for metrics."""
+    """Current load of an engine, for metrics."""
 
     running: int
     """Requests that are being computed."""
     waiting: int
-    """Requests that have come and are not."""
+    """Requests that have arrived and are not being computed."""
     free_pages: int
     num_pages: int

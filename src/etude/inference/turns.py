@@ -1,11 +1,11 @@
-"""Who has the engine: the loop, or one thread at a time.
+"""Mutual exclusion for the engine: the event loop or one worker thread may use it.
 
-    loop ──work──> its turn ──> a thread has the engine ──> free again ──> what was put off
+    loop ──work──> its turn ──> a thread has the engine ──> free again ──> deferred actions
              ^                                                │
-             └───────── the next in the order of asking ──────┘
+             └───────── the next caller, first come ──────────┘
 
-An engine is not safe for two threads. The loop may touch it while `is_free`; who cannot wait for that puts
-off what it wants to do.
+An engine is not thread-safe. The loop may use it while `is_free`; callers that cannot wait for that defer
+their actions.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Result = TypeVar("Result")
 
 
 class EngineTurns:
-    """Turns at one engine, in the order of asking. All methods are the loop's."""
+    """A FIFO lock on one engine, with deferred actions. To be used from the event loop only."""
 
     def __init__(self, *, own_thread: bool, before: Callable[[], None]) -> None:
-        """`own_thread`: whether work has one thread for itself, else any of the loop's. `before` is called
-        right before a thread gets the engine."""
+        """`own_thread`: whether work runs in a thread of its own, else in the loop's executor. `before` is
+        called right before a thread gets the engine."""
         self._thread = ThreadPoolExecutor(1, "etude-engine") if own_thread else None
         self._before = before
         self._turn = asyncio.Lock()
         self._free = asyncio.Event()
         self._free.set()
-        self._put_off: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
 
     @property
     def is_free(self) -> bool:
-        """Whether no thread has the engine: so it stays until the caller waits for something."""
+        """Whether no thread has the engine. Stays true until the caller awaits something."""
         return self._free.is_set()
 
     async def wait_until_free(self) -> None:
@@ -44,28 +44,28 @@ class EngineTurns:
             await self._free.wait()
 
     def when_free(self, action: Callable[[], None]) -> None:
-        """Does it now, or where a thread has the engine, when `catch_up` is called next."""
+        """Runs `action` now, or, while a thread has the engine, at the next `run_deferred`."""
         if self.is_free:
             action()
         else:
-            self._put_off.append(action)
+            self._deferred.append(action)
 
-    def catch_up(self) -> None:
-        """Does what was put off, unless a thread has the engine again. The owner of a turn in a thread calls
-        this, once what came of it is handed over."""
+    def run_deferred(self) -> None:
+        """Runs the deferred actions, unless a thread has the engine again. To be called by the owner of a
+        turn in a thread, once it has delivered the results."""
         if not self.is_free:
             return
-        actions, self._put_off = self._put_off, []
+        actions, self._deferred = self._deferred, []
         for action in actions:
             action()
 
-    async def in_loop(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns, in its turn, here."""
+    async def run_in_loop(self, work: Callable[[], Result]) -> Result:
+        """Waits for its turn, runs `work` in the loop and returns its result."""
         async with self._turn:
             return work()
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns, in its turn, in a thread. Cancelled, it waits for the end."""
+    async def run_in_thread(self, work: Callable[[], Result]) -> Result:
+        """As `run_in_loop`, in a thread. If cancelled, waits for the end of `work`."""
         async with self._turn:
             self._before()
             self._free.clear()
