@@ -43,7 +43,7 @@ from tests.fakes.replica import FakeReplica, fake_replica, running_server
 from etude.config import ModelConfig
 from etude.inference import Engine, EngineService
 from etude.inference.native import find_compiler
-from etude.inference.router import Ask, Router, RoutingConfig
+from etude.inference.router import Router, RouteRequest, RoutingConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.model import build_model
 from etude.records import PolicyVersion
@@ -157,11 +157,11 @@ def decision_us(num_replicas: int = 32, num_requests: int = 4000) -> float:
         router.join(f"r{number}")
     times: list[float] = []
     for number in range(num_requests):
-        ask = Ask(f"q{number}", 1000, 500, f"s{number % (num_requests // 4)}")
+        request = RouteRequest(f"q{number}", 1000, 500, f"s{number % (num_requests // 4)}")
         began = time.perf_counter()
-        router.begin(ask, float(number))
-        router.progress(ask.id, 1)
-        router.end(ask.id, number + 0.5, 40, 1040)
+        router.begin(request, float(number))
+        router.progress(request.id, 1)
+        router.end(request.id, number + 0.5, 40, 1040)
         times.append(time.perf_counter() - began)
     return 1e6 * statistics.median(times)
 

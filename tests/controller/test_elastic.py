@@ -245,7 +245,7 @@ def test_a_replica_of_another_version_that_says_other_things_of_itself_is_refuse
 
 def _borrower(run: Run) -> Borrower:
     assert run.proxy.loans is not None
-    (one,) = run.proxy.loans.books.borrowers.values()
+    (one,) = run.proxy.loans.book.borrowers.values()
     return one
 
 

@@ -6,21 +6,23 @@ import random
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from etude.inference.router.types import Ask, NoReplicaError
+from etude.inference.router.types import NoReplicaError, RouteRequest
 
 
 class Routing(Protocol):
     """Who gets which request: what `Router` and the policies beside it have in common."""
 
-    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
+    def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
         """See Router."""
         ...
 
-    def progress(self, ask_id: str, generated_tokens: int) -> None:
+    def progress(self, request_id: str, generated_tokens: int) -> None:
         """See Router."""
         ...
 
-    def end(self, ask_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None) -> None:
+    def end(
+        self, request_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None
+    ) -> None:
         """See Router."""
         ...
 
@@ -41,10 +43,12 @@ class _Blind:
             raise NoReplicaError("no replica is left", field="exclude", received=sorted(exclude))
         return left
 
-    def progress(self, ask_id: str, generated_tokens: int) -> None:
+    def progress(self, request_id: str, generated_tokens: int) -> None:
         """See Routing.progress."""
 
-    def end(self, ask_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None) -> None:
+    def end(
+        self, request_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None
+    ) -> None:
         """See Routing.end."""
 
     def close_session(self, session: str) -> None:
@@ -58,7 +62,7 @@ class RoundRobin(_Blind):
         super().__init__(names)
         self._next = 0
 
-    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
+    def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
         """See Routing.begin."""
         left = self._left(exclude)
         self._next += 1
@@ -72,13 +76,13 @@ class RoundRobinSessions(RoundRobin):
         super().__init__(names)
         self._homes: dict[str, str] = {}
 
-    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
+    def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
         """See Routing.begin."""
-        home = self._homes.get(ask.session or "")
+        home = self._homes.get(request.session or "")
         if home is None or home in exclude:
-            home = super().begin(ask, now_s, exclude)
-            if ask.session is not None:
-                self._homes[ask.session] = home
+            home = super().begin(request, now_s, exclude)
+            if request.session is not None:
+                self._homes[request.session] = home
         return home
 
     def close_session(self, session: str) -> None:
@@ -93,6 +97,6 @@ class RandomChoice(_Blind):
         super().__init__(names)
         self._random = random.Random(seed)
 
-    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
+    def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
         """See Routing.begin."""
         return self._random.choice(self._left(exclude))

@@ -22,7 +22,7 @@ from benchmarks.simulation.router.simple import Routing
 from benchmarks.simulation.router.simulated_replica import Job, ReplicaSpec, SimulatedReplica
 
 from etude.errors import ConfigError
-from etude.inference.router.types import Ask, NoReplicaError
+from etude.inference.router.types import NoReplicaError, RouteRequest
 
 _PROGRESS_TOKENS = 8
 """How often the policy hears of a request's progress."""
@@ -181,9 +181,9 @@ class _Play:
         target = next(iter(self.replicas.values()))
         if self.policy is not None:
             # What a client would allow, not what will be sampled: the policy cannot know that.
-            ask = Ask(job.id, job.prompt_tokens, 4096, job.session)
+            request = RouteRequest(job.id, job.prompt_tokens, 4096, job.session)
             try:
-                target = self.replicas[self.policy.begin(ask, self.clock.now_s, self.down)]
+                target = self.replicas[self.policy.begin(request, self.clock.now_s, self.down)]
             except NoReplicaError:
                 self.clock.after(0.1, lambda: self._send(job))
                 return

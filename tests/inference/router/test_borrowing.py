@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.router.borrowing import Borrower, Borrowing
+from etude.inference.router.borrowing import Borrower, LoanBook
 from etude.inference.router.types import Replica
 from tests.inference.router.test_members import BY_LOAD, POOLS, lender_of
 
@@ -18,15 +18,15 @@ def borrower(wanted: int = 9, **options: object) -> Borrower:
     return Borrower(pool="rollout", wanted=wanted, lease_s=10.0, **options)  # type: ignore[arg-type]
 
 
-def lend_all(books: Borrowing, table: dict[str, Replica], now_s: float = 0.0) -> list[str]:
-    found = books.to_lend(table, now_s)
+def lend_all(books: LoanBook, table: dict[str, Replica], now_s: float = 0.0) -> list[str]:
+    found = books.begin_due(table, now_s)
     for one in found:
         one.id, one.token = f"loan-{one.replica}", "token"
     return [one.replica for one in found]
 
 
 def test_a_run_gets_ready_replicas_of_its_pool_up_to_what_it_wants() -> None:
-    books, table = Borrowing(), replicas("serve", "rollout", "rollout", "rollout")
+    books, table = LoanBook(), replicas("serve", "rollout", "rollout", "rollout")
     table["r1"].ready = False
     assert lend_all(books, table) == []
     books.check_in("run", borrower(1), 0.0)
@@ -34,49 +34,49 @@ def test_a_run_gets_ready_replicas_of_its_pool_up_to_what_it_wants() -> None:
     assert lend_all(books, table) == []
     books.check_in("run", borrower(5), 0.0)
     assert lend_all(books, table) == ["r3"]
-    assert [one.replica for one in books.granted("run")] == ["r2", "r3"]
-    assert books.granted("other") == []
+    assert [one.replica for one in books.granted_to("run")] == ["r2", "r3"]
+    assert books.granted_to("other") == []
 
 
 def test_a_replica_is_recalled_when_its_pool_wants_it_or_the_run_does_not() -> None:
-    books, table = Borrowing(), replicas("rollout", "rollout", "rollout")
+    books, table = LoanBook(), replicas("rollout", "rollout", "rollout")
     books.check_in("run", borrower(), 0.0)
     lend_all(books, table)
-    assert books.to_end(table) == []
+    assert books.end_due(table) == []
     table["r0"].pool = "serve"
-    (ended,) = books.to_end(table)
+    (ended,) = books.end_due(table)
     assert ended.replica == "r0" and not ended.is_granted
-    assert books.to_end(table) == [], "once"
+    assert books.end_due(table) == [], "once"
     assert lend_all(books, table) == []
-    books.ended(ended)
+    books.remove(ended)
     books.check_in("run", borrower(1), 0.0)
-    assert [one.replica for one in books.to_end(table)] == ["r2"]
+    assert [one.replica for one in books.end_due(table)] == ["r2"]
     books.check_in("run", borrower(9, refused=["r1"]), 0.0)
-    assert [one.replica for one in books.to_end(table)] == ["r1"]
+    assert [one.replica for one in books.end_due(table)] == ["r1"]
 
 
 def test_a_run_that_falls_silent_loses_all() -> None:
-    books, table = Borrowing(), replicas("rollout")
+    books, table = LoanBook(), replicas("rollout")
     books.check_in("run", borrower(), 5.0)
     lend_all(books, table)
     assert books.expire(14.0) == []
     assert books.expire(15.1) == ["run"]
-    assert len(books.to_end(table)) == 1
-    assert not books.leave("run")
+    assert len(books.end_due(table)) == 1
+    assert not books.check_out("run")
 
 
 def test_a_replica_that_does_not_take_a_loan_is_left_alone_for_a_while() -> None:
-    books, table = Borrowing(), replicas("rollout")
+    books, table = LoanBook(), replicas("rollout")
     books.check_in("run", borrower(), 0.0)
-    (asked,) = books.to_lend(table, 0.0)
-    books.failed(asked, 0.0)
-    assert books.to_lend(table, 1.0) == []
-    assert len(books.to_lend(table, 6.0)) == 1
+    (asked,) = books.begin_due(table, 0.0)
+    books.record_refusal(asked, 0.0)
+    assert books.begin_due(table, 1.0) == []
+    assert len(books.begin_due(table, 6.0)) == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=25))
 def test_a_replica_has_one_borrower_and_no_run_more_than_it_wants(moves: list[tuple[int, int, bool]]) -> None:
-    books, table = Borrowing(), replicas(*["rollout"] * 4)
+    books, table = LoanBook(), replicas(*["rollout"] * 4)
     for step, (what, number, flag) in enumerate(moves):
         name = f"run{number % 2}"
         if what < 2:
@@ -84,15 +84,15 @@ def test_a_replica_has_one_borrower_and_no_run_more_than_it_wants(moves: list[tu
         elif what == 2:
             table[f"r{number}"].pool = "rollout" if flag else "serve"
         elif what == 3:
-            books.leave(name)
-        for one in books.to_end(table):
+            books.check_out(name)
+        for one in books.end_due(table):
             if flag:
-                books.ended(one)
+                books.remove(one)
         lend_all(books, table, float(step))
         for name, run in books.borrowers.items():
-            active = [one for one in books.lent.values() if one.borrower == name]
+            active = [one for one in books.loans.values() if one.borrower == name]
             assert sum(one.is_granted for one in active) <= run.wanted
-        for one in books.lent.values():
+        for one in books.loans.values():
             if one.is_granted:
                 assert table[one.replica].pool == "rollout"
                 assert one.borrower in books.borrowers

@@ -88,7 +88,7 @@ def test_new_weights_reach_both_engines_between_two_answers() -> None:
             for name, engine in routed._replicas.items():
                 await engine.stage(manifest)  # type: ignore[attr-defined]
                 await engine.activate(manifest.version)  # type: ignore[attr-defined]
-                routed.serves(name, manifest.version)
+                routed.set_version(name, manifest.version)
             await asyncio.gather(*(ask(routed, client, prompt(4, 1)) for client in clients))
             for client in clients:
                 routed.close(client.name)

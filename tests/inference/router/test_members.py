@@ -8,7 +8,7 @@ import pytest
 
 from etude.config.routing import HealthCheckConfig, LendingConfig
 from etude.errors import ConfigError
-from etude.inference.router import Ask, Members, NoReplicaError, ReplicaState, Router
+from etude.inference.router import Members, NoReplicaError, ReplicaState, Router, RouteRequest
 from etude.inference.router.pools import Lender, Move
 from etude.inference.router.types import Replica
 
@@ -17,7 +17,7 @@ def members_of(*names: str, **options: float) -> Members:
     members = Members(Router(), HealthCheckConfig(**options))  # type: ignore[arg-type]
     for name in names:
         members.join(name)
-        members.answered(name, 0.0, "run@1")
+        members.record_probe(name, 0.0, "run@1")
     return members
 
 
@@ -29,31 +29,31 @@ def test_a_replica_serves_nothing_before_it_names_a_version() -> None:
     members = Members(Router())
     members.join("a")
     with pytest.raises(NoReplicaError):
-        members.router.begin(Ask("q", 1, 1), 0.0)
-    members.answered("a", 0.0, None)
+        members.router.begin(RouteRequest("q", 1, 1), 0.0)
+    members.record_probe("a", 0.0, None)
     assert not is_ready(members, "a")
-    members.answered("a", 1.0, "run@3")
+    members.record_probe("a", 1.0, "run@3")
     assert is_ready(members, "a")
     assert members.router.replicas["a"].version == "run@3"
 
 
 def test_failures_in_a_row_eject_and_one_does_not() -> None:
     members = members_of("a", eject_after=2)
-    members.failed("a", 1.0, "timeout")
+    members.record_failure("a", 1.0, "timeout")
     assert is_ready(members, "a")
-    members.answered("a", 2.0, "run@1")
-    members.failed("a", 3.0, "timeout")
+    members.record_probe("a", 2.0, "run@1")
+    members.record_failure("a", 3.0, "timeout")
     assert is_ready(members, "a")
-    members.failed("a", 4.0, "timeout")
+    members.record_failure("a", 4.0, "timeout")
     assert members.router.replicas["a"].state is ReplicaState.EJECTED
     assert not is_ready(members, "a")
 
 
 def test_a_replica_where_nobody_listens_is_ejected_at_once_and_its_prefixes_are_lost() -> None:
     members = members_of("a", "b")
-    home = members.router.begin(Ask("q", 10, 10, "s"), 0.0)
+    home = members.router.begin(RouteRequest("q", 10, 10, "s"), 0.0)
     members.router.end("q", 0.0, 5, 15)
-    members.failed(home, 1.0, "refused", fatal=True)
+    members.record_failure(home, 1.0, "refused", fatal=True)
     assert members.router.replicas[home].state is ReplicaState.EJECTED
     assert not any(replica.sessions for replica in members.router.replicas.values())
 
@@ -63,40 +63,40 @@ def test_waits_double_until_the_replica_serves_again() -> None:
     waits: list[float] = []
     now_s = 0.0
     for _ in range(5):
-        members.failed("a", now_s, "refused", fatal=True)
+        members.record_failure("a", now_s, "refused", fatal=True)
         waits.append(members.router.replicas["a"].next_probe_s - now_s)
         now_s = members.router.replicas["a"].next_probe_s
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert members.due(now_s - 0.1) == []
-    assert members.due(now_s) == ["a"]
-    members.answered("a", now_s, "run@1")
+    assert members.due_probes(now_s - 0.1) == []
+    assert members.due_probes(now_s) == ["a"]
+    members.record_probe("a", now_s, "run@1")
     assert is_ready(members, "a")
-    members.served("a")
-    members.failed("a", now_s, "refused", fatal=True)
+    members.record_success("a")
+    members.record_failure("a", now_s, "refused", fatal=True)
     assert members.router.replicas["a"].next_probe_s - now_s == 1.0
 
 
 def test_late_failures_of_an_ejected_replica_do_not_lengthen_its_wait() -> None:
     members = members_of("a")
-    members.failed("a", 0.0, "refused", fatal=True)
+    members.record_failure("a", 0.0, "refused", fatal=True)
     due_s = members.router.replicas["a"].next_probe_s
     for _ in range(20):
-        members.failed("a", 0.1, "reset")
+        members.record_failure("a", 0.1, "reset")
     assert members.router.replicas["a"].next_probe_s == due_s
 
 
 def test_a_replica_leaves_when_its_last_request_has_ended() -> None:
     members = members_of("a", "b")
-    name = members.router.begin(Ask("q", 10, 10), 0.0)
-    assert members.leave(name)
-    assert members.sweep() == []
-    members.answered(name, 1.0, "run@1")
-    members.failed(name, 1.0, "reset", fatal=True)
+    name = members.router.begin(RouteRequest("q", 10, 10), 0.0)
+    assert members.drain(name)
+    assert members.remove_drained() == []
+    members.record_probe(name, 1.0, "run@1")
+    members.record_failure(name, 1.0, "reset", fatal=True)
     assert not is_ready(members, name)
     members.router.end("q", 1.0, 5, 15)
-    assert members.sweep() == [name]
+    assert members.remove_drained() == [name]
     assert name not in members.router.replicas
-    assert not members.leave(name)
+    assert not members.drain(name)
     members.join(name)
 
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from etude.inference.router import Ask, NoReplicaError, Router, RoutingConfig
+from etude.inference.router import NoReplicaError, Router, RouteRequest, RoutingConfig
 from etude.inference.router.policy import choose_arm
 
 
@@ -20,8 +20,8 @@ def router_of(*names: str, **options: float) -> Router:
     return router
 
 
-def ask(number: int | str, session: str | None = None, prompt: int = 100, **options: object) -> Ask:
-    return Ask(f"q{number}", prompt, 1000, session, **options)  # type: ignore[arg-type]
+def ask(number: int | str, session: str | None = None, prompt: int = 100, **options: object) -> RouteRequest:
+    return RouteRequest(f"q{number}", prompt, 1000, session, **options)  # type: ignore[arg-type]
 
 
 def turn(router: Router, number: int, session: str, prompt: int = 100, generated: int = 20) -> str:
@@ -182,7 +182,7 @@ def test_an_arm_that_comes_moves_only_the_sessions_it_wins() -> None:
 def test_a_replica_that_rejoins_under_its_name_owes_nothing() -> None:
     router = router_of("a")
     router.begin(ask(1, "s"), 0.0)
-    router.leave("a")
+    router.remove("a")
     router.join("a")
     router.end("q1", 1.0, 5, 105)
     assert (router.replicas["a"].running, router.replicas["a"].work) == (0, 0)
@@ -225,14 +225,14 @@ class Books(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def leave(self, name: str) -> None:
-        self.router.leave(name)
+        self.router.remove(name)
 
     @rule(name=NAMES, ready=st.booleans())
     def eject_or_return(self, name: str, ready: bool) -> None:
         if name in self.router.replicas:
             self.router.replicas[name].ready = ready
         if not ready:
-            self.router.lose_prefixes(name)
+            self.router.drop_prefixes(name)
 
     @rule(session=SESSIONS, prompt=st.integers(0, 10_000), exclude=st.sets(NAMES, max_size=2))
     def send(self, session: str | None, prompt: int, exclude: set[str]) -> None:

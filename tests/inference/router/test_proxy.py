@@ -471,7 +471,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_in_flight(hedge_after
         proxy = Proxy(RouterConfig(limits=RouterLimitsConfig(hedge_after_s=hedge_after_s)))
         proxy.http = Client("", transport=httpx.MockTransport(answer), refusal=None)
         for port in (1, 2):
-            proxy.members.answered(proxy.join(ReplicaAddress(f"http://replica:{port}")), 0.0, "fake@0")
+            proxy.members.record_probe(proxy.join(ReplicaAddress(f"http://replica:{port}")), 0.0, "fake@0")
         opening = asyncio.ensure_future(proxy.open(read_hints({}, b"{}"), "POST", "/v1/completions", [], b""))
         for _ in range(turns):
             await asyncio.sleep(0)

@@ -247,13 +247,13 @@ def test_a_replica_that_serves_nothing_gives_its_sessions_up_until_it_serves_aga
         routed.open("s")
         digest = (await ask(routed, request("s", 0))).prefix_digest
         first = home(replicas, "s")
-        routed.serves(first, None)
+        routed.set_version(first, None)
         with pytest.raises(PrefixMissError):
             await ask(routed, request("s", 1, digest))
         assert (await ask(routed, request("s", 2))).finish == "stop"
         assert home(replicas, "s") != first
         for name in replicas:
-            routed.serves(name, V1 if name == first else None)
+            routed.set_version(name, V1 if name == first else None)
         with pytest.raises(PrefixMissError):
             await ask(routed, request("s", 3, digest))
         assert (await ask(routed, request("s", 4))).finish == "stop"
@@ -273,7 +273,7 @@ def test_a_failed_replica_is_left_out_until_it_is_said_to_serve() -> None:
         replicas["a"].break_after = None
         with pytest.raises(NoReplicaError):
             await ask(routed, request("s", 1))
-        routed.serves("a", V1)
+        routed.set_version("a", V1)
         assert (await ask(routed, request("s", 2))).finish == "stop"
 
     run(body())

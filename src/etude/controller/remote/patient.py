@@ -56,13 +56,13 @@ class PatientSampler:
 
     def engine_ready(self, name: str, version: PolicyVersion) -> None:
         """The engine of that name serves `version` from now on."""
-        self._routed.serves(name, version)
+        self._routed.set_version(name, version)
         self._joined.set()
 
     def engine_away(self, name: str) -> None:
         """The engine of that name serves nothing for now, and has forgotten everything."""
-        self._routed.serves(name, None)
-        self._routed.router.lose_prefixes(name)
+        self._routed.set_version(name, None)
+        self._routed.router.drop_prefixes(name)
 
     def open(self, session_id: str, beside: str | None = None) -> None:
         with contextlib.suppress(NoReplicaError):  # then it is opened where its first request goes

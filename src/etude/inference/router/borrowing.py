@@ -1,8 +1,8 @@
-"""Which training run has which replica on loan: the books. No I/O here, `server/loans.py` does what is due.
+"""Bookkeeping of replicas on loan to training runs. No I/O here: `server/loans.py` carries the decisions out.
 
-A run that wants replicas checks in every few seconds, and so stays known. Of the replicas that work for its
-pool, whether they belong there or are lent to it (`pools.py`), it gets up to the number that it wants. It
-loses one as soon as the replica works for another pool, or it wants fewer, or it has fallen silent.
+A run that wants replicas checks in every few seconds to renew its lease. Of the replicas that serve its pool,
+whether they belong there or are lent to it (`pools.py`), it gets up to the number that it wants. It loses one
+as soon as the replica serves another pool, the run wants fewer, or its lease has expired.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Number = Annotated[float, Field(ge=0, le=1e15)]
 
 
 class Borrower(Section, strict=True):
-    """A run that wants replicas, as it says itself when it checks in."""
+    """A run that wants replicas: the body of its check-in."""
 
     pool: Name
     wanted: int = Field(default=0, ge=0)
-    """Replicas, at most."""
+    """Most replicas."""
     lease_s: Number = 15.0
-    """It is forgotten when it has been silent for so long, within bounds."""
+    """Time without a check-in after which the run loses its loans; clamped to `_LEASE_S`."""
     load_tokens: Number = 0.0
-    """Outstanding on each of its engines: what it samples does not pass here."""
+    """Outstanding tokens per engine of the run, whose requests do not pass through the router."""
     refused: list[str] = Field(default_factory=list[str])
-    """Replicas that are of no use to it."""
+    """Replicas that it cannot use."""
     over: list[str] = Field(default_factory=list[str])
-    """Loans that it no longer has: the replica, or the run, has ended them."""
+    """Ids of loans that have ended on its side: ended by the replica or by the run."""
 
     @field_validator("lease_s")
     @classmethod
@@ -45,102 +45,103 @@ class Borrower(Section, strict=True):
 
 
 @dataclass(slots=True, eq=False)
-class Lent:
-    """One replica that a run has, is about to get, or must give back."""
+class ReplicaLoan:
+    """The loan of one replica to a run: requested, granted, or ending."""
 
     replica: str
     borrower: str
     id: str = ""
     token: str = ""
-    """Opens the replica to the run; empty while the replica is only asked."""
+    """Gives the run access to the replica; empty until the replica has granted the loan."""
     is_ending: bool = False
 
     @property
     def is_granted(self) -> bool:
-        """The replica has taken the loan, and is not called home."""
+        """Whether the replica has granted the loan, and is not being recalled."""
         return bool(self.token) and not self.is_ending
 
 
-class Borrowing:
-    """The books. Times are seconds of any one clock that only grows."""
+class LoanBook:
+    """All borrowers and loans of a router. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self.borrowers: dict[str, Borrower] = {}
-        """By name."""
-        self.lent: dict[str, Lent] = {}
-        """By replica."""
-        self._heard_s: dict[str, float] = {}
-        """When each of them checked in last."""
-        self._not_before_s: dict[str, float] = {}
+        """Runs, by name."""
+        self.loans: dict[str, ReplicaLoan] = {}
+        """Loans, by replica."""
+        self._last_check_in_s: dict[str, float] = {}
+        """Time of each run's last check-in."""
+        self._retry_at_s: dict[str, float] = {}
 
     def check_in(self, name: str, borrower: Borrower, now_s: float) -> None:
-        """A run is there, and says what it wants from now on."""
-        self.borrowers[name], self._heard_s[name] = borrower, now_s
+        """Adds a run or renews its lease, and sets what it wants."""
+        self.borrowers[name], self._last_check_in_s[name] = borrower, now_s
 
-    def leave(self, name: str) -> bool:
-        """A run wants nothing more; False if it is not known."""
-        self._heard_s.pop(name, None)
+    def check_out(self, name: str) -> bool:
+        """Removes a run, whose loans are then due to end; False if it is not known."""
+        self._last_check_in_s.pop(name, None)
         return self.borrowers.pop(name, None) is not None
 
     def expire(self, now_s: float) -> list[str]:
-        """Forgets the runs that have fallen silent; returns their names."""
-        gone = [name for name, one in self.borrowers.items() if self._heard_s[name] + one.lease_s < now_s]
-        for name in gone:
-            self.leave(name)
-        return gone
+        """Removes the runs whose leases have expired; returns their names."""
+        checked_in = self._last_check_in_s
+        lost = [name for name, run in self.borrowers.items() if checked_in[name] + run.lease_s < now_s]
+        for name in lost:
+            self.check_out(name)
+        return lost
 
-    def granted(self, borrower: str) -> list[Lent]:
-        """What a run may use now."""
-        return [one for one in self.lent.values() if one.borrower == borrower and one.is_granted]
+    def granted_to(self, borrower: str) -> list[ReplicaLoan]:
+        """The granted loans of a run."""
+        return [loan for loan in self.loans.values() if loan.borrower == borrower and loan.is_granted]
 
-    def loads(self) -> dict[str, float]:
-        """Outstanding tokens a replica, by pool, as the runs say: the most loaded of a pool counts."""
+    def load_by_pool(self) -> dict[str, float]:
+        """Outstanding tokens per replica by pool, as reported by its most loaded run."""
         found: dict[str, float] = {}
-        for one in self.borrowers.values():
-            found[one.pool] = max(found.get(one.pool, 0.0), one.load_tokens)
+        for borrower in self.borrowers.values():
+            found[borrower.pool] = max(found.get(borrower.pool, 0.0), borrower.load_tokens)
         return found
 
-    # ---- what is due ----------------------------------------------------------------------------
+    # ---- decisions ------------------------------------------------------------------------------
 
-    def to_end(self, replicas: Mapping[str, Replica]) -> list[Lent]:
-        """Loans that must end now; they are noted as ending."""
+    def end_due(self, replicas: Mapping[str, Replica]) -> list[ReplicaLoan]:
+        """Marks the granted loans that must end now as ending, and returns them."""
         kept: dict[str, int] = {}
-        found: list[Lent] = []
-        for one in self.lent.values():
-            if one.is_ending:
+        found: list[ReplicaLoan] = []
+        for loan in self.loans.values():
+            if loan.is_ending:
                 continue
-            borrower, replica = self.borrowers.get(one.borrower), replicas.get(one.replica)
+            borrower, replica = self.borrowers.get(loan.borrower), replicas.get(loan.replica)
             if borrower is not None and replica is not None and replica.pool == borrower.pool:
-                is_used = one.replica not in borrower.refused and one.id not in borrower.over
-                if is_used and kept.get(one.borrower, 0) < borrower.wanted:
-                    kept[one.borrower] = kept.get(one.borrower, 0) + 1
+                is_used = loan.replica not in borrower.refused and loan.id not in borrower.over
+                if is_used and kept.get(loan.borrower, 0) < borrower.wanted:
+                    kept[loan.borrower] = kept.get(loan.borrower, 0) + 1
                     continue
-            if one.is_granted:
-                found.append(one)
-        for one in found:
-            one.is_ending = True
+            if loan.is_granted:
+                found.append(loan)
+        for loan in found:
+            loan.is_ending = True
         return found
 
-    def to_lend(self, replicas: Mapping[str, Replica], now_s: float) -> list[Lent]:
-        """Loans that may begin now; they are noted as asked."""
-        found: list[Lent] = []
+    def begin_due(self, replicas: Mapping[str, Replica], now_s: float) -> list[ReplicaLoan]:
+        """Adds the loans that can begin now, and returns them; their replicas have yet to grant them."""
+        found: list[ReplicaLoan] = []
         for name, borrower in self.borrowers.items():
-            free = borrower.wanted - sum(one.borrower == name for one in self.lent.values())
+            free = borrower.wanted - sum(loan.borrower == name for loan in self.loans.values())
             for replica in replicas.values():
-                able = replica.ready and replica.pool == borrower.pool and replica.name not in self.lent
-                late = self._not_before_s.get(replica.name, now_s) <= now_s
-                if free > 0 and able and late and replica.name not in borrower.refused:
-                    found.append(Lent(replica.name, name))
-                    self.lent[replica.name] = found[-1]
+                able = replica.ready and replica.pool == borrower.pool and replica.name not in self.loans
+                is_time = self._retry_at_s.get(replica.name, now_s) <= now_s
+                if free > 0 and able and is_time and replica.name not in borrower.refused:
+                    found.append(ReplicaLoan(replica.name, name))
+                    self.loans[replica.name] = found[-1]
                     free -= 1
         return found
 
-    def failed(self, one: Lent, now_s: float) -> None:
-        """The replica did not take it; it is asked again after a while."""
-        self._not_before_s[one.replica] = now_s + _RETRY_S
-        self.ended(one)
+    def record_refusal(self, loan: ReplicaLoan, now_s: float) -> None:
+        """Removes a loan that the replica has not granted; it is asked again after `_RETRY_S`."""
+        self._retry_at_s[loan.replica] = now_s + _RETRY_S
+        self.remove(loan)
 
-    def ended(self, one: Lent) -> None:
-        """The loan is over."""
-        if self.lent.get(one.replica) is one:
-            del self.lent[one.replica]
+    def remove(self, loan: ReplicaLoan) -> None:
+        """Removes an ended loan."""
+        if self.loans.get(loan.replica) is loan:
+            del self.loans[loan.replica]

@@ -1,11 +1,11 @@
-"""Which replicas are there, and which of them may get requests: joining, ejection, return, leaving.
+"""Health states of the router's replicas: joining, ready, ejected, draining.
 
     joining ──answers, names a version──> ready ──fails `eject_after` times──> ejected
                                             ^                                     |
                                             └──answers, after a growing wait──────┘
-    any ──leave()──> draining ──last request ends──> gone
+    any ──drain()──> draining ──last request ends──> removed
 
-No I/O here: the code that probes (`server/health.py`) or sends requests reports what happened.
+No I/O here: the code that probes (`server/health.py`) or sends requests reports the outcomes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etude.kit.retry import Backoff
 
 
 class Members:
-    """Keeps the health of the router's replicas."""
+    """Tracks the health of the router's replicas, and thereby which of them may get requests."""
 
     def __init__(self, router: Router, config: HealthCheckConfig | None = None) -> None:
         self.config = config or HealthCheckConfig()
@@ -26,40 +26,38 @@ class Members:
         self.ejections = 0
 
     def join(self, name: str, pool: str = "serve", version: str | None = None) -> None:
-        """Adds a replica; it gets nothing before its first good probe. With `version` it is ready at once.
+        """Adds a replica, which gets requests after its first good probe, or with `version` at once.
 
-        Raises ConfigError for a name that is taken.
+        Raises ConfigError for a name that is in use.
         """
         if name in self.router.replicas:
             raise ConfigError("is a member already", field="replica", received=name, fix="let it leave first")
         self.router.join(name, pool, version, ready=version is not None)
 
-    def leave(self, name: str) -> bool:
-        """Drains a replica; False if there is none of that name. `sweep` removes it once it is empty."""
+    def drain(self, name: str) -> bool:
+        """Drains a replica, for `remove_drained` to remove it; False if there is none of that name."""
         replica = self.router.replicas.get(name)
         if replica is None:
             return False
         replica.state, replica.ready = ReplicaState.DRAINING, False
         return True
 
-    def sweep(self) -> list[str]:
-        """Removes the drained replicas that have nothing left in flight; returns their names."""
+    def remove_drained(self) -> list[str]:
+        """Removes the draining replicas without requests in flight; returns their names."""
         every = self.router.replicas.values()
-        empty = [one.name for one in every if one.state is ReplicaState.DRAINING and not one.running]
+        empty = [r.name for r in every if r.state is ReplicaState.DRAINING and not r.running]
         for name in empty:
-            self.router.leave(name)
+            self.router.remove(name)
         return empty
 
-    def due(self, now_s: float) -> list[str]:
+    def due_probes(self, now_s: float) -> list[str]:
         """Replicas that should be probed now."""
         every = self.router.replicas.values()
-        return [
-            one.name for one in every if one.next_probe_s <= now_s and one.state is not ReplicaState.DRAINING
-        ]
+        return [r.name for r in every if r.next_probe_s <= now_s and r.state is not ReplicaState.DRAINING]
 
-    def answered(self, name: str, now_s: float, version: str | None) -> None:
-        """A probe was answered. `version`: what it serves; None: it is alive and serves nothing."""
-        replica = self._staying(name)
+    def record_probe(self, name: str, now_s: float, version: str | None) -> None:
+        """Records an answered probe. `version`: what the replica serves; None: alive, but serving nothing."""
+        replica = self._monitored(name)
         if replica is None:
             return
         replica.next_probe_s = now_s + self.config.interval_s
@@ -68,21 +66,21 @@ class Members:
         replica.ready = version is not None
         replica.state = ReplicaState.READY if replica.ready else ReplicaState.JOINING
 
-    def served(self, name: str) -> None:
-        """A request was answered whole: what was wrong before is over."""
+    def record_success(self, name: str) -> None:
+        """Records a completely answered request, which resets the failure counts."""
         replica = self.router.replicas.get(name)
         if replica is not None and replica.state is ReplicaState.READY:
             replica.failures = replica.ejections = 0
 
-    def failed(self, name: str, now_s: float, cause: str, *, fatal: bool = False) -> None:
-        """A probe or a request failed because of the replica. `fatal`: nobody is there, eject at once."""
-        replica = self._staying(name)
+    def record_failure(self, name: str, now_s: float, cause: str, *, fatal: bool = False) -> None:
+        """Records a failed probe or request. `fatal`: nothing listens at its address, so eject it at once."""
+        replica = self._monitored(name)
         if replica is None:
             return
         replica.failures += 1
         replica.cause = cause
         if replica.state is ReplicaState.EJECTED:
-            # Requests that were under way when it was ejected say nothing new; its next probe does.
+            # Failures of requests that were in flight at the ejection do not count; the next probe does.
             if now_s < replica.next_probe_s:
                 return
         elif replica.failures < self.config.eject_after and not fatal:
@@ -94,9 +92,9 @@ class Members:
         replica.ejections += 1
         wait_s = Backoff(self.config.backoff_s, self.config.most_backoff_s).pause_s(replica.ejections)
         replica.next_probe_s = now_s + wait_s
-        self.router.lose_prefixes(name)
+        self.router.drop_prefixes(name)
 
-    def _staying(self, name: str) -> Replica | None:
-        """The replica of that name, unless it has left or is about to: its health no longer matters."""
+    def _monitored(self, name: str) -> Replica | None:
+        """The replica of that name, unless it is removed or draining."""
         replica = self.router.replicas.get(name)
         return None if replica is None or replica.state is ReplicaState.DRAINING else replica

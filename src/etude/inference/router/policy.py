@@ -1,13 +1,13 @@
-"""The routing policy: a session stays where its prefix is, work goes where little is left to do.
+"""The routing policy: session affinity by prefix cache, else the least outstanding work.
 
-    new session      -> least of: rest of the requests in flight + a share of the rest of the sessions there
+    new session      -> least predicted work of its requests in flight + a share of that of its sessions
     known session    -> its replica, unless that has `spill_factor` times the work of the best other one
-                        plus the price of computing the prefix there
-    request alone    -> least rest of the requests in flight
+                        plus the cost of computing the prefix there
+    lone request     -> least predicted work of its requests in flight
 
-The rest of a request or session is predicted from how long it has gone on (`ResidualMean`), so that long
-sessions are spread over the replicas while they run, not only counted. The class holds tables and
-arithmetic and nothing else: the simulation runs the very code that production runs.
+The remaining work of a request or session is predicted from its work so far (`ResidualMean`), so that long
+sessions are spread over the replicas while they run, and not only counted. The class does no I/O: the
+simulation runs the same code as production.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from dataclasses import dataclass
 
 import xxhash
 
-from etude.inference.router.types import Ask, NoReplicaError, Replica, ReplicaState, RoutingConfig
+from etude.inference.router.types import NoReplicaError, Replica, ReplicaState, RouteRequest, RoutingConfig
 
 _Load = Callable[[Replica], float]
 _MOST_SLOWNESS = 8.0
 _RANGE = float(1 << 64)
-"""Of a hash."""
+"""Of the 64-bit hash."""
 _WEIGHT_AT_MOST = 512.0
-"""Samples that an old mean counts for: beyond that it forgets, so that it follows a changing load."""
+"""Cap of a mean's weight in samples, so that it follows a changing load."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     """One request between `begin` and `end`."""
 
-    ask: Ask
+    request: RouteRequest
     replica: Replica
-    """The object, not its name: another may join under the name of one that has left."""
+    """The object, not its name: another replica may join under the name of a removed one."""
     began_s: float
     work: int = 0
-    """What it counts for in its replica's `work`."""
+    """Its contribution to its replica's `work`."""
 
     def set_work(self, work: int) -> None:
-        """Whole numbers, so that exactly what was added is taken away."""
+        """Replaces the contribution. Integers, so that exactly what was added is subtracted."""
         self.replica.work += work - self.work
         self.work = work
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What is known of a session."""
+    """The router's record of a session."""
 
     replica: Replica | None = None
     held_tokens: int = 0
-    """Prefix that its replica holds."""
+    """Tokens of its prefix that its replica caches."""
     done: float = 0.0
-    """Work so far."""
+    """Work so far, in sampled tokens."""
     resident: int = 0
-    """What it counts for in its replica's `resident`."""
+    """Its contribution to its replica's `resident`."""
     seen_s: float = 0.0
 
     def set_resident(self, resident: int) -> None:
@@ -67,15 +67,15 @@ class _Session:
 
 
 class Router:
-    """Session affinity, least outstanding work, spill, pools and shares of versions. See the module."""
+    """Session affinity, least outstanding work, spilling, pools and A/B shares. See the module docstring."""
 
     def __init__(self, config: RoutingConfig | None = None, arms: Mapping[str, float] | None = None) -> None:
-        """`arms`: version name -> share of the sessions that it shall get. None: all versions alike."""
+        """`arms`: version name -> its target share of the sessions. None: versions are ignored."""
         self.config = config or RoutingConfig()
         self.arms = dict(arms or {})
         self.replicas: dict[str, Replica] = {}
         self.spills = 0
-        """Sessions that left a ready replica because it had too much to do."""
+        """Times that a session left a ready replica because of its load."""
         self._flights: dict[str, _Flight] = {}
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._outputs = ResidualMean(self.config.expected_output_tokens)
@@ -85,28 +85,28 @@ class Router:
     # ---- replicas -------------------------------------------------------------------------------
 
     def join(self, name: str, pool: str = "serve", version: str | None = None, *, ready: bool = True) -> None:
-        """A replica that may get requests from now on. Raises ValueError for a name that is taken."""
+        """Adds a replica that may get requests from now on. Raises ValueError for a name that is in use."""
         if name in self.replicas:
             raise ValueError(f"Router.join: {name!r} is there already")
         state = ReplicaState.READY if ready else ReplicaState.JOINING
         self.replicas[name] = Replica(name, pool, pool, version, ready=ready, state=state)
 
-    def leave(self, name: str) -> None:
-        """Forgets a replica. Its requests in flight are still ended one by one; its sessions move."""
-        self.lose_prefixes(name)
+    def remove(self, name: str) -> None:
+        """Removes a replica. Its requests in flight are still to be ended one by one; its sessions move."""
+        self.drop_prefixes(name)
         self.replicas.pop(name, None)
 
     def lend(self, name: str, pool: str) -> None:
-        """The replica works for that pool from now on; what it has in flight it finishes."""
+        """Lets the replica work for that pool from now on; it finishes its requests in flight."""
         self.replicas[name].pool = pool
 
     def move(self, name: str, pool: str) -> None:
-        """The replica belongs to that pool from now on."""
+        """Makes that pool the replica's home from now on."""
         replica = self.replicas[name]
         replica.home = replica.pool = pool
 
-    def lose_prefixes(self, name: str) -> None:
-        """What the replica held is gone, as after a crash: its sessions may start anywhere."""
+    def drop_prefixes(self, name: str) -> None:
+        """Detaches all sessions of a replica that has lost its cache: they may continue anywhere."""
         for session in tuple(self.replicas[name].sessions if name in self.replicas else ()):
             self._detach(session, self._sessions[session])
 
@@ -118,13 +118,13 @@ class Router:
     # ---- requests -------------------------------------------------------------------------------
 
     def place(self, session: str, now_s: float, pool: str = "serve", beside: str | None = None) -> str:
-        """Settles a session before its first request, where that request will probably go.
+        """Assigns a session to a replica before its first request, which will probably go there.
 
-        `beside`: a session with tokens of which it begins; it is settled where these are held. Raises
+        `beside`: a session with which it shares a prefix; it is assigned to the same replica. Raises
         NoReplicaError.
         """
         known = self._session(session, now_s)
-        candidates = self._candidates(Ask("", 0, 0, session, pool), ())
+        candidates = self._candidates(RouteRequest("", 0, 0, session, pool), ())
         other = self._sessions.get(beside or "")
         if known is not None and other is not None and other.replica in candidates:
             self._attach(session, known, other.replica)
@@ -135,95 +135,97 @@ class Router:
             self._attach(session, known, chosen)
         return chosen.name
 
-    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
-        """The name of the replica that gets the request; it counts there from now on. Times are seconds of
-        any one clock. `begin` and `end` come in pairs for each request id.
+    def begin(self, request: RouteRequest, now_s: float, exclude: Collection[str] = ()) -> str:
+        """Chooses a replica for the request and returns its name; its work counts there until `end`, which
+        must be called once for each id. Times are seconds of any one clock.
 
-        `exclude`: replicas that have failed this request already. Raises NoReplicaError.
+        `exclude`: replicas that have already failed this request. Raises NoReplicaError.
         """
-        if ask.id in self._flights:
-            raise ValueError(f"Router.begin: request {ask.id!r} is in flight already")
-        candidates = self._candidates(ask, exclude)
-        session = self._session(ask.session, now_s)
+        if request.id in self._flights:
+            raise ValueError(f"Router.begin: request {request.id!r} is in flight already")
+        candidates = self._candidates(request, exclude)
+        session = self._session(request.session, now_s)
         chosen = self._choose(candidates, session)
-        missing = ask.prompt_tokens
-        if session is not None and ask.session is not None:
+        missing = request.prompt_tokens
+        if session is not None and request.session is not None:
             if session.replica is not chosen:
-                self._attach(ask.session, session, chosen)
+                self._attach(request.session, session, chosen)
             missing -= min(session.held_tokens, missing)
-        flight = self._flights[ask.id] = _Flight(ask, chosen, now_s)
+        flight = self._flights[request.id] = _Flight(request, chosen, now_s)
         chosen.running += 1
-        flight.set_work(self._prefill(missing) + self._rest_of_output(ask, 0))
+        flight.set_work(self._prefill(missing) + self._remaining_output(request, 0))
         return chosen.name
 
-    def progress(self, ask_id: str, generated_tokens: int) -> None:
-        """A request in flight has its input computed and so many tokens sampled. Unknown ids are ignored."""
-        flight = self._flights.get(ask_id)
+    def progress(self, request_id: str, generated_tokens: int) -> None:
+        """Updates the remaining work of a request, whose input is computed. Unknown ids are ignored."""
+        flight = self._flights.get(request_id)
         if flight is not None:
-            flight.set_work(self._rest_of_output(flight.ask, generated_tokens))
+            flight.set_work(self._remaining_output(flight.request, generated_tokens))
 
-    def end(self, ask_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None) -> None:
-        """A request is over. `held_tokens`: what the replica holds of the session now; None if it failed.
-        Unknown ids are ignored."""
-        flight = self._flights.pop(ask_id, None)
+    def end(
+        self, request_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None
+    ) -> None:
+        """Ends a request. `held_tokens`: tokens of the session that the replica caches now; None if the
+        request failed. Unknown ids are ignored."""
+        flight = self._flights.pop(request_id, None)
         if flight is None:
             return
         flight.set_work(0)
         flight.replica.running -= 1
         if held_tokens is not None:
-            self._outputs.learn(float(generated_tokens))
+            self._outputs.observe(float(generated_tokens))
             if self.config.learn_rates:
-                flight.replica.note_rate(generated_tokens, now_s - flight.began_s)
-        session = self._sessions.get(flight.ask.session or "")
+                flight.replica.record_rate(generated_tokens, now_s - flight.began_s)
+        session = self._sessions.get(flight.request.session or "")
         if session is None or session.replica is not flight.replica:
             return
-        computed = max(0, flight.ask.prompt_tokens - session.held_tokens)
+        computed = max(0, flight.request.prompt_tokens - session.held_tokens)
         session.done += generated_tokens + self.config.prefill_weight * computed
         session.held_tokens = held_tokens or 0
         session.seen_s = now_s
-        self._sessions.move_to_end(flight.ask.session or "")
-        session.set_resident(round(self._lengths.rest(session.done)))
+        self._sessions.move_to_end(flight.request.session or "")
+        session.set_resident(round(self._lengths.predict(session.done)))
 
     def close_session(self, session: str) -> None:
-        """The session has ended. Unknown ones are ignored."""
+        """Removes a session that has ended. Unknown ones are ignored."""
         known = self._sessions.pop(session, None)
         if known is not None:
             self._detach(session, known)
-            self._lengths.learn(known.done)
+            self._lengths.observe(known.done)
 
     def expire(self, now_s: float) -> int:
-        """Ends the sessions that have been silent for `session_idle_s`; returns how many."""
+        """Closes the sessions that have been idle for `session_idle_s`; returns how many."""
         limit_s = now_s - self.config.session_idle_s
         old: list[str] = []
         for name, session in self._sessions.items():  # in the order of their last requests
             if session.seen_s >= limit_s:
                 break
             old.append(name)
-        busy = {flight.ask.session for flight in self._flights.values()} if old else set()
-        gone = [name for name in old if name not in busy]
-        for name in gone:
+        busy = {flight.request.session for flight in self._flights.values()} if old else set()
+        expired = [name for name in old if name not in busy]
+        for name in expired:
             self.close_session(name)
-        return len(gone)
+        return len(expired)
 
     # ---- the choice -----------------------------------------------------------------------------
 
-    def _candidates(self, ask: Ask, exclude: Collection[str]) -> list[Replica]:
+    def _candidates(self, request: RouteRequest, exclude: Collection[str]) -> list[Replica]:
         """Replicas that may take the request. Raises NoReplicaError."""
-        able = [r for r in self.replicas.values() if r.ready and r.pool == ask.pool]
+        able = [r for r in self.replicas.values() if r.ready and r.pool == request.pool]
         found = [r for r in able if r.name not in exclude]
-        if ask.versions is not None:
-            found = [r for r in found if r.version in ask.versions]
+        if request.versions is not None:
+            found = [r for r in found if r.version in request.versions]
         elif self.arms:
             served = {r.version: self.arms[r.version] for r in found if r.version in self.arms}
-            arm = choose_arm(ask.session or ask.id, served)
+            arm = choose_arm(request.session or request.id, served)
             found = [r for r in found if r.version == arm] if arm is not None else []
         if found:
             return found
-        wanted = sorted(ask.versions) if ask.versions is not None else sorted(self.arms) or None
+        wanted = sorted(request.versions) if request.versions is not None else sorted(self.arms) or None
         raise NoReplicaError(
             "no replica can take the request",
             field="pool" if not able else "version",
-            received=ask.pool if not able else wanted,
+            received=request.pool if not able else wanted,
             fix="wait until one is ready" if not able else "name a version that a replica serves",
         )
 
@@ -240,31 +242,31 @@ class Router:
             return sticky
         best = self._least(others, lambda r: r.work * slowness[r.name])
         price = self._prefill(session.held_tokens) + self.config.spill_floor_tokens
-        there, elsewhere = sticky.work * slowness[sticky.name], (best.work + price) * slowness[best.name]
-        if there <= self.config.spill_factor * elsewhere:
+        own_cost, other_cost = sticky.work * slowness[sticky.name], (best.work + price) * slowness[best.name]
+        if own_cost <= self.config.spill_factor * other_cost:
             return sticky
         self.spills += 1
         return best
 
     def _slowness(self, candidates: list[Replica]) -> dict[str, float]:
-        """How much longer each takes for a token than the fastest: stragglers count for their work more."""
+        """Time per token relative to the fastest candidate, by which the work of stragglers is multiplied."""
         fastest = max((r.rate for r in candidates if r.rate is not None), default=1.0)
         return {r.name: min(fastest / (r.rate or fastest), _MOST_SLOWNESS) for r in candidates}
 
     def _least(self, candidates: list[Replica], load: _Load) -> Replica:
-        """The least loaded; of equals each in its turn."""
+        """The least loaded replica; ties are broken by number of requests, then round-robin."""
         self._turn += 1
         count = len(candidates)
         order = ((load(r), r.running, (n + self._turn) % count, n) for n, r in enumerate(candidates))
         return candidates[min(order)[3]]
 
-    # ---- the books ------------------------------------------------------------------------------
+    # ---- bookkeeping ----------------------------------------------------------------------------
 
     def _prefill(self, tokens: int) -> int:
         return round(self.config.prefill_weight * tokens)
 
-    def _rest_of_output(self, ask: Ask, generated: int) -> int:
-        return round(min(self._outputs.rest(float(generated)), max(0, ask.max_tokens - generated)))
+    def _remaining_output(self, request: RouteRequest, generated: int) -> int:
+        return round(min(self._outputs.predict(float(generated)), max(0, request.max_tokens - generated)))
 
     def _session(self, name: str | None, now_s: float) -> _Session | None:
         if name is None:
@@ -273,18 +275,18 @@ class Router:
         session.seen_s = now_s
         self._sessions.move_to_end(name)
         while len(self._sessions) > self.config.max_sessions:
-            oldest, gone = self._sessions.popitem(last=False)
-            self._detach(oldest, gone)
+            oldest, dropped = self._sessions.popitem(last=False)
+            self._detach(oldest, dropped)
         return session
 
     def _attach(self, name: str, session: _Session, replica: Replica) -> None:
         self._detach(name, session)
         session.replica = replica
         replica.sessions.add(name)
-        session.set_resident(round(self._lengths.rest(session.done)))
+        session.set_resident(round(self._lengths.predict(session.done)))
 
     def _detach(self, name: str, session: _Session) -> None:
-        """The session lives nowhere."""
+        """Removes the session from its replica."""
         session.set_resident(0)
         if session.replica is not None:
             session.replica.sessions.discard(name)
@@ -292,12 +294,12 @@ class Router:
 
 
 def choose_arm(key: str, shares: Mapping[str, float]) -> str | None:
-    """Which policy version a session gets in an A/B test: by share, sticky, without a table.
+    """The policy version that a session gets in an A/B test: by share, sticky, without a table.
 
     Weighted rendezvous hashing (Schindelhauer and Schomaker, 2005): every arm draws an exponential number
-    from the hash of (session, arm), divided by its share; the least wins. Another router decides alike, and
-    when an arm comes or goes, only the sessions that it wins or loses move. Arms of share 0 get nothing; None
-    where no arm is left.
+    from the hash of (session, arm), divided by its share; the least wins. All routers decide alike,
+    and when an arm is added or removed, only the sessions that it gains or loses move. Arms of share 0 get
+    nothing. None without any arm.
     """
     drawn = {
         arm: -math.log((xxhash.xxh3_64_intdigest(f"{arm}\0{key}".encode()) + 0.5) / _RANGE) / share
@@ -309,39 +311,39 @@ def choose_arm(key: str, shares: Mapping[str, float]) -> str | None:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Those that reached one age."""
+    """Statistics of the samples that reached one age."""
 
     mean_rest: float
     weight: float
 
 
 class ResidualMean:
-    """Expected rest by age, learnt from finished lengths. Ages double from bucket to bucket.
+    """Mean residual life by age, learned from finished lengths. Ages double from bucket to bucket.
 
-    The longer an agent's session (or an answer) has run, the longer it will probably go on: with lognormal or
-    Pareto lengths the expected rest *grows* with the age. So a session's rest is predicted from its age
-    alone, by the mean rest of those that reached that age before (the mean residual life).
+    The longer an agent's session (or an answer) has run, the longer it will probably continue: with lognormal
+    or Pareto lengths the expected remaining length *grows* with the age. So the remaining length is predicted
+    from the age alone, as the mean over earlier samples that reached that age.
 
-    Before anything has been learnt at an age, the rest is `prior` or the age itself, whichever is more: what
-    has lasted long lasts as long again (the rule of a Pareto tail of exponent 2).
+    Before any sample has reached an age, the prediction is `prior` or the age itself, whichever is more (the
+    residual life under a Pareto tail of exponent 2).
     """
 
     def __init__(self, prior: float, first_age: float = 1.0, num_buckets: int = 24) -> None:
-        """`prior`: mean length expected at the start; it counts for four samples, not more."""
+        """`prior`: expected mean length before any sample; it has the weight of four samples."""
         assert prior > 0.0 and first_age > 0.0 and num_buckets > 0, "all must be positive"
         self._ages = [0.0, *(first_age * 2.0**n for n in range(num_buckets - 1))]
         self._buckets = [_Bucket(max(prior, age), 4.0) for age in self._ages]
 
-    def learn(self, length: float) -> None:
-        """Counts one finished length in, at every age that it reached."""
+    def observe(self, length: float) -> None:
+        """Adds one finished length to the buckets of all ages that it reached."""
         for age, bucket in zip(self._ages, self._buckets, strict=True):
             if age > length:
                 break
             bucket.weight = min(bucket.weight + 1.0, _WEIGHT_AT_MOST)
             bucket.mean_rest += (length - age - bucket.mean_rest) / bucket.weight
 
-    def rest(self, age: float) -> float:
-        """Expected rest of what has this age; never negative."""
+    def predict(self, age: float) -> float:
+        """Expected remaining length at this age, interpolated between buckets; never negative."""
         upper = next((n for n, start in enumerate(self._ages) if start > age), None)
         if upper is None:
             return max(self._buckets[-1].mean_rest, 0.0)

@@ -1,9 +1,9 @@
-"""Replicas lent between pools, such as from users to rollouts at night: by schedule, or by load (the mean
-predicted rest of the requests in flight on a ready replica, in sampled tokens).
+"""Lending of replicas between pools, such as from users to rollouts at night: by schedule, or by load (the
+mean predicted remaining work of a ready replica's requests, in sampled tokens).
 
-A lent replica finishes what it has begun and takes new requests of its new pool only. Nothing is lent by load
-within `hold_s` of the last move, and no pool is lent out below `keep` replicas; who is loaded gets its own
-back at once. What was lent or recalled by hand is left alone.
+A lent replica finishes its requests in flight and takes new ones of its new pool only. No replica is lent by
+load within `hold_s` of the last move, and no pool keeps fewer than `keep` replicas; a loaded pool gets its
+own back at once. Replicas that were lent or recalled by hand are not moved.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A replica that is to work for another pool from now on."""
+    """A decision that a replica works for another pool from now on."""
 
     replica: str
     pool: str
 
 
 class Lender:
-    """Decides which replicas move. Pure: `moves` says it, the caller does it (`Router.lend`)."""
+    """Decides which replicas move; the caller carries the moves out (`Router.lend`)."""
 
     def __init__(self, config: LendingConfig | None = None) -> None:
         self._config = config or LendingConfig()
         self._moved_s = -self._config.hold_s
-        """When the last move by load was, or a window's lender was last loaded."""
+        """Time of the last move by load, or at which a window's lender was last loaded."""
 
     def moves(
         self,
@@ -40,8 +40,8 @@ class Lender:
         day_s: float,
         loads: Mapping[str, float] | None = None,
     ) -> list[Move]:
-        """What should move now. `day_s`: second of the day, UTC; `now_s`: of any clock that only grows.
-        `loads`: outstanding tokens a replica of pools whose requests do not pass here."""
+        """The moves that are due. `day_s`: second of the day, UTC; `now_s`: of any monotonic clock. `loads`:
+        outstanding tokens per replica of pools whose requests do not pass through the router."""
         every = sorted(replicas, key=lambda r: (r.work, r.name))
         if self._config.windows:
             return self._by_schedule(every, now_s, day_s, loads or {})
@@ -53,7 +53,7 @@ class Lender:
     def _by_schedule(
         self, replicas: Sequence[Replica], now_s: float, day_s: float, loads: Mapping[str, float]
     ) -> list[Move]:
-        """Brings the numbers lent to what the open windows say."""
+        """Moves that bring the numbers of lent replicas to those of the open windows."""
         due: dict[tuple[str, str], int] = {}
         for window in self._config.windows:
             key = (window.lender, window.borrower)
@@ -63,7 +63,7 @@ class Lender:
             due[key] = due.get(key, 0) + (window.count if _is_open(window, day_s) and not held else 0)
         found: list[Move] = []
         for (lender, borrower), count in due.items():
-            lent, at_home = _standing(replicas, lender, borrower)
+            lent, at_home = _by_holder(replicas, lender, borrower)
             free = [r for r in lent if not r.by_hand]
             found += [Move(r.name, lender) for r in free[: max(0, len(lent) - count)]]
             wanted = min(count - len(lent), len(at_home) - self._config.keep)
@@ -75,7 +75,7 @@ class Lender:
         self, replicas: Sequence[Replica], may_lend: bool, loads: Mapping[str, float]
     ) -> list[Move]:
         for rule in self._config.by_load:
-            lent, at_home = _standing(replicas, rule.lender, rule.borrower)
+            lent, at_home = _by_holder(replicas, rule.lender, rule.borrower)
             lender, borrower = (_load(replicas, pool, loads) for pool in (rule.lender, rule.borrower))
             free = [r for r in lent if not r.by_hand]
             if free and (lender > rule.busy_tokens or (may_lend and borrower < rule.idle_tokens)):
@@ -88,20 +88,22 @@ class Lender:
 
 
 def _is_open(window: LendingWindowConfig, day_s: float) -> bool:
-    """Whether it is that time; over midnight, if the window begins after its end."""
+    """Whether the window is open; it spans midnight if it begins after its end."""
     if window.start_s <= window.end_s:
         return window.start_s <= day_s < window.end_s
     return day_s >= window.start_s or day_s < window.end_s
 
 
-def _standing(replicas: Sequence[Replica], lender: str, borrower: str) -> tuple[list[Replica], list[Replica]]:
-    """The lender's replicas that the borrower has, and those that it has itself."""
+def _by_holder(
+    replicas: Sequence[Replica], lender: str, borrower: str
+) -> tuple[list[Replica], list[Replica]]:
+    """The lender's replicas that work for the borrower, and those that work for itself."""
     own = [r for r in replicas if r.home == lender]
     return [r for r in own if r.pool == borrower], [r for r in own if r.pool == lender]
 
 
 def _load(replicas: Sequence[Replica], pool: str, loads: Mapping[str, float]) -> float:
-    """As it was given, else the mean work of a pool's ready replicas; 0 for a pool that has none."""
+    """A pool's load: as given in `loads`, else the mean work of its ready replicas, or 0 without any."""
     if pool in loads:
         return loads[pool]
     works = [r.work for r in replicas if r.pool == pool and r.ready]

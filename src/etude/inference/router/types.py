@@ -1,4 +1,4 @@
-"""What the routing policy gets and what it decides. No I/O anywhere in here."""
+"""Data types of the routing policy: requests, replicas and constants."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class NoReplicaError(SamplerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, as far as routing needs to know it."""
+class RouteRequest:
+    """The facts about a request that routing depends on."""
 
     id: str
     prompt_tokens: int
-    """The whole input, whatever may be cached of it."""
+    """Length of the whole input, cached or not."""
     max_tokens: int
     session: str | None = None
     """Requests of one session share a growing prefix."""
     pool: str = "serve"
     versions: frozenset[str] | None = None
-    """Names of the policy versions that may answer; None: any, or what A/B shares say."""
+    """Names of the policy versions that may answer; None: any, or by A/B shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,70 +39,71 @@ class RoutingConfig:
     prefill_weight: float = 0.05
     """Cost of computing one input token in sampled tokens: the ratio of both in an engine step."""
     spill_factor: float = 3.0
-    """A session leaves its replica when that has so many times the work of the best other one, the price of
-    computing the session's prefix anew counted as work of the other."""
+    """A session leaves its replica when that has this many times the work of the best other one, to which the
+    cost of computing the session's prefix again is added."""
     spill_floor_tokens: float = 64.0
-    """Added to the other side: with little to do anywhere nothing moves."""
+    """Also added to the other replica's work, so that sessions do not move under low load."""
     resident_weight: float = 0.02
-    """Share of the predicted rest of sessions that live on a replica, counted when a new one is placed."""
+    """Weight of the predicted work of a replica's sessions when a new session is placed."""
     expected_output_tokens: float = 60.0
-    """Of one answer, until some have been seen."""
+    """Prior of the length of an answer."""
     expected_session_tokens: float = 600.0
-    """Work of one session, until some have been seen."""
+    """Prior of the work of a session."""
     learn_rates: bool = True
-    """Count work for more on replicas whose answers come slower. Off where the clock is not wall time."""
+    """Whether to measure token rates, and weight the work of slower replicas more. Off unless the clock is
+    wall time."""
     session_idle_s: float = 1800.0
-    """A session without a request for so long is taken for ended."""
+    """Idle time after which a session is considered closed."""
     max_sessions: int = 100_000
-    """Sessions that are remembered; the oldest are forgotten first."""
+    """Most sessions in the table; the least recently used are dropped first."""
 
 
 class ReplicaState(StrEnum):
-    """Where a replica stands."""
+    """Health state of a replica."""
 
     JOINING = "joining"
-    """Never answered yet, or serves no named version."""
+    """Has not answered a probe yet, or serves no named version."""
     READY = "ready"
     EJECTED = "ejected"
     DRAINING = "draining"
-    """Takes nothing new; gone when its last request ends."""
+    """Gets no new requests; is removed when its last one ends."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica: its work, as the policy sees it, and its health."""
+    """A replica: its predicted work and its health."""
 
     name: str
     home: str
     """The pool that it belongs to."""
     pool: str
-    """The pool that it works for now: another than `home` while it is lent."""
+    """The pool that it works for now: differs from `home` while it is lent."""
     version: str | None = None
-    """Name of the policy version that it serves; None until it has said."""
+    """Name of the policy version that it serves; None until known."""
     by_hand: bool = False
-    """Somebody has decided which pool it works for: no rule of lending moves it."""
+    """Whether its pool was set by an administrator: no lending rule moves it."""
     ready: bool = True
-    """False: ejected, draining, lent to a run, or without a version. Nothing new goes there."""
+    """Whether it gets new requests. False: ejected, draining, lent to a run, or without a version."""
     running: int = 0
     """Requests in flight."""
     work: int = 0
-    """Predicted rest of the requests in flight, in sampled tokens."""
+    """Predicted remaining work of its requests in flight, in sampled tokens."""
     resident: int = 0
-    """Predicted rest of the sessions that live here, in sampled tokens."""
+    """Predicted remaining work of its sessions, in sampled tokens."""
     sessions: set[str] = field(default_factory=set)
     rate: float | None = None
-    """Tokens per second that its answers have lately got, each by itself; None: nothing seen yet."""
+    """Moving average of tokens per second of an answer; None before the first."""
     state: ReplicaState = ReplicaState.JOINING
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     ejections: int = 0
-    """In a row: how often it failed again without having been ready for a request in between."""
+    """Consecutive ejections, without a completely answered request in between."""
     next_probe_s: float = 0.0
     cause: str = ""
-    """Of the last failure."""
+    """Cause of the last failure."""
 
-    def note_rate(self, tokens: int, elapsed_s: float) -> None:
-        """Counts one answer in. Where the clock stands still there is nothing to learn."""
+    def record_rate(self, tokens: int, elapsed_s: float) -> None:
+        """Adds one answer to `rate`, unless no time has passed on the clock."""
         if tokens > 0 and elapsed_s > 0.0:
             rate = tokens / elapsed_s
             self.rate = rate if self.rate is None else self.rate + _RATE_SHARE * (rate - self.rate)

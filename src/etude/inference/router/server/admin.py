@@ -1,4 +1,4 @@
-"""The router's own tables over HTTP: who is a replica, of which pool, and which version gets which share.
+"""Admin API of the router: replicas and their pools, borrowing runs, and traffic shares by version.
 
 GET    /router/replicas               all of them, with their state
 POST   /router/replicas               {"url": ..., "pool": ...}: one joins
@@ -43,26 +43,26 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 class NewReplica(Section):
-    """A replica that joins."""
+    """Body of POST /router/replicas."""
 
     url: Name
     pool: Name | None = None
 
 
 class PoolChoice(Section):
-    """The pool that a replica is to work for."""
+    """Body that names a pool."""
 
     pool: Name
 
 
 class Arms(RootModel[dict[Name, Number]]):
-    """Share of the sessions by version."""
+    """Share of the sessions by version: the arms of an A/B test."""
 
     model_config = ConfigDict(strict=True)
 
 
 class NoSuchReplicaError(UserError):
-    """A replica that is not there."""
+    """No replica has the given name."""
 
 
 @router.get("/replicas")
@@ -92,7 +92,7 @@ async def move_replica(request: Request, name: str) -> Response:
 
 @router.post("/replicas/{name}/lend", openapi_extra=described({"pool": (str,)}))
 async def lend_replica(request: Request, name: str) -> Response:
-    """A replica works for another pool until somebody recalls it."""
+    """A replica works for another pool until it is recalled by hand."""
     proxy, replica = _replica_of(request, name)
     _set_by_hand(proxy, replica, (await _read(request, PoolChoice)).pool)
     return JSONResponse(_row(proxy, replica))
@@ -100,11 +100,11 @@ async def lend_replica(request: Request, name: str) -> Response:
 
 @router.post("/replicas/{name}/recall")
 async def recall_replica(request: Request, name: str) -> Response:
-    """A replica works for its own pool again, and is not lent until somebody does, or releases it."""
+    """A replica works for its own pool again, and is not lent by rules until it is released."""
     proxy, replica = _replica_of(request, name)
     _set_by_hand(proxy, replica, replica.home)
     if proxy.loans is not None:
-        await proxy.loans.until_home(name)
+        await proxy.loans.wait_until_returned(name)
         proxy, replica = _replica_of(request, name)
     return JSONResponse(_row(proxy, replica))
 
@@ -126,9 +126,9 @@ def _set_by_hand(proxy: Proxy, replica: Replica, pool: str) -> None:
 
 @router.delete("/replicas/{name}", status_code=202)
 async def remove_replica(request: Request, name: str) -> Response:
-    """A replica is drained, and leaves."""
+    """Drains a replica, which is then removed."""
     proxy, _ = _replica_of(request, name)
-    proxy.members.leave(name)
+    proxy.members.drain(name)
     return JSONResponse({"name": name, "state": "draining"}, 202)
 
 
@@ -140,7 +140,7 @@ async def arms(request: Request) -> Response:
 
 @router.put("/arms", openapi_extra=described(body="application/json"))
 async def set_arms(request: Request) -> Response:
-    """Other shares. Sessions move only as far as the shares do."""
+    """Sets the shares. As few sessions move as the change requires."""
     proxy = _proxy_of(request)
     proxy.router.arms = (await _read(request, Arms)).root
     return JSONResponse(proxy.router.arms)
@@ -151,42 +151,43 @@ async def set_arms(request: Request) -> Response:
 
 @router.get("/borrowers")
 async def borrowers(request: Request) -> Response:
-    """The runs that borrow replicas, and what they have."""
+    """The runs that borrow replicas, and their loans."""
     keeper = _keeper_of(_proxy_of(request))
     rows = [
         {
             "name": name,
-            "pool": one.pool,
-            "wanted": one.wanted,
-            "load_tokens": one.load_tokens,
-            "replicas": [loan.replica for loan in keeper.books.granted(name)],
+            "pool": run.pool,
+            "wanted": run.wanted,
+            "load_tokens": run.load_tokens,
+            "replicas": [loan.replica for loan in keeper.book.granted_to(name)],
         }
-        for name, one in keeper.books.borrowers.items()
+        for name, run in keeper.book.borrowers.items()
     ]
     return JSONResponse({"borrowers": rows, "last_recall_s": keeper.last_recall_s})
 
 
 @router.put("/borrowers/{name}", openapi_extra=described(body="application/json"))
 async def check_in(request: Request, name: str) -> Response:
-    """A run says what it wants, and learns what it has."""
+    """A run checks in with what it wants; answers its granted loans."""
     proxy = _proxy_of(request, borrowing=True)
     keeper = _keeper_of(proxy)
     borrower = await _read(request, Borrower)
-    keeper.books.check_in(name, borrower, time.monotonic())
+    keeper.book.check_in(name, borrower, time.monotonic())
     keeper.tick(time.monotonic())
+    addresses = proxy.addresses
     loans = [
-        {"id": one.id, "replica": one.replica, "url": proxy.addresses[one.replica].url, "token": one.token}
-        for one in keeper.books.granted(name)
-        if one.replica in proxy.addresses
+        {"id": loan.id, "replica": loan.replica, "url": addresses[loan.replica].url, "token": loan.token}
+        for loan in keeper.book.granted_to(name)
+        if loan.replica in addresses
     ]
     return JSONResponse({"loans": loans})
 
 
 @router.delete("/borrowers/{name}")
 async def check_out(request: Request, name: str) -> Response:
-    """A run gives all back."""
+    """A run returns all its loans."""
     keeper = _keeper_of(_proxy_of(request, borrowing=True))
-    known = keeper.books.leave(name)
+    known = keeper.book.check_out(name)
     keeper.tick(time.monotonic())
     return JSONResponse({"name": name, "known": known})
 
@@ -203,13 +204,13 @@ def _keeper_of(proxy: Proxy) -> LoanKeeper:
 
 
 def _proxy_of(request: Request, *, borrowing: bool = False) -> Proxy:
-    """The proxy, for those who may change it, or with `borrowing` may borrow. Raises AccessError."""
+    """The proxy, if the request may administrate it, or with `borrowing`, borrow. Raises AccessError."""
     _check_admin(request, request.app.state.borrower_token if borrowing else None)
     return request.app.state.proxy
 
 
 def _replica_of(request: Request, name: str) -> tuple[Proxy, Replica]:
-    """The proxy, for those who may change it, and one of its replicas. Raises AccessError and
+    """The proxy, if the request may administrate it, and one of its replicas. Raises AccessError and
     NoSuchReplicaError."""
     proxy = _proxy_of(request)
     replica = proxy.router.replicas.get(name)
@@ -221,7 +222,7 @@ def _replica_of(request: Request, name: str) -> tuple[Proxy, Replica]:
 
 
 def _row(proxy: Proxy, replica: Replica) -> dict[str, Any]:
-    loan = proxy.loans.books.lent.get(replica.name) if proxy.loans is not None else None
+    loan = proxy.loans.book.loans.get(replica.name) if proxy.loans is not None else None
     return {
         "name": replica.name,
         "url": proxy.addresses[replica.name].url,
@@ -250,7 +251,7 @@ async def _read(request: Request, kind: type[AnyBody]) -> AnyBody:
 
 
 def _check_admin(request: Request, other: str | None = None) -> None:
-    """Raises AccessError. `other`: a token that does as well here."""
+    """Raises AccessError. `other`: another token that is accepted here."""
     known = [one for one in (request.app.state.admin_token, other) if one is not None]
     if known and find_token(dict.fromkeys(known, True), bearer_of(request.headers)) is None:
         raise AccessError("the admin token is missing or wrong", field="authorization")

@@ -1,4 +1,4 @@
-"""The router's application: what clients ask goes on to a replica, the rest is about the router itself."""
+"""The router's web application: forwards API requests to replicas; health, metrics and admin routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.inference.router.server import admin
 from etude.inference.router.server.admin import NoSuchReplicaError
 from etude.inference.router.server.health import watch
 from etude.inference.router.server.hints import read_hints
-from etude.inference.router.server.proxy import Opened, Proxy, ReplicaAddress, ReplicaSlowError
+from etude.inference.router.server.proxy import OpenAnswer, Proxy, ReplicaAddress, ReplicaSlowError
 from etude.inference.router.types import NoReplicaError, ReplicaState
 from etude.kit.tasks import off_loop
 from etude.serving.access import AccessError
@@ -55,10 +55,10 @@ def build_app(
     admin_token: str | None = None,
     borrower_token: str | None = None,
 ) -> FastAPI:
-    """The application. Keys are the replicas' business: `authorization` goes on to them.
+    """The application. Replicas check API keys: `authorization` is forwarded to them.
 
     `admin_token`: requests with it may change the router's tables; None: any request from this machine.
-    `borrower_token`: who shows it may borrow replicas, and no more.
+    `borrower_token`: requests with it may borrow replicas, and nothing else.
 
     Raises ConfigError for a replica that is named twice.
     """
@@ -94,7 +94,7 @@ def build_app(
     return app
 
 
-# ---- what goes on to replicas -------------------------------------------------------------------
+# ---- forwarded to replicas ----------------------------------------------------------------------
 
 
 async def _forward(request: Request) -> Response:
@@ -102,11 +102,11 @@ async def _forward(request: Request) -> Response:
     if proxy.draining:
         raise NoReplicaError("the router is ending", fix="ask another router")
     if {".", ".."} & set(request.url.path.split("/")) or {".", ".."} & set(request.scope["path"].split("/")):
-        # A replica would be asked for a path of its own, such as its administrator's.
+        # Such a path could reach other routes of a replica, such as its admin routes.
         raise RouteError("no such path", field="path", received=request.url.path, fix="leave the dots out")
     query = f"?{request.url.query}" if request.url.query else ""
     target = request.scope["raw_path"].decode("ascii") + query
-    owner = proxy.place_of(target) if request.method == "GET" else None
+    owner = proxy.owner_of(target) if request.method == "GET" else None
     if owner is not None:
         answer = await proxy.fetch_from(owner, target, request.headers.raw)
         return Response(answer.content, answer.status_code, _kept(answer.headers))
@@ -125,9 +125,9 @@ async def _forward_below(request: Request, path: str) -> Response:
 
 
 class _Relayed(StreamingResponse):
-    """A stream that is let go of though its client left before its first byte was sent."""
+    """A stream whose answer is discarded even if the client leaves before its first byte was sent."""
 
-    def __init__(self, proxy: Proxy, opened: Opened, headers: dict[str, str]) -> None:
+    def __init__(self, proxy: Proxy, opened: OpenAnswer, headers: dict[str, str]) -> None:
         super().__init__(proxy.relay(opened), opened.answer.status_code, headers)
         self._proxy = proxy
         self._opened = opened
@@ -173,8 +173,8 @@ async def _figures(request: Request) -> str:
         gauges["etude_router_replica_outstanding_tokens", labels] = replica.work
         gauges["etude_router_replica_sessions", labels] = len(replica.sessions)
     if proxy.loans is not None:
-        gauges["etude_router_lent", ()] = len(proxy.loans.books.lent)
-        gauges["etude_router_borrowers", ()] = len(proxy.loans.books.borrowers)
+        gauges["etude_router_lent", ()] = len(proxy.loans.book.loans)
+        gauges["etude_router_borrowers", ()] = len(proxy.loans.book.borrowers)
         gauges["etude_router_last_recall_seconds", ()] = proxy.loans.last_recall_s
     gauges["etude_router_spills", ()] = proxy.router.spills
     gauges["etude_router_ejections", ()] = proxy.members.ejections

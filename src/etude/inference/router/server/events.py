@@ -1,7 +1,7 @@
-"""Server-sent events on their way through: whole ones only, counted, and an end that says whether it is one.
+"""Server-sent events in transit: forwarded whole, counted, and checked for a proper end of the stream.
 
-A replica that dies leaves half an event behind. What is handed on ends with a whole event each time, so
-that an error event can follow it and the client's parser is not in the middle of something.
+A replica that dies leaves half an event behind. Forwarded data always ends with a whole event, so that an
+error event can follow it without confusing the client's parser.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
 
 class EventGuard:
-    """Reads one answer's stream."""
+    """Incremental reader of one answer's event stream."""
 
     def __init__(self) -> None:
         self.num_events = 0
-        """Data events but the last: about the number of sampled tokens."""
+        """Data events without the last: about the number of sampled tokens."""
         self.ended = False
-        """The replica has said that the answer is over, well or not."""
+        """Whether the final event has come: `[DONE]`, or an error."""
         self.usage: dict[str, Any] | None = None
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be handed on: everything up to the last whole event."""
+        """Adds data; returns all whole events that have not been returned yet."""
         data = self._held + data
         end = 0
         for match in _BOUNDARY.finditer(data):
-            self._note(data[end : match.start()])
+            self._inspect(data[end : match.start()])
             end = match.end()
         self._held = data[end:]
         return data[:end]
 
-    def _note(self, event: bytes) -> None:
+    def _inspect(self, event: bytes) -> None:
         if _DONE.search(event) or _ERROR.search(event):
             self.ended = True
         elif b"data:" in event:
@@ -54,7 +54,7 @@ def _usage_of(event: bytes) -> dict[str, Any] | None:
 
 
 def usage_in(document: bytes) -> dict[str, Any] | None:
-    """The `usage` of an answer in OpenAI's form; None where there is none or it is no such answer."""
+    """The `usage` of an answer in OpenAI's format; None if missing or not of that format."""
     try:
         found = json.loads(document)
     except ValueError:
@@ -64,5 +64,5 @@ def usage_in(document: bytes) -> dict[str, Any] | None:
 
 
 def error_event(message: str, code: str) -> bytes:
-    """The event that tells a client that its answer was cut; OpenAI's clients raise it as an APIError."""
+    """The event for an answer that was cut off; OpenAI's clients raise it as an APIError."""
     return b"data: " + json.dumps(openai_document(message, code=code)).encode() + b"\n\n"

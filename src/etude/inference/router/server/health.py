@@ -1,5 +1,4 @@
-"""Probes replicas, lets go of drained ones, lends them to other pools and to runs: the proxy's only
-background task."""
+"""The proxy's background task: probes replicas, removes drained ones, lends them to pools and runs."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ _log = logging.getLogger("etude.inference.router")
 _TICK_S = 0.05
 _EXPIRE_S = 1.0
 _AGAIN_S = 1.0
-"""After a defect of ours."""
+"""Pause after an unexpected exception."""
 
 
 async def watch(proxy: Proxy) -> None:
-    """Runs until it is cancelled."""
+    """Runs the background task until it is cancelled."""
     probing: dict[str, asyncio.Task[None]] = {}
     expired_s = 0.0
     try:
@@ -29,12 +28,12 @@ async def watch(proxy: Proxy) -> None:
             now_s = time.monotonic()
             probing = {name: task for name, task in probing.items() if not task.done()}
             try:
-                for name in proxy.members.due(now_s):
+                for name in proxy.members.due_probes(now_s):
                     if name not in probing:
                         probing[name] = asyncio.create_task(probe(proxy, name))
-                for name in proxy.members.sweep():
+                for name in proxy.members.remove_drained():
                     proxy.addresses.pop(name, None)
-                loads = proxy.loans.books.loads() if proxy.loans is not None else None
+                loads = proxy.loans.book.load_by_pool() if proxy.loans is not None else None
                 every = proxy.router.replicas.values()
                 for move in proxy.lender.moves(every, now_s, proxy.day(), loads):
                     proxy.router.lend(move.replica, move.pool)
@@ -44,7 +43,7 @@ async def watch(proxy: Proxy) -> None:
                 if now_s - expired_s >= _EXPIRE_S:
                     proxy.router.expire(now_s)
                     expired_s = now_s
-            except Exception as error:  # or nobody would see any more which replicas are gone
+            except Exception as error:  # the task must survive, or replicas would no longer be probed
                 _log.error("the router's tables could not be brought up to date", exc_info=error)
                 await asyncio.sleep(_AGAIN_S)
             await asyncio.sleep(_TICK_S)
@@ -53,7 +52,7 @@ async def watch(proxy: Proxy) -> None:
 
 
 async def probe(proxy: Proxy, name: str) -> None:
-    """Asks one replica whether it is ready, and notes the answer."""
+    """Asks one replica whether it is ready, and records the outcome."""
     address = proxy.addresses[name]
     try:
         async with asyncio.timeout(proxy.members.config.timeout_s):
@@ -61,16 +60,16 @@ async def probe(proxy: Proxy, name: str) -> None:
     except (TimeoutError, EtudeError) as error:
         cause = error.message if isinstance(error, EtudeError) else "nothing came in time"
         fatal = isinstance(error, NobodyListensError)
-        proxy.members.failed(name, time.monotonic(), cause, fatal=fatal)
+        proxy.members.record_failure(name, time.monotonic(), cause, fatal=fatal)
         return
-    said = _document(answer) if answer.status_code == 200 else {}
-    replica, pool = proxy.router.replicas.get(name), said.get("pool")
-    # Only the first time: one that comes home from a loan is in the pool that the router has put it into.
+    document = _document(answer) if answer.status_code == 200 else {}
+    replica, pool = proxy.router.replicas.get(name), document.get("pool")
+    # Only the first time: after a loan the pool that the router has assigned stays.
     is_new = replica is not None and replica.version is None
     if is_new and address.pool is None and pool:
         proxy.router.move(name, str(pool))
-    version = said.get("version")
-    proxy.members.answered(name, time.monotonic(), version if isinstance(version, str) and version else None)
+    version = document.get("version") or None
+    proxy.members.record_probe(name, time.monotonic(), version if isinstance(version, str) else None)
 
 
 def _document(answer: Answer) -> dict[str, Any]:

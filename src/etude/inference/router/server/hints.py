@@ -1,4 +1,4 @@
-"""What a request tells the router: its session, how long it is, which pool and version it wants."""
+"""Derives routing facts from a request: session, lengths, pool and version."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import xxhash
 
 from etude.errors import UserError
 from etude.inference.headers import POOL_HEADER, SESSION_HEADER, VERSION_HEADER
-from etude.inference.router.types import Ask
+from etude.inference.router.types import RouteRequest
 from etude.serving.json_bodies import parse_json
 
 _BYTES_PER_TOKEN = 4.0
 _MAX_TOKENS = 4096
-"""Taken for the limit of a request that names none."""
+"""Assumed limit of a request that names none."""
 _numbers = itertools.count(1)
 
 
-def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> Ask:
-    """Never fails: what does not parse, a replica will refuse with better words.
+def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> RouteRequest:
+    """The routing facts of a request. Never fails: a replica refuses malformed requests with better messages.
 
-    Sessions are named by `x-session-id`, by OpenAI's `prompt_cache_key`, or else by the first two messages:
-    a conversation sends them with each turn.
+    Sessions are identified by `x-session-id`, by OpenAI's `prompt_cache_key`, or else by the first two
+    messages, which a conversation sends with each turn.
     """
     document = _document(body)
     session = headers.get(SESSION_HEADER) or _text(document.get("prompt_cache_key"))
@@ -36,7 +36,7 @@ def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> 
     limits = (document.get("max_completion_tokens"), document.get("max_tokens"))
     limit = next((n for n in limits if isinstance(n, int) and n > 0), _MAX_TOKENS)
     version = headers.get(VERSION_HEADER)
-    return Ask(
+    return RouteRequest(
         f"q{next(_numbers)}",
         _prompt_tokens(document, body),
         limit,
@@ -59,7 +59,7 @@ def _text(value: Any) -> str | None:
 
 
 def _prompt_tokens(document: Mapping[str, Any], body: bytes) -> int:
-    """Exact for token ids, otherwise by the size."""
+    """Length of the prompt: exact for token ids, otherwise estimated from the size of the body."""
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return len(prompt)

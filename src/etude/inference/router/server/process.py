@@ -1,6 +1,7 @@
-"""The router as a process: its address, its end.
+"""The router as a process: listening address and shutdown.
 
-The first SIGTERM (or SIGINT) drains: `/ready` says so, answers under way are finished, then the process ends.
+The first SIGTERM (or SIGINT) drains: `/ready` reports it, answers in progress are finished, then the process
+ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from etude.serving.listening import check_host, open_listeners
 from etude.serving.process import Draining, run_server
 
 SERVER = "router"
-"""What it calls itself in what it says."""
+"""Its name in messages."""
 
 
 def serve(
@@ -24,9 +25,9 @@ def serve(
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
-    """Serves where the proxy's configuration says until a signal ends it; says on stderr when and where it is
-    ready. Blocks. The router checks no keys: without `replicas_check_keys` only this machine may reach it.
-    Raises ConfigError."""
+    """Serves at the configured address until a signal ends it; reports on stderr when it is ready. Blocks.
+    The router checks no API keys: without `replicas_check_keys` it may only listen on loopback. Raises
+    ConfigError."""
     config = proxy.config
     check_host(
         config.host,

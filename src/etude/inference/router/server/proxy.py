@@ -1,11 +1,11 @@
-"""Sends each request to a replica, to another one if that fails before it answers, and tells of the rest.
+"""Forwards each request to a replica, retries on others until one answers, and reports later failures.
 
     client ──> open(): Router.begin ──> replica ──first bytes──> relay() ──> client
                  ^                         |                        |
-                 └── not begun: next one ──┘      cut later: an error event, never silence
+                 └── not begun: retry ─────┘      cut later: an error event, never silence
 
-An answer has begun when its first byte goes to the client: of a stream with its first event, of anything else
-when it is there whole. Until then a failed attempt is repeated elsewhere; sampling has no side effects.
+A stream has begun once its first event has arrived, any other answer once it is complete. Until then a failed
+attempt is retried on another replica, which is safe since sampling has no side effects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.inference.router.policy import Router
 from etude.inference.router.pools import DAY_S, Lender
 from etude.inference.router.server.events import EventGuard, error_event, usage_in
 from etude.inference.router.server.loans import LoanKeeper
-from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
+from etude.inference.router.types import NoReplicaError, RouteRequest, RoutingConfig
 from etude.serving.client import (
     Answer,
     Client,
@@ -39,9 +39,9 @@ from etude.serving.client import (
 from etude.serving.metrics import Metrics
 
 _CONNECT_S = 2.0
-_MAX_PLACES = 20_000
-_NOT_HERE = (503, 409)
-"""Others may be better off: not ready, or no longer at the version that the request is pinned to."""
+_MAX_SIDE_CHANNELS = 20_000
+_TRY_ANOTHER = (503, 409)
+"""Statuses after which another replica is tried: not ready, or not at the version that the request pins."""
 _DROPPED = frozenset(
     (b"host", b"content-length", b"connection", b"transfer-encoding", b"accept-encoding", b"keep-alive")
 ) | {b"expect"}
@@ -57,7 +57,7 @@ class ReplicaSlowError(SamplerError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """Where a replica is. `pool` None: it says so itself with its first answer to a probe."""
+    """Address of a replica. `pool` None: taken from its first answer to a probe."""
 
     url: str
     pool: str | None = None
@@ -72,10 +72,10 @@ class ReplicaAddress:
 
 
 @dataclass(slots=True, eq=False)
-class Opened:
-    """An answer that has begun: of a stream the first event, of anything else the whole body."""
+class OpenAnswer:
+    """An answer that has begun: `first` is the first event of a stream, or else the whole body."""
 
-    ask: Ask
+    request: RouteRequest
     replica: str
     answer: Answer
     first: bytes
@@ -92,8 +92,8 @@ class Proxy:
         replica_token: str = "",
         day: Callable[[], float] = lambda: time.time() % DAY_S,
     ) -> None:
-        """`replica_token`: the replicas' administrators'; without it none is lent to a run. `day`: second of
-        the day, UTC, for lending by schedule."""
+        """`replica_token`: admin token of the replicas; without it none is lent to a run. `day`: clock that
+        returns the second of the day, UTC, for lending by schedule."""
         self.config = config = config or RouterConfig()
         self.router = Router(RoutingConfig(spill_factor=config.spill_factor), config.arms)
         self.members = Members(self.router, config.health)
@@ -102,10 +102,10 @@ class Proxy:
         self.metrics = Metrics("etude_router")
         self.draining = False
         self.http = Client("", within_s=self.config.limits.answer_s, connect_s=_CONNECT_S, refusal=None)
-        """Asks any replica, by its whole address."""
+        """Client for all replicas, by full URL."""
         self.loans = LoanKeeper(self, replica_token) if replica_token else None
-        self._places: OrderedDict[str, str] = OrderedDict()
-        """Path of an answer's side channel -> the replica that has it."""
+        self._side_channels: OrderedDict[str, str] = OrderedDict()
+        """Path of an answer's side channel -> its replica."""
 
     def join(self, address: ReplicaAddress) -> str:
         """Adds a replica, and returns its name. It gets requests after its first good probe."""
@@ -121,18 +121,20 @@ class Proxy:
 
     # ---- attempts -------------------------------------------------------------------------------
 
-    async def open(self, asked: Ask, method: str, target: str, headers: RawHeaders, body: bytes) -> Opened:
-        """Asks replicas until one begins to answer. The ids of attempts begin with that of `asked`.
+    async def open(
+        self, request: RouteRequest, method: str, target: str, headers: RawHeaders, body: bytes
+    ) -> OpenAnswer:
+        """Tries replicas until one begins to answer. The ids of attempts begin with that of `request`.
 
-        Raises NoReplicaError before anything was tried, ReplicaLostError after failures, ReplicaSlowError,
-        UserError for headers that cannot be sent on.
+        Raises NoReplicaError if none could be tried, ReplicaLostError after failures, ReplicaSlowError,
+        UserError for headers that cannot be forwarded.
         """
-        sending = _Sending(method, target, _sendable(headers), body)
+        outgoing = _Outgoing(method, target, _sendable(headers), body)
         failed: dict[str, str] = {}
-        refusal: Opened | None = None
+        refusal: OpenAnswer | None = None
         for attempt in range(self.config.limits.attempts):
             try:
-                opened = await self._hedged(asked, attempt, sending, failed)
+                opened = await self._attempt_hedged(request, attempt, outgoing, failed)
             except NoReplicaError:
                 if refusal is not None:
                     return refusal
@@ -141,9 +143,9 @@ class Proxy:
                 raise
             if opened is None:
                 self.metrics.count("etude_router_retries")
-            elif opened.answer.status_code in _NOT_HERE:
+            elif opened.answer.status_code in _TRY_ANOTHER:
                 if opened.answer.status_code == 503:  # about to end, or without weights
-                    self.members.answered(opened.replica, time.monotonic(), None)
+                    self.members.record_probe(opened.replica, time.monotonic(), None)
                 failed[opened.replica], refusal = f"answered {opened.answer.status_code}", opened
             else:
                 return opened
@@ -153,53 +155,59 @@ class Proxy:
             "the replicas failed before they answered", received=failed, fix="send the request again"
         )
 
-    async def _hedged(
-        self, asked: Ask, attempt: int, sending: _Sending, failed: dict[str, str]
-    ) -> Opened | None:
-        """One attempt, or two at once where the first is slow and hedging is on."""
-        ask = replace(asked, id=f"{asked.id}.{2 * attempt}")
-        name = self.router.begin(ask, time.monotonic(), failed)
-        first = asyncio.create_task(self._attempt(ask, name, sending, failed))
+    async def _attempt_hedged(
+        self, request: RouteRequest, attempt: int, outgoing: _Outgoing, failed: dict[str, str]
+    ) -> OpenAnswer | None:
+        """One attempt; if it is slow and hedging is enabled, a second one in parallel."""
+        attempted = replace(request, id=f"{request.id}.{2 * attempt}")
+        name = self.router.begin(attempted, time.monotonic(), failed)
+        first = asyncio.create_task(self._attempt(attempted, name, outgoing, failed))
         tasks = {first}
         try:
             if self.config.limits.hedge_after_s:
                 await asyncio.wait(tasks, timeout=self.config.limits.hedge_after_s)
                 if not first.done():
-                    tasks |= self._second(asked, attempt, name, sending, failed)
+                    tasks |= self._hedge(request, attempt, name, outgoing, failed)
             chosen = await _first_opened(tasks)
             await self._end_attempts(tasks, chosen)
-        except BaseException:  # a client that leaves at this moment reads what was chosen as little
+        except BaseException:  # the client has left: the chosen answer is discarded too
             await self._end_attempts(tasks, None)
             raise
         return chosen
 
-    async def _end_attempts(self, tasks: set[asyncio.Task[Opened | None]], chosen: Opened | None) -> None:
-        """Ends attempts, and what they have begun but for the chosen answer."""
+    async def _end_attempts(
+        self, tasks: set[asyncio.Task[OpenAnswer | None]], chosen: OpenAnswer | None
+    ) -> None:
+        """Cancels attempts, and discards the answers that they have opened, except `chosen`."""
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Opened) and result is not chosen:
+            if isinstance(result, OpenAnswer) and result is not chosen:
                 await self.discard(result)
 
-    def _second(
-        self, asked: Ask, attempt: int, busy: str, sending: _Sending, failed: dict[str, str]
-    ) -> set[asyncio.Task[Opened | None]]:
-        # Not the session's: it stays where its prefix is, whichever wins.
-        ask = replace(asked, id=f"{asked.id}.{2 * attempt + 1}", session=None)
+    def _hedge(
+        self, request: RouteRequest, attempt: int, busy: str, outgoing: _Outgoing, failed: dict[str, str]
+    ) -> set[asyncio.Task[OpenAnswer | None]]:
+        # Without the session, which stays where its prefix is cached, whichever attempt wins.
+        attempted = replace(request, id=f"{request.id}.{2 * attempt + 1}", session=None)
         with suppress(NoReplicaError):
-            name = self.router.begin(ask, time.monotonic(), {busy, *failed})
+            name = self.router.begin(attempted, time.monotonic(), {busy, *failed})
             self.metrics.count("etude_router_hedges")
-            return {asyncio.create_task(self._attempt(ask, name, sending, failed))}
+            return {asyncio.create_task(self._attempt(attempted, name, outgoing, failed))}
         return set()
 
-    async def _attempt(self, ask: Ask, name: str, sending: _Sending, failed: dict[str, str]) -> Opened | None:
-        """One replica's answer; None if it failed before it began. The policy's books are kept either way."""
-        url = self.addresses[name].url.rstrip("/") + sending.target
+    async def _attempt(
+        self, request: RouteRequest, name: str, outgoing: _Outgoing, failed: dict[str, str]
+    ) -> OpenAnswer | None:
+        """Opens one replica's answer; None if it failed before it began, which is then recorded."""
+        url = self.addresses[name].url.rstrip("/") + outgoing.target
         answer: Answer | None = None
-        opened: Opened | None = None
+        opened: OpenAnswer | None = None
         try:
-            answer = await self.http.open(sending.method, url, headers=sending.headers, content=sending.body)
-            opened = await self._begin(ask, name, answer)
+            answer = await self.http.open(
+                outgoing.method, url, headers=outgoing.headers, content=outgoing.body
+            )
+            opened = await self._begin(request, name, answer)
         except SilentServerError as error:
             self._fail(name, error)
             raise ReplicaSlowError(
@@ -210,24 +218,24 @@ class Proxy:
             failed[name] = error.message
         finally:
             if opened is None:
-                self.router.end(ask.id, time.monotonic(), 0)
+                self.router.end(request.id, time.monotonic(), 0)
                 if answer is not None:
                     await answer.aclose()
         return opened
 
-    async def _begin(self, ask: Ask, name: str, answer: Answer) -> Opened:
-        """Waits for the first event of a stream, or for the whole of anything else."""
+    async def _begin(self, request: RouteRequest, name: str, answer: Answer) -> OpenAnswer:
+        """Waits for the first event of a stream, or for any other answer as a whole."""
         place = answer.headers.get(SIDE_CHANNEL_HEADER)
         if place is not None:
-            self._places[place] = name
-            while len(self._places) > _MAX_PLACES:
-                self._places.popitem(last=False)
+            self._side_channels[place] = name
+            while len(self._side_channels) > _MAX_SIDE_CHANNELS:
+                self._side_channels.popitem(last=False)
         if not answer.headers.get("content-type", "").startswith("text/event-stream"):
             body = b"".join([piece async for piece in self.http.pieces(answer)])
-            self._end(ask, name, usage_in(body) if answer.status_code == 200 else None, 0)
-            return Opened(ask, name, answer, body, None)
+            self._end(request, name, usage_in(body) if answer.status_code == 200 else None, 0)
+            return OpenAnswer(request, name, answer, body, None)
         rest = self.http.pieces(answer)
-        opened = Opened(ask, name, answer, b"", rest)
+        opened = OpenAnswer(request, name, answer, b"", rest)
         async for data in rest:
             opened.first += opened.guard.feed(data)
             if opened.first:
@@ -236,8 +244,8 @@ class Proxy:
 
     # ---- streams --------------------------------------------------------------------------------
 
-    async def relay(self, opened: Opened) -> AsyncIterator[bytes]:
-        """The stream's bytes, whole events each time; an error event where the replica's end is missing."""
+    async def relay(self, opened: OpenAnswer) -> AsyncIterator[bytes]:
+        """Yields the stream's bytes in whole events, and an error event if it ends without its last event."""
         assert opened.rest is not None
         guard, cut = opened.guard, ""
         served = False
@@ -247,7 +255,7 @@ class Proxy:
                 async for data in opened.rest:
                     whole = guard.feed(data)
                     if whole:
-                        self.router.progress(opened.ask.id, guard.num_events)
+                        self.router.progress(opened.request.id, guard.num_events)
                         yield whole
                 cut = "" if guard.ended else "the stream ended without its last event"
             except NoAnswerError as error:
@@ -259,24 +267,24 @@ class Proxy:
             served = not cut
         finally:
             if served:
-                self._end(opened.ask, opened.replica, guard.usage, guard.num_events)
+                self._end(opened.request, opened.replica, guard.usage, guard.num_events)
             else:
-                self.router.end(opened.ask.id, time.monotonic(), guard.num_events)
+                self.router.end(opened.request.id, time.monotonic(), guard.num_events)
             await opened.answer.aclose()
 
-    async def discard(self, opened: Opened) -> None:
-        """Lets go of an answer that nobody reads on. Idempotent; does nothing to one that was read."""
+    async def discard(self, opened: OpenAnswer) -> None:
+        """Closes an answer that is not read to its end. Idempotent; does nothing after a complete `relay`."""
         if opened.rest is not None:
-            self.router.end(opened.ask.id, time.monotonic(), opened.guard.num_events)
+            self.router.end(opened.request.id, time.monotonic(), opened.guard.num_events)
             await opened.answer.aclose()
 
-    def place_of(self, target: str) -> str | None:
-        """The replica whose answer's side channel this path is."""
-        name = self._places.get(target)
+    def owner_of(self, target: str) -> str | None:
+        """The replica that serves this side channel path, if it is one."""
+        name = self._side_channels.get(target)
         return name if name in self.addresses else None
 
     async def fetch_from(self, name: str, target: str, headers: RawHeaders) -> Answer:
-        """A GET that only this replica can answer. Raises ReplicaLostError."""
+        """GETs a path from one replica, the only one that can answer. Raises ReplicaLostError."""
         url = self.addresses[name].url.rstrip("/") + target
         try:
             return await self.http.request("GET", url, headers=_sendable(headers))
@@ -286,27 +294,29 @@ class Proxy:
                 "the replica that has this answer is gone", received=name, fix="send the request again"
             ) from error
 
-    # ---- the books ------------------------------------------------------------------------------
+    # ---- bookkeeping ----------------------------------------------------------------------------
 
-    def _end(self, ask: Ask, name: str, usage: Mapping[str, object] | None, num_events: int) -> None:
-        """An answer is whole: `usage` says exactly how long it was, its events about."""
-        self.members.served(name)
+    def _end(
+        self, request: RouteRequest, name: str, usage: Mapping[str, object] | None, num_events: int
+    ) -> None:
+        """Records a complete answer. Its length comes from `usage`, else approximately from `num_events`."""
+        self.members.record_success(name)
         prompt, generated = (usage or {}).get("prompt_tokens"), (usage or {}).get("completion_tokens")
         tokens = generated if isinstance(generated, int) else num_events
-        held = (prompt if isinstance(prompt, int) else ask.prompt_tokens) + tokens
-        self.router.end(ask.id, time.monotonic(), tokens, held if tokens else None)
+        held = (prompt if isinstance(prompt, int) else request.prompt_tokens) + tokens
+        self.router.end(request.id, time.monotonic(), tokens, held if tokens else None)
 
     def _fail(self, name: str, error: NoAnswerError | str) -> None:
-        # Nobody listens: no need for a second sign.
+        # Nothing listens there: one failure is enough.
         fatal = isinstance(error, NobodyListensError)
         cause = error if isinstance(error, str) else error.message
-        self.members.failed(name, time.monotonic(), cause, fatal=fatal)
+        self.members.record_failure(name, time.monotonic(), cause, fatal=fatal)
         self.metrics.count("etude_router_failures", replica=name)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sending:
-    """A request as it is sent, to whichever replica."""
+class _Outgoing:
+    """A request as forwarded to a replica."""
 
     method: str
     target: str
@@ -318,11 +328,11 @@ def _sendable(headers: RawHeaders) -> RawHeaders:
     return [*((k, v) for k, v in headers if k not in _DROPPED), (b"accept-encoding", b"identity")]
 
 
-async def _first_opened(tasks: set[asyncio.Task[Opened | None]]) -> Opened | None:
-    """The first attempt that begins an answer; None if all failed. Raises what the last one raised."""
-    left, error = set(tasks), None
-    while left:
-        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+async def _first_opened(tasks: set[asyncio.Task[OpenAnswer | None]]) -> OpenAnswer | None:
+    """The first attempt that opens an answer; None if all failed. Raises the last attempt's exception."""
+    pending, error = set(tasks), None
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             error = task.exception() or error
             if task.exception() is None and task.result() is not None:
